@@ -1,0 +1,213 @@
+"""The oracle: Native Sparse Attention in its plainest form, for tests and `parity` only.
+
+It stores whole `[T, S]` masks and logits, works in any float dtype up to float64 and differentiates by plain AD.
+Users run `nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and conventions of
+the one of the same name in `nsa_jax.attention`, where they are documented.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
+from nsa_jax.config import NSAConfig
+
+
+def compressed_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over the visible compressed blocks (Eq. 7)."""
+    placed = _place(query, query.shape[1], config, query_positions, segment_ids)
+    visible = _in_range(placed.compression_range(config), key_cmp.shape[1])
+    return _attend(query, key_cmp, value_cmp, visible[:, :, None], scale)
+
+
+def importance_scores(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T K M"]:
+    """Importance of each selection block of the query's own sequence (Eq. 8-10), summed over the heads of a KV head."""
+    placed = _place(query, query.shape[1], config, query_positions, segment_ids)
+    start, end = placed.compression_range(config)
+    num_compressed = key_cmp.shape[1]
+    logits = _logits(query, key_cmp, scale)
+    probabilities = _softmax(logits, _in_range((start, end), num_compressed)[:, :, None])[0]
+    batch, num_queries, num_kv_heads = probabilities.shape[:3]
+    per_block = probabilities.sum(axis=3)
+    num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
+    scores = []
+    for block in range(num_blocks):
+        score = jnp.zeros((batch, num_queries, num_kv_heads), per_block.dtype)
+        for offset, weight in layout.overlap_weights(config):
+            local = block * (config.selection_block_size // config.compression_stride) + offset
+            row = start + local
+            inside = (local >= 0) & (row < end)
+            if num_compressed:
+                index = jnp.clip(row, 0, num_compressed - 1)[:, :, None, None]
+                gathered = jnp.take_along_axis(per_block, index, axis=3)[..., 0]
+                score = score + weight * jnp.where(inside[:, :, None], gathered, 0)
+        scores.append(score)
+    return jnp.stack(scores, axis=-1)
+
+
+def select_blocks(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    *,
+    config: NSAConfig,
+    lse_cmp: Float[Array, "B T N"] | None = None,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends (Eq. 11): a stable sort by score with the forced blocks first."""
+    del lse_cmp  # recomputed: the oracle trusts nobody's normaliser
+    arguments = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
+    scores = jax.lax.stop_gradient(importance_scores(query, key_cmp, **arguments))
+    position = _place(query, query.shape[1], config, query_positions, segment_ids).position[:, :, None, None]
+    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    forced = layout.is_forced(block, position, config)
+    candidate = block * config.selection_block_size <= position
+    ranked = jnp.where(candidate, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+    chosen = jnp.argsort(-ranked, axis=-1, stable=True)[..., : config.num_selected_blocks].astype(jnp.int32)
+    unused = jnp.iinfo(jnp.int32).max
+    chosen = jnp.where(jnp.take_along_axis(ranked, chosen, axis=-1) > -jnp.inf, chosen, unused)
+    missing = config.num_selected_blocks - chosen.shape[-1]
+    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, max(missing, 0))), constant_values=unused)
+    chosen = jnp.sort(chosen, axis=-1)
+    return jnp.where(chosen == unused, -1, chosen)
+
+
+def selected_attention(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
+    num_keys = key_slc.shape[1]
+    placed = _place(query, num_keys, config, query_positions, segment_ids)
+    key_position = jnp.arange(num_keys) - placed.sequence_start[:, :, None]
+    causal = (key_position >= 0) & (key_position <= placed.position[:, :, None])
+    key_block = (key_position // config.selection_block_size)[:, :, None, None, :]
+    selected = (key_block == block_indices[..., None]).any(axis=3)
+    return _attend(query, key_slc, value_slc, selected & causal[:, :, None], scale)
+
+
+def window_attention(
+    query: Float[Array, "B T N H"],
+    key_win: Float[Array, "B S K H"],
+    value_win: Float[Array, "B S K V"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over the last `w` tokens, the query's own included (section 3.3.3)."""
+    num_keys = key_win.shape[1]
+    placed = _place(query, num_keys, config, query_positions, segment_ids)
+    visible = _in_range(placed.window_range(config), num_keys)
+    return _attend(query, key_win, value_win, visible[:, :, None], scale)
+
+
+def gated_sum(
+    out_cmp: Float[Array, "B T N V"],
+    out_slc: Float[Array, "B T N V"],
+    out_win: Float[Array, "B T N V"],
+    gates: Float[Array, "B T N 3"],
+) -> Float[Array, "B T N V"]:
+    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5)."""
+    branches = jnp.stack([out_cmp, out_slc, out_win], axis=-1)
+    accumulate = jnp.promote_types(branches.dtype, jnp.float32)
+    return (branches.astype(accumulate) * gates.astype(accumulate)[..., None, :]).sum(-1).astype(out_cmp.dtype)
+
+
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B S K H"],
+    value_win: Float[Array, "B S K V"],
+    gates: Float[Array, "B T N 3"],
+    *,
+    config: NSAConfig,
+    block_indices: Int[Array, "B T K R"] | None = None,
+    query_positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N V"]:
+    """The three branches and their gated sum (Eq. 5)."""
+    if query_positions is None:
+        query_positions = layout.default_query_positions(*query.shape[:2], key_slc.shape[1])
+    arguments = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
+    out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
+    if block_indices is None:
+        block_indices = select_blocks(query, key_cmp, **arguments)
+    out_slc, _ = selected_attention(query, key_slc, value_slc, block_indices, **arguments)
+    out_win, _ = window_attention(query, key_win, value_win, **arguments)
+    return gated_sum(out_cmp, out_slc, out_win, gates)
+
+
+def _place(query, num_keys, config, query_positions, segment_ids) -> layout.QueryLayout:
+    if query_positions is None:
+        length = num_keys if segment_ids is None else segment_ids.shape[1]
+        query_positions = layout.default_query_positions(*query.shape[:2], length)
+    return layout.query_layout(config, query_positions, segment_ids)
+
+
+def _in_range(start_end: tuple[Int[Array, "B T"], Int[Array, "B T"]], num_keys: int) -> Bool[Array, "B T S"]:
+    start, end = start_end
+    key = jnp.arange(num_keys)
+    return (key >= start[:, :, None]) & (key < end[:, :, None])
+
+
+def _logits(query, key, scale) -> Float[Array, "B T K G S"]:
+    batch, num_queries, num_heads, key_dim = query.shape
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    grouped = query.reshape(batch, num_queries, key.shape[2], -1, key_dim)
+    logits = jnp.einsum(
+        "btkgh,bskh->btkgs", grouped, key, precision="highest", preferred_element_type=accumulate
+    )
+    return logits * (key_dim**-0.5 if scale is None else scale)
+
+
+def _softmax(logits: Float[Array, "B T K G S"], visible: Bool[Array, "B T #K S"]) -> tuple[Array, Array]:
+    """Softmax over the visible keys and its natural-log normaliser; 0 and -inf in a row that sees no key."""
+    visible = visible[:, :, :, None]
+    seen = visible.any(axis=-1, keepdims=True)
+    # A hidden logit never meets arithmetic, so that neither inf nor its gradient can leak through a mask.
+    masked = jnp.where(visible, logits, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.where(seen, masked, 0), axis=-1, keepdims=True, initial=-jnp.inf))
+    largest = jnp.where(seen, largest, 0)
+    weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - largest, 0)), 0)
+    total = jnp.where(seen, weights.sum(axis=-1, keepdims=True), 1)
+    lse = jnp.where(seen, jnp.log(total) + largest, -jnp.inf)
+    return weights / total, lse[..., 0]
+
+
+def _attend(query, key, value, visible, scale) -> tuple[Array, Array]:
+    batch, num_queries, num_heads, _ = query.shape
+    probabilities, lse = _softmax(_logits(query, key, scale), visible)
+    out = jnp.einsum("btkgs,bskv->btkgv", probabilities, value.astype(probabilities.dtype), precision="highest")
+    shape = (batch, num_queries, num_heads)
+    return out.reshape(*shape, -1).astype(query.dtype), lse.reshape(shape)
