@@ -1,0 +1,47 @@
+"""What holds for every test: GPU tests need a GPU, a GPU run must have run one, and float64 stays local.
+
+Tests that want float64 use `with jax.enable_x64(True):`. It is never switched on globally, because the same
+test would then mean something else when it runs alone.
+"""
+
+import re
+import sys
+
+import pytest
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("JAX sees no GPU")
+
+
+@pytest.fixture(autouse=True)
+def _float64_stays_local():
+    yield
+    jax = sys.modules.get("jax")
+    assert jax is None or not jax.config.jax_enable_x64, "the test left jax_enable_x64 on for those after it"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """Fails a run that asked for GPU tests and ran none: pytest itself calls a run of skips a success."""
+    if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _lacks_gpu_tests(config):
+        terminalreporter.write_line("A run with -m gpu must pass a GPU test, and none did.", red=True)
+
+
+def _has_gpu() -> bool:
+    import jax
+
+    return any(device.platform == "gpu" for device in jax.local_devices())
+
+
+def _lacks_gpu_tests(config) -> bool:
+    if hasattr(config, "workerinput"):  # under pytest-xdist only the controller sees all reports
+        return False
+    asked_for = re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr)
+    return bool(asked_for) and not config.pluginmanager.get_plugin("terminalreporter").stats.get("passed")
