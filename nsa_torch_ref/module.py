@@ -1,0 +1,183 @@
+"""`nn.Module` twins of `nsa_jax.nn`: same parameter names and shapes, kernels are [in, out]."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nsa_torch_ref import attention, masks
+from nsa_torch_ref.masks import NSAConfig
+
+
+def random_kernel(*shape: int, fan_in: int) -> nn.Parameter:
+    """Normal with variance `1 / fan_in`."""
+    return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Rotary embedding of [B, X, heads, H] at `positions` [B, X]: half-split pairs, odd last dim untouched.
+
+    Frequencies are computed in float64 and rounded to float32, angles are float32 products: correctly rounded
+    both, so that every framework turns by the same angle at any position.
+    """
+    half = x.shape[-1] // 2
+    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device)
+    angle = positions[:, :, None, None].to(torch.float32) * frequency
+    wide = x.to(attention.accumulation_dtype(x.dtype))
+    cos, sin = angle.to(wide.dtype).cos(), angle.to(wide.dtype).sin()
+    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).to(x.dtype)
+
+
+class Projection(nn.Module):
+    """[B, T, *in] @ kernel [*in, *out] (+ bias [*out]), contracting `in_rank` axes."""
+
+    def __init__(self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], use_bias: bool):
+        super().__init__()
+        fan_in = torch.Size(in_shape).numel()
+        self.in_rank = len(in_shape)
+        self.kernel = random_kernel(*in_shape, *out_shape, fan_in=fan_in)
+        self.bias = nn.Parameter(torch.zeros(out_shape)) if use_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Contract the trailing axes of x with the kernel."""
+        y = torch.tensordot(x, self.kernel, dims=self.in_rank)
+        return y if self.bias is None else y + self.bias
+
+
+class Compressor(nn.Module):
+    """phi of Eq. 7: un-rotated tokens [B, S, K, H] to one vector per compression block, [B, C, K, H].
+
+    "mean" averages the l tokens of a block; "mlp" adds to that mean an MLP of the tokens with an intra-block
+    position embedding, shared by the KV heads. Its last kernel starts at zero.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        config: NSAConfig,
+        mode: str = "mlp",
+        hidden_dim: int | None = None,
+    ):
+        super().__init__()
+        if mode not in ("mlp", "mean"):
+            raise ValueError(f'mode must be "mlp" or "mean", got {mode=}. Choose one of the two.')
+        self.num_kv_heads, self.head_dim, self.config, self.mode = num_kv_heads, head_dim, config, mode
+        if mode == "mlp":
+            size, hidden = config.compression_block_size, 2 * head_dim if hidden_dim is None else hidden_dim
+            self.position_embedding = nn.Parameter(0.02 * torch.randn(size, head_dim))
+            self.kernel_in = random_kernel(size * head_dim, hidden, fan_in=size * head_dim)
+            self.bias_in = nn.Parameter(torch.zeros(hidden))
+            self.kernel_out = nn.Parameter(torch.zeros(hidden, head_dim))
+            self.bias_out = nn.Parameter(torch.zeros(head_dim))
+
+    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        """[B, C, K, H]; the blocks of the unused tail hold something finite that nobody sees."""
+        if segment_ids is None:
+            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+        starts = masks.compression_starts(segment_ids, self.config)
+        within = torch.arange(self.config.compression_block_size, device=x.device)
+        row = torch.arange(x.shape[0], device=x.device)[:, None, None]
+        blocks = x[row, starts.clamp(min=0)[:, :, None] + within].transpose(2, 3)  # [B, C, K, l, H]
+        mean = blocks.mean(dim=3)
+        if self.mode == "mean":
+            return mean
+        hidden = (blocks + self.position_embedding).flatten(3) @ self.kernel_in + self.bias_in
+        return mean + functional.gelu(hidden, approximate="tanh") @ self.kernel_out + self.bias_out
+
+
+class Gate(nn.Module):
+    """Sigmoid gates [B, T, N, 3] (cmp, slc, win) from the layer input [B, T, D] by a small MLP."""
+
+    def __init__(self, in_features: int, num_heads: int, hidden_dim: int | None = None):
+        super().__init__()
+        hidden = max(8, in_features // 4) if hidden_dim is None else hidden_dim
+        self.kernel_in = random_kernel(in_features, hidden, fan_in=in_features)
+        self.bias_in = nn.Parameter(torch.zeros(hidden))
+        self.kernel_out = random_kernel(hidden, num_heads, 3, fan_in=hidden)
+        self.bias_out = nn.Parameter(torch.zeros(num_heads, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, N, 3]."""
+        hidden = functional.silu(x @ self.kernel_in + self.bias_in)
+        return (torch.tensordot(hidden, self.kernel_out, dims=1) + self.bias_out).sigmoid()
+
+
+class NSAAttention(nn.Module):
+    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        config: NSAConfig,
+        compression: str = "mlp",
+        use_bias: bool = False,
+        rope_base: float = 10000.0,
+    ):
+        super().__init__()
+        value_dim = head_dim if value_dim is None else value_dim
+        self.config, self.rope_base = config, rope_base
+        self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
+        for branch in ("cmp", "slc", "win"):
+            for kind, width in (("key", head_dim), ("value", value_dim)):
+                projection = Projection((in_features,), (num_kv_heads, width), use_bias)
+                setattr(self, f"{kind}_{branch}_proj", projection)
+        self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
+        self.compressor_key = Compressor(num_kv_heads, head_dim, config, compression)
+        self.compressor_value = Compressor(num_kv_heads, value_dim, config, compression)
+        self.gate = Gate(in_features, num_heads)
+
+    def operands(
+        self,
+        x: Tensor,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        queries: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The tensor arguments of `native_sparse_attention`, for the last `queries` tokens of x or for all.
+
+        `positions` [B, S] turn the rotary embedding only; they default to the index in the own sequence.
+        """
+        if segment_ids is None:
+            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+        segment_ids = segment_ids.long()
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
+        asking = slice(x.shape[1] - queries if queries is not None else 0, None)
+        query = rotate(self.query_proj(x[:, asking]), positions[:, asking], self.rope_base)
+        block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
+        key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
+        key_cmp = rotate(key_cmp, block_positions, self.rope_base)
+        value_cmp = self.compressor_value(self.value_cmp_proj(x), segment_ids)
+        key_slc = rotate(self.key_slc_proj(x), positions, self.rope_base)
+        key_win = rotate(self.key_win_proj(x), positions, self.rope_base)
+        value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)
+        return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        block_indices: Tensor | None = None,
+        queries: int | None = None,
+    ) -> Tensor:
+        """[B, T, D] for the last `queries` tokens of x, all of them by default."""
+        out = attention.native_sparse_attention(
+            *self.operands(x, segment_ids, positions, queries),
+            config=self.config,
+            segment_ids=segment_ids,
+            block_indices=block_indices,
+        )
+        return self.out_proj(out)
+
+    def decode(self, x: Tensor, prompt_length: int = 0) -> Tensor:
+        """Rows `prompt_length ..` of the output, each a step of its own over its prefix; no cache."""
+        steps = [self(x[:, : t + 1], queries=1) for t in range(prompt_length, x.shape[1])]
+        return torch.cat(steps, dim=1)

@@ -1,0 +1,357 @@
+"""`nsa_torch_ref.masks` and `.attention` against closed forms and brute-force loops over sets of tokens."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
+
+import nsa_torch_ref as ref  # noqa: E402
+from nsa_torch_ref import masks  # noqa: E402
+
+SMALL = ref.NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    window_size=5,
+)
+NON_OVERLAPPING = ref.NSAConfig(
+    compression_block_size=3,
+    compression_stride=3,
+    selection_block_size=3,
+    num_selected_blocks=3,
+    window_size=1,
+    num_initial_blocks=0,
+    num_local_blocks=1,
+)
+PAPER = ref.NSAConfig()
+
+ROWS = {
+    "one_sequence": [1] * 37,
+    "padded_right": [1] * 23 + [0] * 14,
+    "packed": [0] * 2 + [7] * 9 + [3] * 3 + [0] * 4 + [5] * 17 + [2],
+    "shorter_than_a_block": [1] * 3,
+    "single_token": [4],
+}
+CONFIGS = {"small": SMALL, "non_overlapping": NON_OVERLAPPING, "paper": PAPER}
+
+
+def runs(row):
+    """{id: [row indices]}."""
+    return {name: [s for s, other in enumerate(row) if other == name] for name in dict.fromkeys(row) if name}
+
+
+def token_sets(row, config):
+    """Per sequence: (tokens, compression blocks, selection blocks), each block the set of its row indices."""
+    size, stride, wide = config.compression_block_size, config.compression_stride, config.selection_block_size
+    result = {}
+    for name, tokens in runs(row).items():
+        cmp = [set(tokens[i : i + size]) for i in range(0, len(tokens), stride) if i + size <= len(tokens)]
+        slc = [set(tokens[j : j + wide]) for j in range(0, len(tokens), wide)]
+        result[name] = (tokens, cmp, slc)
+    return result
+
+
+def random_inputs(generator, batch, queries, length, config, *, heads=4, kv_heads=2, key_dim=5, value_dim=3):
+    blocks = masks.num_compression_blocks(length, config)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query = draw(batch, queries, heads, key_dim)
+    pairs = [
+        draw(batch, count, kv_heads, width)
+        for count in (blocks, length, length)
+        for width in (key_dim, value_dim)
+    ]
+    return [query, *pairs, draw(batch, queries, heads, 3)]
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_masks_are_the_sets_of_tokens(row, config):
+    segment_ids = torch.tensor([row])
+    positions = torch.tensor([[*range(len(row)), -1]])
+    sequences = token_sets(row, config)
+    cmp_blocks = [(name, i, block) for name, (_, cmp, _) in sequences.items() for i, block in enumerate(cmp)]
+
+    window = masks.window_mask(segment_ids, positions, config)[0]
+    visible = masks.compression_mask(segment_ids, positions, config)[0]
+    weights = masks.overlap_weights(segment_ids, config)[0]
+
+    assert visible.shape[1] == masks.num_compression_blocks(len(row), config)
+    for t, name in enumerate([*row, 0]):
+        tokens = sequences[name][0] if name else []
+        seen = [s for s in tokens if s <= t][-config.window_size :]
+        assert window[t].nonzero().flatten().tolist() == seen
+        complete = [c for c, (of, _, block) in enumerate(cmp_blocks) if of == name and max(block) <= t]
+        assert visible[t].nonzero().flatten().tolist() == complete
+    for c in range(visible.shape[1]):
+        slc = sequences[cmp_blocks[c][0]][2] if c < len(cmp_blocks) else []
+        expected = [len(cmp_blocks[c][2] & block) / config.compression_stride for block in slc]
+        assert weights[c].tolist() == expected + [0] * (weights.shape[1] - len(expected))
+
+
+def test_overlap_weights_of_the_paper_are_1_2_2_2_1():
+    weights = masks.overlap_weights(torch.ones((1, 320), dtype=torch.long), PAPER)[0].T
+    of_block = [column[column > 0].tolist() for column in weights]
+    assert of_block == [[2, 2, 2, 1], *(3 * [[1, 2, 2, 2, 1]]), [1, 2, 2, 2]]
+    assert weights[1].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+
+
+def brute_importance(query, key_cmp, row, t, config, kv_head, per_head):
+    """Importance of each selection block of the sequence of query t, by loops."""
+    sequences = token_sets(row, config)
+    all_blocks = [(name, block) for name, (_, cmp, _) in sequences.items() for block in cmp]
+    _, _, slc = sequences[row[t]]
+    scores = [0.0] * len(slc)
+    for head in range(kv_head * per_head, (kv_head + 1) * per_head):
+        seen = [c for c, (name, block) in enumerate(all_blocks) if name == row[t] and max(block) <= t]
+        logits = {c: float(query[head] @ key_cmp[c, kv_head]) / math.sqrt(query.shape[-1]) for c in seen}
+        total = sum(math.exp(x) for x in logits.values())
+        for c in seen:
+            for j, block in enumerate(slc):
+                overlap = len(all_blocks[c][1] & block) / config.compression_stride
+                scores[j] += math.exp(logits[c]) / total * overlap
+    return scores
+
+
+def brute_selection(scores, index, config):
+    current = index // config.selection_block_size
+    forced = set(range(min(config.num_initial_blocks, current + 1)))
+    forced |= {j for j in range(current - config.num_local_blocks + 1, current + 1) if j >= 0}
+    others = sorted((j for j in range(current + 1) if j not in forced), key=lambda j: (-scores[j], j))
+    return sorted([*forced, *others][: config.num_selected_blocks])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_whole_operation_is_the_loop_over_tokens(row, config, generator):
+    """Importance, selection, each branch with its lse, the gated sum: every query, head and token by hand."""
+    length, heads, kv_heads = len(row), 4, 2
+    inputs = random_inputs(generator, 1, length, length, config)
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = inputs
+    where = dict(config=config, segment_ids=torch.tensor([row]))
+    scores = ref.importance_scores(query, key_cmp, **where)
+    selected = ref.select_blocks(query, key_cmp, **where)
+    branches = [
+        ref.compressed_attention(query, key_cmp, value_cmp, **where),
+        ref.selected_attention(query, key_slc, value_slc, selected, **where),
+        ref.window_attention(query, key_win, value_win, **where),
+    ]
+    out = ref.native_sparse_attention(*inputs, **where)
+
+    sequences = token_sets(row, config)
+    all_blocks = [(name, block) for name, (_, cmp, _) in sequences.items() for block in cmp]
+    for t in range(length):
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            if row[t] == 0:
+                assert out[0, t, head].tolist() == [0, 0, 0]
+                assert all(lse[0, t, head] == -math.inf and (o[0, t, head] == 0).all() for o, lse in branches)
+                assert (selected[0, t] == -1).all()
+                continue
+            tokens, _, slc = sequences[row[t]]
+            expected = brute_importance(query[0, t], key_cmp[0], row, t, config, kv_head, heads // kv_heads)
+            assert scores[0, t, kv_head, : len(slc)].tolist() == pytest.approx(expected, abs=1e-12)
+            chosen = brute_selection(expected, tokens.index(t), config)
+            unused = config.num_selected_blocks - len(chosen)
+            assert selected[0, t, kv_head].tolist() == chosen + [-1] * unused
+            seen = [
+                [c for c, (name, block) in enumerate(all_blocks) if name == row[t] and max(block) <= t],
+                [s for j in chosen for s in sorted(slc[j]) if s <= t],
+                [s for s in tokens if t - config.window_size < s <= t],
+            ]
+            total = torch.zeros(3, dtype=torch.float64)
+            for branch, (key, value) in enumerate([inputs[1:3], inputs[3:5], inputs[5:7]]):
+                branch_out, lse = (x[0, t, head] for x in branches[branch])
+                logits = [float(query[0, t, head] @ key[0, s, kv_head]) / math.sqrt(5) for s in seen[branch]]
+                weight = [math.exp(x) for x in logits]
+                mean = torch.zeros(3, dtype=torch.float64)
+                for share, s in zip(weight, seen[branch], strict=True):
+                    mean += share / sum(weight) * value[0, s, kv_head]
+                torch.testing.assert_close(branch_out, mean, atol=1e-12, rtol=1e-12)
+                assert float(lse) == pytest.approx(math.log(sum(weight)) if weight else -math.inf, abs=1e-12)
+                total += gates[0, t, head, branch] * mean
+            torch.testing.assert_close(out[0, t, head], total, atol=1e-12, rtol=1e-12)
+
+
+def test_ties_go_to_the_lower_block():
+    """All keys equal: every block but the first (7/8 of a share) and the forced ones ties exactly."""
+    config = ref.NSAConfig(num_selected_blocks=6)
+    query = torch.randint(-3, 4, (1, 1000, 8, 4)).float()
+    key_cmp = torch.ones((1, masks.num_compression_blocks(1000, config), 2, 4))
+    selected = ref.select_blocks(query, key_cmp, config=config)
+    assert selected[0, 999].tolist() == [[0, 1, 2, 3, 14, 15]] * 2
+    assert selected[0, 640].tolist() == [[0, 1, 2, 3, 9, 10]] * 2
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (0, [0, -1, -1, -1]),
+        (7, [0, -1, -1, -1]),
+        (8, [0, 1, -1, -1]),
+        (16, [0, 1, 2, -1]),
+        (24, [0, 1, 2, 3]),
+    ],
+)
+def test_forced_blocks_of_short_sequences_come_once(index, expected):
+    selected = ref.select_blocks(torch.zeros(1, 25, 1, 2), torch.zeros(1, 11, 1, 2), config=SMALL)
+    assert selected[0, index, 0].tolist() == expected
+
+
+def test_forced_blocks_win_against_any_score():
+    """Block 1 of 6 holds all the attention; at n = 3 the initial and two local blocks leave it no room."""
+    config = ref.NSAConfig(
+        compression_block_size=4,
+        compression_stride=4,
+        selection_block_size=4,
+        num_selected_blocks=3,
+        window_size=1,
+    )
+    key_cmp = torch.zeros(1, 6, 1, 1)
+    key_cmp[0, 1] = 50.0
+    query = torch.ones(1, 24, 1, 1)
+    assert ref.select_blocks(query, key_cmp, config=config)[0, 23, 0].tolist() == [0, 4, 5]
+    more = ref.NSAConfig(**{**vars(config), "num_selected_blocks": 4})
+    assert ref.select_blocks(query, key_cmp, config=more)[0, 23, 0].tolist() == [0, 1, 4, 5]
+
+
+def dense_causal(query, key, value):
+    """PyTorch's own causal attention, with the heads repeated by hand."""
+    per_head = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(per_head, 2), value.repeat_interleave(per_head, 2)
+    heads = [x.transpose(1, 2) for x in (query, key, value)]
+    return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+
+def test_full_coverage_is_dense_causal_attention(generator):
+    """The acceptance figure of the design: 1e-5 in float32 when n or w covers everything."""
+    query, _, _, key, value, *_ = (x.float() for x in random_inputs(generator, 2, 70, 70, SMALL))
+    wide = ref.NSAConfig(**{**vars(SMALL), "num_selected_blocks": 9, "window_size": 70})
+    blocks = torch.randn((2, 34, 2, 5), generator=generator)
+    selected = ref.select_blocks(query, blocks, config=wide)
+    expected = dense_causal(query, key, value)
+    for out, _ in (
+        ref.selected_attention(query, key, value, selected, config=wide),
+        ref.window_attention(query, key, value, config=wide),
+    ):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+
+
+def test_window_includes_the_query_and_no_more_than_w_tokens():
+    value = torch.eye(9)[None, :, None, :]
+    out, _ = ref.window_attention(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2), value, config=SMALL)
+    seen = [row.nonzero().flatten().tolist() for row in out[0, :, 0]]
+    assert seen == [list(range(max(0, t - 4), t + 1)) for t in range(9)]
+
+
+def test_packed_row_equals_each_sequence_alone(generator):
+    row = ROWS["packed"]
+    length, config = len(row), SMALL
+    inputs = random_inputs(generator, 1, length, length, config)
+    together = ref.native_sparse_attention(*inputs, config=config, segment_ids=torch.tensor([row]))
+    first_block = 0
+    for tokens in runs(row).values():
+        blocks = slice(first_block, first_block + masks.num_compression_blocks(len(tokens), config))
+        first_block = blocks.stop
+        part = slice(tokens[0], tokens[-1] + 1)
+        cuts = [part, blocks, blocks, part, part, part, part, part]
+        alone = [x[:, cut] for x, cut in zip(inputs, cuts, strict=True)]
+        alone = ref.native_sparse_attention(*alone, config=config)
+        torch.testing.assert_close(together[:, part], alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_some_queries_of_a_row_equal_the_rows_of_all(row, generator):
+    """T != S, positions out of order, and -1: a query gets what it gets among all, a padding query gets 0."""
+    length = len(row)
+    inputs = random_inputs(generator, 1, length, length, SMALL)
+    segment_ids = torch.tensor([row])
+    everything = ref.native_sparse_attention(*inputs, config=SMALL, segment_ids=segment_ids)
+    positions = torch.tensor([[length - 1, -1, 0, length // 2]])
+    few = [inputs[0][:, positions[0]], *inputs[1:7], inputs[7][:, positions[0]]]
+    where = dict(config=SMALL, segment_ids=segment_ids, query_positions=positions)
+    out = ref.native_sparse_attention(*few, **where)
+    expected = everything[:, positions[0]]
+    expected[:, 1] = 0
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    assert (ref.select_blocks(few[0], few[1], **where)[:, 1] == -1).all()
+
+
+def test_default_positions_are_the_last_tokens(generator):
+    inputs = random_inputs(generator, 2, 37, 37, SMALL)
+    everything = ref.native_sparse_attention(*inputs, config=SMALL)
+    last = [inputs[0][:, -5:], *inputs[1:7], inputs[7][:, -5:]]
+    out = ref.native_sparse_attention(*last, config=SMALL)
+    torch.testing.assert_close(out, everything[:, -5:], atol=1e-12, rtol=0)
+
+
+def test_pinned_selection_replaces_the_choice(generator):
+    inputs = random_inputs(generator, 1, 37, 37, SMALL)
+    chosen = ref.select_blocks(inputs[0], inputs[1], config=SMALL)
+    free = ref.native_sparse_attention(*inputs, config=SMALL)
+    assert torch.equal(free, ref.native_sparse_attention(*inputs, config=SMALL, block_indices=chosen))
+    nothing = torch.full_like(chosen, -1)
+    without = ref.native_sparse_attention(*inputs, config=SMALL, block_indices=nothing)
+    gates = inputs[7].clone()
+    gates[..., 1] = 0
+    shut = ref.native_sparse_attention(*inputs[:7], gates, config=SMALL)
+    torch.testing.assert_close(without, shut, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("row", ["packed", "shorter_than_a_block"])
+def test_gradients_pass_gradcheck(row, generator):
+    """f64, selection pinned; the rows hold queries without any key, whose gradients must be finite too."""
+    row = ROWS[row]
+    few = dict(heads=2, kv_heads=1, key_dim=3, value_dim=2)
+    inputs = random_inputs(generator, 1, len(row), len(row), SMALL, **few)
+    segment_ids = torch.tensor([row])
+    chosen = ref.select_blocks(inputs[0], inputs[1], config=SMALL, segment_ids=segment_ids)
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def operation(*args):
+        return ref.native_sparse_attention(*args, config=SMALL, segment_ids=segment_ids, block_indices=chosen)
+
+    assert torch.autograd.gradcheck(operation, leaves, eps=1e-6, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+def test_lse_carries_gradients_that_are_finite_on_empty_rows(generator):
+    inputs = random_inputs(generator, 1, 12, 12, SMALL, heads=2, kv_heads=1, key_dim=3, value_dim=2)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+
+    def seen_lse(*args):
+        out, lse = ref.compressed_attention(*args, config=SMALL)
+        return out, torch.where(lse.isfinite(), lse, 0)
+
+    assert torch.autograd.gradcheck(seen_lse, leaves, eps=1e-6, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_keeps_its_output_and_a_wide_lse(dtype, generator):
+    inputs = [x.to(dtype) for x in random_inputs(generator, 1, 37, 37, SMALL)]
+    exact = ref.native_sparse_attention(*(x.double() for x in inputs), config=SMALL)
+    chosen = ref.select_blocks(inputs[0].double(), inputs[1].double(), config=SMALL)
+    out = ref.native_sparse_attention(*inputs, config=SMALL, block_indices=chosen)
+    _, lse = ref.window_attention(inputs[0], inputs[5], inputs[6], config=SMALL)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    # Each branch is rounded once to dtype, scaled by its gate, and the sum is rounded again; the SDPA itself
+    # may round its probabilities: four roundings of the largest term.
+    largest = 3 * max(x.abs().max() for x in (inputs[2], inputs[4], inputs[6])) * inputs[7].abs().max()
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * largest
+
+
+def test_neither_jax_nor_nsa_jax_is_imported():
+    probe = "import sys, nsa_torch_ref; print(sorted({'jax', 'nsa_jax', 'flax'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

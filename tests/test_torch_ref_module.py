@@ -1,0 +1,181 @@
+"""`nsa_torch_ref.module`: phi, gates and rotary against loops; packed rows, shifts, step-by-step decode."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
+
+import nsa_torch_ref as ref  # noqa: E402
+from nsa_torch_ref.module import rotate  # noqa: E402
+
+CONFIG = ref.NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    window_size=5,
+)
+NAMES = {
+    "query_proj.kernel": (12, 4, 5),
+    **{f"key_{branch}_proj.kernel": (12, 2, 5) for branch in ("cmp", "slc", "win")},
+    **{f"value_{branch}_proj.kernel": (12, 2, 3) for branch in ("cmp", "slc", "win")},
+    "out_proj.kernel": (4, 3, 12),
+    "compressor_key.position_embedding": (4, 5),
+    "compressor_key.kernel_in": (20, 10),
+    "compressor_key.bias_in": (10,),
+    "compressor_key.kernel_out": (10, 5),
+    "compressor_key.bias_out": (5,),
+    "compressor_value.position_embedding": (4, 3),
+    "compressor_value.kernel_in": (12, 6),
+    "compressor_value.bias_in": (6,),
+    "compressor_value.kernel_out": (6, 3),
+    "compressor_value.bias_out": (3,),
+    "gate.kernel_in": (12, 8),
+    "gate.bias_in": (8,),
+    "gate.kernel_out": (8, 4, 3),
+    "gate.bias_out": (4, 3),
+}
+
+
+def randomised(module, seed=0):
+    """Every parameter drawn, also those that start at zero; f64."""
+    generator = torch.Generator().manual_seed(seed)
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return module
+
+
+def layer(**changes):
+    return randomised(ref.NSAAttention(12, 4, 2, 5, 3, config=CONFIG, **changes))
+
+
+def tokens(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_parameter_names_and_shapes():
+    assert {name: tuple(p.shape) for name, p in layer().named_parameters()} == NAMES
+    mean = {name for name, _ in layer(compression="mean").named_parameters()}
+    assert mean == {name for name in NAMES if not name.startswith("compressor")}
+    biased = {name: tuple(p.shape) for name, p in layer(use_bias=True).named_parameters()}
+    biases = [biased[name] for name in ("query_proj.bias", "value_win_proj.bias", "out_proj.bias")]
+    assert biases == [(4, 5), (2, 3), (12,)]
+
+
+def test_unknown_compression_is_an_error():
+    with pytest.raises(ValueError, match=r'mode must be "mlp" or "mean", got mode=.*max'):
+        ref.Compressor(1, 4, CONFIG, mode="max")
+
+
+def test_mlp_compressor_starts_as_the_mean():
+    x = tokens(2, 11, 2, 5)
+    mlp, mean = (ref.Compressor(2, 5, CONFIG, mode=mode).double()(x) for mode in ("mlp", "mean"))
+    assert torch.equal(mlp, mean)
+    assert mean.shape == (2, 4, 2, 5)
+
+
+def test_compressor_is_the_loop_over_blocks():
+    phi = randomised(ref.Compressor(2, 5, CONFIG, hidden_dim=7)).requires_grad_(False)
+    row = [0, 6, 6, 6, 6, 6, 6, 9, 9, 9, 4, 4, 4, 4]
+    x = tokens(1, len(row), 2, 5)
+    out = phi(x, torch.tensor([row]))
+    assert out.shape == (1, 6, 2, 5)
+    for slot, first in enumerate([1, 3, 10]):
+        for head in range(2):
+            block = x[0, first : first + 4, head] + phi.position_embedding
+            flat = [float(block[i, h]) for i in range(4) for h in range(5)]
+            hidden = []
+            for unit in range(7):
+                y = sum(value * float(phi.kernel_in[i, unit]) for i, value in enumerate(flat))
+                y += float(phi.bias_in[unit])
+                hidden.append(0.5 * y * (1 + math.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))))
+            for h in range(5):
+                expected = sum(float(x[0, first + i, head, h]) for i in range(4)) / 4 + float(phi.bias_out[h])
+                expected += sum(value * float(phi.kernel_out[unit, h]) for unit, value in enumerate(hidden))
+                assert float(out[0, slot, head, h]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_compressor_of_a_short_row_has_no_block():
+    assert ref.Compressor(2, 5, CONFIG)(torch.zeros(3, 3, 2, 5)).shape == (3, 0, 2, 5)
+
+
+def test_gate_is_the_loop_over_units():
+    gate = randomised(ref.Gate(12, 2)).requires_grad_(False)
+    x = tokens(1, 1, 12)
+    hidden = []
+    for unit in range(8):
+        y = sum(float(x[0, 0, i] * gate.kernel_in[i, unit]) for i in range(12)) + float(gate.bias_in[unit])
+        hidden.append(y / (1 + math.exp(-y)))
+    for head in range(2):
+        for branch in range(3):
+            y = sum(value * float(gate.kernel_out[unit, head, branch]) for unit, value in enumerate(hidden))
+            expected = 1 / (1 + math.exp(-y - float(gate.bias_out[head, branch])))
+            assert float(gate(x)[0, 0, head, branch]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 6])
+def test_rotary_turns_half_split_pairs_and_spares_an_odd_last_dim(width):
+    x = tokens(1, 1, 1, width)
+    turned = rotate(x, torch.tensor([[3]]), 10000.0)[0, 0, 0]
+    half = width // 2
+    for i in range(half):
+        pair = complex(x[0, 0, 0, i], x[0, 0, 0, half + i])
+        angle = 3 * 10000.0 ** (-i / half)
+        expected = pair * complex(math.cos(angle), math.sin(angle))
+        # The angle is rounded to float32 twice (frequency, product).
+        assert float(turned[i]) == pytest.approx(expected.real, abs=2 * 2**-23 * angle * abs(pair))
+        assert float(turned[half + i]) == pytest.approx(expected.imag, abs=2 * 2**-23 * angle * abs(pair))
+    assert width % 2 == 0 or turned[-1] == x[0, 0, 0, -1]
+
+
+def test_shifting_all_positions_changes_nothing():
+    """Rotary is relative. The bound: angles below 64 carry float32 roundings of 64 * 2^-24 each."""
+    module, x = layer(), tokens(1, 29, 12)
+    index = torch.arange(29)[None]
+    out, shifted = module(x), module(x, positions=index + 32)
+    assert (out - shifted).abs().max() <= 4 * 64 * 2**-24 * out.abs().max()
+    assert torch.equal(out, module(x, positions=index))
+    assert (out - module(x, positions=2 * index)).abs().max() > 1e-2
+
+
+def test_packed_row_equals_each_sequence_alone():
+    module = layer()
+    row = [0, 0] + [5] * 11 + [3] * 3 + [0] + [8] * 19
+    x = tokens(1, len(row), 12)
+    together = module(x, segment_ids=torch.tensor([row]))
+    for name in (5, 3, 8):
+        part = [s for s, other in enumerate(row) if other == name]
+        torch.testing.assert_close(together[:, part], module(x[:, part]), atol=1e-12, rtol=1e-12)
+    assert (together[:, [0, 1, 16]] == 0).all()
+
+
+@pytest.mark.parametrize("compression", ["mlp", "mean"])
+@pytest.mark.parametrize("length", [1, 3, 30])
+def test_step_by_step_decode_equals_the_full_forward(compression, length):
+    module, x = layer(compression=compression), tokens(2, length, 12)
+    torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(module.decode(x, length - 1), module(x)[:, -1:], atol=1e-12, rtol=1e-12)
+
+
+def test_the_future_changes_no_past_output():
+    module, x = layer(), tokens(1, 30, 12)
+    out = module(x)
+    changed = x.clone()
+    changed[:, 17:] = 100.0
+    assert torch.equal(module(changed)[:, :17], out[:, :17])
+
+
+def test_gradients_of_every_parameter_pass_gradcheck():
+    module, x = layer(), tokens(1, 18, 12).requires_grad_()
+    names = [name for name, _ in module.named_parameters()]
+    chosen = ref.select_blocks(*module.operands(x)[:2], config=CONFIG)
+
+    def forward(x, *parameters):
+        weights = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(module, weights, (x,), {"block_indices": chosen})
+
+    leaves = [x, *(p.detach().requires_grad_() for p in module.parameters())]
+    assert torch.autograd.gradcheck(forward, leaves, eps=1e-6, atol=1e-4, rtol=1e-3, fast_mode=True)
