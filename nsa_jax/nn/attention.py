@@ -1,0 +1,291 @@
+"""The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import attention, layout
+from nsa_jax.array_typing import Array, DType, Float, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import partitioning
+from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
+from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+
+
+class Selection(NamedTuple):
+    """What a layer chose for each query: `block_indices` per KV head, `gates` in the order cmp, slc, win."""
+
+    block_indices: Int32[Array, "B T K R"]
+    gates: Float[Array, "B T N 3"]
+
+
+class Operands(NamedTuple):
+    """The arrays that `nsa_jax.attention.native_sparse_attention` takes, in its order."""
+
+    query: Float[Array, "B T N H"]
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_slc: Float[Array, "B T K H"]
+    value_slc: Float[Array, "B T K V"]
+    key_win: Float[Array, "B T K H"]
+    value_win: Float[Array, "B T K V"]
+    gates: Float[Array, "B T N 3"]
+
+
+class NSAAttention(nnx.Module):
+    """Causal self-attention layer with Native Sparse Attention, for the place of `nnx.MultiHeadAttention`.
+
+    Section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3); queries and the
+    keys of the selection and window branches are rotated at their position; compressed keys are compressed
+    un-rotated and rotated afterwards at the position of their block's first token.
+
+    Parameters, with which checkpoints are written: `query_proj`, `key_{cmp,slc,win}_proj`,
+    `value_{cmp,slc,win}_proj` and `out_proj`, each with `kernel` (and `bias`), laid out as in
+    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`.
+
+    Args:
+      num_heads: query heads.
+      in_features: width of the layer's input and output.
+      num_kv_heads: KV heads; each serves `num_heads // num_kv_heads` query heads, which select together.
+      head_dim: width of queries and keys, `in_features // num_heads` by default.
+      value_dim: width of values, `head_dim` by default.
+      config: block structure.
+      compression: "mlp" or "mean", see `Compressor`.
+      use_bias: whether the projections have biases.
+      rope_base: base of the rotary embedding.
+      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+        `nnx.Linear`.
+      param_dtype: dtype of the parameters.
+      precision: precision of the products, see `jax.lax.Precision`.
+      kernel_init: initializer of the projections' kernels; compressors and gate have their own.
+      out_kernel_init: initializer of the output projection's kernel, `kernel_init` by default.
+      bias_init: initializer of the projections' biases.
+      sharding: mesh axes of the dimensions "model", "heads" and "kv_heads", for example
+        `{"heads": "tensor", "kv_heads": "tensor"}`: sets the `out_sharding` metadata of every kernel and
+        bias. Needs a mesh context when the layer is created.
+      implementation: which implementation attends, see `nsa_jax.attention`.
+      rngs: source of the initial parameters.
+
+    Raises:
+      ValueError: head counts or widths do not divide, unknown compression, unknown name in `sharding`.
+
+    Example:
+      >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
+      >>> y = layer(x)  # x [B, T, 512]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
+        compression: CompressionMode = "mlp",
+        use_bias: bool = False,
+        rope_base: float = DEFAULT_BASE,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        precision: Any = None,
+        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),  # noqa: B008 (pure)
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
+        sharding: partitioning.Sharding | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        value_dim = head_dim if value_dim is None else value_dim
+        self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.config, self.rope_base, self.implementation = config, rope_base, implementation
+        self.dtype = dtype
+
+        project = functools.partial(
+            projection,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            sharding=sharding,
+            rngs=rngs,
+        )
+        model, key_heads, value_heads = in_features, (num_kv_heads, head_dim), (num_kv_heads, value_dim)
+        into_kv_heads = dict(dimensions=("model", "kv_heads", None))
+        self.query_proj = project(model, (num_heads, head_dim), dimensions=("model", "heads", None))
+        self.key_cmp_proj = project(model, key_heads, **into_kv_heads)
+        self.value_cmp_proj = project(model, value_heads, **into_kv_heads)
+        self.key_slc_proj = project(model, key_heads, **into_kv_heads)
+        self.value_slc_proj = project(model, value_heads, **into_kv_heads)
+        self.key_win_proj = project(model, key_heads, **into_kv_heads)
+        self.value_win_proj = project(model, value_heads, **into_kv_heads)
+        self.out_proj = project(
+            (num_heads, value_dim),
+            model,
+            dimensions=("heads", None, "model"),
+            kernel_init=out_kernel_init or kernel_init,
+        )
+        compressor = functools.partial(
+            Compressor,
+            config=config,
+            mode=compression,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+        )
+        self.compressor_key = compressor(head_dim)
+        self.compressor_value = compressor(value_dim)
+        self.gate = Gate(
+            in_features,
+            num_heads,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            sharding=sharding,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attends from every token to the tokens of its sequence up to itself.
+
+        Args:
+          x: the layer input.
+          positions: rotary positions, by default the index of each token in its sequence. They turn queries
+            and keys only; causality, blocks and windows count tokens.
+          segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
+          block_indices: pins the selection, as `inspect` returns it, instead of choosing it.
+
+        Returns:
+          The layer output. A padding token gets what an attention output of zero gives: 0, or the output
+          bias.
+
+        Raises:
+          ValueError: `x` is not of rank 3 and width `in_features`, or an argument's shape does not fit `x`.
+
+        Gradients:
+          None flows through the selection (the paper's choice): phi and the projections of the compressed
+          branch learn through the compressed branch's output.
+        """
+        out = attention.native_sparse_attention(
+            *self.operands(x, positions=positions, segment_ids=segment_ids),
+            config=self.config,
+            block_indices=block_indices,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return self.out_proj(out)
+
+    def operands(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Operands:
+        """What the functional API needs of this layer: rotated queries and keys, compressed blocks, gates."""
+        check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
+        if positions is None:
+            positions = token_positions(x, segment_ids)
+        turn = functools.partial(rotate, base=self.rope_base)
+        key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
+        return Operands(
+            query=turn(self.query_proj(x), positions),
+            key_cmp=turn(key_cmp, first_tokens(positions, self.config, segment_ids)),
+            value_cmp=self.compressor_value(self.value_cmp_proj(x), segment_ids),
+            key_slc=turn(self.key_slc_proj(x), positions),
+            value_slc=self.value_slc_proj(x),
+            key_win=turn(self.key_win_proj(x), positions),
+            value_win=self.value_win_proj(x),
+            gates=self.gate(x),
+        )
+
+    def inspect(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Selection:
+        """Which blocks each query selects and how it gates the branches; `__call__` can pin the former."""
+        operands = self.operands(x, positions=positions, segment_ids=segment_ids)
+        block_indices = attention.select_blocks(
+            operands.query,
+            operands.key_cmp,
+            config=self.config,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return Selection(block_indices, operands.gates)
+
+
+def projection(
+    in_features: int | tuple[int, ...],
+    out_features: int | tuple[int, ...],
+    *,
+    dimensions: tuple[str | None, ...],
+    sharding: partitioning.Sharding | None,
+    **arguments: Any,
+) -> nnx.LinearGeneral:
+    """A projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
+    partitioning.check_sharding(sharding)
+    in_rank = len(in_features) if isinstance(in_features, tuple) else 1
+    return nnx.LinearGeneral(
+        in_features,
+        out_features,
+        axis=tuple(range(-in_rank, 0)),
+        kernel_metadata=partitioning.metadata(sharding, *dimensions),
+        bias_metadata=partitioning.metadata(sharding, *dimensions[in_rank:]),
+        **arguments,
+    )
+
+
+def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """`head_dim` or its default, once the head counts divide."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
+            "Give each KV head the same number of query heads."
+        )
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(
+            "num_heads must divide in_features where head_dim is not given, got "
+            f"{num_heads} and {in_features}. Pass head_dim."
+        )
+    return in_features // num_heads if head_dim is None else head_dim
+
+
+def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
+    """Raises ValueError unless `x` is [B, T, in_features] and the others are integers of [B, T]."""
+    if x.ndim != 3 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
+            "Add the missing axis, or create the layer with other in_features."
+        )
+    for name, value in per_token.items():
+        if value is not None and (value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, jnp.integer)):
+            raise ValueError(
+                f"{name} must hold one integer for each token, got {value.dtype} of shape {value.shape} "
+                f"for x of shape {x.shape}. Broadcast it to [batch, tokens]."
+            )
+
+
+def token_positions(x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None) -> Int32[Array, "B T"]:
+    """Index of each token in its own sequence."""
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    return layout.sequence_positions(segment_ids)

@@ -1,0 +1,175 @@
+"""phi of Eq. 7: one compressed key (or value) for each block of `l` tokens."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.config import NSAConfig
+
+POSITION_EMBEDDING_STD = 0.02
+
+CompressionMode = Literal["mlp", "mean"]
+
+
+class Compressor(nnx.Module):
+    """Learned compression of token blocks, shared by the KV heads.
+
+    Equation 7 of arXiv:2502.11089, "a learnable MLP with intra-block position encoding". Our reading: mode
+    "mlp" is `mean(block) + gelu(flatten(block + position_embedding) @ kernel_in + bias_in) @ kernel_out +
+    bias_out`, whose last layer starts at zero, so that training starts from mean pooling; mode "mean" is the
+    mean and has no parameter.
+
+    Args:
+      head_dim: width of a key (or value).
+      config: block size and stride.
+      mode: "mlp" or "mean".
+      hidden_dim: width of the hidden layer, `2 * head_dim` by default.
+      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+        `nnx.Linear`.
+      param_dtype: dtype of the parameters.
+      precision: precision of the products, see `jax.lax.Precision`.
+      rngs: source of the initial parameters.
+
+    Raises:
+      ValueError: unknown mode.
+
+    Numerics:
+      The mean accumulates in float32 at least; the GELU is the tanh approximation.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        config: NSAConfig,
+        mode: CompressionMode = "mlp",
+        hidden_dim: int | None = None,
+        *,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        precision: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        if mode not in ("mlp", "mean"):
+            raise ValueError(f'compression must be "mlp" or "mean", got {mode!r}. Choose one of the two.')
+        self.head_dim, self.config, self.mode = head_dim, config, mode
+        self.dtype, self.precision = dtype, precision
+        if mode == "mlp":
+            size = config.compression_block_size
+            hidden = 2 * head_dim if hidden_dim is None else hidden_dim
+            embed = nnx.initializers.normal(POSITION_EMBEDDING_STD)
+            kernel = nnx.initializers.lecun_normal()
+            self.position_embedding = nnx.Param(embed(rngs.params(), (size, head_dim), param_dtype))
+            self.kernel_in = nnx.Param(kernel(rngs.params(), (size * head_dim, hidden), param_dtype))
+            self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype))
+            self.kernel_out = nnx.Param(jnp.zeros((hidden, head_dim), param_dtype))
+            self.bias_out = nnx.Param(jnp.zeros((head_dim,), param_dtype))
+
+    def __call__(
+        self, x: Float[Array, "B S K H"], segment_ids: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B C K H"]:
+        """Compresses every complete block of `x`; un-rotated tokens in, un-rotated blocks out.
+
+        Args:
+          x: keys or values of the tokens.
+          segment_ids: sequences of packed rows, 0 = padding. Blocks then start at each sequence's first token
+            and lie compactly in sequence order.
+
+        Returns:
+          `C = (S - l) // d + 1` blocks, none where `S < l`. Unused slots of a packed row hold finite values
+          that no query sees.
+        """
+        return self.compress(token_windows(x, self.config, segment_ids))
+
+    def compress(self, windows: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
+        """Compresses blocks that are laid out already, for a cache that fills up block by block."""
+        if self.mode == "mean":
+            return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
+        parameters = (self.position_embedding, self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
+        windows, embedding, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
+            (windows, *(parameter[...] for parameter in parameters)), dtype=self.dtype
+        )
+        size = self.config.compression_block_size
+        # Flattening (l, H) and multiplying is one contraction over both, which spares a transposed copy.
+        hidden = jnp.einsum(
+            "bmlkh,lhf->bmkf",
+            windows + embedding[:, None],
+            kernel_in.reshape(size, self.head_dim, -1),
+            precision=self.precision,
+        )
+        hidden = jax.nn.gelu(hidden + bias_in, approximate=True)
+        return windows.mean(axis=2) + jnp.matmul(hidden, kernel_out, precision=self.precision) + bias_out
+
+
+def token_windows(
+    x: Float[Array, "B S K H"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
+) -> Float[Array, "B C l K H"]:
+    """The `l` tokens of each compression block; zeros in the unused slots of a packed row.
+
+    Forward and backward are deterministic: neither direction scatters.
+    """
+    if segment_ids is not None:
+        return _packed_windows(x, segment_ids, config)
+    batch, length, *rest = x.shape
+    stride = config.compression_stride
+    num_blocks = layout.num_compression_blocks(length, config)
+    strides = x[:, : length // stride * stride].reshape(batch, length // stride, stride, *rest)
+    parts = range(config.compression_block_size // stride)
+    return jnp.concatenate([strides[:, j : j + num_blocks] for j in parts], axis=2)
+
+
+def first_tokens(
+    per_token: Int[Array, "B S"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
+) -> Int[Array, "B C"]:
+    """The value that belongs to the first token of each compression block."""
+    if segment_ids is not None:
+        starts, _ = layout.compression_block_starts(segment_ids, config)
+        return jnp.take_along_axis(per_token, starts, axis=1)
+    num_blocks = layout.num_compression_blocks(per_token.shape[1], config)
+    return per_token[:, : num_blocks * config.compression_stride : config.compression_stride]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _packed_windows(x, segment_ids, config):
+    starts, exists = layout.compression_block_starts(segment_ids, config)
+    batch, num_blocks = starts.shape
+    size = config.compression_block_size
+    tokens = starts[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    windows = jax.vmap(lambda row, index: row[index])(x, tokens.reshape(batch, -1))
+    windows = windows.reshape(batch, num_blocks, size, *x.shape[2:])
+    return jnp.where(exists[:, :, None, None, None], windows, 0)
+
+
+def _packed_windows_forward(x, segment_ids, config):
+    return _packed_windows(x, segment_ids, config), segment_ids
+
+
+def _packed_windows_backward(config, segment_ids, cotangent):
+    """Gathers, for each token, its place in each block that holds it; a scatter-add has no fixed order."""
+    batch, length = segment_ids.shape
+    num_blocks = cotangent.shape[1]
+    if num_blocks == 0:
+        return jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype), None
+    size, stride = config.compression_block_size, config.compression_stride
+    rows = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    placed = layout.query_layout(config, rows, segment_ids)
+    starts, exists = layout.compression_block_starts(segment_ids, config)
+    places = cotangent.reshape(batch, num_blocks * size, *cotangent.shape[3:])
+    total = jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype)
+    for j in range(size // stride):
+        local = placed.position // stride - j
+        offset = placed.position % stride + j * stride
+        block = jnp.clip(placed.compression_start + local, 0, num_blocks - 1)
+        # A block number past the sequence's last names a block of the next one, which starts elsewhere.
+        held = jnp.take_along_axis(jnp.where(exists, starts, -size), block, axis=1) + offset == rows
+        held &= (placed.position >= 0) & (local >= 0)
+        gathered = jax.vmap(lambda row, index: row[index])(places, block * size + offset)
+        total += jnp.where(held[:, :, None, None], gathered, 0)
+    return total, None
+
+
+_packed_windows.defvjp(_packed_windows_forward, _packed_windows_backward)

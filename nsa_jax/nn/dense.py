@@ -1,0 +1,123 @@
+"""The layers that NSA is compared with: full causal attention, and a sliding window alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import attention
+from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import partitioning
+from nsa_jax.nn.attention import check_inputs, head_width, projection, token_positions
+from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+
+
+class DenseAttention(nnx.Module):
+    """Causal self-attention with rotary embedding and grouped queries, for comparisons with `NSAAttention`.
+
+    Full attention is `jax.nn.dot_product_attention`; with `window_size` a query sees that many most recent
+    tokens, its own included, through `nsa_jax.attention.window_attention`. Both have the same parameters:
+    `query_proj`, `key_proj`, `value_proj`, `out_proj`.
+
+    Args:
+      num_heads: query heads.
+      in_features: width of the layer's input and output.
+      num_kv_heads: KV heads.
+      head_dim: width of queries, keys and values, `in_features // num_heads` by default.
+      window_size: tokens of the window; None for full attention.
+      use_bias: whether the projections have biases.
+      rope_base: base of the rotary embedding.
+      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+        `nnx.Linear`.
+      param_dtype: dtype of the parameters.
+      precision: precision of the products, see `jax.lax.Precision`.
+      kernel_init: initializer of the projections' kernels.
+      out_kernel_init: initializer of the output projection's kernel, `kernel_init` by default.
+      bias_init: initializer of the projections' biases.
+      sharding: mesh axes of named dimensions, see `NSAAttention`.
+      implementation: which implementation attends with a window, see `nsa_jax.attention`.
+      rngs: source of the initial parameters.
+
+    Raises:
+      ValueError: head counts or widths do not divide, unknown name in `sharding`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        window_size: int | None = None,
+        use_bias: bool = False,
+        rope_base: float = DEFAULT_BASE,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        precision: Any = None,
+        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),  # noqa: B008 (pure)
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
+        sharding: partitioning.Sharding | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        self.in_features, self.rope_base, self.implementation = in_features, rope_base, implementation
+        self.window = None if window_size is None else NSAConfig(window_size=window_size)
+        project = functools.partial(
+            projection,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            sharding=sharding,
+            rngs=rngs,
+        )
+        into_kv_heads = dict(dimensions=("model", "kv_heads", None))
+        self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
+        self.key_proj = project(in_features, (num_kv_heads, head_dim), **into_kv_heads)
+        self.value_proj = project(in_features, (num_kv_heads, head_dim), **into_kv_heads)
+        self.out_proj = project(
+            (num_heads, head_dim),
+            in_features,
+            dimensions=("heads", None, "model"),
+            kernel_init=out_kernel_init or kernel_init,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attends from every token to those of its sequence up to itself; arguments as in `NSAAttention`."""
+        check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
+        if positions is None:
+            positions = token_positions(x, segment_ids)
+        query = rotate(self.query_proj(x), positions, base=self.rope_base)
+        key = rotate(self.key_proj(x), positions, base=self.rope_base)
+        value = self.value_proj(x)
+        if self.window is not None:
+            out, _ = attention.window_attention(
+                query,
+                key,
+                value,
+                config=self.window,
+                segment_ids=segment_ids,
+                implementation=self.implementation,
+            )
+        elif segment_ids is None:
+            out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        else:
+            same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+            out = jax.nn.dot_product_attention(query, key, value, mask=same_sequence, is_causal=True)
+            # Padding attends to padding here, so that no row is empty; it shows nothing of it.
+            out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
+        return self.out_proj(out)

@@ -1,0 +1,67 @@
+"""The gates of Eq. 5: how much each branch contributes, per token and query head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax.array_typing import Array, DType, Float
+from nsa_jax.nn import partitioning
+
+MIN_HIDDEN_DIM = 8
+
+
+class Gate(nnx.Module):
+    """Sigmoid gates from the layer input by a small MLP.
+
+    Equation 5 of arXiv:2502.11089, "an MLP and sigmoid activation". Our reading: one hidden SiLU layer, one
+    gate per token, query head and branch, in the order cmp, slc, win; the three need not sum to 1.
+
+    Args:
+      in_features: width of the layer input.
+      num_heads: query heads.
+      hidden_dim: width of the hidden layer, `max(in_features // 4, 8)` by default.
+      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+        `nnx.Linear`.
+      param_dtype: dtype of the parameters.
+      precision: precision of the products, see `jax.lax.Precision`.
+      sharding: mesh axis of the dimensions "model" and "heads", see `nsa_jax.nn.partitioning`.
+      rngs: source of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        hidden_dim: int | None = None,
+        *,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        precision: Any = None,
+        sharding: partitioning.Sharding | None = None,
+        rngs: nnx.Rngs,
+    ):
+        partitioning.check_sharding(sharding)
+        self.dtype, self.precision = dtype, precision
+        hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
+        init = nnx.initializers.lecun_normal()
+        kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
+        # Drawn flat: the initializer would take the heads for a part of the fan-in.
+        kernel_out = init(rngs.params(), (hidden, num_heads * 3), param_dtype).reshape(hidden, num_heads, 3)
+        self.kernel_in = nnx.Param(kernel_in, **partitioning.metadata(sharding, "model", None))
+        self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **partitioning.metadata(sharding, None))
+        self.kernel_out = nnx.Param(kernel_out, **partitioning.metadata(sharding, None, "heads", None))
+        bias_out = jnp.zeros((num_heads, 3), param_dtype)
+        self.bias_out = nnx.Param(bias_out, **partitioning.metadata(sharding, "heads", None))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N 3"]:
+        """Gates of the branches cmp, slc, win, each in (0, 1)."""
+        parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
+        x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
+            (x, *(parameter[...] for parameter in parameters)), dtype=self.dtype
+        )
+        hidden = jax.nn.silu(jnp.matmul(x, kernel_in, precision=self.precision) + bias_in)
+        return jax.nn.sigmoid(
+            jnp.einsum("btf,fng->btng", hidden, kernel_out, precision=self.precision) + bias_out
+        )
