@@ -46,7 +46,7 @@ def attend(
     kv_heads = key.shape[2]
     mask = mask.expand(-1, -1, kv_heads, -1)
     blind = ~mask.any(dim=-1, keepdim=True)
-    # A row without any key is NaN in SDPA, forward and backward: let it see all of them and drop the result.
+    # A row without any key is NaN in some SDPA kernels, forward or backward: let it see all, drop the result.
     padded = mask | blind
     per_head = query.shape[2] // kv_heads
     out = functional.scaled_dot_product_attention(

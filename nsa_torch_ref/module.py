@@ -51,18 +51,11 @@ class Compressor(nn.Module):
     position embedding, shared by the KV heads. Its last kernel starts at zero.
     """
 
-    def __init__(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        config: NSAConfig,
-        mode: str = "mlp",
-        hidden_dim: int | None = None,
-    ):
+    def __init__(self, head_dim: int, config: NSAConfig, mode: str = "mlp", hidden_dim: int | None = None):
         super().__init__()
         if mode not in ("mlp", "mean"):
-            raise ValueError(f'mode must be "mlp" or "mean", got {mode=}. Choose one of the two.')
-        self.num_kv_heads, self.head_dim, self.config, self.mode = num_kv_heads, head_dim, config, mode
+            raise ValueError(f'compression must be "mlp" or "mean", got {mode!r}. Choose one of the two.')
+        self.config, self.mode = config, mode
         if mode == "mlp":
             size, hidden = config.compression_block_size, 2 * head_dim if hidden_dim is None else hidden_dim
             self.position_embedding = nn.Parameter(0.02 * torch.randn(size, head_dim))
@@ -108,18 +101,19 @@ class NSAAttention(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
+        in_features: int,
         *,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
         config: NSAConfig,
         compression: str = "mlp",
         use_bias: bool = False,
         rope_base: float = 10000.0,
     ):
         super().__init__()
+        head_dim = in_features // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
         self.config, self.rope_base = config, rope_base
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
@@ -128,8 +122,8 @@ class NSAAttention(nn.Module):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
                 setattr(self, f"{kind}_{branch}_proj", projection)
         self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
-        self.compressor_key = Compressor(num_kv_heads, head_dim, config, compression)
-        self.compressor_value = Compressor(num_kv_heads, value_dim, config, compression)
+        self.compressor_key = Compressor(head_dim, config, compression)
+        self.compressor_value = Compressor(value_dim, config, compression)
         self.gate = Gate(in_features, num_heads)
 
     def operands(
