@@ -1,0 +1,11 @@
+"""The `xla` implementation: plain JAX, any platform, any float dtype, any shape."""
+
+from nsa_jax.kernels.xla.operations import (
+    compressed_attention,
+    gated_sum,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+
+__all__ = ["compressed_attention", "gated_sum", "select_blocks", "selected_attention", "window_attention"]

@@ -1,0 +1,137 @@
+"""The operations of `nsa_jax.attention` in plain JAX: chunked, differentiable, on any platform.
+
+Each differs from the public one of the same name in that nothing is defaulted or validated any more and that the keys
+read by each query and KV head come as one more result.
+"""
+
+import jax.numpy as jnp
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.kernels.xla.block_attention import BlockLists, ItemSizes, block_attention
+from nsa_jax.kernels.xla.range_attention import range_attention
+from nsa_jax.kernels.xla.selection import choose_blocks
+
+type Attended = tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"]]
+
+
+def compressed_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    tiles: Tiles,
+) -> Attended:
+    """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
+    placed = layout.query_layout(config, query_positions, segment_ids)
+    return _attend_range(query, key_cmp, value_cmp, placed.compression_range(config), scale, tiles)
+
+
+def select_blocks(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    *,
+    config: NSAConfig,
+    lse_cmp: Float[Array, "B T N"] | None,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    tiles: Tiles,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends (Eq. 8-11)."""
+    placed = layout.query_layout(config, query_positions, segment_ids)
+    if lse_cmp is None:
+        ranges = placed.compression_range(config)
+        _, lse_cmp, _ = _attend_range(query, key_cmp, key_cmp[..., :0], ranges, scale, tiles)
+    return choose_blocks(query, key_cmp, lse_cmp, placed, config, scale, tiles, packed=segment_ids is not None)
+
+
+def selected_attention(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    tiles: Tiles,
+) -> Attended:
+    """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
+    batch, num_queries, num_heads, _ = query.shape
+    block_size = config.selection_block_size
+    missing = ((0, 0), (0, max(block_size - key_slc.shape[1], 0)), (0, 0), (0, 0))
+    key_slc, value_slc = jnp.pad(key_slc, missing), jnp.pad(value_slc, missing)
+    num_keys, num_kv_heads = key_slc.shape[1:3]
+    heads = num_heads // num_kv_heads
+
+    def flatten(x):
+        return x.swapaxes(1, 2).reshape(batch * num_kv_heads * x.shape[1], *x.shape[3:])
+
+    placed = layout.query_layout(config, query_positions, segment_ids)
+    base = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads) * num_keys
+    first = base + placed.sequence_start[:, :, None]
+    starts = first[..., None] + block_indices.astype(jnp.int32) * block_size
+    # A block that begins after its query holds nothing to see: drop it, and its item with it.
+    useful = (block_indices >= 0) & (block_indices * block_size <= placed.position[:, :, None, None])
+    blocks = BlockLists(
+        flatten(jnp.where(useful, starts, -1)),
+        flatten(first + placed.position[:, :, None] + 1),
+    )
+    blocks_per_sequence = layout.num_selection_blocks(num_keys, config)
+    if segment_ids is not None:
+        blocks_per_sequence = min(blocks_per_sequence + num_queries, num_keys)
+    sizes = ItemSizes.choose(
+        num_rows=batch * num_kv_heads * num_queries,
+        slots=block_indices.shape[-1],
+        width=heads * max(query.shape[-1], value_slc.shape[-1]),
+        block_size=block_size,
+        rows_per_sequence=num_queries,
+        blocks_per_sequence=blocks_per_sequence,
+        tiles=tiles,
+    )
+    grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
+    rows = block_attention(flatten(grouped), flatten(key_slc), flatten(value_slc), blocks, scale, sizes)
+    out, lse, reads = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
+    return out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads), reads
+
+
+def window_attention(
+    query: Float[Array, "B T N H"],
+    key_win: Float[Array, "B S K H"],
+    value_win: Float[Array, "B S K V"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    tiles: Tiles,
+) -> Attended:
+    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
+    placed = layout.query_layout(config, query_positions, segment_ids)
+    return _attend_range(query, key_win, value_win, placed.window_range(config), scale, tiles)
+
+
+def gated_sum(
+    out_cmp: Float[Array, "B T N V"],
+    out_slc: Float[Array, "B T N V"],
+    out_win: Float[Array, "B T N V"],
+    gates: Float[Array, "B T N 3"],
+) -> Float[Array, "B T N V"]:
+    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32 or wider."""
+    accumulate = jnp.promote_types(out_cmp.dtype, jnp.float32)
+    gates = gates.astype(accumulate)
+    branches = (out_cmp, out_slc, out_win)
+    total = sum(gates[..., i, None] * branch.astype(accumulate) for i, branch in enumerate(branches))
+    return total.astype(out_cmp.dtype)
+
+
+def _attend_range(query, key, value, start_end, scale, tiles) -> Attended:
+    out, lse, reads = range_attention(query, key, value, *start_end, scale, tiles)
+    return out, lse, jnp.repeat(reads[..., None], key.shape[2], axis=2)

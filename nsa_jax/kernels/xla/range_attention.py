@@ -1,0 +1,206 @@
+"""Attention in which every query sees one contiguous range of keys: the compressed and the window branch.
+
+Queries go in chunks (outer scan), keys in tiles (inner loop over just the tiles that some query of the chunk sees) with
+an online softmax, so memory is that of one `[chunk, tile]` block of logits per head and work follows the ranges. The
+backward repeats the loop with the saved normaliser and adds `dk, dv` tile by tile, in a fixed order.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.config import Tiles
+
+
+class _Chunks(NamedTuple):
+    """Queries of one chunk: `rows` pairs each query token with each of the G heads of its KV head."""
+
+    query: Float[Array, "B K rows H"]
+    start: Int32[Array, "B rows"]
+    end: Int32[Array, "B rows"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def range_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    start: Int[Array, "B T"],
+    end: Int[Array, "B T"],
+    scale: float,
+    tiles: Tiles,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T"]]:
+    """Attention of each query over keys `start .. end - 1`.
+
+    Returns:
+      `(out, lse, reads)`: `reads` counts the keys that the masks let each query see.
+    """
+    return _forward(query, key, value, start, end, scale, tiles)[0]
+
+
+def _forward(query, key, value, start, end, scale, tiles):
+    batch, num_queries, num_heads, _ = query.shape
+    num_kv_heads, value_dim = value.shape[2:]
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    if key.shape[1] == 0 or num_queries == 0:
+        out = jnp.zeros((batch, num_queries, num_heads, value_dim), query.dtype)
+        lse = jnp.full((batch, num_queries, num_heads), -jnp.inf, accumulate)
+        return (out, lse, jnp.zeros_like(start, jnp.int32)), (query, key, value, start, end, out, lse)
+    tile = min(tiles.key_tile, key.shape[1])
+    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+
+    def attend_chunk(chunk: _Chunks):
+        rows = chunk.query.shape[2]
+        lowest, num_tiles = tiles_of_chunk(chunk.start, chunk.end, tile)
+
+        def attend_tile(index, carry):
+            largest, total, out, reads = carry
+            first = lowest + index * tile
+            visible, (k, v) = read_tile(chunk, first, tile, keys, values)
+            logits = product("bkrh,bksh->bkrs", chunk.query, k, accumulate) * scale
+            logits = jnp.where(visible[:, None], logits, -jnp.inf)
+            new_largest = jnp.maximum(largest, logits.max(-1))
+            # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0, not NaN.
+            shift = jnp.where(new_largest == -jnp.inf, 0, new_largest)
+            weights = jnp.exp(logits - shift[..., None])
+            decay = jnp.exp(largest - shift)
+            total = total * decay + weights.sum(-1)
+            out = out * decay[..., None] + product("bkrs,bksv->bkrv", weights.astype(v.dtype), v, accumulate)
+            return new_largest, total, out, reads + visible.sum(-1, dtype=jnp.int32)
+
+        initial = (
+            jnp.full((batch, num_kv_heads, rows), -jnp.inf, accumulate),
+            jnp.zeros((batch, num_kv_heads, rows), accumulate),
+            jnp.zeros((batch, num_kv_heads, rows, value_dim), accumulate),
+            jnp.zeros((batch, rows), jnp.int32),
+        )
+        largest, total, out, reads = jax.lax.fori_loop(0, num_tiles, attend_tile, initial)
+        seen = total > 0
+        out = out / jnp.where(seen, total, 1)[..., None]
+        lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+        return out.astype(query.dtype), lse, reads
+
+    out, lse, reads = jax.lax.map(attend_chunk, split_queries(query, start, end, num_kv_heads, tiles))
+    out = join_queries(out, num_queries, num_heads)
+    lse = join_queries(lse[..., None], num_queries, num_heads)[..., 0]
+    heads = num_heads // num_kv_heads
+    reads = reads.reshape(reads.shape[0], batch, -1, heads)[..., 0].swapaxes(0, 1).reshape(batch, -1)
+    return (out, lse, reads[:, :num_queries]), (query, key, value, start, end, out, lse)
+
+
+def _backward(scale, tiles, residuals, cotangents):
+    query, key, value, start, end, out, lse = residuals
+    d_out, d_lse, _ = cotangents
+    if key.shape[1] == 0 or query.shape[1] == 0:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value), None, None
+    num_kv_heads = key.shape[2]
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    tile = min(tiles.key_tile, key.shape[1])
+    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    shift, delta = softmax_residuals(out, lse, d_out, d_lse)
+
+    def by_chunk(x):
+        return split_queries(x, start, end, num_kv_heads, tiles).query
+
+    def differentiate_chunk(carry, inputs):
+        chunk, d_out, shift, delta = inputs
+        lowest, num_tiles = tiles_of_chunk(chunk.start, chunk.end, tile)
+
+        def differentiate_tile(index, carry):
+            d_query, d_keys, d_values = carry
+            first = lowest + index * tile
+            visible, (k, v) = read_tile(chunk, first, tile, keys, values)
+            logits = product("bkrh,bksh->bkrs", chunk.query, k, accumulate) * scale
+            weights = jnp.exp(jnp.where(visible[:, None], logits, -jnp.inf) - shift)
+            d_weights = product("bkrv,bksv->bkrs", d_out, v, accumulate)
+            d_logits = (weights * (d_weights - delta) * scale).astype(k.dtype)
+            d_query = d_query + product("bkrs,bksh->bkrh", d_logits, k, accumulate)
+            d_k = product("bkrs,bkrh->bksh", d_logits, chunk.query, accumulate)
+            d_v = product("bkrs,bkrv->bksv", weights.astype(v.dtype), d_out, accumulate)
+            return d_query, add_tile(d_keys, first, d_k, axis=2), add_tile(d_values, first, d_v, axis=2)
+
+        d_query = jnp.zeros(chunk.query.shape, accumulate)
+        d_query, *carry = jax.lax.fori_loop(0, num_tiles, differentiate_tile, (d_query, *carry))
+        return tuple(carry), d_query.astype(query.dtype)
+
+    carry = (jnp.zeros(keys.shape, accumulate), jnp.zeros(values.shape, accumulate))
+    chunks = split_queries(query, start, end, num_kv_heads, tiles)
+    inputs = (chunks, by_chunk(d_out), by_chunk(shift[..., None]), by_chunk(delta[..., None]))
+    (d_keys, d_values), d_query = jax.lax.scan(differentiate_chunk, carry, inputs)
+    return (
+        join_queries(d_query, query.shape[1], query.shape[2]),
+        d_keys.transpose(0, 2, 1, 3).astype(key.dtype),
+        d_values.transpose(0, 2, 1, 3).astype(value.dtype),
+        None,
+        None,
+    )
+
+
+range_attention.defvjp(_forward, _backward)
+
+
+def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """`lse` and `delta = sum(out * d_out) - d_lse` for the backward, both 0 in rows that see no key."""
+    seen = lse > -jnp.inf
+    delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
+    return jnp.where(seen, lse, 0), jnp.where(seen, delta, 0)
+
+
+def product(spec: str, left: Array, right: Array, accumulate) -> Array:
+    """Matrix product of two blocks, exact enough for the error budget of their dtype."""
+    return jnp.einsum(spec, left, right, precision="highest", preferred_element_type=accumulate)
+
+
+def split_queries(query, start, end, num_kv_heads, tiles) -> _Chunks:
+    """Cuts the queries into chunks (leading axis), the last one padded with queries that see nothing."""
+    batch, num_queries, num_heads, dim = query.shape
+    size = min(tiles.query_chunk, num_queries)
+    pad = -num_queries % size
+    heads = num_heads // num_kv_heads
+    query = jnp.pad(query, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    query = query.reshape(batch, -1, size, num_kv_heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
+    query = query.reshape(*query.shape[:3], size * heads, dim)
+
+    def by_row(limit):
+        limit = jnp.pad(limit.astype(jnp.int32), ((0, 0), (0, pad))).reshape(batch, -1, size).swapaxes(0, 1)
+        return jnp.repeat(limit, heads, axis=2)
+
+    return _Chunks(query, by_row(start), by_row(end))
+
+
+def join_queries(x: Float[Array, "chunks B K rows X"], num_queries: int, num_heads: int) -> Float[Array, "B T N X"]:
+    """Undoes `split_queries`."""
+    chunks, batch, num_kv_heads, rows, dim = x.shape
+    heads = num_heads // num_kv_heads
+    x = x.reshape(chunks, batch, num_kv_heads, rows // heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
+    return x.reshape(batch, chunks * (rows // heads), num_heads, dim)[:, :num_queries]
+
+
+def tiles_of_chunk(start, end, tile: int) -> tuple[Array, Array]:
+    """First key and number of tiles of the chunk: just those that cover the union of its ranges."""
+    some = start < end
+    lowest = jnp.min(jnp.where(some, start, jnp.iinfo(jnp.int32).max))
+    highest = jnp.max(jnp.where(some, end, 0))
+    lowest = jnp.minimum(lowest, highest)
+    return lowest, (highest - lowest + tile - 1) // tile
+
+
+def read_tile(chunk: _Chunks, first, tile: int, *arrays):
+    """The keys `first .. first + tile - 1` of each array and the mask of those that each row sees.
+
+    The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
+    """
+    clamped = jnp.minimum(first, arrays[0].shape[2] - tile)
+    index = clamped + jnp.arange(tile, dtype=jnp.int32)
+    visible = (index >= jnp.maximum(chunk.start, first)[..., None]) & (index < chunk.end[..., None])
+    return visible, [jax.lax.dynamic_slice_in_dim(x, clamped, tile, axis=2) for x in arrays]
+
+
+def add_tile(total: Array, first, part: Array, axis: int) -> Array:
+    """Adds the results of one tile of keys to a total over all keys, clamped as `read_tile` clamps."""
+    clamped = jnp.minimum(first, total.shape[axis] - part.shape[axis])
+    old = jax.lax.dynamic_slice_in_dim(total, clamped, part.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, clamped, axis)
