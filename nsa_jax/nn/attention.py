@@ -1,17 +1,22 @@
 """The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import attention, layout
+from nsa_jax import attention
+from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
+from nsa_jax.cache import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import partitioning
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.inputs import check_inputs, token_positions
+from nsa_jax.nn.projection import head_width, projection
 from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
 
 
@@ -201,17 +206,14 @@ class NSAAttention(nnx.Module):
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
-        turn = functools.partial(rotate, base=self.rope_base)
-        key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
+        query, tokens, gates = self._project(x, positions)
+        key_cmp = self.compressor_key(tokens.key_cmp, segment_ids)
         return Operands(
-            query=turn(self.query_proj(x), positions),
-            key_cmp=turn(key_cmp, first_tokens(positions, self.config, segment_ids)),
-            value_cmp=self.compressor_value(self.value_cmp_proj(x), segment_ids),
-            key_slc=turn(self.key_slc_proj(x), positions),
-            value_slc=self.value_slc_proj(x),
-            key_win=turn(self.key_win_proj(x), positions),
-            value_win=self.value_win_proj(x),
-            gates=self.gate(x),
+            query,
+            rotate(key_cmp, first_tokens(positions, self.config, segment_ids), base=self.rope_base),
+            self.compressor_value(tokens.value_cmp, segment_ids),
+            *tokens[2:],
+            gates,
         )
 
     def inspect(
@@ -232,60 +234,85 @@ class NSAAttention(nnx.Module):
         )
         return Selection(block_indices, operands.gates)
 
+    def init_cache(
+        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
+    ) -> NSACache:
+        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
 
-def projection(
-    in_features: int | tuple[int, ...],
-    out_features: int | tuple[int, ...],
-    *,
-    dimensions: tuple[str | None, ...],
-    sharding: partitioning.Sharding | None,
-    **arguments: Any,
-) -> nnx.LinearGeneral:
-    """A projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
-    partitioning.check_sharding(sharding)
-    in_rank = len(in_features) if isinstance(in_features, tuple) else 1
-    return nnx.LinearGeneral(
-        in_features,
-        out_features,
-        axis=tuple(range(-in_rank, 0)),
-        kernel_metadata=partitioning.metadata(sharding, *dimensions),
-        bias_metadata=partitioning.metadata(sharding, *dimensions[in_rank:]),
-        **arguments,
-    )
-
-
-def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """`head_dim` or its default, once the head counts divide."""
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
-            "Give each KV head the same number of query heads."
+        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
+        """
+        return decoding.init_cache(
+            batch,
+            max_length,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            config=self.config,
+            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
+            step_capacity=step_capacity,
         )
-    if head_dim is None and in_features % num_heads:
-        raise ValueError(
-            "num_heads must divide in_features where head_dim is not given, got "
-            f"{num_heads} and {in_features}. Pass head_dim."
+
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
+
+        As `nsa_jax.cache.prefill`, which also says what is an error.
+
+        Args:
+          x: the layer input at the new tokens.
+          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
+          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
+
+        Returns:
+          The layer output at the new tokens, and the cache that holds them.
+        """
+        return self._extend(decoding.prefill, x, cache, num_tokens=num_tokens)
+
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, "B"] | None = None,
+        count_reads: bool = False,
+    ) -> Any:
+        """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
+
+        As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
+        `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
+        """
+        return self._extend(decoding.decode_step, x, cache, num_tokens=num_tokens, count_reads=count_reads)
+
+    def _extend(self, step: Callable[..., Any], x: Array, cache: NSACache, **arguments: Any) -> Any:
+        check_inputs(x, self.in_features)
+        positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+        out, *rest = step(
+            cache,
+            *self._project(x, positions),
+            config=self.config,
+            compress=self._compress,
+            implementation=self.implementation,
+            **arguments,
         )
-    return in_features // num_heads if head_dim is None else head_dim
+        return self.out_proj(out), *rest
 
-
-def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
-    """Raises ValueError unless `x` is [B, T, in_features] and the others are integers of [B, T]."""
-    if x.ndim != 3 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
-            "Add the missing axis, or create the layer with other in_features."
+    def _project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Array, TokenKeysValues, Array]:
+        turn = functools.partial(rotate, positions=positions, base=self.rope_base)
+        tokens = TokenKeysValues(
+            key_cmp=self.key_cmp_proj(x),
+            value_cmp=self.value_cmp_proj(x),
+            key_slc=turn(self.key_slc_proj(x)),
+            value_slc=self.value_slc_proj(x),
+            key_win=turn(self.key_win_proj(x)),
+            value_win=self.value_win_proj(x),
         )
-    for name, value in per_token.items():
-        if value is not None and (value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, jnp.integer)):
-            raise ValueError(
-                f"{name} must hold one integer for each token, got {value.dtype} of shape {value.shape} "
-                f"for x of shape {x.shape}. Broadcast it to [batch, tokens]."
-            )
+        return turn(self.query_proj(x)), tokens, self.gate(x)
 
-
-def token_positions(x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None) -> Int32[Array, "B T"]:
-    """Index of each token in its own sequence."""
-    if segment_ids is None:
-        return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    return layout.sequence_positions(segment_ids)
+    def _compress(
+        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
+    ) -> tuple[Array, Array]:
+        key_cmp = rotate(self.compressor_key.compress(key_windows), first_positions, base=self.rope_base)
+        return key_cmp, self.compressor_value.compress(value_windows)

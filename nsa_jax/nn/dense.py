@@ -11,7 +11,8 @@ from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import partitioning
-from nsa_jax.nn.attention import check_inputs, head_width, projection, token_positions
+from nsa_jax.nn.inputs import check_inputs, token_positions
+from nsa_jax.nn.projection import head_width, projection
 from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
 
 

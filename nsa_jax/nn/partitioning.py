@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-# "model" D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU, "vocab" the tokens. Other dims are
-# replicated. DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
+# "model" D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU, "vocab" the tokens; other dims are
+# replicated.
+DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
 
 Sharding = Mapping[str, str | None]
 

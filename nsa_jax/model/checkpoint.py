@@ -1,0 +1,195 @@
+"""Checkpoints through Orbax: a model with its configuration, and whatever else a training run must resume."""
+
+import dataclasses
+import os
+import types
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.model.config import TransformerConfig
+from nsa_jax.model.transformer import Transformer
+from nsa_jax.nn import partitioning
+
+# These change how a model computes, not what its parameters are or mean.
+FREE_FIELDS = ("dtype", "remat")
+
+
+def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = None) -> None:
+    """Writes a checkpoint into the directory `path` and then drops the one before it.
+
+    A new checkpoint becomes visible by one rename, after all of it is on disk, and only then is the old one
+    deleted: a save that fails or is killed leaves what was there.
+
+    Args:
+      path: directory of the checkpoint; made if it does not exist.
+      model: its configuration and parameters are written.
+      training: any pytree of arrays and numbers that a resumed run needs, for example
+        `{"optimizer": nnx.state(optimizer), "step": step}`. Random keys go in as `jax.random.key_data`.
+
+    Raises:
+      ValueError: `training` holds something else than arrays and numbers.
+      ImportError: Orbax is missing.
+    """
+    orbax = _orbax()
+    items = {
+        "config": orbax.args.JsonSave(dataclasses.asdict(model.config)),
+        "model": orbax.args.StandardSave(_parameters(model)),
+    }
+    if training is not None:
+        items["training"] = orbax.args.StandardSave(_named_leaves(training))
+    options = orbax.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+    with orbax.CheckpointManager(os.path.abspath(path), options=options) as manager:
+        latest = manager.latest_step()
+        manager.save(0 if latest is None else latest + 1, args=orbax.args.Composite(**items))
+
+
+def restore(
+    path: str | os.PathLike[str],
+    config: TransformerConfig | None = None,
+    *,
+    sharding: partitioning.Sharding | None = None,
+    implementation: str | None = None,
+) -> Transformer:
+    """Reads the model that `save` wrote.
+
+    Args:
+      path: directory of the checkpoint.
+      config: the configuration to restore, by default that of the checkpoint. `dtype` and `remat` may differ
+        from it.
+      sharding: as in `Transformer`; parameters are read into this sharding of the mesh in context.
+      implementation: as in `Transformer`.
+
+    Raises:
+      FileNotFoundError: `path` holds no checkpoint.
+      ValueError: the checkpoint is one of another configuration.
+      ImportError: Orbax is missing.
+    """
+    orbax = _orbax()
+    newest = _newest(orbax, path)
+    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as reader:
+        args = orbax.args.Composite(config=orbax.args.JsonRestore())
+        saved_config = _config_from_json(reader.restore(newest, args=args)["config"])
+        config = saved_config if config is None else config
+        _check_same(config, saved_config)
+        make = lambda: Transformer(  # noqa: E731
+            config, sharding=sharding, implementation=implementation, rngs=nnx.Rngs(0)
+        )
+        abstract = nnx.as_abstract(nnx.eval_shape(make)) if sharding else nnx.eval_shape(make)
+        wanted = jax.tree.map(_placed, _parameters(abstract))
+        args = orbax.args.Composite(model=orbax.args.StandardRestore(wanted))
+        parameters = reader.restore(newest, args=args)["model"]
+    graph, state = nnx.split(abstract)
+    for name, variable in _named_variables(state):
+        variable.set_value(parameters[name])
+    return nnx.merge(graph, state)
+
+
+def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
+    """Reads the `training` tree that `save` wrote, into the structure, shapes and dtypes of `like`.
+
+    Args:
+      path: directory of the checkpoint.
+      like: a tree of the same structure, for example that of a run that has not started.
+
+    Returns:
+      A tree like `like`; leaves that are numbers there come back as numbers of that type.
+
+    Raises:
+      FileNotFoundError: `path` holds no checkpoint.
+      ValueError: the checkpoint holds no `training`, or one of another structure.
+      ImportError: Orbax is missing.
+    """
+    orbax = _orbax()
+    newest = _newest(orbax, path)
+    if not os.path.isdir(os.path.join(newest, "training")):
+        raise ValueError(
+            f"restore_training needs a checkpoint saved with training=..., got {os.fspath(path)!r}. "
+            "Restore the model alone, or save again."
+        )
+    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as reader:
+        args = orbax.args.Composite(training=orbax.args.StandardRestore())
+        saved = reader.restore(newest, args=args)["training"]
+    wanted = _named_leaves(like)
+    changed = sorted(
+        name
+        for name in wanted.keys() | saved.keys()
+        if name not in wanted or name not in saved or np.shape(wanted[name]) != np.shape(saved[name])
+    )
+    if changed:
+        raise ValueError(
+            f"like must have the structure and shapes that were saved, got other leaves {changed[:3]}. "
+            "Build it as the run that was saved did."
+        )
+    leaves = [
+        jax.numpy.asarray(saved[name], leaf.dtype) if isinstance(leaf, jax.Array) else type(leaf)(saved[name])
+        for name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _orbax() -> types.ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            f"checkpoints need orbax-checkpoint, got: {error}. Install it with: pip install 'nsa_jax[train]'."
+        ) from error
+    return orbax.checkpoint
+
+
+def _newest(orbax: types.ModuleType, path: str | os.PathLike[str]) -> str:
+    """Directory of the newest complete checkpoint under `path`."""
+    path = os.path.abspath(path)
+    steps = orbax.utils.checkpoint_steps(path) if os.path.isdir(path) else []
+    if not steps:
+        raise FileNotFoundError(
+            f"path must hold a checkpoint that save wrote, got {path!r}. Check it, or save one first."
+        )
+    return os.path.join(path, str(max(steps)))
+
+
+def _named_variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
+    return [(".".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
+
+
+def _parameters(model: Transformer) -> dict[str, Any]:
+    """Parameters by their dotted path, as they are named in the checkpoint."""
+    return {name: variable.get_value() for name, variable in _named_variables(nnx.state(model, nnx.Param))}
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    named = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
+            raise ValueError(
+                f"training must hold arrays and numbers, got {type(leaf).__name__} at {name!r}. "
+                "Convert or drop it."
+            )
+        named[name] = leaf
+    return named
+
+
+def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
+    return TransformerConfig(**(values | {"nsa": NSAConfig(**values["nsa"])}))
+
+
+def _check_same(config: TransformerConfig, saved: TransformerConfig) -> None:
+    names = [field.name for field in dataclasses.fields(saved) if field.name not in FREE_FIELDS]
+    differing = [name for name in names if getattr(config, name) != getattr(saved, name)]
+    if differing:
+        got = ", ".join(f"{name}={getattr(config, name)!r}" for name in differing)
+        has = ", ".join(f"{name}={getattr(saved, name)!r}" for name in differing)
+        raise ValueError(
+            f"config must be that of the checkpoint, got {got} where it has {has}. "
+            "Pass its configuration, or none to take it from the checkpoint."
+        )

@@ -1,0 +1,101 @@
+"""One decoder layer: pre-norm attention and SwiGLU on a residual stream."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.model.config import TransformerConfig
+from nsa_jax.nn import DenseAttention, NSAAttention, partitioning
+
+NORM_EPSILON = 1e-6
+
+
+class SwiGLU(nnx.Module):
+    """The gated MLP of arXiv:2002.05202, Eq. 6: `down(silu(gate(x)) * up(x))`, without biases."""
+
+    def __init__(self, config: TransformerConfig, *, sharding: partitioning.Sharding | None, rngs: nnx.Rngs):
+        width = config.model_dim
+        inner = -(-8 * width // 24) * 8 if config.mlp_dim is None else config.mlp_dim
+        project = functools.partial(
+            nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+        )
+        inward = partitioning.metadata(sharding, "model", "mlp")
+        self.gate_proj = project(width, inner, kernel_metadata=inward)
+        self.up_proj = project(width, inner, kernel_metadata=inward)
+        self.down_proj = project(
+            inner,
+            width,
+            kernel_init=_residual_init(config),
+            kernel_metadata=partitioning.metadata(sharding, "mlp", "model"),
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the MLP to each token."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        sharding: partitioning.Sharding | None,
+        implementation: str | None,
+        rngs: nnx.Rngs,
+    ):
+        arguments = dict(
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_base=config.rope_base,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            out_kernel_init=_residual_init(config),
+            sharding=sharding,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        heads, width = config.num_heads, config.model_dim
+        self.attention_norm = norm(config, rngs)
+        if config.attention == "nsa":
+            self.attention = NSAAttention(
+                heads, width, config=config.nsa, compression=config.compression, **arguments
+            )
+        else:
+            window = config.nsa.window_size if config.attention == "window" else None
+            self.attention = DenseAttention(heads, width, window_size=window, **arguments)
+        self.mlp_norm = norm(config, rngs)
+        self.mlp = SwiGLU(config, sharding=sharding, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        """One layer of the residual stream."""
+        attend = functools.partial(self.attention, positions=positions, segment_ids=segment_ids)
+        return self.around(lambda normed: (attend(normed),), x)[0]
+
+    def around(self, attend: Callable[[Array], tuple[Any, ...]], x: Float[Array, "B T D"]) -> tuple[Any, ...]:
+        """The layer around `attend`, whose first result is the attention output; the others are passed on."""
+        out, *rest = attend(self.attention_norm(x))
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), *rest
+
+
+def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The normalisation (arXiv:1910.07467) before attention, MLP and logits."""
+    return nnx.RMSNorm(
+        config.model_dim, epsilon=NORM_EPSILON, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+    )
+
+
+def _residual_init(config: TransformerConfig) -> nnx.Initializer:
+    """LeCun's variance over the number of additions to the residual stream, which then starts near 1."""
+    return nnx.initializers.variance_scaling(0.5 / config.num_layers, "fan_in", "truncated_normal")

@@ -1,0 +1,207 @@
+"""A small decoder-only language model whose attention is NSA, dense or a window alone, by one field."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.cache import NSACache
+from nsa_jax.model.config import TransformerConfig
+from nsa_jax.model.layer import DecoderLayer, norm
+from nsa_jax.nn import Selection, partitioning
+
+
+class Transformer(nnx.Module):
+    """Decoder-only language model: embedding, pre-norm layers of attention and SwiGLU, RMSNorm, logits.
+
+    Args:
+      config: widths, depth and kind of attention.
+      sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
+        `NSAAttention`.
+      implementation: which implementation attends, see `nsa_jax.attention`.
+      rngs: source of the initial parameters.
+
+    Example:
+      >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
+      >>> logits = Transformer(config, rngs=nnx.Rngs(0))(tokens)
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        sharding: partitioning.Sharding | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        partitioning.check_sharding(sharding)
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.model_dim,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            embedding_metadata=partitioning.metadata(sharding, "vocab", "model"),
+            rngs=rngs,
+        )
+        arguments = dict(sharding=sharding, implementation=implementation, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, **arguments) for _ in range(config.num_layers)])
+        self.final_norm = norm(config, rngs)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(
+                config.model_dim,
+                config.vocab_size,
+                use_bias=False,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_metadata=partitioning.metadata(sharding, "model", "vocab"),
+                rngs=rngs,
+            )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocab"]:
+        """Logits of the token after each token, from its sequence up to itself.
+
+        Args:
+          tokens: token ids below `vocab_size`.
+          positions: rotary positions, by default the index of each token in its sequence.
+          segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
+
+        Returns:
+          Logits in float32, or in float64 for a float64 computation.
+
+        Raises:
+          ValueError: `tokens` is not a matrix of integers, or an argument's shape does not fit it.
+        """
+        x = self._embed(tokens)
+        run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__
+        for layer in self.layers:
+            x = run(layer, x, positions, segment_ids)
+        return self._logits(x)
+
+    def inspect(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> list[Selection]:
+        """What each layer selects and how it gates its branches, for pictures.
+
+        Raises:
+          NotImplementedError: the model's attention is not NSA.
+        """
+        self._needs_nsa("inspect")
+        x, selections = self._embed(tokens), []
+        for layer in self.layers:
+            per_token = dict(positions=positions, segment_ids=segment_ids)
+            selections.append(layer.attention.inspect(layer.attention_norm(x), **per_token))
+            x = layer(x, positions, segment_ids)
+        return selections
+
+    def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[NSACache, ...]:
+        """Empty caches of all layers, see `nsa_jax.cache.init_cache`.
+
+        Raises:
+          NotImplementedError: the model's attention is not NSA.
+        """
+        self._needs_nsa("a cache")
+        return tuple(
+            layer.attention.init_cache(batch, max_length, step_capacity=step_capacity)
+            for layer in self.layers
+        )
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: tuple[NSACache, ...],
+        num_tokens: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B vocab"], tuple[NSACache, ...]]:
+        """Appends a prompt, or one chunk of it, to every row.
+
+        Args:
+          tokens: token ids, padded on the right with any ids.
+          cache: what `init_cache` or an earlier step returned.
+          num_tokens: how many of the `T` tokens of each row are real, by default all.
+
+        Returns:
+          Logits after each row's last real token, and the caches. A row without a real token gets finite
+          logits that mean nothing.
+
+        Raises:
+          NotImplementedError: the model's attention is not NSA.
+        """
+        x, cache, _ = self._extend(tokens, cache, "prefill", num_tokens=num_tokens)
+        if num_tokens is None:
+            last = x[:, -1:]
+        else:
+            last = jnp.take_along_axis(x, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)
+        return self._logits(last)[:, 0], cache
+
+    def decode_step(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: tuple[NSACache, ...],
+        num_tokens: Int[Array, "B"] | None = None,
+        *,
+        count_reads: bool = False,
+    ) -> Any:
+        """Appends at most `step_capacity` tokens to every row; a row with `num_tokens` 0 writes nothing.
+
+        Args:
+          tokens: token ids.
+          cache: what `init_cache` or an earlier step returned.
+          num_tokens: how many of the `T` tokens of each row are real, by default all.
+          count_reads: whether to count what each branch gathers.
+
+        Returns:
+          Logits after every token [B, T, vocab], and the caches; with `count_reads` also one
+          `nsa_jax.cache.Reads` a layer.
+
+        Raises:
+          NotImplementedError: the model's attention is not NSA.
+        """
+        x, cache, reads = self._extend(
+            tokens, cache, "decode_step", num_tokens=num_tokens, count_reads=count_reads
+        )
+        return (self._logits(x), cache, reads) if count_reads else (self._logits(x), cache)
+
+    def _extend(
+        self, tokens: Array, cache: tuple[NSACache, ...], step: str, **arguments: Any
+    ) -> tuple[Any, ...]:
+        self._needs_nsa(step)
+        x, extended, reads = self._embed(tokens), [], []
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            attend = functools.partial(getattr(layer.attention, step), cache=layer_cache, **arguments)
+            x, layer_cache, *counted = layer.around(attend, x)
+            extended.append(layer_cache)
+            reads += counted
+        return x, tuple(extended), tuple(reads)
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens must be integers of shape [batch, tokens], got {tokens.dtype} of shape "
+                f"{tokens.shape}. Add a batch axis, or convert them."
+            )
+        return self.embed(tokens)
+
+    def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        x = self.final_norm(x)
+        kernel = self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
+        logits_dtype = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=logits_dtype)
+
+    def _needs_nsa(self, what: str) -> None:
+        if self.config.attention != "nsa":
+            raise NotImplementedError(
+                f"{what} needs NSA layers, got attention={self.config.attention!r}. "
+                'Build the model with attention="nsa".'
+            )
