@@ -1,0 +1,26 @@
+"""Native Sparse Attention (arXiv:2502.11089) for JAX."""
+
+from nsa_jax.attention import (
+    compressed_attention,
+    gated_sum,
+    native_sparse_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
+
+__all__ = [
+    "NSAConfig",
+    "Tiles",
+    "choose",
+    "compressed_attention",
+    "gated_sum",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "unsupported_reason",
+    "use_implementation",
+    "window_attention",
+]

@@ -3,9 +3,10 @@
 from nsa_jax.kernels.xla.operations import (
     compressed_attention,
     gated_sum,
+    native_sparse_attention,
     select_blocks,
     selected_attention,
     window_attention,
 )
 
-__all__ = ["compressed_attention", "gated_sum", "select_blocks", "selected_attention", "window_attention"]
+__all__ = ["compressed_attention", "gated_sum", "native_sparse_attention", "select_blocks", "selected_attention", "window_attention"]

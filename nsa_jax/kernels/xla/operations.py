@@ -4,6 +4,9 @@ Each differs from the public one of the same name in that nothing is defaulted o
 read by each query and KV head come as one more result.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
@@ -16,6 +19,7 @@ from nsa_jax.kernels.xla.selection import choose_blocks
 type Attended = tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"]]
 
 
+@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -32,6 +36,7 @@ def compressed_attention(
     return _attend_range(query, key_cmp, value_cmp, placed.compression_range(config), scale, tiles)
 
 
+@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -51,6 +56,7 @@ def select_blocks(
     return choose_blocks(query, key_cmp, lse_cmp, placed, config, scale, tiles, packed=segment_ids is not None)
 
 
+@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -102,6 +108,7 @@ def selected_attention(
     return out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads), reads
 
 
+@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B S K H"],
@@ -118,6 +125,7 @@ def window_attention(
     return _attend_range(query, key_win, value_win, placed.window_range(config), scale, tiles)
 
 
+@jax.jit
 def gated_sum(
     out_cmp: Float[Array, "B T N V"],
     out_slc: Float[Array, "B T N V"],
@@ -130,6 +138,37 @@ def gated_sum(
     branches = (out_cmp, out_slc, out_win)
     total = sum(gates[..., i, None] * branch.astype(accumulate) for i, branch in enumerate(branches))
     return total.astype(out_cmp.dtype)
+
+
+@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B S K H"],
+    value_win: Float[Array, "B S K V"],
+    gates: Float[Array, "B T N 3"],
+    *,
+    config: NSAConfig,
+    block_indices: Int[Array, "B T K R"] | None,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    tiles: Tiles,
+) -> Float[Array, "B T N V"]:
+    """The three branches and their gated sum (Eq. 5)."""
+    arguments = dict(
+        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale, tiles=tiles
+    )
+    out_cmp, lse_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
+    if block_indices is None:
+        fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
+        block_indices = select_blocks(*fixed[:2], lse_cmp=fixed[2], **arguments)
+    out_slc, _, _ = selected_attention(query, key_slc, value_slc, block_indices, **arguments)
+    out_win, _, _ = window_attention(query, key_win, value_win, **arguments)
+    return gated_sum(out_cmp, out_slc, out_win, gates)
 
 
 def _attend_range(query, key, value, start_end, scale, tiles) -> Attended:

@@ -1,0 +1,141 @@
+"""Which implementation runs an operation, and why.
+
+`implementation=None` takes the first of `PREFERENCE` that supports the call, or the one that `use_implementation`
+forces. A named implementation runs or raises; it never falls back.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
+
+from nsa_jax.array_typing import Array
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import xla
+
+type Implementation = Literal["xla", "triton", "mosaic_gpu"]
+
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation.__value__)
+OPERATIONS = (
+    "compressed_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+    "gated_sum",
+    "native_sparse_attention",
+)
+PREFERENCE = ("xla",)
+
+_MODULES = {"xla": xla}
+_forced = jax.make_user_context(default_value=None)
+
+
+class Choice(NamedTuple):
+    """An implementation and the reasons that ruled out those before it.
+
+    Attributes:
+      implementation: what runs.
+      reason: why it runs, in one sentence.
+      refused: `(implementation, reason)` of each one that was preferred or exists and does not run.
+    """
+
+    implementation: str
+    reason: str
+    refused: tuple[tuple[str, str], ...]
+
+
+def unsupported_reason(
+    operation: str,
+    implementation: str,
+    *arrays: Array | jax.ShapeDtypeStruct,
+    config: NSAConfig | None = None,
+    platform: str | None = None,
+) -> str | None:
+    """Why an implementation cannot run an operation, or None if it can.
+
+    The single source of that text for errors, test skips, documentation and benchmark rows.
+
+    Args:
+      operation: one of `OPERATIONS`.
+      implementation: one of `IMPLEMENTATIONS`.
+      *arrays: the operation's arrays or their `jax.ShapeDtypeStruct`s, as far as they are known.
+      config: the block structure, where known.
+      platform: "cpu", "cuda" or "tpu"; the default backend's if None.
+
+    Raises:
+      ValueError: unknown operation or implementation.
+    """
+    del arrays, config, platform  # plain JAX runs everything everywhere
+    if operation not in OPERATIONS:
+        raise ValueError(f"operation must be one of {OPERATIONS}, got {operation!r}. Check the spelling.")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the spelling."
+        )
+    if implementation not in _MODULES:
+        return f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
+    return None
+
+
+def choose(
+    operation: str,
+    *arrays: Array | jax.ShapeDtypeStruct,
+    config: NSAConfig | None = None,
+    platform: str | None = None,
+    implementation: str | None = None,
+) -> Choice:
+    """Decides what runs `operation`; pure, works on `jax.ShapeDtypeStruct`s and says why.
+
+    The decision list: the implementation named by the caller; the one forced by `use_implementation`; the first of
+    `PREFERENCE` without an `unsupported_reason`.
+
+    Args:
+      operation, *arrays, config, platform: see `unsupported_reason`.
+      implementation: the one that the caller names.
+
+    Raises:
+      NotImplementedError: the named or forced implementation cannot run it.
+      ValueError: unknown operation or implementation.
+    """
+
+    def reason_against(name: str) -> str | None:
+        return unsupported_reason(operation, name, *arrays, config=config, platform=platform)
+
+    named = implementation if implementation is not None else _forced.value
+    if named is not None:
+        if reason := reason_against(named):
+            raise NotImplementedError(f"{operation} cannot run as {named}: {reason}")
+        by = "named by the caller" if implementation is not None else "forced by use_implementation"
+        return Choice(named, f"{named} was {by}.", ())
+    refused = [(name, reason) for name in IMPLEMENTATIONS if (reason := reason_against(name))]
+    for name in PREFERENCE:
+        if name not in dict(refused):
+            return Choice(name, f"{name} is the first of {PREFERENCE} that supports this call.", tuple(refused))
+    raise NotImplementedError(f"{operation} has no implementation here: {dict(refused)}. Use the CPU platform.")
+
+
+def use_implementation(implementation: Implementation | None):
+    """Context in which calls with `implementation=None` run the given one, also inside functions already traced.
+
+    Example:
+      with nsa_jax.use_implementation("xla"):
+        out = jitted(query, ...)
+
+    Raises:
+      ValueError: unknown implementation.
+    """
+    if implementation is not None:
+        unsupported_reason(OPERATIONS[0], implementation)
+    return _forced(implementation)
+
+
+def resolve(operation: str, implementation: str | None, *arrays: Array, config: NSAConfig | None = None) -> Callable:
+    """The chosen implementation's function for `operation`, whose work carries its name in the lowered program."""
+    chosen = choose(operation, *arrays, config=config, implementation=implementation).implementation
+    function = getattr(_MODULES[chosen], operation)
+
+    def run(*args, **kwargs):
+        with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
+            return function(*args, **kwargs)
+
+    return run
