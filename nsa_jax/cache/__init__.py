@@ -1,0 +1,20 @@
+"""Decoding state of one attention layer, and the two pure functions that extend it.
+
+Tokens are scattered into arrays of fixed capacity, so that XLA updates a donated cache, or one carried
+through a compiled loop, in place. The compressor is passed as a function: nothing here knows the module that
+owns its parameters.
+"""
+
+from nsa_jax.cache.reads import Reads, expected_reads
+from nsa_jax.cache.state import NSACache, TokenKeysValues, init_cache
+from nsa_jax.cache.steps import decode_step, prefill
+
+__all__ = [
+    "NSACache",
+    "Reads",
+    "TokenKeysValues",
+    "decode_step",
+    "expected_reads",
+    "init_cache",
+    "prefill",
+]

@@ -1,0 +1,111 @@
+"""The arrays that one attention layer keeps while decoding."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Bool, DType, Float, Int32
+from nsa_jax.config import NSAConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NSACache:
+    """Keys and values of one layer for `B` sequences of differing lengths; made by `init_cache`.
+
+    Row `b` holds one sequence. Its token `s` lies in slot `s` of the selection arrays and in slot
+    `s mod size` of a ring. Nothing beyond the row's length is ever read.
+
+    Attributes:
+      key_slc: rotated keys of the selection branch.
+      value_slc: their values.
+      key_cmp: keys of the complete compression blocks, compressed and then rotated.
+      value_cmp: their values.
+      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens.
+      value_win_ring: their values.
+      key_raw_ring: keys, not rotated, of the last `l + step_capacity - 1` tokens, for the compression.
+      value_raw_ring: their values.
+      lengths: number of tokens of each row.
+      overflowed: whether a row was ever given more tokens than it had room for.
+    """
+
+    key_slc: Float[Array, "B S K H"]
+    value_slc: Float[Array, "B S K V"]
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_win_ring: Float[Array, "B window K H"]
+    value_win_ring: Float[Array, "B window K V"]
+    key_raw_ring: Float[Array, "B raw K H"]
+    value_raw_ring: Float[Array, "B raw K V"]
+    lengths: Int32[Array, " B"]
+    overflowed: Bool[Array, " B"]
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that a row can hold."""
+        return self.key_slc.shape[1]
+
+
+class TokenKeysValues(NamedTuple):
+    """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet."""
+
+    key_cmp: Float[Array, "B T K H"]
+    value_cmp: Float[Array, "B T K V"]
+    key_slc: Float[Array, "B T K H"]
+    value_slc: Float[Array, "B T K V"]
+    key_win: Float[Array, "B T K H"]
+    value_win: Float[Array, "B T K V"]
+
+
+def init_cache(
+    batch: int,
+    max_length: int,
+    *,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    config: NSAConfig,
+    dtype: DType,
+    step_capacity: int = 8,
+) -> NSACache:
+    """An empty cache.
+
+    Args:
+      batch: rows.
+      max_length: most tokens that a row can hold, prompt and new tokens together.
+      num_kv_heads: `K`.
+      key_dim: `H`.
+      value_dim: `V`.
+      config: block sizes; the steps must be given the same.
+      dtype: of keys and values.
+      step_capacity: most tokens that a row can gain in one `decode_step`.
+
+    Returns:
+      A cache of length 0 in every row. A row and KV head takes `max_length (1 + 1/d)` keys and values, and
+      the rings.
+
+    Raises:
+      ValueError: a size is below 1, or `dtype` is not a floating point type.
+    """
+    sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
+    for name, size in (sizes | dict(value_dim=value_dim, step_capacity=step_capacity)).items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be floating, got {jnp.dtype(dtype).name}. Pass the dtype of the keys.")
+
+    def arrays(name: str, length: int) -> dict[str, Array]:
+        dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}
+        return {key: jnp.zeros((batch, length, num_kv_heads, dim), dtype) for key, dim in dims.items()}
+
+    return NSACache(
+        **arrays("slc", max_length),
+        **arrays("cmp", layout.num_compression_blocks(max_length, config)),
+        **arrays("win_ring", config.window_size + step_capacity - 1),
+        **arrays("raw_ring", config.compression_block_size + step_capacity - 1),
+        lengths=jnp.zeros(batch, jnp.int32),
+        overflowed=jnp.zeros(batch, bool),
+    )
