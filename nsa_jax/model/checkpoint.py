@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn import partitioning
@@ -52,7 +53,7 @@ def restore(
     config: TransformerConfig | None = None,
     *,
     sharding: partitioning.Sharding | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Transformer:
     """Reads the model that `save` wrote.
 

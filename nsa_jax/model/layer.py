@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, partitioning
 
@@ -46,10 +47,10 @@ class DecoderLayer(nnx.Module):
         config: TransformerConfig,
         *,
         sharding: partitioning.Sharding | None,
-        implementation: str | None,
+        implementation: Implementation | None,
         rngs: nnx.Rngs,
     ):
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_base=config.rope_base,
@@ -62,6 +63,7 @@ class DecoderLayer(nnx.Module):
         )
         heads, width = config.num_heads, config.model_dim
         self.attention_norm = norm(config, rngs)
+        self.attention: Any
         if config.attention == "nsa":
             self.attention = NSAAttention(
                 heads, width, config=config.nsa, compression=config.compression, **arguments

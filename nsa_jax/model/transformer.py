@@ -8,6 +8,7 @@ from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import NSACache
+from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, norm
 from nsa_jax.nn import Selection, partitioning
@@ -33,7 +34,7 @@ class Transformer(nnx.Module):
         config: TransformerConfig,
         *,
         sharding: partitioning.Sharding | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         partitioning.check_sharding(sharding)
@@ -46,7 +47,7 @@ class Transformer(nnx.Module):
             embedding_metadata=partitioning.metadata(sharding, "vocab", "model"),
             rngs=rngs,
         )
-        arguments = dict(sharding=sharding, implementation=implementation, rngs=rngs)
+        arguments: dict[str, Any] = dict(sharding=sharding, implementation=implementation, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, **arguments) for _ in range(config.num_layers)])
         self.final_norm = norm(config, rngs)
         if not config.tie_embeddings:

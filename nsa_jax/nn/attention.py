@@ -12,6 +12,7 @@ from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
 from nsa_jax.nn import partitioning
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
@@ -101,7 +102,7 @@ class NSAAttention(nnx.Module):
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
         sharding: partitioning.Sharding | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
@@ -123,14 +124,14 @@ class NSAAttention(nnx.Module):
             rngs=rngs,
         )
         model, key_heads, value_heads = in_features, (num_kv_heads, head_dim), (num_kv_heads, value_dim)
-        into_kv_heads = dict(dimensions=("model", "kv_heads", None))
+        into_kv_heads = functools.partial(project, dimensions=("model", "kv_heads", None))
         self.query_proj = project(model, (num_heads, head_dim), dimensions=("model", "heads", None))
-        self.key_cmp_proj = project(model, key_heads, **into_kv_heads)
-        self.value_cmp_proj = project(model, value_heads, **into_kv_heads)
-        self.key_slc_proj = project(model, key_heads, **into_kv_heads)
-        self.value_slc_proj = project(model, value_heads, **into_kv_heads)
-        self.key_win_proj = project(model, key_heads, **into_kv_heads)
-        self.value_win_proj = project(model, value_heads, **into_kv_heads)
+        self.key_cmp_proj = into_kv_heads(model, key_heads)
+        self.value_cmp_proj = into_kv_heads(model, value_heads)
+        self.key_slc_proj = into_kv_heads(model, key_heads)
+        self.value_slc_proj = into_kv_heads(model, value_heads)
+        self.key_win_proj = into_kv_heads(model, key_heads)
+        self.value_win_proj = into_kv_heads(model, value_heads)
         self.out_proj = project(
             (num_heads, value_dim),
             model,

@@ -10,6 +10,7 @@ from flax import nnx
 from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
 from nsa_jax.nn import partitioning
 from nsa_jax.nn.inputs import check_inputs, token_positions
 from nsa_jax.nn.projection import head_width, projection
@@ -63,7 +64,7 @@ class DenseAttention(nnx.Module):
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
         sharding: partitioning.Sharding | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
@@ -80,10 +81,10 @@ class DenseAttention(nnx.Module):
             sharding=sharding,
             rngs=rngs,
         )
-        into_kv_heads = dict(dimensions=("model", "kv_heads", None))
+        into_kv_heads = functools.partial(project, dimensions=("model", "kv_heads", None))
         self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
-        self.key_proj = project(in_features, (num_kv_heads, head_dim), **into_kv_heads)
-        self.value_proj = project(in_features, (num_kv_heads, head_dim), **into_kv_heads)
+        self.key_proj = into_kv_heads(in_features, (num_kv_heads, head_dim))
+        self.value_proj = into_kv_heads(in_features, (num_kv_heads, head_dim))
         self.out_proj = project(
             (num_heads, head_dim),
             in_features,
