@@ -9,15 +9,18 @@ from nsa_jax.attention import (
     window_attention,
 )
 from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
 from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
 
 __all__ = [
     "NSAConfig",
     "Tiles",
+    "block_indices_from_ranges",
     "choose",
     "compressed_attention",
     "gated_sum",
     "native_sparse_attention",
+    "segment_ids_from_cu_seqlens",
     "select_blocks",
     "selected_attention",
     "unsupported_reason",

@@ -1,0 +1,112 @@
+"""Checks of index *values*, which the operations themselves do not make because under `jit` they cost time.
+
+Outside `jit` a violated rule raises at once. Inside, wrap the function with `jax.experimental.checkify`:
+
+    attend = functools.partial(checked(nsa_jax.selected_attention), config=config)
+    error, (out, lse) = jax.jit(checkify.checkify(attend))(q, k, v, block_indices)
+    error.throw()
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Int
+from nsa_jax.config import NSAConfig
+
+
+def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
+    """Each non-zero id must be one contiguous run of its row.
+
+    Raises:
+      checkify.JaxRuntimeError: an id comes back after another one (outside `jit`; inside, an error to throw).
+    """
+    is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+    runs = jnp.sort(jnp.where(is_first, segment_ids, 0), axis=1)
+    repeated = (runs[:, 1:] == runs[:, :-1]) & (runs[:, 1:] != 0)
+    checkify.check(
+        ~repeated.any(),
+        "each non-zero segment id must be one contiguous run, got id {id} in several runs. Renumber the sequences.",
+        id=jnp.max(jnp.where(repeated, runs[:, 1:], jnp.iinfo(runs.dtype).min)),
+    )
+
+
+def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> None:
+    """Positions must be key indices, or -1 for padding.
+
+    Raises:
+      checkify.JaxRuntimeError: a position is below -1 or not below `num_keys`.
+    """
+    checkify.check(
+        ((query_positions >= -1) & (query_positions < num_keys)).all(),
+        f"query_positions must lie in [-1, {num_keys}), got values from {{low}} to {{high}}. Pass key indices.",
+        low=query_positions.min(initial=0),
+        high=query_positions.max(initial=0),
+    )
+
+
+def check_block_indices(
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> None:
+    """A selection must be ascending without repetition, -1 only at the end, and start at or before its query.
+
+    Raises:
+      checkify.JaxRuntimeError: one of these rules is violated.
+    """
+    used = block_indices >= 0
+    checkify.check((block_indices >= -1).all(), "block_indices must be at least -1, got {low}. Mark unused slots with -1.",
+                   low=block_indices.min(initial=0))  # fmt: skip
+    ascending = ~used[..., 1:] | (used[..., :-1] & (block_indices[..., 1:] > block_indices[..., :-1]))
+    checkify.check(
+        ascending.all(),
+        "block_indices must be ascending without repetition and -1 only at the end, got {count} slots that are not. "
+        "Sort each selection and drop duplicates.",
+        count=(~ascending).sum(),
+    )
+    position = layout.query_layout(config, query_positions, segment_ids).position[:, :, None, None]
+    future = used & (position >= 0) & (block_indices * config.selection_block_size > position)
+    checkify.check(
+        ~future.any(),
+        "selected blocks must start at or before their query, got {count} that start after it. Select past blocks.",
+        count=future.sum(),
+    )
+
+
+def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
+    """An operation of `nsa_jax.attention` that checks the values of its index arguments first.
+
+    Example:
+      out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
+
+    Raises:
+      checkify.JaxRuntimeError: see the `check_*` functions.
+    """
+    signature = inspect.signature(operation)
+
+    @functools.wraps(operation)
+    def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(*args, **kwargs).arguments
+        query, positions, segment_ids = (given.get(name) for name in ("query", "query_positions", "segment_ids"))
+        keys = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
+        num_keys = query.shape[1] if keys is None else keys.shape[1]
+        if segment_ids is not None:
+            check_segment_ids(jnp.asarray(segment_ids))
+        if positions is None:
+            positions = layout.default_query_positions(*query.shape[:2], num_keys)
+        elif keys is not None:
+            check_query_positions(positions, num_keys)
+        if (blocks := given.get("block_indices")) is not None:
+            check_block_indices(
+                jnp.asarray(blocks), config=given["config"], query_positions=positions, segment_ids=segment_ids
+            )
+        return operation(*args, **kwargs)
+
+    return with_checks
