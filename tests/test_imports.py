@@ -22,7 +22,7 @@ FLOORS = (
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),
     ("nsa_jax.attention",),
-    ("nsa_jax.debug",),
+    ("nsa_jax.debug", "nsa_jax.convert"),
     ("nsa_jax.cache",),
     ("nsa_jax.nn",),
     ("nsa_jax.model",),
