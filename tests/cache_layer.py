@@ -1,0 +1,139 @@
+"""What a layer would hand to the cache: random projections of a whole sequence, and their full forward."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import cache, layout, reference
+from nsa_jax.cache import TokenKeysValues
+from nsa_jax.config import NSAConfig
+
+SMALL = NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    window_size=8,
+)
+KEY_DIM, VALUE_DIM = 6, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a layer would hand to the cache for all tokens of a sequence."""
+
+    config: NSAConfig
+    query: jax.Array
+    tokens: TokenKeysValues
+    gates: jax.Array
+
+    @classmethod
+    def make(cls, config=SMALL, *, batch=2, length, num_heads=4, num_kv_heads=2, dtype=jnp.float32, seed=0):
+        rng = np.random.default_rng(seed)
+
+        def draw(heads, dim):
+            return jnp.asarray(rng.standard_normal((batch, length, heads, dim)), dtype)
+
+        tokens = TokenKeysValues(*(draw(num_kv_heads, dim) for dim in (KEY_DIM, VALUE_DIM) * 3))
+        return cls(config, draw(num_heads, KEY_DIM), tokens, jax.nn.sigmoid(draw(num_heads, 3)))
+
+    @property
+    def arrays(self):
+        return self.query, self.tokens, self.gates
+
+    def map(self, function):
+        return Layer(self.config, *jax.tree.map(function, self.arrays))
+
+    def compress(self, key_windows, value_windows, first_positions):
+        """Weighs the tokens of a block differently, is not linear, and turns keys with their position."""
+        size = self.config.compression_block_size
+        weights = jnp.linspace(0.5, 1.5, size, dtype=key_windows.dtype)[:, None, None] / size
+        angle = first_positions.astype(key_windows.dtype)[:, :, None, None]
+        key = (key_windows * weights).sum(2) * jnp.cos(0.1 * angle) + jnp.sin(0.3 * angle)
+        return jnp.tanh(key), jnp.tanh((value_windows * weights).sum(2))
+
+    def operands(self):
+        """Arguments of the full forward."""
+        batch, length = self.query.shape[:2]
+        first = (
+            jnp.arange(layout.num_compression_blocks(length, self.config)) * self.config.compression_stride
+        )
+        inside = first[:, None] + jnp.arange(self.config.compression_block_size)
+        positions = jnp.broadcast_to(first, (batch, len(first)))
+        compressed = self.compress(
+            self.tokens.key_cmp[:, inside], self.tokens.value_cmp[:, inside], positions
+        )
+        return self.query, *compressed, *self.tokens[2:], self.gates
+
+    @functools.cached_property
+    def full(self):
+        """Rows of the full forward, in the dtype of the layer."""
+        run = jax.jit(
+            lambda arrays: reference.native_sparse_attention(
+                *Layer(self.config, *arrays).operands(), config=self.config
+            )
+        )
+        return np.asarray(run(self.arrays).astype(jnp.promote_types(self.query.dtype, jnp.float32)))
+
+    @functools.cached_property
+    def exact(self):
+        """The same in the next wider dtype: float64 for float32, float32 for narrower ones."""
+        if self.query.dtype != jnp.float32:
+            return self.map(lambda x: x.astype(jnp.float32)).full
+        with jax.enable_x64(True):
+            return self.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64)).full
+
+    def agree(self, out, rows):
+        """Holds `out` to rows of the exact forward within the error budget: twice the error of the reference
+        in the layer's own dtype, and 8 units of rounding."""
+        exact = self.exact[rows]
+        scale = np.abs(self.exact).max()
+        budget = 2 * np.abs(self.full - self.exact).max() + 8 * float(jnp.finfo(self.query.dtype).eps) * scale
+        error = np.abs(np.asarray(out, exact.dtype) - exact).max(initial=0)
+        assert error <= budget, f"{error=:.3g} {budget=:.3g}"
+
+    def empty(self, max_length, **arguments):
+        """A cache for this layer, with room for steps of 4 tokens."""
+        batch, _, num_kv_heads, _ = self.tokens.key_slc.shape
+        sizes = dict(num_kv_heads=num_kv_heads, key_dim=KEY_DIM, value_dim=VALUE_DIM, step_capacity=4)
+        rest = dict(config=self.config, dtype=self.query.dtype)
+        return cache.init_cache(batch, max_length, **(sizes | rest | arguments))
+
+    def filled(self, lengths, max_length):
+        """A cache of random keys and values that says it holds `lengths` tokens."""
+        rng = np.random.default_rng(1)
+        held = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), self.empty(max_length))
+        overflowed = np.zeros(len(self.query), bool)
+        return dataclasses.replace(held, lengths=np.asarray(lengths, np.int32), overflowed=overflowed)
+
+    @functools.cached_property
+    def prefill(self):
+        return jax.jit(functools.partial(cache.prefill, config=self.config, compress=self.compress))
+
+    @functools.cached_property
+    def decode_step(self):
+        step = functools.partial(cache.decode_step, config=self.config, compress=self.compress)
+        return jax.jit(step, static_argnames="count_reads")
+
+    def slice(self, start, count):
+        """Query, tokens and gates of `count` tokens from `start[b]` on, with zeros behind the last."""
+        starts = np.broadcast_to(start, len(self.query))
+
+        def pick(x):
+            x = np.pad(x, ((0, 0), (0, count), (0, 0), (0, 0)))
+            return np.stack([row[first : first + count] for row, first in zip(x, starts, strict=True)])
+
+        return jax.tree.map(pick, self.arrays)
+
+    def prefill_in_chunks(self, held, lengths, chunk):
+        """Prefills an empty cache; returns the rows of the longest prompt, and the cache."""
+        lengths = np.broadcast_to(lengths, len(self.query))
+        outputs = [np.zeros((*self.query.shape[:1], 0, *self.query.shape[2:3], VALUE_DIM), self.query.dtype)]
+        for start in range(0, lengths.max(), chunk):
+            real = np.clip(lengths - start, 0, chunk).astype(np.int32)
+            out, held = self.prefill(held, *self.slice(start, chunk), num_tokens=real)
+            outputs.append(out)
+        return np.concatenate(outputs, axis=1)[:, : lengths.max()], held

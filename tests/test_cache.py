@@ -1,0 +1,209 @@
+"""A prefill or a step on a cache equals the rows of one full forward, wherever the prompt was cut."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_layer import SMALL, Layer
+
+from nsa_jax import layout, reference
+from nsa_jax.config import NSAConfig
+
+LENGTH = 61  # 7 full selection blocks and a partial one, of which a query attends 4
+# t < l, t = k d - 1, t = w +- 1, both sides of a selection block, the end.
+STEPS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 59, 60)
+CHUNKS = (1, 7, 64)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return Layer.make(length=LENGTH)
+
+
+def test_selection_of_the_layer_is_not_a_matter_of_rounding(layer):
+    """Everywhere the score gap exceeds the rounding, so that equal outputs mean equal block sets."""
+    query, key_cmp, *_ = layer.operands()
+    scores = jax.jit(lambda q, k: reference.importance_scores(q, k, config=SMALL))(query, key_cmp)
+    block = np.arange(scores.shape[-1])
+    position = np.arange(LENGTH)[:, None, None]
+    forced = np.asarray(layout.is_forced(block, position, SMALL))
+    free = ~forced & (block * SMALL.selection_block_size <= position)
+    chosen = SMALL.num_selected_blocks - SMALL.num_initial_blocks - SMALL.num_local_blocks
+    ranked = -np.sort(-np.where(free, scores, -np.inf), axis=-1)
+    has_choice = np.broadcast_to(free.sum(-1) > chosen, ranked.shape[:-1])
+    gap = ranked[has_choice][:, chosen - 1] - ranked[has_choice][:, chosen]
+
+    assert gap.size > 50
+    assert gap.min() > 64 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_prefill_in_chunks_equals_full_forward(layer, chunk):
+    out, cache = layer.prefill_in_chunks(layer.empty(LENGTH), LENGTH, chunk)
+
+    layer.agree(out, np.s_[:])
+    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+    assert not cache.overflowed.any()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_step_after_prefill_equals_row_of_full_forward(layer, chunk):
+    for t in STEPS:
+        _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), t, chunk)
+        out, cache = layer.decode_step(cache, *layer.slice(t, 1))
+
+        layer.agree(out, np.s_[:, t : t + 1])
+        assert cache.lengths.tolist() == [t + 1, t + 1]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+def test_steps_from_the_first_token_equal_full_forward(layer, tokens_per_step):
+    """4 tokens fill the step capacity: a ring one slot shorter would lose a key that the first one needs."""
+    cache = layer.empty(LENGTH)
+    for start in range(0, LENGTH, tokens_per_step):
+        real = min(tokens_per_step, LENGTH - start)
+        arguments = layer.slice(start, tokens_per_step)
+        out, cache = layer.decode_step(cache, *arguments, num_tokens=np.full(2, real))
+        layer.agree(out[:, :real], np.s_[:, start : start + real])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_ragged_rows_equal_their_own_full_forward(layer, chunk):
+    """Prompts of different lengths, padded right; then rows gain different numbers of tokens in one step."""
+    lengths = np.array([5, 38])
+    out, cache = layer.prefill_in_chunks(layer.empty(LENGTH), lengths, chunk)
+    assert not out[0, 5:].any()
+    layer.agree(out[0, :5], np.s_[0, :5])
+    layer.agree(out[1], np.s_[1, :38])
+
+    for counts in ([1, 4], [0, 3], [4, 0], [2, 1]):
+        out, cache = layer.decode_step(cache, *layer.slice(lengths, 4), num_tokens=np.array(counts))
+        for row, count in enumerate(counts):
+            layer.agree(out[row, :count], np.s_[row, lengths[row] : lengths[row] + count])
+            assert not out[row, count:].any()
+        lengths = lengths + counts
+        assert cache.lengths.tolist() == lengths.tolist()
+
+
+def test_row_is_independent_of_the_others(layer):
+    """The tokens and the length of a neighbour do not change one bit of a row."""
+    other = layer.map(lambda x: x.at[1].multiply(-3))
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 20, 7)
+    _, other_cache = other.prefill_in_chunks(layer.empty(LENGTH), [20, 11], 7)
+
+    out, _ = layer.decode_step(cache, *layer.slice(20, 1))
+    other_out, _ = layer.decode_step(other_cache, *other.slice(20, 1))
+
+    assert (out[0] == other_out[0]).all()
+
+
+def test_nothing_unwritten_is_read(layer):
+    """Slots beyond the lengths hold huge numbers, which no output may show."""
+    poisoned = jax.tree.map(lambda x: jnp.full_like(x, 1e30) if x.ndim == 4 else x, layer.empty(LENGTH))
+    expected, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 9, 7)
+    out, poisoned = layer.prefill_in_chunks(poisoned, 9, 7)
+    assert (out == expected).all()
+
+    for t in range(9, 20):
+        expected, cache = layer.decode_step(cache, *layer.slice(t, 1))
+        out, poisoned = layer.decode_step(poisoned, *layer.slice(t, 1))
+        assert (out == expected).all()
+
+
+def test_finished_row_writes_nothing(layer):
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 17, 64)
+
+    out, after = layer.decode_step(cache, *layer.slice(17, 4), num_tokens=np.array([0, 4]))
+
+    assert not out[0].any()
+    assert_row_kept(cache, after, row=0)
+    assert after.lengths.tolist() == [17, 21]
+
+
+def test_step_on_full_row_writes_nothing_and_flags_it(layer):
+    """Under jit; the other row goes on, and the flag stays when the row is finished."""
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [LENGTH, 10], 64)
+
+    out, after = layer.decode_step(cache, *layer.slice(10, 1))
+    _, later = layer.decode_step(after, *layer.slice(11, 4), num_tokens=np.array([0, 4]))
+
+    assert not out[0].any()
+    layer.agree(out[1], np.s_[1, 10:11])
+    assert_row_kept(cache, dataclasses.replace(after, overflowed=cache.overflowed), row=0)
+    assert after.lengths.tolist() == [LENGTH, 11]
+    assert after.overflowed.tolist() == later.overflowed.tolist() == [True, False]
+
+
+def test_step_that_fits_only_in_part_is_refused_whole(layer):
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [LENGTH - 2, LENGTH - 2], 64)
+
+    out, after = layer.decode_step(cache, *layer.slice(0, 4), num_tokens=np.array([3, 2]))
+
+    assert not out[0].any()
+    assert_row_kept(cache, dataclasses.replace(after, overflowed=cache.overflowed), row=0)
+    assert after.lengths.tolist() == [LENGTH - 2, LENGTH]
+    assert after.overflowed.tolist() == [True, False]
+
+
+def test_chunk_that_overflows_under_jit_writes_nothing_and_flags_it(layer):
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [55, 20], 64)
+
+    out, after = layer.prefill(cache, *layer.slice(20, 7), num_tokens=np.array([7, 7]))
+
+    assert not out[0].any()
+    layer.agree(out[1], np.s_[1, 20:27])
+    assert_row_kept(cache, dataclasses.replace(after, overflowed=cache.overflowed), row=0)
+    assert after.overflowed.tolist() == [True, False]
+
+
+def test_capacity_shorter_than_a_compression_block(layer):
+    """No block can ever become complete: the compressed arrays are empty."""
+    cache = layer.empty(3)
+    assert cache.key_cmp.shape[1] == 0
+
+    for t in range(3):
+        out, cache = layer.decode_step(cache, *layer.slice(t, 1))
+        layer.agree(out, np.s_[:, t : t + 1])
+
+
+def test_steps_in_a_compiled_loop_equal_full_forward(layer):
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 9, 7)
+    rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 9:, None], 1, 0), layer.arrays)
+
+    def body(cache, operands):
+        out, cache = layer.decode_step(cache, *operands)
+        return cache, out[:, 0]
+
+    cache, out = jax.jit(lambda cache, rest: jax.lax.scan(body, cache, rest))(cache, rest)
+
+    layer.agree(np.moveaxis(out, 0, 1), np.s_[:, 9:])
+    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+
+
+def test_paper_configuration():
+    """The defaults, beyond the window and the selected blocks: chunks, and steps between them."""
+    layer = Layer.make(NSAConfig(), batch=1, length=1100, num_kv_heads=1, seed=1)
+    cache, done = layer.empty(1100), 0
+    for t in (30, 31, 511, 513, 1098, 1099):
+        real = t - done
+        out, cache = layer.prefill(cache, *layer.slice(done, 600), num_tokens=np.array([real]))
+        layer.agree(out[:, :real], np.s_[:, done:t])
+        out, cache = layer.decode_step(cache, *layer.slice(t, 1))
+        layer.agree(out, np.s_[:, t : t + 1])
+        done = t + 1
+
+
+def test_bfloat16_within_the_budget_of_bfloat16():
+    layer = Layer.make(length=24, dtype=jnp.bfloat16)
+    cache = layer.empty(24)
+    for start in range(0, 24, 4):
+        out, cache = layer.decode_step(cache, *layer.slice(start, 4))
+        layer.agree(out, np.s_[:, start : start + 4])
+
+
+def assert_row_kept(before, after, row):
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name)[row], getattr(after, field.name)[row]
+        assert (old == new).all(), field.name

@@ -1,0 +1,79 @@
+"""How much a decode step reads: the counts of its gathers against figures and loops, not against formulas."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_layer import Layer
+
+from nsa_jax import attention
+from nsa_jax.cache import expected_reads
+from nsa_jax.config import NSAConfig
+
+PAPER = NSAConfig()
+DESIGN_FIGURES = {576: 1123, 1088: 1603, 2112: 1667, 4160: 1795}
+LENGTHS = (33, 100, 577, 1100, *DESIGN_FIGURES)
+
+
+def brute_force(length, config):
+    """Keys that the last of `length` tokens sees in each branch, counted one by one."""
+    t = length - 1
+    size, stride = config.compression_block_size, config.compression_stride
+    compressed = sum(1 for first in range(0, length, stride) if first + size - 1 <= t)
+    block_size = config.selection_block_size
+    blocks = [range(first, first + block_size) for first in range(0, length, block_size)]
+    # Whatever is selected, the query's own block is; all others lie wholly in the past, so any will do.
+    selected = [blocks[-1], *blocks[:-1][: config.num_selected_blocks - 1]]
+    seen = {s for block in selected for s in block if s <= t}
+    window = [s for s in range(length) if t - config.window_size < s <= t]
+    return compressed, len(seen), len(window)
+
+
+@pytest.fixture(scope="module")
+def reads():
+    """Of a step of 2 tokens with the paper's config, on rows that end at `LENGTHS` and a finished one."""
+    rows = len(LENGTHS) + 1
+    layer = Layer.make(PAPER, batch=rows, length=2, num_heads=2, num_kv_heads=1)
+    held = layer.filled(np.array([*LENGTHS, 900]) - 2, max(LENGTHS))
+    counts = np.array([2] * len(LENGTHS) + [0], np.int32)
+    return layer.decode_step(held, *layer.arrays, num_tokens=counts, count_reads=True)[2]
+
+
+def test_counts_equal_brute_force(reads):
+    for row, length in enumerate(LENGTHS):
+        for t, so_far in enumerate((length - 1, length)):
+            counted = tuple(int(branch[row, t, 0]) for branch in reads)
+            assert counted == brute_force(so_far, PAPER), (length, t)
+
+
+@pytest.mark.parametrize("length", DESIGN_FIGURES)
+def test_totals_equal_the_figures_of_the_design(reads, length):
+    total = sum(int(branch[LENGTHS.index(length), 1, 0]) for branch in reads)
+
+    assert total == DESIGN_FIGURES[length]
+
+
+def test_finished_row_reads_nothing(reads):
+    assert not any(branch[-1].any() for branch in reads)
+
+
+def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
+    """A step that is made to select one block reports the tokens of one block."""
+    select, layer = attention.select_blocks, Layer.make(length=38)
+
+    def first_only(*args, **kwargs):
+        return jnp.full_like(select(*args, **kwargs), -1).at[..., 0].set(0)
+
+    monkeypatch.setattr(attention, "select_blocks", first_only)
+    reads = layer.decode_step(layer.filled([37, 37], 64), *layer.slice(37, 1), count_reads=True)[2]
+
+    assert (reads.slc == layer.config.selection_block_size).all()
+    assert (reads.win == layer.config.window_size).all()
+    assert (reads.cmp == 18).all()  # blocks that end at or before token 37: (38 - 4) // 2 + 1
+
+
+def test_expected_reads_is_the_formula_of_the_paper():
+    """It charges 16 blocks where 9 exist, and is reported apart."""
+    assert expected_reads(576, PAPER) == 1571
+    assert expected_reads(31, PAPER) == 0 + 1024 + 31
+    assert [expected_reads(length, PAPER) for length in (1088, 2112, 4160)] == [1603, 1667, 1795]
+    assert all(expected_reads(length, PAPER) >= sum(brute_force(length, PAPER)) for length in LENGTHS)
