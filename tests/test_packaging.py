@@ -1,4 +1,4 @@
-"""Facts that stand in two files and must stay one: version floors, and the test command of README and CI."""
+"""Facts that stand in two files and must stay one: version floors, commands and code of the README."""
 
 import configparser
 import pathlib
@@ -39,6 +39,15 @@ def test_ci_runs_the_test_command_of_the_readme():
     (test_command,) = (command for command in commands if command.endswith("tox -e test"))
 
     assert test_command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_example_of_the_readme_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    names: dict = {}
+    exec(example, names)
+
+    assert names["loss"] > 0
 
 
 @pytest.mark.parametrize("package", PACKAGES_WITH_TYPES)
