@@ -24,71 +24,85 @@ def with_tokens(**changes):
     return LAYER.slice(0, 3)[1]._replace(**changes)
 
 
-BAD_SHAPES = {
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def other_config(**changes):
+    return dict(config=dataclasses.replace(SMALL, **changes))
+
+
+BAD = {
     "rank": (
-        dict(query=np.zeros((3, 4, 6), np.float32)),
-        r"query must be \[B, T, N, H\], got shape \(3, 4, 6\)",
+        dict(query=zeros(3, 4, 6)),
+        ValueError,
+        r"query must have 4 axes \[B, T, N, H\], got shape \(3, 4, 6\)",
     ),
-    "no token": (arguments(0), "a step must have at least one token"),
-    "batch": (dict(cache=Layer.make(batch=3, length=1).empty(16)), r"query must have shape \(3, 3, 4, 6\)"),
-    "heads do not divide": (
-        dict(query=np.zeros((2, 3, 3, 6), np.float32)),
-        "multiple of KV heads, got 3 and 2",
+    "no token": (arguments(0), ValueError, "a step must have at least one token"),
+    "no array": (dict(num_tokens=[1, 2]), TypeError, "num_tokens must be an array, got list"),
+    "batch": (
+        dict(cache=Layer.make(batch=3, length=1).empty(16)),
+        ValueError,
+        r"axis B of query must be 3 \(in cache",
     ),
-    "key dim": (dict(query=np.zeros((2, 3, 4, 7), np.float32)), "query must have shape .* to fit the cache"),
+    "heads": (
+        dict(query=zeros(2, 3, 3, 6), gates=zeros(2, 3, 3, 3)),
+        ValueError,
+        "must be a multiple .* N = 3 and K = 2",
+    ),
+    "key dim": (dict(query=zeros(2, 3, 4, 7)), ValueError, "axis H of query must be 6"),
     "KV heads": (
-        dict(tokens=with_tokens(key_slc=np.zeros((2, 3, 4, 6), np.float32))),
-        "tokens.key_slc must have",
+        dict(tokens=with_tokens(key_slc=zeros(2, 3, 4, 6))),
+        ValueError,
+        "axis K of tokens.key_slc must be 2",
     ),
     "tokens": (
-        dict(tokens=with_tokens(value_win=np.zeros((2, 4, 2, 5), np.float32))),
-        "tokens.value_win must have",
+        dict(tokens=with_tokens(value_win=zeros(2, 4, 2, 5))),
+        ValueError,
+        "axis T of tokens.value_win must be 3",
     ),
     "value dim": (
-        dict(tokens=with_tokens(value_cmp=np.zeros((2, 3, 2, 6), np.float32))),
-        "tokens.value_cmp must",
+        dict(tokens=with_tokens(value_cmp=zeros(2, 3, 2, 6))),
+        ValueError,
+        "axis V of tokens.value_cmp must",
     ),
     "query dtype": (
-        dict(query=np.zeros((2, 3, 4, 6), np.float16)),
-        "dtype of the cache, got float16 and float32",
+        dict(query=zeros(2, 3, 4, 6, dtype=np.float16)),
+        ValueError,
+        "one dtype, got .* query float16",
     ),
     "integer query": (
-        dict(query=np.zeros((2, 3, 4, 6), np.int32)),
-        "dtype of the cache, got int32 and float32",
+        dict(query=zeros(2, 3, 4, 6, dtype=int)),
+        TypeError,
+        "query must be floating point, got int64",
     ),
-    "token dtype": (
-        dict(tokens=with_tokens(key_cmp=np.zeros((2, 3, 2, 6), np.float16))),
-        "tokens.key_cmp must have",
-    ),
-    "gates": (
-        dict(gates=np.zeros((2, 3, 4, 2), np.float32)),
-        r"gates must be floats of shape \(2, 3, 4, 3\)",
-    ),
-    "integer gates": (dict(gates=np.zeros((2, 3, 4, 3), np.int32)), "gates must be floats .* got int32"),
-    "num_tokens shape": (
-        dict(num_tokens=np.zeros(3, np.int32)),
-        r"integers of shape \(2,\), got int32 of shape",
-    ),
-    "num_tokens dtype": (dict(num_tokens=np.zeros(2)), "num_tokens must be integers"),
+    "gates": (dict(gates=zeros(2, 3, 4, 2)), ValueError, "axis 3 of gates must be 3"),
+    "integer gates": (dict(gates=zeros(2, 3, 4, 3, dtype=int)), TypeError, "gates must be floating point"),
+    "num_tokens": (dict(num_tokens=zeros(3, dtype=int)), ValueError, "axis B of num_tokens must be 2"),
+    "num_tokens dtype": (dict(num_tokens=zeros(2)), TypeError, "num_tokens must be an integer array"),
     "window size": (
-        dict(config=dataclasses.replace(SMALL, window_size=9)),
-        "a step must have the config of its",
+        other_config(window_size=9),
+        ValueError,
+        "a step must have the config of its cache, got rings",
     ),
     "huge window": (
-        dict(config=dataclasses.replace(SMALL, window_size=99)),
-        "a step must have the config of its",
+        other_config(window_size=99),
+        ValueError,
+        "a step must have the config of its cache, got rings",
     ),
     "stride": (
-        dict(config=dataclasses.replace(SMALL, compression_stride=1)),
-        "a step must have the config of its",
+        other_config(compression_stride=1),
+        ValueError,
+        "a step must have the config of its cache, got rings",
     ),
+    "config": (dict(config=dict(window_size=8)), TypeError, "NSAConfig"),
 }
 
 
 @pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
-@pytest.mark.parametrize(("changes", "message"), BAD_SHAPES.values(), ids=BAD_SHAPES.keys())
-def test_step_refuses_what_does_not_fit(step, changes, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_step_refuses_what_does_not_fit(step, changes, error, message):
+    with pytest.raises(error, match=message):
         step(**arguments(**changes))
 
 

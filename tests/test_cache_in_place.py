@@ -7,7 +7,7 @@ from cache_layer import SMALL, Layer
 
 from nsa_jax import cache
 
-CAPACITY = 8209  # a prime, so that no other axis has this size and none is a multiple of it
+CAPACITY = 8192
 LAYER = Layer.make(length=4)
 # The smallest array that a step must not copy; what a step of SMALL works on is far below.
 LIMIT = LAYER.empty(CAPACITY).value_cmp.nbytes

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import layout
+from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.cache.state import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
@@ -12,48 +12,28 @@ from nsa_jax.config import NSAConfig
 def check_operands(
     cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None
 ) -> None:
-    """Raises ValueError unless the new tokens fit one another and the cache."""
-    if query.ndim != 4:
-        raise ValueError(f"query must be [B, T, N, H], got shape {query.shape}. Add the missing axis.")
-    num_new, num_heads = query.shape[1:3]
-    batch, _, num_kv_heads, key_dim = cache.key_slc.shape
-    value_dim = cache.value_slc.shape[3]
-    if num_new < 1:
+    """Raises TypeError or ValueError unless the new tokens fit one another and the cache."""
+    held = {"cache.key_slc": cache.key_slc, "cache.value_slc": cache.value_slc}
+    new = {f"tokens.{name}": array for name, array in tokens._asdict().items()}
+    floats = held | dict(query=query) | new
+    axes = {name: "B T K H" if ".key" in name else "B T K V" for name in new}
+    axes |= {"cache.key_slc": "B S K H", "cache.value_slc": "B S K V", "query": "B T N H"}
+    sizes = arguments.bind_shapes(
+        **{name: (array, axes[name]) for name, array in floats.items()},
+        gates=(gates, "B T N 3"),
+        num_tokens=(num_tokens, "B"),
+    )
+    arguments.check_heads(sizes)
+    arguments.check_floats(**floats)
+    arguments.check_floats(gates=gates)
+    arguments.check_integers(num_tokens=num_tokens)
+    if sizes["T"] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"query heads must be a multiple of KV heads, got {num_heads} and {num_kv_heads}. Change either."
-        )
-    expected = {"query": (query, num_heads, key_dim)}
-    for name, array in tokens._asdict().items():
-        expected[f"tokens.{name}"] = (array, num_kv_heads, key_dim if name.startswith("key") else value_dim)
-    for name, (array, heads, dim) in expected.items():
-        if array.shape != (batch, num_new, heads, dim):
-            raise ValueError(
-                f"{name} must have shape {(batch, num_new, heads, dim)} to fit the cache, got {array.shape}. "
-                "Reshape it, or call init_cache with other sizes."
-            )
-        if array.dtype != cache.key_slc.dtype:
-            raise ValueError(
-                f"{name} must have the dtype of the cache, got {array.dtype} and {cache.key_slc.dtype}. "
-                "Cast it, or call init_cache with its dtype."
-            )
-    if gates.shape != (batch, num_new, num_heads, 3) or not jnp.issubdtype(gates.dtype, jnp.floating):
-        raise ValueError(
-            f"gates must be floats of shape {(batch, num_new, num_heads, 3)}, got {gates.dtype} of shape "
-            f"{gates.shape}. Pass one for each token, query head and branch."
-        )
-    if num_tokens is None:
-        return
-    if num_tokens.shape != (batch,) or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"num_tokens must be integers of shape {(batch,)}, got {num_tokens.dtype} of shape "
-            f"{num_tokens.shape}. Pass one number a row."
-        )
 
 
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:
     """Most tokens of a decode step. Raises ValueError if the cache was made with another config."""
+    arguments.check_config(config)
     window, raw = cache.key_win_ring.shape[1], cache.key_raw_ring.shape[1]
     capacity = window - config.window_size + 1
     blocks, expected_blocks = cache.key_cmp.shape[1], layout.num_compression_blocks(cache.max_length, config)

@@ -55,6 +55,7 @@ def prefill(
       its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
       ValueError: shapes, dtypes or `config` do not fit the cache. Where values are concrete also: a row has
         no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
 
@@ -114,6 +115,7 @@ def decode_step(
       outside.
 
     Raises:
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
       ValueError: shapes, dtypes or `config` do not fit the cache, or `T` exceeds its step capacity.
 
     Numerics: those of the four operations of `nsa_jax.attention`.
