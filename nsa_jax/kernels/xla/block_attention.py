@@ -5,8 +5,9 @@ rows are sorted by block and cut into items of pairs that share one block: an it
 its block. The partial results of a row's blocks are then gathered and merged. The backward walks the same items; `dk`
 and `dv` are added item by item in a fixed order.
 
-Rows are the flattened (batch, KV head, query token) and keys the flattened (batch, KV head, key token), so batches,
-packed rows and ragged caches differ only in their block starts.
+Rows are the flattened (batch, KV head, query token), so batches, packed rows and ragged caches differ only in their
+block starts. Keys stay `[tokens, K, H]` as they come, `tokens` the flattened (batch, key token): a decode step must not
+copy its cache. A key is named by its index in the flattened `[tokens * K]`, so a block's keys lie `K` apart.
 """
 
 from functools import partial
@@ -26,7 +27,7 @@ _PARTIAL_FLOATS = 2**23
 
 
 class BlockLists(NamedTuple):
-    """Keys of each row: `starts[r] .. starts[r] + block_size - 1` as far as below `limit`; -1 = no block."""
+    """Keys of each row: `starts[r], starts[r] + K, ...`, a block's worth, as far as below `limit`; -1 = no block."""
 
     starts: Int32[Array, "rows R"]
     limit: Int32[Array, " rows"]
@@ -71,20 +72,21 @@ class _Read(NamedTuple):
     """What the items of one step read."""
 
     row: Int32[Array, "items size"]
-    key: Int32[Array, "items block"]
+    token: Int32[Array, "items block"]
+    head: Int32[Array, " items"]
     visible: Bool[Array, "items size block"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def block_attention(
     query: Float[Array, "rows G H"],
-    key: Float[Array, "keys H"],
-    value: Float[Array, "keys V"],
+    key: Float[Array, "tokens K H"],
+    value: Float[Array, "tokens K V"],
     blocks: BlockLists,
     scale: float,
     sizes: ItemSizes,
 ) -> tuple[Float[Array, "rows G V"], Float[Array, "rows G"], Int32[Array, " rows"]]:
-    """Attention of each row over its blocks, which must not overlap; at least `block_size` keys.
+    """Attention of each row over its blocks, which must not overlap; at least `block_size` tokens.
 
     Returns:
       `(out, lse, reads)`: `reads` counts the keys that the masks let each row see.
@@ -102,8 +104,8 @@ def _forward(query, key, value, blocks, scale, sizes):
 
         def attend_items(step, partials):
             at = step * sizes.items_per_step
-            read = _read_items(items, blocks, at, sizes, key.shape[0])
-            q, k, v = query[read.row], key[read.key], value[read.key]
+            read = _read_items(items, blocks, at, sizes, key.shape)
+            q, k, v = query[read.row], _read_blocks(key, read), _read_blocks(value, read)
             logits = product("ipgh,ish->ipgs", q, k, accumulate) * scale
             logits = jnp.where(read.visible[:, :, None], logits, -jnp.inf)
             largest = logits.max(-1)
@@ -142,8 +144,9 @@ def _backward(scale, sizes, residuals, cotangents):
         def differentiate_items(step, carry):
             d_key, d_value, d_query = carry
             at = step * sizes.items_per_step
-            read = _read_items(items, blocks, at, sizes, key.shape[0])
-            q, do, k, v = query[read.row], d_out[read.row], key[read.key], value[read.key]
+            read = _read_items(items, blocks, at, sizes, key.shape)
+            q, k, v = query[read.row], _read_blocks(key, read), _read_blocks(value, read)
+            do = d_out[read.row]
             logits = product("ipgh,ish->ipgs", q, k, accumulate) * scale
             logits = jnp.where(read.visible[:, :, None], logits, -jnp.inf)
             weights = jnp.exp(logits - shift[read.row][..., None])
@@ -157,8 +160,8 @@ def _backward(scale, sizes, residuals, cotangents):
             )
 
             def add_item(item, totals):
-                start = read.key[item, 0]
-                return tuple(_add_block(total, start, part[item]) for total, part in zip(totals, parts, strict=True))
+                at = (read.token[item, 0], read.head[item], jnp.int32(0))
+                return tuple(_add_block(total, at, part[item]) for total, part in zip(totals, parts, strict=True))
 
             items_left = jnp.minimum(items.count - at, sizes.items_per_step)
             return *jax.lax.fori_loop(0, items_left, add_item, (d_key, d_value)), d_query
@@ -210,15 +213,21 @@ def _num_steps(items: _Items, sizes: ItemSizes) -> Array:
     return (items.count + sizes.items_per_step - 1) // sizes.items_per_step
 
 
-def _read_items(items: _Items, blocks: BlockLists, at, sizes: ItemSizes, num_keys: int) -> _Read:
+def _read_items(items: _Items, blocks: BlockLists, at, sizes: ItemSizes, key_shape: tuple[int, ...]) -> _Read:
+    num_tokens, num_heads = key_shape[:2]
     start = jax.lax.dynamic_slice_in_dim(items.start, at, sizes.items_per_step)
     pairs = jax.lax.dynamic_slice_in_dim(items.pairs, at, sizes.items_per_step)
     row = jnp.maximum(pairs, 0) // blocks.starts.shape[1]
     # The last block may stick out of the array: read the last whole block instead and mask what precedes `start`.
-    clamped = jnp.clip(start, 0, num_keys - sizes.block_size)
-    key = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32)
+    clamped = jnp.clip(start // num_heads, 0, num_tokens - sizes.block_size)
+    token, head = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32), start % num_heads
+    key = token * num_heads + head[:, None]
     visible = (pairs >= 0)[:, :, None] & (key >= start[:, None])[:, None] & (key[:, None] < blocks.limit[row][..., None])
-    return _Read(row, key, visible)
+    return _Read(row, token, head, visible)
+
+
+def _read_blocks(array: Float[Array, "tokens K X"], read: _Read) -> Float[Array, "items block X"]:
+    return array.at[read.token, read.head[:, None]].get(mode="promise_in_bounds")
 
 
 def _by_pair(partials: Array, items: _Items, sizes: ItemSizes) -> Array:
@@ -244,6 +253,7 @@ def _split(x: Array, sizes: ItemSizes, fill: int = 0) -> Array:
     return x.reshape(-1, sizes.rows, *x.shape[1:])
 
 
-def _add_block(total: Float[Array, "keys X"], start, part: Float[Array, "block X"]) -> Array:
-    old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 0)
+def _add_block(total: Float[Array, "tokens K X"], at: tuple[Array, ...], part: Float[Array, "block X"]) -> Array:
+    part = part[:, None]
+    old = jax.lax.dynamic_slice(total, at, part.shape)
+    return jax.lax.dynamic_update_slice(total, old + part, at)

@@ -81,14 +81,15 @@ def selected_attention(
         return x.swapaxes(1, 2).reshape(batch * num_kv_heads * x.shape[1], *x.shape[3:])
 
     placed = layout.query_layout(config, query_positions, segment_ids)
-    base = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads) * num_keys
-    first = base + placed.sequence_start[:, :, None]
-    starts = first[..., None] + block_indices.astype(jnp.int32) * block_size
+    row_start = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_keys
+    head = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    first = (row_start + placed.sequence_start)[:, :, None] * num_kv_heads + head
+    starts = first[..., None] + block_indices * (block_size * num_kv_heads)
     # A block that begins after its query holds nothing to see: drop it, and its item with it.
     useful = (block_indices >= 0) & (block_indices * block_size <= placed.position[:, :, None, None])
     blocks = BlockLists(
         flatten(jnp.where(useful, starts, -1)),
-        flatten(first + placed.position[:, :, None] + 1),
+        flatten(first + (placed.position[:, :, None] + 1) * num_kv_heads),
     )
     blocks_per_sequence = layout.num_selection_blocks(num_keys, config)
     if segment_ids is not None:
@@ -103,7 +104,8 @@ def selected_attention(
         tiles=tiles,
     )
     grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
-    rows = block_attention(flatten(grouped), flatten(key_slc), flatten(value_slc), blocks, scale, sizes)
+    keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key_slc, value_slc))
+    rows = block_attention(flatten(grouped), keys, values, blocks, scale, sizes)
     out, lse, reads = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
     return out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads), reads
 

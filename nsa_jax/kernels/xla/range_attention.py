@@ -50,7 +50,6 @@ def _forward(query, key, value, start, end, scale, tiles):
         lse = jnp.full((batch, num_queries, num_heads), -jnp.inf, accumulate)
         return (out, lse, jnp.zeros_like(start, jnp.int32)), (query, key, value, start, end, out, lse)
     tile = min(tiles.key_tile, key.shape[1])
-    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
 
     def attend_chunk(chunk: _Chunks):
         rows = chunk.query.shape[2]
@@ -59,8 +58,8 @@ def _forward(query, key, value, start, end, scale, tiles):
         def attend_tile(index, carry):
             largest, total, out, reads = carry
             first = lowest + index * tile
-            visible, (k, v) = read_tile(chunk, first, tile, keys, values)
-            logits = product("bkrh,bksh->bkrs", chunk.query, k, accumulate) * scale
+            visible, (k, v) = read_tile(chunk, first, tile, key, value)
+            logits = product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
             logits = jnp.where(visible[:, None], logits, -jnp.inf)
             new_largest = jnp.maximum(largest, logits.max(-1))
             # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0, not NaN.
@@ -68,7 +67,7 @@ def _forward(query, key, value, start, end, scale, tiles):
             weights = jnp.exp(logits - shift[..., None])
             decay = jnp.exp(largest - shift)
             total = total * decay + weights.sum(-1)
-            out = out * decay[..., None] + product("bkrs,bksv->bkrv", weights.astype(v.dtype), v, accumulate)
+            out = out * decay[..., None] + product("bkrs,bskv->bkrv", weights.astype(v.dtype), v, accumulate)
             return new_largest, total, out, reads + visible.sum(-1, dtype=jnp.int32)
 
         initial = (
@@ -99,7 +98,6 @@ def _backward(scale, tiles, residuals, cotangents):
     num_kv_heads = key.shape[2]
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     tile = min(tiles.key_tile, key.shape[1])
-    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     shift, delta = softmax_residuals(out, lse, d_out, d_lse)
 
     def by_chunk(x):
@@ -112,28 +110,28 @@ def _backward(scale, tiles, residuals, cotangents):
         def differentiate_tile(index, carry):
             d_query, d_keys, d_values = carry
             first = lowest + index * tile
-            visible, (k, v) = read_tile(chunk, first, tile, keys, values)
-            logits = product("bkrh,bksh->bkrs", chunk.query, k, accumulate) * scale
+            visible, (k, v) = read_tile(chunk, first, tile, key, value)
+            logits = product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
             weights = jnp.exp(jnp.where(visible[:, None], logits, -jnp.inf) - shift)
-            d_weights = product("bkrv,bksv->bkrs", d_out, v, accumulate)
+            d_weights = product("bkrv,bskv->bkrs", d_out, v, accumulate)
             d_logits = (weights * (d_weights - delta) * scale).astype(k.dtype)
-            d_query = d_query + product("bkrs,bksh->bkrh", d_logits, k, accumulate)
-            d_k = product("bkrs,bkrh->bksh", d_logits, chunk.query, accumulate)
-            d_v = product("bkrs,bkrv->bksv", weights.astype(v.dtype), d_out, accumulate)
-            return d_query, add_tile(d_keys, first, d_k, axis=2), add_tile(d_values, first, d_v, axis=2)
+            d_query = d_query + product("bkrs,bskh->bkrh", d_logits, k, accumulate)
+            d_k = product("bkrs,bkrh->bskh", d_logits, chunk.query, accumulate)
+            d_v = product("bkrs,bkrv->bskv", weights.astype(v.dtype), d_out, accumulate)
+            return d_query, add_tile(d_keys, first, d_k, axis=1), add_tile(d_values, first, d_v, axis=1)
 
         d_query = jnp.zeros(chunk.query.shape, accumulate)
         d_query, *carry = jax.lax.fori_loop(0, num_tiles, differentiate_tile, (d_query, *carry))
         return tuple(carry), d_query.astype(query.dtype)
 
-    carry = (jnp.zeros(keys.shape, accumulate), jnp.zeros(values.shape, accumulate))
+    carry = (jnp.zeros(key.shape, accumulate), jnp.zeros(value.shape, accumulate))
     chunks = split_queries(query, start, end, num_kv_heads, tiles)
     inputs = (chunks, by_chunk(d_out), by_chunk(shift[..., None]), by_chunk(delta[..., None]))
     (d_keys, d_values), d_query = jax.lax.scan(differentiate_chunk, carry, inputs)
     return (
         join_queries(d_query, query.shape[1], query.shape[2]),
-        d_keys.transpose(0, 2, 1, 3).astype(key.dtype),
-        d_values.transpose(0, 2, 1, 3).astype(value.dtype),
+        d_keys.astype(key.dtype),
+        d_values.astype(value.dtype),
         None,
         None,
     )
@@ -193,10 +191,10 @@ def read_tile(chunk: _Chunks, first, tile: int, *arrays):
 
     The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
     """
-    clamped = jnp.minimum(first, arrays[0].shape[2] - tile)
+    clamped = jnp.minimum(first, arrays[0].shape[1] - tile)
     index = clamped + jnp.arange(tile, dtype=jnp.int32)
     visible = (index >= jnp.maximum(chunk.start, first)[..., None]) & (index < chunk.end[..., None])
-    return visible, [jax.lax.dynamic_slice_in_dim(x, clamped, tile, axis=2) for x in arrays]
+    return visible, [jax.lax.dynamic_slice_in_dim(x, clamped, tile, axis=1) for x in arrays]
 
 
 def add_tile(total: Array, first, part: Array, axis: int) -> Array:

@@ -25,7 +25,6 @@ def choose_blocks(
     heads = num_heads // num_kv_heads
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
-    keys = key_cmp.transpose(0, 2, 1, 3)
     tile = min(tiles.key_tile, max(num_compressed, 1))
 
     def choose_chunk(inputs):
@@ -34,8 +33,8 @@ def choose_blocks(
 
         def score_tile(index, probabilities):
             first = lowest + index * tile
-            visible, (k,) = ranges.read_tile(chunk, first, tile, keys)
-            logits = ranges.product("bkrh,bksh->bkrs", chunk.query, k, accumulate) * scale
+            visible, (k,) = ranges.read_tile(chunk, first, tile, key_cmp)
+            logits = ranges.product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
             logits = jnp.where(visible[:, None], logits, -jnp.inf)
             weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
             part = weights.reshape(batch, num_kv_heads, rows // heads, heads, tile).sum(3)
