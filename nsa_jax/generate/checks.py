@@ -1,0 +1,122 @@
+"""What `generate` refuses before anything runs; values only where they are concrete."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.array_typing import Array, Int32, PRNGKeyArray
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError unless the model can be decoded."""
+    methods = ("init_cache", "prefill", "decode_step")
+    missing = [name for name in methods if not callable(getattr(model, name, None))]
+    if missing:
+        raise TypeError(
+            f"model must have the methods of Decoder, got {type(model).__name__} without "
+            f"{', '.join(missing)}. Pass an nsa_jax.model.Transformer, or add them."
+        )
+
+
+def check_prompts(prompts: Any, lengths: Any) -> tuple[Int32[Array, "B P"], Int32[Array, " B"]]:
+    """Both as int32 arrays. Raises TypeError or ValueError unless there is a token in every row."""
+    prompts = _integers("prompts", prompts)
+    if prompts.ndim != 2:
+        raise ValueError(f"prompts must be [batch, tokens], got shape {prompts.shape}. Add the missing axis.")
+    batch, width = prompts.shape
+    if not prompts.size:
+        raise ValueError(
+            f"a prompt must have at least one token, got {prompts.shape=}. Begin with a start token."
+        )
+    lengths = _integers("lengths", np.full(batch, width) if lengths is None else lengths)
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must be one number a prompt, got {lengths.shape=} and {batch=}. Pass [B].")
+    if not isinstance(lengths, jax.core.Tracer) and ((lengths < 1) | (lengths > width)).any():
+        raise ValueError(
+            f"lengths must be within 1 .. {width}, the width of prompts, got {lengths.tolist()}. Pad prompts "
+            "on the right, and leave out empty ones."
+        )
+    return prompts, lengths
+
+
+def check_room(lengths: Array, width: int, max_new_tokens: int, max_length: int | None) -> int:
+    """Capacity of the cache. Raises ValueError unless every prompt and its new tokens fit."""
+    if max_length is None:
+        return width + max_new_tokens
+    check_counts(max_length=max_length)
+    longest = 1 if isinstance(lengths, jax.core.Tracer) else int(lengths.max())
+    if longest > max_length:
+        raise ValueError(
+            f"a prompt must fit the cache, got {longest} tokens and {max_length=}. "
+            "Raise max_length, or cut the prompt."
+        )
+    if longest + max_new_tokens > max_length:
+        raise ValueError(
+            f"prompt and new tokens must fit the cache, got {longest} + {max_new_tokens} tokens and "
+            f"{max_length=}. Raise max_length, or lower max_new_tokens."
+        )
+    return max_length
+
+
+def check_counts(**counts: Any) -> None:
+    """Raises TypeError or ValueError unless all are positive ints."""
+    for name, count in counts.items():
+        _check_int(name, count)
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}. Pass a positive number.")
+
+
+def check_tokens(**tokens: Any) -> None:
+    """Raises TypeError unless each is an int or None."""
+    for name, token in tokens.items():
+        if token is not None:
+            _check_int(name, token)
+
+
+def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
+    """Raises TypeError or ValueError unless the parameters of the draw are in range."""
+    for name, number in (("temperature", temperature), ("top_p", 1.0 if top_p is None else top_p)):
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            raise TypeError(f"{name} must be a number, got {type(number).__name__}. Pass a float.")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be finite and at least 0, got {temperature}. Pass 0 for greedy.")
+    if top_k is not None:
+        check_counts(top_k=top_k)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}. Pass None to keep all tokens.")
+
+
+def check_key(key: Any, batch: int) -> PRNGKeyArray:
+    """One key a row: given, or derived from one key or seed by the row's index."""
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        key = jax.random.key(int(key))
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            f"key must be an int or typed keys, got {type(key).__name__}. Use jax.random.key(seed)."
+        )
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(
+            f"key must be one key, or one a prompt, got {key.shape=} and {batch=}. Use random.split."
+        )
+    return key
+
+
+def _integers(name: str, values: Any) -> Array:
+    if not isinstance(values, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{name} must be an array, got {type(values).__name__}. Pad to one length, call np.array."
+        )
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {values.dtype}. Pass token ids and counts as int32.")
+    return jnp.asarray(values, jnp.int32)
+
+
+def _check_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}. Pass a whole number.")

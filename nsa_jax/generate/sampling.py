@@ -1,0 +1,77 @@
+"""The choice of the next token from its logits: greedy, or drawn after temperature, top-k and top-p."""
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Float, Int, Int32, PRNGKeyArray
+
+type Number = float | Float[Array, ""]
+
+
+def sample(
+    logits: Float[Array, "B vocab"],
+    keys: PRNGKeyArray,
+    *,
+    temperature: Number | None = None,
+    top_k: int | Int[Array, ""] | None = None,
+    top_p: Number | None = None,
+) -> Int32[Array, " B"]:
+    """One token for each row.
+
+    Args:
+      logits: of the next token, any float dtype.
+      keys: one typed key a row; a row's draw depends on nothing but its key and its logits.
+      temperature: divides the logits before all else, above 0; None takes the most likely token.
+      top_k: as in `truncate`, after the temperature.
+      top_p: as in `truncate`, after the temperature.
+
+    Returns:
+      Token ids. Of equally likely ones the greedy choice takes the lowest.
+
+    Numerics: float32, or float64 for float64 logits. The largest logit is subtracted before the division, so
+      that no temperature overflows.
+    """
+    if temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    logits = truncate(logits, top_k=top_k, top_p=top_p)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def truncate(
+    logits: Float[Array, "B vocab"],
+    *,
+    top_k: int | Int[Array, ""] | None = None,
+    top_p: Number | None = None,
+) -> Float[Array, "B vocab"]:
+    """Rules out unlikely tokens: their logits become `-inf`.
+
+    Args:
+      logits: of the next token.
+      top_k: keeps the `k` most likely tokens, at least 1; of equally likely ones the lower ids.
+      top_p: keeps the most likely tokens that together have at least this probability, the fewest that do
+        (arXiv:1904.09751), among what `top_k` left; above 0, and 1 keeps all.
+
+    Returns:
+      Logits of the same shape and dtype; at least one a row is kept.
+    """
+    if top_k is None and top_p is None:
+        return logits
+    vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True).astype(jnp.int32)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    kept = jnp.full(logits.shape[:-1], logits.shape[-1], jnp.int32)
+    if top_k is not None:
+        kept = jnp.minimum(kept, top_k)
+    if top_p is not None:
+        probability = jax.nn.softmax(jnp.where(vocab < kept[:, None], ranked, -jnp.inf), axis=-1)
+        before = jnp.pad(jnp.cumsum(probability, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+        enough = (before < top_p).sum(axis=-1, dtype=jnp.int32)
+        kept = jnp.where(top_p < 1, jnp.clip(enough, 1, kept), kept)
+    # What is kept is a prefix of the ranking: its last entry tells it apart, and no sort need be undone.
+    last = kept[:, None] - 1
+    last_logit = jnp.take_along_axis(ranked, last, axis=-1)
+    last_token = jnp.take_along_axis(order, last, axis=-1)
+    keep = (logits > last_logit) | ((logits == last_logit) & (vocab <= last_token))
+    return jnp.where(keep, logits, -jnp.inf)

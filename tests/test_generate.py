@@ -1,0 +1,274 @@
+"""The compiled loop, with a model small enough to be written down twice: once decoding, once in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax.generate import generate
+
+VOCAB, PAD = 11, 99
+
+
+class Stub(nnx.Module):
+    """Logits of every token so far and its place. Records its traces and what it is told to write."""
+
+    def __init__(self):
+        self.table = nnx.Param(jax.random.normal(jax.random.key(0), (64, VOCAB)))
+        self.log = Log()
+
+    def init_cache(self, batch, max_length):
+        return dict(tokens=jnp.zeros((batch, max_length), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
+
+    def prefill(self, tokens, cache, num_tokens):
+        return self._logits(self._write(tokens, cache, num_tokens))
+
+    def decode_step(self, tokens, cache, num_tokens):
+        self.log.traces += 1
+        jax.debug.callback(self.log.steps.append, num_tokens)
+        logits, cache = self._logits(self._write(tokens, cache, num_tokens))
+        return logits[:, None], cache
+
+    def _write(self, tokens, cache, num_tokens):
+        rows, offset = jnp.arange(len(tokens))[:, None], jnp.arange(tokens.shape[1])
+        slot = jnp.where(offset < num_tokens[:, None], cache["lengths"][:, None] + offset, 10**6)
+        tokens = cache["tokens"].at[rows, slot].set(tokens, mode="drop")
+        return dict(tokens=tokens, lengths=cache["lengths"] + num_tokens)
+
+    def _logits(self, cache):
+        place = jnp.arange(1, cache["tokens"].shape[1] + 1)
+        held = place <= cache["lengths"][:, None]
+        return self.table[jnp.where(held, cache["tokens"] * place, 0).sum(1) % 64], cache
+
+
+class Log:
+    def __init__(self):
+        self.traces, self.steps = 0, []
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return Stub()
+
+
+@pytest.fixture
+def model(shared):
+    """The same for all tests, so that they share its programs; the log begins anew."""
+    shared.log.traces = 0
+    shared.log.steps.clear()
+    return shared
+
+
+PROMPTS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0], [5, 0, 0, 0, 0]])
+LENGTHS = np.array([5, 3, 1])
+
+
+def greedy(model, count, eos_id=None):
+    """Each row on its own, token by token."""
+    table, rows = np.asarray(model.table[...]), []
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        tokens = prompt[:length].tolist()
+        while len(tokens) < length + count and (len(tokens) == length or tokens[-1] != eos_id):
+            state = sum(token * place for place, token in enumerate(tokens, start=1))
+            tokens.append(int(np.argmax(table[state % 64])))
+        rows.append(tokens[length:])
+    return rows
+
+
+def run(model, **arguments):
+    defaults = dict(lengths=LENGTHS, max_new_tokens=10, chunk_size=4, pad_id=PAD)
+    out = jax.block_until_ready(generate(model, PROMPTS, **(defaults | arguments)))
+    jax.effects_barrier()
+    return out
+
+
+def rows_of(out):
+    for tokens, length in zip(np.asarray(out.tokens), out.lengths, strict=True):
+        assert (tokens[length:] == PAD).all()
+    return [
+        tokens[:length].tolist() for tokens, length in zip(np.asarray(out.tokens), out.lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 2, 5, 64])
+@pytest.mark.parametrize("chunk_size", [1, 4, 10, 32])
+def test_greedy_equals_token_by_token(model, chunk_size, prefill_chunk):
+    """The last chunk is cut where the tokens end: 10 is no multiple of 4."""
+    out = run(model, chunk_size=chunk_size, prefill_chunk=prefill_chunk)
+
+    assert out.tokens.shape == (3, 10)
+    assert rows_of(out) == greedy(model, 10)
+
+
+def test_rows_stop_at_their_own_end(model):
+    endless = greedy(model, 10)
+    eos_id = endless[1][2]
+    expected = greedy(model, 10, eos_id)
+    assert len({len(row) for row in expected}) > 1  # some row ends early, some later
+
+    out = run(model, eos_id=eos_id)
+
+    assert rows_of(out) == expected
+    assert [row[-1] == eos_id for row in rows_of(out)] == [
+        len(row) < 10 or row[-1] == eos_id for row in expected
+    ]
+
+
+def test_finished_row_writes_nothing(model):
+    """A row writes its tokens but the last: nothing comes after that one, so nobody reads it."""
+    eos_id = greedy(model, 10)[1][2]
+
+    lengths = run(model, eos_id=eos_id).lengths
+
+    told = np.stack(model.log.steps)
+    assert (told.sum(0) == lengths - 1).all()
+    assert (np.diff(told, axis=0) <= 0).all()  # once finished, a row stays finished
+
+
+def test_the_end_is_asked_for_once_a_chunk(model):
+    """All rows are done after one token; the chunk runs to its end and no other begins."""
+    generated = greedy(model, 1)
+    same = np.tile(PROMPTS[:1], (3, 1))
+
+    generate(model, same, max_new_tokens=100, chunk_size=8, eos_id=generated[0][0])
+    jax.effects_barrier()
+
+    assert len(model.log.steps) == 8
+
+
+def test_calls_of_the_same_shapes_compile_once():
+    model = Stub()
+    arguments = dict(temperature=0.7, top_k=5, top_p=0.9, eos_id=3, key=1)
+    run(model, **arguments)
+    traces = model.log.traces
+
+    run(
+        model,
+        **(arguments | dict(temperature=1.3, top_k=np.int64(2), top_p=1, eos_id=7, key=jax.random.key(5))),
+    )
+    run(model, **(arguments | dict(lengths=np.array([1, 1, 2]), pad_id=0)))
+    model.table[...] *= 2
+    run(model, **arguments)
+
+    assert traces >= 1
+    assert model.log.traces == traces
+
+
+def test_seed_reproduces_and_another_one_differs(model):
+    first, again, other = (run(model, temperature=1.0, key=key) for key in (1, jax.random.key(1), 2))
+
+    assert rows_of(first) == rows_of(again)
+    assert rows_of(first) != rows_of(other)
+
+
+def test_chunk_size_does_not_change_the_draws(model):
+    assert rows_of(run(model, temperature=1.0, chunk_size=3)) == rows_of(
+        run(model, temperature=1.0, chunk_size=7)
+    )
+
+
+def test_row_is_independent_of_the_others(model):
+    """With its own key a row comes out the same in another place, beside other rows or alone."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = rows_of(run(model, temperature=1.0, key=keys))
+
+    moved = generate(
+        model,
+        PROMPTS[[2, 0]],
+        lengths=LENGTHS[[2, 0]],
+        max_new_tokens=10,
+        temperature=1.0,
+        key=keys[np.array([2, 0])],
+        pad_id=PAD,
+    )
+    alone = generate(model, PROMPTS[1:2, :3], max_new_tokens=10, temperature=1.0, key=keys[1:2])
+
+    assert rows_of(moved) == [rows[2], rows[0]]
+    assert rows_of(alone) == [rows[1]]
+
+
+def test_equal_prompts_draw_differently(model):
+    out = generate(model, np.tile(PROMPTS[:1], (4, 1)), max_new_tokens=20, temperature=1.0)
+
+    assert len({tuple(row) for row in out.tokens.tolist()}) == 4
+
+
+def test_top_k_of_one_is_greedy(model):
+    assert rows_of(run(model, temperature=5.0, top_k=1)) == greedy(model, 10)
+    assert rows_of(run(model, temperature=5.0, top_p=1e-6)) == greedy(model, 10)
+
+
+def test_runs_inside_jit(model):
+    out = jax.jit(lambda prompts, lengths: generate(model, prompts, lengths=lengths, max_new_tokens=10))(
+        PROMPTS, LENGTHS
+    )
+
+    assert out.tokens.tolist() == greedy(model, 10)
+
+
+BAD = {
+    "rank": (dict(prompts=PROMPTS[0]), ValueError, r"prompts must be \[batch, tokens\], got shape \(5,\)"),
+    "floats": (dict(prompts=PROMPTS * 1.0), TypeError, "prompts must be integers, got float64"),
+    "list": (dict(prompts=[[1, 2], [3]]), TypeError, "prompts must be an array, got list. Pad to one length"),
+    "empty prompt": (dict(prompts=PROMPTS[:, :0]), ValueError, "a prompt must have at least one token"),
+    "no prompt": (
+        dict(prompts=PROMPTS[:0], lengths=None),
+        ValueError,
+        "a prompt must have at least one token",
+    ),
+    "empty row": (dict(lengths=np.array([5, 0, 1])), ValueError, r"within 1 \.\. 5, .* got \[5, 0, 1\]"),
+    "length": (dict(lengths=np.array([6, 3, 1])), ValueError, r"within 1 \.\. 5, .* got \[6, 3, 1\]"),
+    "number of lengths": (dict(lengths=LENGTHS[:2]), ValueError, "lengths must be one number a prompt"),
+    "prompt longer than the cache": (
+        dict(max_length=4),
+        ValueError,
+        "a prompt must fit the cache, got 5 tokens and",
+    ),
+    "cache too small": (
+        dict(max_length=14),
+        ValueError,
+        r"prompt and new tokens must fit the cache, got 5 \+ 10 tok",
+    ),
+    "no new tokens": (dict(max_new_tokens=0), ValueError, "max_new_tokens must be at least 1, got 0"),
+    "new tokens": (dict(max_new_tokens=1.5), TypeError, "max_new_tokens must be an int, got float"),
+    "max length": (dict(max_length=0), ValueError, "max_length must be at least 1, got 0"),
+    "chunk": (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
+    "prefill chunk": (dict(prefill_chunk=0), ValueError, "prefill_chunk must be at least 1, got 0"),
+    "negative temperature": (
+        dict(temperature=-1.0),
+        ValueError,
+        "temperature must be finite and at least 0, got -1",
+    ),
+    "temperature": (
+        dict(temperature=float("nan")),
+        ValueError,
+        "temperature must be finite and at least 0, got nan",
+    ),
+    "no temperature": (dict(temperature=None), TypeError, "temperature must be a number, got NoneType"),
+    "top_k": (dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
+    "top_p": (dict(top_p=0.0), ValueError, "top_p must be above 0 and at most 1, got 0.0"),
+    "large top_p": (dict(top_p=1.5), ValueError, "top_p must be above 0 and at most 1, got 1.5"),
+    "eos": (dict(eos_id="."), TypeError, "eos_id must be an int, got str"),
+    "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
+    "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
+    "number of keys": (
+        dict(key=jax.random.split(jax.random.key(0), 2)),
+        ValueError,
+        "one a prompt, got key.shape=",
+    ),
+    "model": (dict(model=nnx.Dict()), TypeError, "got Dict without init_cache, prefill, decode_step"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_before_anything_runs(model, changes, error, message):
+    arguments = dict(model=model, prompts=PROMPTS, lengths=LENGTHS, max_new_tokens=10) | changes
+    with pytest.raises(error, match=message):
+        generate(**arguments)
+
+    assert not model.log.traces
+
+
+def test_a_cache_that_just_fits_is_enough(model):
+    assert rows_of(run(model, max_length=15)) == greedy(model, 10)
