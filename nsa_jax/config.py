@@ -32,15 +32,16 @@ class NSAConfig:
     num_local_blocks: int = 2
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")
+        _check_ints(self)
         for name in ("compression_block_size", "compression_stride", "selection_block_size", "window_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number.")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
+                )
         if self.num_initial_blocks < 0:
-            raise ValueError(f"num_initial_blocks must be at least 0, got {self.num_initial_blocks}. Pass 0 for none.")
+            raise ValueError(
+                f"num_initial_blocks must be at least 0, got {self.num_initial_blocks}. Pass 0 for none."
+            )
         if self.num_local_blocks < 1:
             raise ValueError(
                 f"num_local_blocks must be at least 1, got {self.num_local_blocks}. The query's own block is always in."
@@ -77,6 +78,7 @@ class Tiles:
 
     Raises:
       ValueError: a size is below 1.
+      TypeError: a size is not an int.
     """
 
     query_chunk: int = 128
@@ -86,8 +88,16 @@ class Tiles:
     items_per_step: int = 32
 
     def __post_init__(self):
+        _check_ints(self)
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(
                     f"{field.name} must be at least 1, got {getattr(self, field.name)}. Pass a positive number."
                 )
+
+
+def _check_ints(sizes: NSAConfig | Tiles) -> None:
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")

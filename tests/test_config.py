@@ -1,0 +1,114 @@
+"""A configuration that exists is a valid one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from messages import has_form
+
+from nsa_jax.config import NSAConfig, Tiles
+
+
+def test_defaults_are_those_of_the_paper():
+    assert dataclasses.asdict(NSAConfig()) == {
+        "compression_block_size": 32,
+        "compression_stride": 16,
+        "selection_block_size": 64,
+        "num_selected_blocks": 16,
+        "window_size": 512,
+        "num_initial_blocks": 1,
+        "num_local_blocks": 2,
+    }
+
+
+def test_equal_configs_are_one_static_argument():
+    assert NSAConfig(window_size=7) == NSAConfig(window_size=7)
+    assert hash(NSAConfig(window_size=7)) == hash(NSAConfig(window_size=7))
+    assert NSAConfig(window_size=7) != NSAConfig(window_size=8)
+
+
+@pytest.mark.parametrize("kind", [NSAConfig, Tiles])
+def test_fields_are_frozen_and_named(kind):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(kind(), dataclasses.fields(kind)[0].name, 1)
+    with pytest.raises(TypeError, match="positional"):
+        kind(32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (dict(compression_stride=5), "compression_stride must divide compression_block_size, got 5 and 32"),
+        (
+            dict(compression_block_size=48, compression_stride=24),
+            "compression_stride must divide selection_block_size, got 24 and 64",
+        ),
+        (dict(compression_stride=64), "compression_stride must divide compression_block_size, got 64 and 32"),
+        (
+            dict(compression_block_size=128),
+            "compression_block_size must not exceed selection_block_size, got 128 > 64",
+        ),
+        (dict(compression_block_size=0), "compression_block_size must be at least 1, got 0"),
+        (dict(compression_stride=0), "compression_stride must be at least 1, got 0"),
+        (dict(compression_stride=-16), "compression_stride must be at least 1, got -16"),
+        (dict(selection_block_size=0), "selection_block_size must be at least 1, got 0"),
+        (dict(window_size=0), "window_size must be at least 1, got 0"),
+        (dict(window_size=-512), "window_size must be at least 1, got -512"),
+        (dict(num_initial_blocks=-1), "num_initial_blocks must be at least 0, got -1"),
+        (dict(num_local_blocks=0), "num_local_blocks must be at least 1, got 0"),
+        (
+            dict(num_selected_blocks=2),
+            "num_selected_blocks must cover the initial and local blocks, got 2 < 1 + 2",
+        ),
+        (
+            dict(num_selected_blocks=0, num_initial_blocks=0, num_local_blocks=1),
+            "num_selected_blocks must cover",
+        ),
+    ],
+    ids=lambda x: x.split(",")[0].replace(" ", "_") if isinstance(x, str) else "-".join(x),
+)
+def test_values_out_of_range_are_one_clear_error(changes, rule):
+    with pytest.raises(ValueError, match="^" + rule.replace("+", r"\+")) as error:
+        NSAConfig(**changes)
+
+    assert has_form(str(error.value))
+
+
+@pytest.mark.parametrize("value", [32.0, "32", None, True, np.int32(32)], ids=repr)
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NSAConfig)])
+def test_values_that_are_no_int_are_refused(field, value):
+    with pytest.raises(TypeError, match=f"^{field} must be an int, got ") as error:
+        NSAConfig(**{field: value})
+
+    assert has_form(str(error.value))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(compression_block_size=1, compression_stride=1, selection_block_size=1, num_selected_blocks=3),
+        dict(compression_block_size=64, compression_stride=64, selection_block_size=64),
+        dict(num_selected_blocks=3),
+        dict(num_selected_blocks=1, num_initial_blocks=0, num_local_blocks=1, window_size=1),
+    ],
+    ids=["all_ones", "l_equals_d_equals_l_slc", "forced_blocks_only", "least"],
+)
+def test_extremes_within_range_are_accepted(sizes):
+    NSAConfig(**sizes)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tiles)])
+def test_tiles_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"^{field} must be at least 1, got 0") as error:
+        Tiles(**{field: 0})
+
+    assert has_form(str(error.value))
+
+
+@pytest.mark.parametrize("value", [1.5, "8", True], ids=repr)
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tiles)])
+def test_tiles_that_are_no_int_are_refused(field, value):
+    with pytest.raises(TypeError, match=f"^{field} must be an int, got ") as error:
+        Tiles(**{field: value})
+
+    assert has_form(str(error.value))
