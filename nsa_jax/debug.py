@@ -31,7 +31,7 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
     checkify.check(
         ~repeated.any(),
         "each non-zero segment id must be one contiguous run, got id {id} in several runs. Renumber the sequences.",
-        id=jnp.max(jnp.where(repeated, runs[:, 1:], jnp.iinfo(runs.dtype).min)),
+        id=jnp.max(runs[:, 1:], where=repeated, initial=jnp.iinfo(runs.dtype).min),
     )
 
 
