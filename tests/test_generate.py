@@ -250,6 +250,7 @@ BAD = {
     "top_p": (dict(top_p=0.0), ValueError, "top_p must be above 0 and at most 1, got 0.0"),
     "large top_p": (dict(top_p=1.5), ValueError, "top_p must be above 0 and at most 1, got 1.5"),
     "eos": (dict(eos_id="."), TypeError, "eos_id must be an int, got str"),
+    "pad": (dict(pad_id=None), TypeError, "pad_id must be an int, got NoneType"),
     "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
     "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
     "number of keys": (

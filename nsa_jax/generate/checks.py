@@ -70,11 +70,11 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(f"{name} must be at least 1, got {count}. Pass a positive number.")
 
 
-def check_tokens(**tokens: Any) -> None:
-    """Raises TypeError unless each is an int or None."""
-    for name, token in tokens.items():
-        if token is not None:
-            _check_int(name, token)
+def check_tokens(eos_id: Any, pad_id: Any) -> None:
+    """Raises TypeError unless both are ints; there may be no `eos_id`."""
+    if eos_id is not None:
+        _check_int("eos_id", eos_id)
+    _check_int("pad_id", pad_id)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:

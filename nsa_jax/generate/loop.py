@@ -128,7 +128,7 @@ def generate(
     batch, width = prompts.shape
     if prefill_chunk is not None:
         checks.check_counts(prefill_chunk=prefill_chunk)
-    checks.check_tokens(eos_id=eos_id, pad_id=pad_id)
+    checks.check_tokens(eos_id, pad_id)
     max_length = checks.check_room(lengths, width, max_new_tokens, max_length)
     graphdef, state = nnx.split(model)
     return _run(

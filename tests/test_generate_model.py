@@ -1,0 +1,82 @@
+"""`generate` with the real model: the same tokens as full forwards give, row by row."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_layer import SMALL
+from flax import nnx
+
+from nsa_jax.generate import generate
+from nsa_jax.generate.loop import _run
+from nsa_jax.model import Transformer, TransformerConfig
+
+VOCAB = 17
+CONFIG = TransformerConfig(
+    vocab_size=VOCAB, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL
+)
+NEW = 24
+PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (3, 27))
+LENGTHS = np.array([27, 3, 14])  # 3 is less than a compression block; 27 + 24 tokens are 7 selection blocks
+ARGUMENTS = dict(max_new_tokens=NEW, eos_id=VOCAB, chunk_size=5, prefill_chunk=10)  # no token is VOCAB
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Transformer(CONFIG, rngs=nnx.Rngs(4))
+
+
+@pytest.fixture(scope="module")
+def generated(model):
+    return generate(model, PROMPTS, lengths=LENGTHS, **ARGUMENTS)
+
+
+def test_greedy_equals_argmax_of_full_forwards(model, generated):
+    """One full forward of what was generated says for every position which token comes next."""
+    tokens = np.zeros((3, 27 + NEW), np.int32)
+    for row, length in enumerate(LENGTHS):
+        tokens[row, :length] = PROMPTS[row, :length]
+        tokens[row, length : length + NEW] = generated.tokens[row]
+    logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
+
+    for row, length in enumerate(LENGTHS):
+        rows = logits[row, length - 1 : length - 1 + NEW]
+        ranked = np.sort(rows, axis=-1)
+        # Two forwards differ by rounding only, so this margin says which token it must be.
+        assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-4 * np.abs(rows).max()
+        assert generated.tokens[row].tolist() == rows.argmax(-1).tolist()
+    assert generated.lengths.tolist() == [NEW] * 3
+
+
+def test_stops_where_the_token_came(model, generated):
+    """A token that came up becomes the end: the rows up to it stay the same, in the same program."""
+    eos_id = int(generated.tokens[0, 6])
+    programs = _run._cache_size()
+
+    stopped = generate(model, PROMPTS, lengths=LENGTHS, pad_id=-1, **(ARGUMENTS | dict(eos_id=eos_id)))
+
+    for row in range(3):
+        tokens = generated.tokens[row].tolist()
+        expected = tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens
+        assert stopped.tokens[row].tolist() == expected + [-1] * (NEW - len(expected))
+        assert stopped.lengths[row] == len(expected)
+    assert int(stopped.lengths[0]) <= 7
+    assert _run._cache_size() == programs
+
+
+def test_row_is_independent_of_the_others(model, generated):
+    """Other neighbours, of other lengths, that end at another time: the row stays the same."""
+    prompts, lengths = PROMPTS.copy(), np.array([5, 22, 14])
+    prompts[:2] = (prompts[:2] + 5) % VOCAB
+
+    other = generate(model, prompts, lengths=lengths, **ARGUMENTS)
+
+    assert other.tokens[2].tolist() == generated.tokens[2].tolist()
+    assert other.tokens[0].tolist() != generated.tokens[0].tolist()
+
+
+def test_dense_model_is_refused():
+    dense = Transformer(
+        TransformerConfig(**{**vars(CONFIG), "attention": "dense", "num_layers": 1}), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(NotImplementedError, match="needs NSA layers"):
+        generate(dense, PROMPTS, max_new_tokens=1)
