@@ -92,7 +92,7 @@ def block_indices_from_ranges(
                 f"query_positions must be [B, T] = {(batch, num_queries)}, got shape {positions.shape}. Reshape it."
             )
 
-    start, end = array[..., 0].astype(np.int64), array[..., 1].astype(np.int64)
+    start, end = array[..., 0], array[..., 1]
     after_query = positions[:, :, None, None] + 1
     size, empty = config.selection_block_size, start == end
     _forbid(~empty & (start < 0), start, end, "must not start before token 0", "Use sequence-local tokens")
@@ -123,7 +123,7 @@ def _concrete(name: str, array) -> np.ndarray:
     array = np.asarray(array)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}. Cast it to int32.")
-    return array
+    return array.astype(np.int64)  # an unsigned difference is never negative
 
 
 def _forbid(wrong: np.ndarray, start: np.ndarray, end: np.ndarray, rule: str, remedy: str) -> None:

@@ -1,0 +1,210 @@
+"""Index arrays from the forms of other code, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OVERLAPPING
+from messages import has_form
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
+
+CONFIG = OVERLAPPING  # blocks of 16, 4 of them
+convert = functools.partial(block_indices_from_ranges, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "length", "expected"),
+    [
+        ([0, 3, 5], 5, [1, 1, 1, 2, 2]),
+        ([0, 3, 5], 7, [1, 1, 1, 2, 2, 0, 0]),
+        ([0, 2, 2, 2, 3], 4, [1, 1, 4, 0]),
+        ([0, 0, 2], 2, [2, 2]),
+        ([0], 3, [0, 0, 0]),
+        ([0, 0], 2, [0, 0]),
+        ([0, 1], 1, [1]),
+    ],
+    ids=["full", "padded", "empty_between", "empty_first", "no_sequence", "only_empty", "one_token"],
+)
+@pytest.mark.parametrize("kind", [np.int64, np.uint16, jnp.int32], ids=["int64", "uint16", "jax"])
+def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
+    array = jnp.asarray(cu_seqlens, kind) if kind is jnp.int32 else np.asarray(cu_seqlens, kind)
+    ids = segment_ids_from_cu_seqlens(array, length)
+
+    assert ids.dtype == jnp.int32
+    assert ids.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "rule"),
+    [
+        ([[0, 3]], ValueError, r"cu_seqlens must have 1 axis, got shape \(1, 2\)"),
+        (np.zeros(0, int), ValueError, r"cu_seqlens must have 1 axis, got shape \(0,\)"),
+        ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
+        ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
+        ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
+        ([0.0, 4.0], TypeError, "cu_seqlens must be integers, got float64"),
+    ],
+    ids=["two_axes", "nothing", "late_start", "decreasing", "too_long", "floats"],
+)
+def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
+    with pytest.raises(error, match="^" + rule) as raised:
+        segment_ids_from_cu_seqlens(np.asarray(cu_seqlens), 8)
+
+    assert has_form(str(raised.value))
+
+
+def test_decreasing_unsigned_lengths_are_refused():
+    """A difference of unsigned numbers is never negative."""
+    with pytest.raises(ValueError, match="never decrease"):
+        segment_ids_from_cu_seqlens(np.array([0, 4, 3], np.uint32), 8)
+
+
+def test_converters_refuse_traced_arrays():
+    with pytest.raises(
+        TypeError, match=r"^cu_seqlens must be concrete, got a traced array\. Convert it outside jit"
+    ):
+        jax.jit(lambda x: segment_ids_from_cu_seqlens(x, 8))(jnp.array([0, 8]))
+    with pytest.raises(
+        TypeError, match=r"^ranges must be concrete, got a traced array\. Convert it outside jit"
+    ):
+        jax.jit(lambda x: convert(x, layout="BTKn2"))(jnp.zeros((1, 1, 1, 1, 2), int))
+
+
+def as_ranges(blocks, position, merge):
+    """[start, end) of ascending blocks; neighbours in one range where `merge`."""
+    ranges = []
+    for block in blocks:
+        start, end = 16 * block, min(16 * (block + 1), position + 1)
+        if merge and ranges and ranges[-1][1] == start:
+            ranges[-1][1] = end
+        else:
+            ranges.append([start, end])
+    return ranges
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["a_range_a_block", "ranges_that_span_blocks"])
+def test_random_selections_survive_the_way_there_and_back(merge):
+    rng = np.random.default_rng(0)
+    shape = (2, 9, 3)
+    positions = rng.integers(0, 200, shape[:2])
+    expected = np.full((*shape, 4), -1)
+    ranges = np.zeros((*shape, 6, 2), int)
+    for b, t, k in np.ndindex(shape):
+        candidates = positions[b, t] // 16 + 1
+        blocks = np.sort(rng.choice(candidates, min(candidates, int(rng.integers(0, 5))), replace=False))
+        expected[b, t, k, : len(blocks)] = blocks
+        spans = as_ranges(blocks, positions[b, t], merge)
+        order = rng.permutation(6)[: len(spans)]  # in any order, between empty ones
+        ranges[b, t, k, order] = np.reshape(spans, (-1, 2))
+    found = convert(ranges, layout="BTKn2", query_positions=positions)
+
+    assert found.dtype == jnp.int32
+    assert found.tolist() == expected.tolist()
+
+
+def test_layouts_name_the_same_ranges():
+    ranges = np.zeros((1, 40, 2, 2, 2), int)
+    ranges[0, 39] = [[[0, 16], [32, 40]], [[16, 40], [5, 5]]]
+    expected = np.full((1, 40, 2, 4), -1)
+    expected[0, 39] = [[0, 2, -1, -1], [1, 2, -1, -1]]
+
+    assert convert(ranges, layout="BTKn2").tolist() == expected.tolist()
+    assert convert(ranges, layout="BTKn2", num_kv_heads=2).tolist() == expected.tolist()
+    assert convert(ranges[0], layout="TKn2").tolist() == expected.tolist()
+    assert (
+        convert(ranges[:, :, 0], layout="BTn2", num_kv_heads=3).tolist() == expected[:, :, [0, 0, 0]].tolist()
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_empty_ranges_select_nothing(count):
+    anywhere = np.full((1, 2, 1, count, 2), 77)
+
+    assert convert(anywhere, layout="BTKn2").tolist() == [[[[-1] * 4], [[-1] * 4]]]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "rule"),
+    [
+        ([[-16, 0]], r"must not start before token 0, got \[-16, 0\)"),
+        ([[32, 16]], r"must not be reversed, got \[32, 16\)"),
+        ([[48, 64]], r"must not reach into the future, got \[48, 64\)"),
+        (
+            [[0, 16], [64, 80]],
+            r"must not reach into the future, got \[64, 80\) at row 1, query 2, KV head 1, range 1",
+        ),
+        ([[8, 16]], r"must start at a multiple of 16, got \[8, 16\)"),
+        ([[0, 20]], r"must end at a multiple of 16 or at t \+ 1, got \[0, 20\)"),
+        ([[0, 32], [16, 32]], r"must not overlap, got \[0, 32\)"),
+        ([[16, 32], [16, 32]], r"must not overlap"),
+    ],
+    ids=["before_the_first", "reversed", "future", "future_block", "start", "end", "overlap", "twice"],
+)
+def test_bad_ranges_are_one_clear_error(ranges, rule):
+    array = np.zeros((2, 3, 2, len(ranges), 2), int)
+    array[1, 2, 1] = ranges
+    positions = np.full((2, 3), 50)
+    with pytest.raises(ValueError, match="^the ranges of a query " + rule) as error:
+        convert(array, layout="BTKn2", query_positions=positions)
+
+    assert has_form(str(error.value))
+    assert "at row 1, query 2, KV head 1" in str(error.value)
+
+
+def test_too_many_blocks_are_refused():
+    array = np.array([0, 80]).reshape(1, 1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"must cover at most 4 blocks, got \[0, 80\)"):
+        convert(array, layout="BTKn2", query_positions=np.array([[79]]))
+
+
+def test_padding_queries_may_only_select_nothing():
+    array = np.array([[[[[0, 1]]], [[[0, 0]]]]])
+
+    with pytest.raises(ValueError, match="must not reach into the future"):
+        convert(array, layout="BTKn2", query_positions=np.array([[-1, 0]]))
+    assert convert(array, layout="BTKn2", query_positions=np.array([[0, -1]])).tolist()[0] == [
+        [[0, -1, -1, -1]],
+        [[-1, -1, -1, -1]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "rule"),
+    [
+        ((1, 2, 1, 1, 2), dict(layout="BKTn2"), "layout must be one of"),
+        ((2, 1, 1, 2), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape \(2, 1, 1, 2\)"),
+        ((1, 2, 1, 1, 3), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape"),
+        ((1, 2, 1, 2), dict(layout="BTn2"), "the layout BTn2 needs num_kv_heads, got None"),
+        ((1, 2, 1, 1, 2), dict(layout="BTKn2", num_kv_heads=2), "ranges must have num_kv_heads = 2, got 1"),
+        (
+            (1, 2, 1, 1, 2),
+            dict(layout="BTKn2", query_positions=np.zeros((1, 3), int)),
+            r"query_positions must be \[B, T\] = \(1, 2\), got shape \(1, 3\)",
+        ),
+    ],
+    ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "positions"],
+)
+def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
+    with pytest.raises(ValueError, match="^" + rule) as error:
+        convert(np.zeros(shape, int), **arguments)
+
+    assert has_form(str(error.value))
+
+
+def test_floating_ranges_are_refused():
+    with pytest.raises(TypeError, match=r"^ranges must be integers, got float64\. Cast it to int32\.$"):
+        convert(np.zeros((1, 1, 1, 1, 2)), layout="BTKn2")
+
+
+def test_fewer_ranges_than_slots_and_more_slots_than_ranges():
+    config = NSAConfig(num_selected_blocks=5)
+    ranges = np.array([[[[[0, 128]]]]])
+    found = block_indices_from_ranges(
+        ranges, layout="BTKn2", config=config, query_positions=np.array([[127]])
+    )
+
+    assert found.tolist() == [[[[0, 1, -1, -1, -1]]]]
