@@ -1,0 +1,1 @@
+"""How fast and how lean: one script a question, every figure behind a correctness gate."""

@@ -1,0 +1,225 @@
+"""Where is sparse attention faster than dense, and how far from the ceiling is each operation?
+
+`python -m benchmarks.attention` measures the whole operation against dense causal attention on the CPU, at
+the lengths that the README reports; `--operations` takes it apart. `benchmarks/README.md` explains the
+columns.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from benchmarks import gate, programs, records, roofline, timing
+from benchmarks.inputs import (
+    DISTRIBUTIONS,
+    OPERATIONS,
+    SELECTING,
+    Draw,
+    Shape,
+    arguments,
+    draw_blocks,
+    draw_queries,
+)
+from nsa_jax.config import NSAConfig
+
+# The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
+CPU_LENGTHS = ("4096", "8192", "16384", "65536:fwd")
+LARGEST_DENSE_ON_CPU = 16384  # there dense value_and_grad takes 1.5 minutes on 2 cores; at 64k, 16 times that
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One row to be: an operation in one implementation and mode, on one draw."""
+
+    operation: str
+    implementation: str
+    mode: str
+    draw: Draw
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.implementation} {self.mode} {self.draw.distribution}"
+
+
+class Run:
+    """One run of the benchmark: options, verdicts and the rows so far."""
+
+    def __init__(self, options: argparse.Namespace, config: NSAConfig):
+        self.options, self.config = options, config
+        self.rows: list[records.Row] = []
+        self.verdicts: dict[tuple[str, str, str], gate.Verdict] = {}
+        self.red: list[str] = []
+        self.environment = records.environment()
+        self.environment.print()
+        self.ceiling = roofline.measure_ceiling(options.dtype)
+        print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
+
+    def measure_length(self, length: int, modes: Sequence[str]) -> None:
+        """All rows of one length; those of one mode take turns, so that ratios are of the same minutes."""
+        options = self.options
+        heads = {"query_heads": options.heads, "kv_heads": options.kv_heads}
+        dims = {"key_dim": options.key_dim, "value_dim": options.value_dim}
+        shape = Shape(batch=options.batch, length=length, dtype=options.dtype, **heads, **dims)
+        draws: dict[tuple[str, str, str], Draw] = {}
+        for mode in modes:
+            compiled: dict[Variant, timing.Compiled] = {}
+            for operation, implementation, distribution in self._combinations():
+                try:
+                    self._refuse(operation, implementation, mode, shape)
+                    key = (self._kind_of_draw(operation), implementation, distribution)
+                    if key not in draws:
+                        draws[key] = self._draw(*key, shape)
+                    self._judge(operation, implementation, mode, shape)
+                    variant = Variant(operation, implementation, mode, draws[key])
+                    compiled[variant] = self._compile(variant, shape)
+                except Refused as reason:
+                    print(f"refused: {operation} {implementation} {mode} {distribution} T={length}: {reason}")
+            runs = {str(variant): program.run for variant, program in compiled.items()}
+            timings = timing.measure(runs, budget_s=options.budget_s) if runs else {}
+            rows = [self._row(variant, program, timings, shape) for variant, program in compiled.items()]
+            records.append(options.output, rows)
+            self.rows += rows
+            for row in rows:
+                print(row, flush=True)
+
+    def finish(self) -> int:
+        """Prints the ratios to dense and, as the last line, a summary in JSON. Returns the exit status."""
+        ratios = []
+        for row, dense in records.beside_dense(self.rows):
+            time, memory = records.ratio(row, dense)
+            what = {"mode": row.mode, "distribution": row.distribution, "length": row.length}
+            print("dense / NSA:", *what.values(), f"time {time:.2f}, temporary memory {memory:.1f}")
+            ratios.append(what | {"time": round(time, 3), "memory": round(memory, 3)})
+        summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
+        print(json.dumps(summary | {"dense_over_nsa": ratios}))
+        return 1 if self.red else 0
+
+    def _combinations(self) -> Iterator[tuple[str, str, str]]:
+        for operation in self.options.operations:
+            implementations, distributions = self.options.implementations, self.options.distributions
+            if operation == "dense_attention":
+                implementations = [programs.dense_implementation()]
+            if operation not in SELECTING:  # the distributions cost the same: one row speaks for both
+                distributions = ["random"]
+            yield from itertools.product([operation], implementations, distributions)
+
+    def _refuse(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
+        reason = programs.refusal(operation, implementation, mode, shape, self.config)
+        if operation == "dense_attention" and shape.length > self.options.dense_up_to:
+            reason = f"longer than --dense-up-to {self.options.dense_up_to}"
+        if reason is not None:
+            raise Refused(reason)
+
+    def _judge(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
+        key = (operation, implementation, mode)
+        if key not in self.verdicts:
+            self.verdicts[key] = gate.check_small(*key, shape, self.config)
+            print(f"gate {operation} {implementation} {mode}: {self.verdicts[key]}", flush=True)
+        self._stop_if_red(self.verdicts[key], " ".join(key))
+
+    def _stop_if_red(self, verdict: gate.Verdict, what: str) -> None:
+        if not verdict.green:
+            self.red.append(what)
+            raise Refused(f"the gate is {verdict}; no speed is reported")
+
+    @staticmethod
+    def _kind_of_draw(operation: str) -> str:
+        if operation == "selected_attention":
+            return "blocks"
+        return "queries with their selection" if operation in SELECTING else "queries"
+
+    def _draw(self, kind: str, implementation: str, distribution: str, shape: Shape) -> Draw:
+        try:
+            if kind == "blocks":
+                return draw_blocks(shape, self.config, distribution)
+            if kind == "queries":
+                return draw_queries(shape, self.config, distribution, None)
+            choose = jax.jit(programs.function("select_blocks", implementation, self.config))
+            return draw_queries(shape, self.config, distribution, choose)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _compile(self, variant: Variant, shape: Shape) -> timing.Compiled:
+        run = programs.function(variant.operation, variant.implementation, self.config)
+        operands = arguments(variant.operation, variant.draw, shape, self.config)
+        program = programs.compile_mode(run, variant.mode, operands)
+        if program.peak_bytes > (memory := records.memory_bytes()):
+            raise Refused(
+                f"needs {program.peak_bytes / 1e9:.1f} GB beside its arguments, has {memory / 1e9:.1f}"
+            )
+        if variant.mode == "fwd":
+            positions = gate.sample_positions(shape.length)
+            verdict = gate.check_rows(
+                variant.operation, program.run(), positions, variant.draw, shape, self.config
+            )
+            print(f"gate {variant} T={shape.length}, {len(positions)} queries: {verdict}", flush=True)
+            self._stop_if_red(verdict, f"{variant} T={shape.length}")
+        return program
+
+    def _row(self, variant: Variant, program: timing.Compiled, timings, shape: Shape) -> records.Row:
+        cost = roofline.cost(variant.operation, variant.mode, shape, self.config)
+        return records.make_row(
+            self.environment,
+            shape,
+            self.config,
+            timings[str(variant)],
+            program,
+            benchmark="attention",
+            operation=variant.operation,
+            implementation=variant.implementation,
+            mode=variant.mode,
+            draw=variant.draw,
+            floor_ms=self.ceiling.floor_ms(cost),
+        )
+
+
+class Refused(Exception):
+    """A combination that is not measured, with the reason."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; the defaults are the CPU rows of the README."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    whole = ["native_sparse_attention", "dense_attention"]
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        default=list(CPU_LENGTHS),
+        metavar="T[:MODE,...]",
+        help="lengths, each in its own modes",
+    )
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=whole)
+    parser.add_argument("--modes", nargs="+", choices=records.MODES[:3], default=["fwd", "fwd_bwd"])
+    parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
+    parser.add_argument("--implementations", nargs="+", choices=records.IMPLEMENTATIONS[:3], default=["xla"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--key-dim", type=int, default=64)
+    parser.add_argument("--value-dim", type=int, default=64)
+    parser.add_argument(
+        "--budget-s", type=float, default=10.0, help="seconds of samples a row, 3 samples at least"
+    )
+    longest = LARGEST_DENSE_ON_CPU if jax.default_backend() == "cpu" else 1 << 20
+    parser.add_argument("--dense-up-to", type=int, default=longest, help="longest dense row")
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
+    """Runs the benchmark; `config` other than the paper's is for tests."""
+    options = parse(argv)
+    run = Run(options, config or NSAConfig())
+    for length in options.lengths:
+        tokens, _, modes = length.partition(":")
+        run.measure_length(int(tokens), modes.split(",") if modes else options.modes)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

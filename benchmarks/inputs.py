@@ -1,0 +1,231 @@
+"""What the benchmarks feed: tensors by name, two distributions of selections, their measured overlap.
+
+How much neighbouring tokens share their blocks decides the speed of selected attention, so every figure names
+its distribution. In `random` tokens agree by chance only. In `coherent` what a token looks for drifts
+smoothly: it is cosine-interpolated between random keyframes every `KEYFRAME_TOKENS` tokens, plus noise.
+
+Rows of `selected_attention` alone draw scores of the blocks. Rows in which the selection is computed (the
+whole operation, `select_blocks`) draw queries and take the blocks that come out, never substituted ones.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.config import NSAConfig
+
+DISTRIBUTIONS = ("random", "coherent")
+KEYFRAME_TOKENS = 32
+# A coherent draw easier than this would flatter: then neighbours share almost everything.
+MAX_ADJACENT_SHARE = 0.93
+MIN_MEAN_UNION_4 = 18.2
+NOISES = tuple(0.04 * 1.25**step for step in range(16))  # 0.04 suits long rows, short ones need more
+TOKENS_PER_DRAW = 2048  # bounds the memory of drawn scores, [B, 2048, K, M]
+
+ARGUMENTS = {
+    "native_sparse_attention": (
+        *("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win"),
+        "gates",
+    ),
+    "compressed_attention": ("query", "key_cmp", "value_cmp"),
+    "select_blocks": ("query", "key_cmp"),
+    "selected_attention": ("query", "key_slc", "value_slc", "block_indices"),
+    "window_attention": ("query", "key_win", "value_win"),
+    "gated_sum": ("out_cmp", "out_slc", "out_win", "gates"),
+    "dense_attention": ("query", "key_win", "value_win"),
+}
+OPERATIONS = tuple(ARGUMENTS)
+SELECTING = ("native_sparse_attention", "select_blocks", "selected_attention")
+
+type Choose = Callable[[Array, Array], Array]  # query, key_cmp -> block_indices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one measurement; queries and keys are equally long."""
+
+    batch: int = 1
+    length: int
+    query_heads: int = 4
+    kv_heads: int = 1
+    key_dim: int = 64
+    value_dim: int = 64
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How much neighbouring tokens share, over the whole sequence.
+
+    Attributes:
+      adjacent_share: mean share of a token's blocks that the token before it selected too.
+      mean_union_4: mean number of different blocks of 4 adjacent tokens.
+    """
+
+    adjacent_share: float
+    mean_union_4: float
+
+    @property
+    def counts_as_coherent(self) -> bool:
+        """Whether neighbours differ enough for the figure not to flatter."""
+        return self.adjacent_share <= MAX_ADJACENT_SHARE and self.mean_union_4 >= MIN_MEAN_UNION_4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draw:
+    """Queries of one distribution and, where a selection happens, the blocks and how much they overlap."""
+
+    distribution: str
+    query: Float[Array, "B T N H"]
+    block_indices: Int32[Array, "B T K R"] | None = None
+    overlap: Overlap | None = None
+    noise: float | None = None
+
+
+def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
+    """Shape of the argument or result called `name`."""
+    batch, length = shape.batch, shape.length
+    compressed = layout.num_compression_blocks(length, config)
+    if name == "query":
+        return batch, length, shape.query_heads, shape.key_dim
+    if name == "gates":
+        return batch, length, shape.query_heads, 3
+    if name == "lse":
+        return batch, length, shape.query_heads
+    if name == "block_indices":
+        return batch, length, shape.kv_heads, config.num_selected_blocks
+    if name.startswith("out"):
+        return batch, length, shape.query_heads, shape.value_dim
+    kind, branch = name.split("_")
+    last = {"key": shape.key_dim, "value": shape.value_dim}[kind]
+    return batch, compressed if branch == "cmp" else length, shape.kv_heads, last
+
+
+def tensor(name: str, shape: Shape, config: NSAConfig) -> Array:
+    """Standard normal values, or uniform ones for gates; the same for one name and shape on one platform."""
+    draw = jax.random.uniform if name == "gates" else jax.random.normal
+    return draw(key(name), tensor_shape(name, shape, config)).astype(shape.dtype)
+
+
+def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:
+    """The positional arguments of `operation`."""
+    drawn = {"query": draw.query}
+    if draw.block_indices is not None:
+        drawn["block_indices"] = draw.block_indices
+    return tuple(
+        drawn[name] if name in drawn else tensor(name, shape, config) for name in ARGUMENTS[operation]
+    )
+
+
+def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Choose | None) -> Draw:
+    """Queries, with the blocks that `choose` selects for them (no selection if None).
+
+    Raises:
+      ValueError: no noise makes a coherent selection of this length that counts.
+    """
+    if choose is None:
+        return Draw(distribution, _queries(shape, config, None))
+    key_cmp = tensor("key_cmp", shape, config)
+
+    def attempt(noise: float | None) -> Draw:
+        query = _queries(shape, config, noise)
+        blocks = choose(query, key_cmp)
+        return Draw(distribution, query, blocks, overlap(blocks), noise)
+
+    return _first_that_counts(attempt, shape) if distribution == "coherent" else attempt(None)
+
+
+def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
+    """Independent queries, with blocks that were drawn and not computed: for `selected_attention` alone."""
+
+    def attempt(noise: float | None) -> Draw:
+        blocks = _scored_blocks(key("scores"), noise, shape=shape, config=config)
+        return Draw(distribution, _queries(shape, config, None), blocks, overlap(blocks), noise)
+
+    return _first_that_counts(attempt, shape) if distribution == "coherent" else attempt(None)
+
+
+def overlap(block_indices: Int[Array, "B T K R"]) -> Overlap:
+    """Measures a selection; unused slots (-1) count nowhere."""
+    blocks = np.moveaxis(np.asarray(block_indices), 1, 2)  # [B, K, T, R]
+    batch, kv_heads, length, _ = blocks.shape
+    both = np.sort(np.concatenate([blocks[:, :, 1:], blocks[:, :, :-1]], axis=-1), axis=-1)
+    shared = ((both[..., 1:] == both[..., :-1]) & (both[..., 1:] >= 0)).sum(-1)
+    share = shared / np.maximum((blocks[:, :, 1:] >= 0).sum(-1), 1)
+    fours = blocks[:, :, : length // 4 * 4].reshape(batch, kv_heads, length // 4, -1)
+    fours = np.sort(fours, axis=-1)
+    starts = np.diff(fours, axis=-1, prepend=-1) != 0  # a step up; the first counts unless it is -1
+    return Overlap(float(share.mean()), float((starts & (fours >= 0)).sum(-1).mean()))
+
+
+def _first_that_counts(attempt: Callable[[float], Draw], shape: Shape) -> Draw:
+    best = None
+    for noise in NOISES:
+        draw = attempt(noise)
+        assert draw.overlap is not None
+        if draw.overlap.counts_as_coherent:
+            return draw
+        best = max(best, draw.overlap.mean_union_4) if best else draw.overlap.mean_union_4
+    raise ValueError(
+        f"a coherent selection must have adjacent_share <= {MAX_ADJACENT_SHARE} and mean_union_4 >= "
+        f"{MIN_MEAN_UNION_4}, got at most {best:.1f} at length {shape.length}. Measure a longer one."
+    )
+
+
+def key(name: str) -> Array:
+    """A key of its own for everything that is drawn."""
+    # The default generator takes seconds to compile for each new shape on a CPU.
+    return jax.random.key(zlib.crc32(name.encode()), impl="rbg")
+
+
+def _interpolate(keyframes: Float[Array, "B P *rest"], token: Int[Array, "T"]) -> Float[Array, "B T *rest"]:
+    frame, phase = jnp.divmod(token, KEYFRAME_TOKENS)
+    angle = (phase * (jnp.pi / 2 / KEYFRAME_TOKENS)).reshape(-1, *[1] * (keyframes.ndim - 2))
+    return jnp.cos(angle) * keyframes[:, frame] + jnp.sin(angle) * keyframes[:, frame + 1]
+
+
+def _num_keyframes(length: int) -> int:
+    return -(-length // KEYFRAME_TOKENS) + 1
+
+
+def _queries(shape: Shape, config: NSAConfig, noise: float | None) -> Float[Array, "B T N H"]:
+    if noise is None:
+        return tensor("query", shape, config)
+    size = (shape.batch, _num_keyframes(shape.length), shape.query_heads, shape.key_dim)
+    smooth = _interpolate(jax.random.normal(key("query keyframes"), size), jnp.arange(shape.length))
+    rough = jax.random.normal(key("query noise"), smooth.shape)
+    return (smooth + noise * rough).astype(shape.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def _scored_blocks(key: Array, noise: float | None, *, shape: Shape, config: NSAConfig) -> Array:
+    """The best `n` blocks by drawn scores, forced ones first; without noise the scores are independent."""
+    num_blocks = layout.num_selection_blocks(shape.length, config)
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    size = (shape.batch, _num_keyframes(shape.length), shape.kv_heads, num_blocks)
+    keyframes = jax.random.normal(key, size)
+
+    def choose(first: Array) -> Array:
+        token = first + jnp.arange(min(TOKENS_PER_DRAW, shape.length))
+        drawn = (shape.batch, token.size, shape.kv_heads, num_blocks)
+        scores = jax.random.normal(jax.random.fold_in(key, first + 1), drawn)
+        if noise is not None:
+            scores = _interpolate(keyframes, token) + scores * noise
+        position = token[:, None, None]
+        scores = jnp.where(layout.is_forced(block, position, config), jnp.inf, scores)
+        scores = jnp.where(block * config.selection_block_size <= position, scores, -jnp.inf)
+        value, chosen = jax.lax.top_k(scores, min(config.num_selected_blocks, num_blocks))
+        return jnp.where(value > -jnp.inf, chosen, num_blocks)
+
+    chunks = jax.lax.map(choose, jnp.arange(0, shape.length, TOKENS_PER_DRAW))
+    chosen = jnp.sort(jnp.concatenate(list(chunks), axis=1)[:, : shape.length], axis=-1)
+    chosen = jnp.where(chosen == num_blocks, -1, chosen).astype(jnp.int32)
+    unused = config.num_selected_blocks - chosen.shape[-1]
+    return jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, unused)), constant_values=-1)

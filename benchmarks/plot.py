@@ -1,0 +1,169 @@
+"""Pictures and tables from committed rows, so that no figure is ever typed by hand.
+
+`python -m benchmarks.plot benchmarks/results/*.jsonl` draws, beside each file, time against length and the
+ratio to dense attention; `--markdown` prints the tables instead. Of a file with several runs the newest is
+taken, or that of `--run-id`. A table in a document stands behind a line `<!-- benchmarks/results/NAME.jsonl
+-->`; a test holds it to the file.
+"""
+
+import argparse
+import itertools
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks import records
+from benchmarks.records import Row
+
+DENSE = "dense_attention"
+WHOLE = "native_sparse_attention"
+
+
+def one_run(rows: Sequence[Row], run_id: str | None = None) -> list[Row]:
+    """The rows of one run, the newest by default.
+
+    Raises:
+      ValueError: there is no such run.
+    """
+    wanted = run_id or max((row.run_id for row in rows), default=None)
+    chosen = [row for row in rows if row.run_id == wanted]
+    if not chosen:
+        known = sorted({row.run_id for row in rows})
+        raise ValueError(f"run_id must be one of {known}, got {wanted}. Choose another file.")
+    return chosen
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Tables of one run: the whole operation beside dense attention, then single operations."""
+    first = rows[0]
+    heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
+    dims = f"dim {first.key_dim}/{first.value_dim}"
+    lines = [
+        f"{first.device}; {first.dtype}, batch {first.batch}, {heads}, {dims}; "
+        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`.",
+        "",
+    ]
+    pairs = records.beside_dense(rows)
+    lines += _table(whole_cells(row, dense) for row, dense in pairs)
+    paired = {id(row) for pair in pairs for row in pair}
+    lines += _table(operation_cells(row) for row in rows if id(row) not in paired)
+    return "\n".join(lines).strip()
+
+
+def whole_cells(row: Row, dense: Row) -> dict[str, str]:
+    """The whole operation against dense attention."""
+    time, memory = records.ratio(row, dense)
+    return {
+        **_where(row),
+        "NSA ms (p20-p80)": _milliseconds(row),
+        "dense ms (p20-p80)": _milliseconds(dense),
+        "dense / NSA": f"**{time:.2f}**",
+        "NSA MB": f"{row.peak_bytes / 1e6:.1f}",
+        "dense MB": f"{dense.peak_bytes / 1e6:.1f}",
+        "dense / NSA memory": f"{memory:.1f}",
+        **_ceiling_and_overlap(row),
+    }
+
+
+def operation_cells(row: Row) -> dict[str, str]:
+    """One row that has no dense row beside it."""
+    return {
+        "operation": f"`{row.operation}`",
+        "implementation": row.implementation,
+        **_where(row),
+        "ms (p20-p80)": _milliseconds(row),
+        "MB": f"{row.peak_bytes / 1e6:.1f}",
+        **_ceiling_and_overlap(row),
+    }
+
+
+def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Two panels a mode: milliseconds, and dense time over NSA time, against length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    modes = [mode for mode in records.MODES if any(row.mode == mode for row in rows)]
+    figure, axes = pyplot.subplots(len(modes), 2, figsize=(10, 3.5 * len(modes)), squeeze=False)
+    for mode, (times, ratios) in zip(modes, axes, strict=True):
+        of_mode = [row for row in rows if row.mode == mode]
+        for name, line in _lines(of_mode):
+            lengths, medians = [row.length for row in line], [row.median_ms for row in line]
+            (curve,) = times.plot(lengths, medians, marker="o", label=name)
+            low, high = [row.p20_ms for row in line], [row.p80_ms for row in line]
+            times.fill_between(lengths, low, high, color=curve.get_color(), alpha=0.2)
+        pairs = sorted(records.beside_dense(of_mode), key=lambda pair: (_name(pair[0]), pair[0].length))
+        for name, group in itertools.groupby(pairs, key=lambda pair: _name(pair[0])):
+            points = [(row.length, records.ratio(row, dense)[0]) for row, dense in group]
+            ratios.plot(*zip(*points, strict=True), marker="o", label=name)
+        ratios.axhline(1, color="grey", linewidth=1)
+        times.set(yscale="log", ylabel="ms (median, p20-p80)", title=f"{mode}: time")
+        ratios.set(yscale="log", ylabel="dense time / NSA time", title=f"{mode}: speed-up over dense")
+        for panel in (times, ratios):
+            panel.set_xscale("log", base=2)
+            panel.set_xlabel("tokens")
+            panel.grid(alpha=0.3)
+            if panel.get_legend_handles_labels()[0]:
+                panel.legend(fontsize="small")
+    figure.suptitle(f"{rows[0].device}, {rows[0].dtype}, run {rows[0].run_id}", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _lines(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+    ordered = sorted(rows, key=lambda row: (_name(row), row.length))
+    for name, group in itertools.groupby(ordered, key=_name):
+        yield name, list(group)
+
+
+def _name(row: Row) -> str:
+    if row.operation == DENSE:
+        return f"dense ({row.implementation})"
+    operation = "NSA" if row.operation == WHOLE else row.operation
+    return f"{operation} ({row.implementation}, {row.distribution})"
+
+
+def _where(row: Row) -> dict[str, str]:
+    return {"T": f"{row.length}", "mode": row.mode, "distribution": row.distribution}
+
+
+def _milliseconds(row: Row) -> str:
+    digits = 1 if row.median_ms >= 10 else 3
+    return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"
+
+
+def _ceiling_and_overlap(row: Row) -> dict[str, str]:
+    overlap = "-" if row.adjacent_share is None else f"{row.adjacent_share:.2f} / {row.mean_union_4:.1f}"
+    return {"% of floor": f"{100 * row.floor_ms / row.median_ms:.0f}", "share / union of 4": overlap}
+
+
+def _table(cells: Iterable[dict[str, str]]) -> list[str]:
+    rows = list(cells)
+    if not rows:
+        return []
+    header = [list(rows[0]), ["---"] * len(rows[0])]
+    body = [list(row.values()) for row in rows]
+    return [*("| " + " | ".join(line) + " |" for line in header + body), ""]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws or prints each file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("files", nargs="+", type=pathlib.Path)
+    parser.add_argument("--run-id")
+    parser.add_argument("--markdown", action="store_true", help="print tables, draw nothing")
+    options = parser.parse_args(argv)
+    for path in options.files:
+        rows = one_run(records.read(path), options.run_id)
+        if options.markdown:
+            print(f"<!-- {path.as_posix()} -->\n{markdown(rows)}\n")
+        else:
+            picture = path.with_suffix(".png")
+            draw(rows, picture)
+            print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

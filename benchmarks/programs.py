@@ -1,0 +1,86 @@
+"""Which function is timed: an operation in one implementation, forward, backward or both, dense alike."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_shape
+from benchmarks.timing import Compiled, compile_for
+from nsa_jax import attention, dispatch
+from nsa_jax.array_typing import Array, DType
+from nsa_jax.config import NSAConfig
+
+type Function = Callable[..., Any]
+
+
+def function(operation: str, implementation: str, config: NSAConfig) -> Function:
+    """The operation as a function of its arrays alone."""
+    if operation == "dense_attention":
+        return lambda query, key, value: jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=cast(Any, implementation)
+        )
+    run = getattr(attention, operation)
+    settings = {} if operation == "gated_sum" else {"config": config}
+    return lambda *arguments: run(*arguments, implementation=implementation, **settings)
+
+
+def dense_implementation() -> str:
+    """What dense attention is measured with here."""
+    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+
+def refusal(operation: str, implementation: str, mode: str, shape: Shape, config: NSAConfig) -> str | None:
+    """Why this combination cannot be measured here, None if it can."""
+    if operation == "select_blocks" and mode != "fwd":
+        return "no gradient flows through the selection"
+    if operation == "dense_attention":
+        if shape.key_dim != shape.value_dim:
+            return f"dense attention has one head dim, got {shape.key_dim} and {shape.value_dim}"
+        if implementation == "cudnn" and (shape.dtype == "float32" or shape.key_dim % 8):
+            return f"cuDNN needs 16-bit floats and dim % 8 = 0, got {shape.dtype} and {shape.key_dim}"
+        return None
+    arrays = (
+        jax.ShapeDtypeStruct(
+            tensor_shape(name, shape, config), "int32" if name == "block_indices" else shape.dtype
+        )
+        for name in ARGUMENTS[operation]
+    )
+    return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
+
+
+def compile_mode(run: Function, mode: str, arguments: tuple[Array, ...]) -> Compiled:
+    """Compiles one mode of `run`.
+
+    `fwd` returns all results. `bwd` is the pullback of the output alone, with the residuals as arguments;
+    `fwd_bwd` is `value_and_grad` of the output's inner product with a random cotangent. Both give the
+    gradients of every float argument. In training the lse of a branch has no cotangent, so here neither.
+    """
+    if mode == "fwd":
+        return compile_for(run, arguments)
+    places = tuple(i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating))
+
+    def output(*floats: Array) -> Array:
+        whole = list(arguments)
+        for place, x in zip(places, floats, strict=True):
+            whole[place] = x
+        result = run(*whole)
+        return result[0] if isinstance(result, tuple) else result
+
+    floats = tuple(arguments[i] for i in places)
+    like = jax.eval_shape(output, *floats)
+    cotangent = cotangent_like(like, like.dtype)
+    if mode == "bwd":
+        _, pullback = jax.jit(lambda *floats: jax.vjp(output, *floats))(*floats)
+        return compile_for(lambda pullback, cotangent: pullback(cotangent), (pullback, cotangent))
+
+    def loss(floats: tuple[Array, ...], cotangent: Array) -> Array:
+        return (output(*floats).astype(jnp.float32) * cotangent).sum()
+
+    return compile_for(jax.value_and_grad(loss), (floats, cotangent))
+
+
+def cotangent_like(out: jax.Array | jax.ShapeDtypeStruct, dtype: DType) -> Array:
+    """The random cotangent of an output of this shape, drawn in float32 and rounded to `dtype`."""
+    return jax.random.normal(key("cotangent"), out.shape, jnp.float32).astype(dtype)

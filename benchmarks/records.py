@@ -1,0 +1,207 @@
+"""The rows that benchmarks write: one JSON object a line, those of one run under one `run_id`."""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import secrets
+import subprocess
+from collections.abc import Iterable
+
+import jax
+import jaxlib
+
+from benchmarks.inputs import DISTRIBUTIONS, OPERATIONS, Draw, Shape
+from benchmarks.timing import Compiled, Timing
+from nsa_jax.config import NSAConfig
+
+MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "cudnn")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a figure depends on beside the code measured."""
+
+    run_id: str
+    device: str
+    jax: str
+    jaxlib: str
+    commit: str
+
+    def print(self) -> None:
+        """Says it all at the head of a run."""
+        print(f"run {self.run_id}, commit {self.commit}\n{self.device}, jax {self.jax}, jaxlib {self.jaxlib}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement. `peak_bytes` is temporary memory beside arguments and results."""
+
+    run_id: str
+    benchmark: str
+    operation: str
+    implementation: str
+    mode: str
+    distribution: str
+    batch: int
+    length: int
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    compile_s: float
+    peak_bytes: int
+    floor_ms: float
+    adjacent_share: float | None
+    mean_union_4: float | None
+    noise: float | None
+    config: dict[str, int]
+    device: str
+    jax: str
+    jaxlib: str
+    commit: str
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("operation", OPERATIONS),
+            ("implementation", IMPLEMENTATIONS),
+            ("mode", MODES),
+            ("distribution", DISTRIBUTIONS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name} must be one of {allowed}, got {getattr(self, name)!r}. Extend the list."
+                )
+
+    def __str__(self) -> str:
+        overlap = ""
+        if self.adjacent_share is not None:
+            overlap = f"  share {self.adjacent_share:.3f} union4 {self.mean_union_4:.1f}"
+        return (
+            f"{self.operation:24}{self.implementation:7}{self.mode:8}{self.distribution:9} T={self.length:<7}"
+            f"{self.median_ms:10.3f} ms [{self.p20_ms:.3f}, {self.p80_ms:.3f}]  {self.samples:3} samples  "
+            f"{100 * self.floor_ms / self.median_ms:5.1f} % of floor {self.floor_ms:.3f} ms  "
+            f"temp {self.peak_bytes / 1e6:.1f} MB  compile {self.compile_s:.1f} s{overlap}"
+        )
+
+
+def environment() -> Environment:
+    """Device, versions and commit of this run, under a new id."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Environment(
+        f"{now}-{secrets.token_hex(3)}", device(), jax.__version__, jaxlib.__version__, commit()
+    )
+
+
+def device() -> str:
+    """Name of the accelerator, or of the CPU with the cores that this process may use."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    model = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores"
+
+
+def commit() -> str:
+    """Short hash of the checkout, `-dirty` where the code that is measured differs from it."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "nsa_jax", "benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def memory_bytes() -> int:
+    """Memory of the first device, or of the machine where the device is its CPU."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def make_row(
+    environment: Environment,
+    shape: Shape,
+    config: NSAConfig,
+    timing: Timing,
+    compiled: Compiled,
+    *,
+    benchmark: str,
+    operation: str,
+    implementation: str,
+    mode: str,
+    draw: Draw,
+    floor_ms: float,
+) -> Row:
+    """Puts together what was measured."""
+    return Row(
+        **dataclasses.asdict(environment),
+        **dataclasses.asdict(shape),
+        benchmark=benchmark,
+        operation=operation,
+        implementation=implementation,
+        mode=mode,
+        distribution=draw.distribution,
+        median_ms=timing.median_ms,
+        p20_ms=timing.percentile_ms(20),
+        p80_ms=timing.percentile_ms(80),
+        samples=len(timing.samples_ms),
+        compile_s=compiled.compile_s,
+        peak_bytes=compiled.peak_bytes,
+        floor_ms=floor_ms,
+        adjacent_share=draw.overlap.adjacent_share if draw.overlap else None,
+        mean_union_4=draw.overlap.mean_union_4 if draw.overlap else None,
+        noise=draw.noise,
+        config=dataclasses.asdict(config),
+    )
+
+
+def append(path: pathlib.Path | None, rows: Iterable[Row]) -> None:
+    """Adds rows to a JSONL file at once, so that an interrupted run keeps what it measured."""
+    rows = list(rows)
+    if path is None or not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """All rows of a JSONL file."""
+    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def ratio(row: Row, dense: Row) -> tuple[float, float]:
+    """Dense attention's time and temporary memory in units of the row's."""
+    return dense.median_ms / row.median_ms, dense.peak_bytes / max(row.peak_bytes, 1)
+
+
+def beside_dense(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Each row of the whole operation with the dense row of the same run, mode, sizes and dtype."""
+
+    def setting(row: Row) -> tuple[object, ...]:
+        heads = (row.query_heads, row.kv_heads, row.key_dim, row.value_dim)
+        return row.run_id, row.benchmark, row.mode, row.batch, row.length, *heads, row.dtype
+
+    rows = list(rows)
+    dense = {setting(row): row for row in rows if row.operation == "dense_attention"}
+    whole = [row for row in rows if row.operation == "native_sparse_attention"]
+    return [(row, dense[setting(row)]) for row in whole if setting(row) in dense]

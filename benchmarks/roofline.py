@@ -1,0 +1,149 @@
+"""The ceiling: what this machine reaches at best, and the least time each operation can take there.
+
+`floor_ms` is the larger of flops over the measured matmul rate and bytes over the measured copy bandwidth.
+Flops are those of the matrix products over the *visible* (query, key) pairs; bytes are every argument read
+once and every result written once, what no implementation can avoid. Softmax, masks and repeated loads are
+left out. The copy measured is larger than any cache, so small operands that stay in one can beat a floor set
+by bytes.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.inputs import ARGUMENTS, Shape, tensor_shape
+from nsa_jax.array_typing import Array
+from nsa_jax.config import NSAConfig
+
+ATTENTION_OF_BRANCH = ("compressed_attention", "selected_attention", "window_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """Measured rates of one machine in one dtype."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_ms(self, cost: "Cost") -> float:
+        """Least milliseconds for this cost."""
+        return 1e3 * max(cost.flops / self.flops_per_s, cost.bytes / self.bytes_per_s)
+
+    def __str__(self) -> str:
+        return f"copy {self.bytes_per_s / 1e9:.1f} GB/s, matmul {self.flops_per_s / 1e9:.0f} GFLOP/s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Arithmetic and traffic that an operation cannot avoid."""
+
+    flops: int
+    bytes: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def measure_ceiling(dtype: str, *, matmul_size: int | None = None, copy_bytes: int | None = None) -> Ceiling:
+    """Copy bandwidth (read + write) and rate of a square matmul, each the best of 7 runs."""
+    on_cpu = jax.default_backend() == "cpu"
+    matmul_size = matmul_size or (2048 if on_cpu else 8192)
+    copy_bytes = copy_bytes or (1 << 28 if on_cpu else 1 << 30)
+    # A product of f32 inputs is held to f32 accuracy everywhere in this package, so here too.
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    matrix = jnp.ones((matmul_size, matmul_size), dtype)
+    seconds = _best_s(lambda _: multiply(matrix, matrix), None)
+    # Into the donated array itself: a new one would be timed with its page faults.
+    copy = jax.jit(lambda words: words + 1, donate_argnums=0)
+    words = jnp.zeros(copy_bytes // 4, jnp.uint32)
+    return Ceiling(2 * words.nbytes / _best_s(copy, words), 2 * matmul_size**3 / seconds)
+
+
+def visible_pairs(operation: str, length: int, config: NSAConfig) -> int:
+    """(query, key) pairs of an attention in one head over a sequence of `length` tokens."""
+    return int(_visible_keys(operation, np.arange(length, dtype=np.int64), config).sum())
+
+
+def cost(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
+    """Unavoidable flops and bytes of a forward (`fwd`), a backward (`bwd`) or both (`fwd_bwd`)."""
+    if mode == "fwd_bwd":
+        return cost(operation, "fwd", shape, config) + cost(operation, "bwd", shape, config)
+    inputs = ARGUMENTS[operation]
+    if mode == "fwd":
+        moved = _bytes(inputs, shape, config) + _bytes(_results(operation), shape, config)
+    else:
+        gradients = tuple(name for name in inputs if name != "block_indices")
+        moved = _bytes((*inputs, "out", *gradients), shape, config)
+    return Cost(_flops(operation, mode, shape, config), moved)
+
+
+def decode_cost(operation: str, shape: Shape, config: NSAConfig) -> Cost:
+    """One decode step: the keys and values that the last of `shape.length` queries sees, read once."""
+    parts = ATTENTION_OF_BRANCH if operation == "native_sparse_attention" else (operation,)
+    keys = {part: _visible_keys(part, np.array(shape.length - 1), config).item() for part in parts}
+    dims = shape.key_dim + shape.value_dim
+    flops = 2 * shape.query_heads * dims * sum(keys.values())
+    # The importance multiplies queries and compressed keys once more.
+    flops += 2 * shape.query_heads * shape.key_dim * keys.get("compressed_attention", 0)
+    words = shape.kv_heads * dims * sum(keys.values())
+    return Cost(shape.batch * flops, shape.batch * words * jnp.dtype(shape.dtype).itemsize)
+
+
+def _visible_keys(operation: str, t: np.ndarray, config: NSAConfig) -> np.ndarray:
+    """Keys that the queries at `t` see."""
+    match operation:
+        case "dense_attention":
+            return t + 1
+        case "window_attention":
+            return np.minimum(t + 1, config.window_size)
+        case "compressed_attention" | "select_blocks":
+            return np.maximum((t + 1 - config.compression_block_size) // config.compression_stride + 1, 0)
+        case "selected_attention":
+            current, offset = np.divmod(t, config.selection_block_size)
+            whole = np.minimum(current, config.num_selected_blocks - 1)  # the query's own block is always in
+            return whole * config.selection_block_size + offset + 1
+    raise ValueError(f"operation must be an attention, got {operation}. Use `cost` for the others.")
+
+
+def _flops(operation: str, mode: str, shape: Shape, config: NSAConfig) -> int:
+    tokens = shape.batch * shape.length * shape.query_heads
+    if operation == "gated_sum":  # 3 products and 2 sums; backward 3 products and 3 inner products
+        return tokens * shape.value_dim * (5 if mode == "fwd" else 9)
+    if operation == "native_sparse_attention":
+        parts = (*ATTENTION_OF_BRANCH, "gated_sum", *(("select_blocks",) if mode == "fwd" else ()))
+        return sum(_flops(part, mode, shape, config) for part in parts)
+    pairs = shape.batch * shape.query_heads * visible_pairs(operation, shape.length, config)
+    if operation == "select_blocks":
+        return 2 * pairs * shape.key_dim
+    if mode == "fwd":  # q k, p v
+        return 2 * pairs * (shape.key_dim + shape.value_dim)
+    return 2 * pairs * (3 * shape.key_dim + 2 * shape.value_dim)  # q k again, dq, dk; dp, dv
+
+
+def _results(operation: str) -> tuple[str, ...]:
+    if operation == "select_blocks":
+        return ("block_indices",)
+    return ("out", "lse") if operation in ATTENTION_OF_BRANCH else ("out",)
+
+
+def _bytes(names: tuple[str, ...], shape: Shape, config: NSAConfig) -> int:
+    itemsize = {"block_indices": 4, "lse": 4}
+    own = jnp.dtype(shape.dtype).itemsize
+    return sum(math.prod(tensor_shape(name, shape, config)) * itemsize.get(name, own) for name in names)
+
+
+def _best_s(step: Callable[[Any], Array], x: Any) -> float:
+    """Fewest seconds of `x = step(x)`, waited for."""
+    x = step(x).block_until_ready()
+    seconds = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        x = step(x).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

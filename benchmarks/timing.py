@@ -1,0 +1,91 @@
+"""Compile once, warm up, then take turns: samples of what is compared come from the same minutes."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# A first run this long is a sample already: page faults and caches no longer show, and another costs minutes.
+LONG_RUN_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled function with the arguments that it was compiled for.
+
+    Attributes:
+      call: the compiled function.
+      arguments: what `run` gives it.
+      compile_s: seconds of tracing, lowering and compiling.
+      peak_bytes: temporary memory, `memory_analysis().temp_size_in_bytes`: beside arguments and results.
+    """
+
+    call: Callable[..., Any]
+    arguments: Sequence[Any]
+    compile_s: float
+    peak_bytes: int
+
+    def run(self) -> Any:
+        """One call, waited for."""
+        return jax.block_until_ready(self.call(*self.arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Samples of one function in milliseconds, in the order taken."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        """The figure that is reported."""
+        return statistics.median(self.samples_ms)
+
+    def percentile_ms(self, percent: float) -> float:
+        """Linear between the samples."""
+        return float(np.percentile(self.samples_ms, percent))
+
+
+def compile_for(
+    function: Callable[..., Any], arguments: Sequence[Any], donate: int | None = None
+) -> Compiled:
+    """Compiles `function` ahead of time for `arguments`; runs nothing."""
+    begin = time.perf_counter()
+    compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+    seconds = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    return Compiled(compiled, arguments, seconds, 0 if memory is None else memory.temp_size_in_bytes)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Wall-clock seconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measure(
+    runs: Mapping[str, Callable[[], Any]], *, budget_s: float, min_samples: int = 3, max_samples: int = 50
+) -> dict[str, Timing]:
+    """Times each of `runs`, interleaved.
+
+    Each is warmed up once, which says how many samples fit into `budget_s`. They are spread over as many
+    rounds as the slowest has samples, so that each round holds some of everybody.
+    """
+    samples: dict[str, list[float]] = {}
+    wanted: dict[str, int] = {}
+    for name, run in runs.items():
+        first = seconds_of(run)
+        samples[name] = [first] if first >= LONG_RUN_S else []
+        fitting = int(budget_s / max(first, 1e-9))
+        wanted[name] = min(max(fitting, min_samples), max_samples) - len(samples[name])
+    rounds = max(min(wanted.values()), 1)
+    for turn in range(rounds):
+        for name, run in runs.items():
+            for _ in range(wanted[name] * turn // rounds, wanted[name] * (turn + 1) // rounds):
+                samples[name].append(seconds_of(run))
+    return {name: Timing(tuple(1e3 * second for second in taken)) for name, taken in samples.items()}

@@ -1,0 +1,471 @@
+"""The benchmarks tell the truth: what they feed, count, refuse and write. Speeds are not tested."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, decode, decode_steps, gate, inputs, plot, records, roofline, timing
+from benchmarks.inputs import Overlap, Shape
+from nsa_jax import attention as operations
+from nsa_jax import layout
+from nsa_jax.config import NSAConfig
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMALL = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=4,
+    window_size=24,
+)
+FIELDS = {
+    *("run_id", "benchmark", "operation", "implementation", "mode", "distribution", "batch", "length"),
+    *(
+        "query_heads",
+        "kv_heads",
+        "key_dim",
+        "value_dim",
+        "dtype",
+        "median_ms",
+        "p20_ms",
+        "p80_ms",
+        "compile_s",
+    ),
+    *("peak_bytes", "floor_ms", "device", "jax", "commit", "jaxlib", "adjacent_share", "mean_union_4"),
+}
+SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
+
+
+@pytest.fixture(autouse=True)
+def _quick_ceiling(monkeypatch):
+    measure = roofline.measure_ceiling
+    monkeypatch.setattr(
+        roofline, "measure_ceiling", lambda dtype: measure(dtype, matmul_size=64, copy_bytes=1 << 16)
+    )
+
+
+def last_line(capsys) -> tuple[str, dict]:
+    printed = capsys.readouterr().out
+    return printed, json.loads(printed.splitlines()[-1])
+
+
+def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    # What remains is the gate at the timed length: compiling the whole operation twice is most of the time.
+    monkeypatch.setattr(gate, "check_small", lambda *_: gate.Verdict(0.5, "out"))
+    command = ["--lengths", "300", "--modes", "fwd", "--output", str(path), *SIZES]
+
+    status = attention.main([*command, "--distributions", "random"], SMALL)
+
+    printed, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert [row["operation"] for row in rows] == ["native_sparse_attention", "dense_attention"]
+    assert all(set(row) >= FIELDS for row in rows)
+    assert {row["run_id"] for row in rows} == {summary["run_id"]}
+    assert rows[0]["adjacent_share"] > 0
+    assert rows[0]["mean_union_4"] > 0
+    assert rows[1]["adjacent_share"] is None
+    assert rows[0]["config"]["window_size"] == SMALL.window_size
+    assert all(row["p20_ms"] <= row["median_ms"] <= row["p80_ms"] for row in rows)
+    assert [ratio["length"] for ratio in summary["dense_over_nsa"]] == [300]
+    assert "ceiling in float32: copy" in printed
+    assert printed.count(": green: error") == 4
+
+
+def test_attention_prints_reasons_of_refusal(capsys):
+    command = ["--lengths", "300:fwd,bwd", "--operations", "select_blocks", "dense_attention", *SIZES]
+
+    attention.main([*command, "--implementations", "triton", "--dense-up-to", "200"], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert summary["rows"] == 0
+    assert re.search(r"refused: select_blocks triton fwd .*: triton ", printed)
+    assert re.search(r"refused: select_blocks triton bwd .*: no gradient flows", printed)
+    assert re.search(r"refused: dense_attention xla fwd .*: longer than --dense-up-to 200", printed)
+
+
+def test_too_short_for_coherent_is_refused(capsys):
+    command = ["--lengths", "300:fwd", "--operations", "selected_attention", "--distributions", "coherent"]
+
+    attention.main([*command, *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert summary["rows"] == 0
+    assert "refused: selected_attention xla fwd coherent T=300: a coherent selection must have" in printed
+
+
+RIGHT, RIGHT_SUM = operations.window_attention, operations.gated_sum
+
+
+def short_window(*arrays, config, **options):
+    return RIGHT(*arrays, config=dataclasses.replace(config, window_size=config.window_size - 1), **options)
+
+
+def not_a_number(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return out.at[0, -1, 0, 0].set(jnp.nan), lse
+
+
+def lse_in_base_2(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return out, lse * jnp.log2(jnp.e)
+
+
+def gates_without_gradient(*branches_and_gates, **options):
+    *branches, gates = branches_and_gates
+    return RIGHT_SUM(*branches, jax.lax.stop_gradient(gates), **options)
+
+
+WRONG = {
+    "short window": ("window_attention", short_window, "fwd"),
+    "NaN": ("window_attention", not_a_number, "fwd"),
+    "base-2 lse": ("window_attention", lse_in_base_2, "fwd"),
+    "missing gradient, bwd": ("gated_sum", gates_without_gradient, "bwd"),
+    "missing gradient, fwd_bwd": ("gated_sum", gates_without_gradient, "fwd_bwd"),
+}
+
+
+@pytest.mark.parametrize(("operation", "wrong", "mode"), WRONG.values(), ids=WRONG.keys())
+def test_red_gate_reports_no_speed(monkeypatch, tmp_path, capsys, operation, wrong, mode):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(operations, operation, wrong)
+    command = ["--lengths", "100", "--modes", mode, "--operations", operation, "--output", str(path)]
+
+    status = attention.main([*command, *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert f"gate {operation} xla {mode}: RED" in printed
+    assert " ms [" not in printed
+    assert summary["rows"] == 0
+    assert summary["red"] == [f"{operation} xla {mode}"]
+    assert not path.exists()
+
+
+def test_gate_judges_the_timed_length_too(monkeypatch, capsys):
+    def wrong_when_long(*arrays, **options):
+        out, lse = RIGHT(*arrays, **options)
+        return (out * 1.001 if out.shape[1] == 300 else out), lse
+
+    monkeypatch.setattr(operations, "window_attention", wrong_when_long)
+
+    status = attention.main(["--lengths", "300:fwd", "--operations", "window_attention", *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert "gate window_attention xla fwd: green" in printed
+    assert "T=300, 16 queries: RED" in printed
+    assert summary["rows"] == 0
+
+
+def test_selection_gate_sees_a_better_block_left_out():
+    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8)
+    draw = inputs.draw_queries(shape, SMALL, "random", None)
+    key_cmp = inputs.tensor("key_cmp", shape, SMALL)
+    blocks = jax.jit(lambda *x: operations.select_blocks(*x, config=SMALL))(draw.query, key_cmp)
+
+    def judge(blocks):
+        return gate.check_rows("select_blocks", blocks, np.arange(shape.length), draw, shape, SMALL)
+
+    (free,) = set(np.asarray(blocks[0, -1, 0]).tolist()) - {0, 8, 9}
+    worse = next(block for block in range(1, 8) if block != free)
+
+    assert judge(blocks).green
+    assert not judge(blocks.at[0, -1, 0].set(jnp.array([0, worse, 8, 9]))).green
+    assert not judge(blocks.at[0, -1, 0, 0].set(1)).green  # the initial block is forced
+    assert not judge(blocks.at[0, 0, 0, 1].set(5)).green  # of the future
+
+
+def test_overlap_by_hand():
+    rows = [[0, 1, -1], [0, 1, -1], [0, 2, 3], [0, 2, 4], [0, 4, 5], [0, 4, 5], [0, 5, 6], [0, 5, 6]]
+
+    measured = inputs.overlap(np.array(rows)[None, :, None])
+
+    assert measured.adjacent_share == pytest.approx((1 + 1 / 3 + 2 / 3 + 2 / 3 + 1 + 2 / 3 + 1) / 7)
+    assert measured.mean_union_4 == pytest.approx((5 + 4) / 2)  # {0,1,2,3,4} and {0,4,5,6}
+
+
+@pytest.mark.parametrize("distribution", inputs.DISTRIBUTIONS)
+def test_drawn_blocks_are_selections(distribution):
+    config, shape = NSAConfig(), Shape(length=4100, kv_heads=2)
+
+    draw = inputs.draw_blocks(shape, config, distribution)
+
+    blocks = np.asarray(draw.block_indices)
+    assert blocks.shape == (1, 4100, 2, 16)
+    position = np.arange(4100)[None, :, None]
+    used = blocks >= 0
+    np.testing.assert_array_equal(used.sum(-1), np.minimum(position // 64 + 1, 16).repeat(2, -1))
+    assert (np.diff(np.where(used, blocks, 1 << 20), axis=-1) > 0)[used[..., 1:]].all()
+    assert (blocks <= position[..., None] // 64).all()
+    for forced in (np.zeros_like(position), position // 64, np.maximum(position // 64 - 1, 0)):
+        assert (blocks == forced[..., None]).any(-1).all()
+
+
+def test_random_blocks_overlap_by_chance_only():
+    config, shape = NSAConfig(), Shape(length=8192)
+    draw = inputs.draw_blocks(shape, config, "random")
+    late = inputs.overlap(draw.block_indices[:, 4096:])
+
+    # 13 of the past blocks that are not forced, independently for each token: closed form, block by block.
+    free = np.arange(4096, 8192, 64) // 64 - 2
+    union = np.mean(3 + free * (1 - (1 - 13 / free) ** 4))
+    share = np.mean((3 + 13 * 13 / free) / 16)
+
+    assert late.mean_union_4 == pytest.approx(union, rel=0.01)
+    assert late.adjacent_share == pytest.approx(share, abs=0.01)
+
+
+def test_coherent_queries_give_a_coherent_selection():
+    config, shape = NSAConfig(), Shape(length=4096, query_heads=2, key_dim=32)
+    choose = jax.jit(lambda query, key: operations.select_blocks(query, key, config=config))
+
+    draw = inputs.draw_queries(shape, config, "coherent", choose)
+
+    assert draw.overlap == inputs.overlap(draw.block_indices)
+    assert draw.overlap.adjacent_share <= inputs.MAX_ADJACENT_SHARE
+    assert draw.overlap.mean_union_4 >= inputs.MIN_MEAN_UNION_4
+    np.testing.assert_array_equal(
+        draw.block_indices, choose(draw.query, inputs.tensor("key_cmp", shape, config))
+    )
+    random = inputs.overlap(
+        choose(inputs.tensor("query", shape, config), inputs.tensor("key_cmp", shape, config))
+    )
+    assert draw.overlap.adjacent_share > random.adjacent_share + 0.1
+    assert draw.noise in inputs.NOISES
+
+
+def pairs_by_definition(operation: str, length: int, config: NSAConfig) -> int:
+    c, total = config, 0
+    for t in range(length):
+        blocks = [i for i in range(length) if i * c.compression_stride + c.compression_block_size - 1 <= t]
+        candidates = [j for j in range(length) if j * c.selection_block_size <= t]
+        chosen = candidates[-c.num_selected_blocks :]
+        total += {
+            "compressed_attention": len(blocks),
+            "select_blocks": len(blocks),
+            "window_attention": len([s for s in range(t + 1) if s > t - c.window_size]),
+            "selected_attention": len([s for s in range(t + 1) if s // c.selection_block_size in chosen]),
+            "dense_attention": t + 1,
+        }[operation]
+    return total
+
+
+@pytest.mark.parametrize("operation", [name for name in inputs.OPERATIONS if "attention" in name[6:]][1:])
+@pytest.mark.parametrize("length", [1, 7, 16, 100])
+def test_floor_counts_visible_pairs(operation, length):
+    assert roofline.visible_pairs(operation, length, SMALL) == pairs_by_definition(operation, length, SMALL)
+
+
+def test_floor_counts_by_hand():
+    shape = Shape(batch=2, length=4, query_heads=2, key_dim=3, value_dim=5, dtype="bfloat16")
+    query, key, value, out = 2 * 4 * 2 * 3, 2 * 4 * 3, 2 * 4 * 5, 2 * 4 * 2 * 5
+
+    forward = roofline.cost("dense_attention", "fwd", shape, SMALL)
+    backward = roofline.cost("dense_attention", "bwd", shape, SMALL)
+
+    pairs = 2 * 2 * (1 + 2 + 3 + 4)
+    assert forward.flops == 2 * pairs * (3 + 5)
+    assert backward.flops == 2 * pairs * (3 + 3 + 3 + 5 + 5)
+    assert forward.bytes == 2 * (query + key + value + out)
+    assert backward.bytes == 2 * (2 * (query + key + value) + out)
+    assert roofline.cost("dense_attention", "fwd_bwd", shape, SMALL) == forward + backward
+    assert roofline.Ceiling(100.0, 1e9).floor_ms(forward) == 1e3 * forward.bytes / 100
+    assert roofline.Ceiling(1e9, 100.0).floor_ms(forward) == 1e3 * forward.flops / 100
+
+
+def test_floor_of_a_decode_step_by_hand():
+    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=5)
+
+    nsa = roofline.decode_cost("native_sparse_attention", shape, SMALL)
+    dense = roofline.decode_cost("dense_attention", shape, SMALL)
+
+    compressed, selected, window = 16, 3 * 16 + 6, 24
+    assert nsa.bytes == 4 * 2 * 2 * (3 + 5) * (compressed + selected + window)
+    assert nsa.flops == 2 * 2 * 4 * ((3 + 5) * (compressed + selected + window) + 3 * compressed)
+    assert dense.bytes == 4 * 2 * 2 * (3 + 5) * 70
+    assert dense.flops == 2 * 2 * 4 * (3 + 5) * 70
+
+
+def test_floor_counts_of_the_published_setting():
+    shape = Shape(length=65536, query_heads=64, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16")
+    tera = {name: roofline.cost(name, "fwd", shape, NSAConfig()).flops / 1e12 for name in inputs.OPERATIONS}
+
+    # Those figures charge every query with as many keys as the last one has; the first ones have fewer.
+    published = {"selected_attention": 2.2, "compressed_attention": 4.4, "select_blocks": 2.2}
+    for name, teraflops in (published | {"window_attention": 1.1}).items():
+        assert 0.95 * teraflops < tera[name] < 1.005 * teraflops
+    assert tera["dense_attention"] == pytest.approx(0.638 * 110.3, rel=0.01)
+    parts = [
+        tera[name] for name in inputs.OPERATIONS if name not in ("native_sparse_attention", "dense_attention")
+    ]
+    assert tera["native_sparse_attention"] == pytest.approx(sum(parts))
+
+
+def test_samples_take_turns(monkeypatch):
+    order = []
+    seconds = {"slow": 2.0, "fast": 0.5}
+    runs = {name: (lambda name=name: order.append(name) or seconds[name]) for name in seconds}
+    monkeypatch.setattr(timing, "seconds_of", lambda run: run())
+
+    timings = timing.measure(runs, budget_s=3.0)
+
+    assert [len(timings[name].samples_ms) for name in runs] == [3, 6]
+    assert order == ["slow", "fast", *["slow", "fast", "fast"] * 3]
+    assert timings["fast"].median_ms == 500
+
+
+def test_a_long_first_run_is_a_sample(monkeypatch):
+    durations = iter([30.0, 20.0, 25.0])
+    monkeypatch.setattr(timing, "seconds_of", lambda _: next(durations))
+
+    taken = timing.measure({"long": lambda: None}, budget_s=1.0)["long"]
+
+    assert taken.samples_ms == (30000.0, 20000.0, 25000.0)
+    assert taken.median_ms == 25000
+
+
+def make_row(**changed) -> records.Row:
+    shape = dataclasses.asdict(Shape(length=4096))
+    told = {"run_id": "a", "device": "d", "jax": "1", "jaxlib": "1", "commit": "c", "benchmark": "attention"}
+    told |= {"operation": "native_sparse_attention", "implementation": "xla", "mode": "fwd", "samples": 3}
+    told |= {"distribution": "random", "median_ms": 2.0, "p20_ms": 1.0, "p80_ms": 3.0, "compile_s": 1.0}
+    told |= {"peak_bytes": 10, "floor_ms": 0.5, "adjacent_share": None, "mean_union_4": None, "noise": None}
+    return records.Row(**shape | told | {"config": {}} | changed)
+
+
+def test_only_rows_alike_are_compared_with_dense():
+    nsa, dense = make_row(), make_row(operation="dense_attention", median_ms=5.0, peak_bytes=40)
+    others = [make_row(run_id="b"), make_row(mode="bwd"), make_row(length=8192), make_row(dtype="bfloat16")]
+
+    assert records.beside_dense([*others, nsa, dense]) == [(nsa, dense)]
+    assert records.ratio(nsa, dense) == (2.5, 4.0)
+
+
+@pytest.mark.parametrize("field", ["operation", "implementation", "mode", "distribution"])
+def test_rows_have_a_vocabulary(field):
+    with pytest.raises(ValueError, match=f"{field} must be one of .*, got 'other'"):
+        make_row(**{field: "other"})
+
+
+def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    dense = make_row(
+        operation="dense_attention", median_ms=50.0, p20_ms=49.0, p80_ms=51.0, peak_bytes=40_000_000
+    )
+    window = make_row(operation="window_attention")
+    rows = [make_row(median_ms=20.0, adjacent_share=0.9, mean_union_4=19.0), dense, window]
+    older = [dataclasses.replace(row, run_id="0", median_ms=1.0) for row in rows]
+    records.append(path, [*rows, *older])
+
+    plot.main([str(path)])
+    plot.main([str(path), "--markdown"])
+
+    printed = capsys.readouterr().out
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert "| 4096 | fwd | random | 20.0 (1.0-3.0) | 50.0 (49.0-51.0) | **2.50** |" in printed
+    assert "0.90 / 19.0" in printed
+    assert "| `window_attention` | xla | 4096 | fwd |" in printed
+    with pytest.raises(ValueError, match="run_id must be one of"):
+        plot.main([str(path), "--run-id", "z"])
+
+
+def committed_tables() -> list[tuple[str, str, str]]:
+    """Document, results file and what follows its mark there."""
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = []
+    for document in documents:
+        parts = re.split(r"<!-- (benchmarks/results/\S+\.jsonl) -->\n", document.read_text(encoding="utf-8"))
+        found += [(document.name, *pair) for pair in itertools.batched(parts[1:], 2)]
+    return found
+
+
+def test_tables_of_the_documents_are_those_of_the_rows():
+    for document, results, text in committed_tables():
+        expected = plot.markdown(plot.one_run(records.read(ROOT / results)))
+        assert text.startswith(expected), f"{document}: replace the table of {results} by plot --markdown"
+
+
+def test_committed_rows_have_the_paper_configuration():
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        for row in records.read(path):
+            assert row.config == dataclasses.asdict(NSAConfig()), path
+            if row.distribution == "coherent":
+                assert row.adjacent_share is not None
+                assert row.mean_union_4 is not None
+                assert Overlap(row.adjacent_share, row.mean_union_4).counts_as_coherent, path
+
+
+@pytest.mark.slow
+def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
+    rows_path, csv_path = tmp_path / "rows.jsonl", tmp_path / "decode.csv"
+    monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
+    sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--budget-s", "0.01"]
+
+    status = decode.main(
+        ["--lengths", "90", *sizes, "--output", str(rows_path), "--csv", str(csv_path)], SMALL
+    )
+
+    printed, summary = last_line(capsys)
+    rows = records.read(rows_path)
+    assert status == 0
+    assert [(row.operation, row.mode) for row in rows] == [
+        ("native_sparse_attention", "decode"),
+        ("dense_attention", "decode"),
+    ]
+    assert summary["dense_over_nsa"].keys() == {"90"}
+    assert "gate decode xla: green" in printed
+    header, line = csv_path.read_text().splitlines()
+    assert header == "S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected," \
+        "reads_actual_decode,reads_expected_decode"  # fmt: skip
+    lengths = range(91, 155)
+
+    def reads(length: int) -> int:  # the last block is read up to the query; 4 whole blocks are charged
+        selected = 3 * 16 + (length - 1) % 16 + 1
+        return layout.num_compression_blocks(length, SMALL) + selected + 24
+
+    def charged(length: int) -> int:
+        return layout.num_compression_blocks(length, SMALL) + 4 * 16 + 24
+
+    totals = [reads(154), charged(154), sum(map(reads, lengths)), sum(map(charged, lengths))]
+    assert [int(x) for x in line.split(",")[5:]] == totals
+
+
+@pytest.mark.slow
+def test_decode_gate_sees_a_wrong_compression(monkeypatch):
+    def without_last(key_windows, value_windows, _):
+        return key_windows[:, :, :-1].mean(axis=2), value_windows[:, :, :-1].mean(axis=2)
+
+    monkeypatch.setattr(decode_steps, "mean_compress", without_last)
+
+    assert not decode_steps.check(Shape(length=90, query_heads=2, key_dim=8, value_dim=8), SMALL, "xla").green
+
+
+def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(1.5, "out"))
+
+    assert decode.main(["--lengths", "90"], SMALL) == 1
+
+    printed, summary = last_line(capsys)
+    assert "gate decode xla: RED" in printed
+    assert summary["rows"] == 0
+
+
+def test_decoding_starts_again_before_the_cache_overflows():
+    def step(state, _):
+        return state.lengths, dataclasses.replace(state, lengths=state.lengths + 1)
+
+    state = decode_steps.DenseCache(jnp.zeros(()), jnp.zeros(()), jnp.array([5]))
+    decoding = decode_steps.Decoding(step, state, (jnp.zeros(()),), 5)
+
+    seen = [int(decoding.run()[0][0]) for _ in range(decode_steps.NEW_TOKENS + 2)]
+
+    assert seen == [*range(5, 5 + decode_steps.NEW_TOKENS), 5, 6]
