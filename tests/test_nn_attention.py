@@ -1,0 +1,277 @@
+"""The NSA layer's numbers: against a plain computation, packed, shifted, stepped through a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax import reference
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import NSAAttention
+
+# Six blocks, of which a query chooses one freely beside the initial and its own.
+CONFIG = NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=4,
+    num_selected_blocks=3,
+    num_local_blocks=1,
+    window_size=5,
+)
+HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
+ROWS, LENGTH = 4, 23
+
+# With base 4 and two rotated pairs every angle is exact in float32.
+EXACT_BASE = 4.0
+
+# The longest chain (projection, phi, logits, average, gates, output) adds about 100 terms, each with a
+# relative rounding of eps / 2; the terms are at most 10 times their sum's scale. A gradient walks it twice.
+ROUNDING = 100 * 10 * np.finfo(np.float64).eps
+
+# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def make_layer(param_dtype=jnp.float32, **arguments):
+    """A layer whose every parameter is random, biases and the zero-initialised ones too."""
+    arguments = dict(param_dtype=param_dtype, use_bias=True, config=CONFIG) | arguments
+    sizes = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM)
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: NSAAttention(HEADS, WIDTH, **sizes, **arguments, rngs=nnx.Rngs(0)))
+    )
+    for index, (_, variable) in enumerate(nnx.to_flat_state(state)):
+        shape = variable.get_value().shape
+        scale = 0.5 / max(len(shape) - 1, 1)
+        variable.set_value(jnp.asarray(scale * random(*shape, seed=index), param_dtype))
+    return nnx.merge(graph, state)
+
+
+def named(state):
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
+    """The layer for rows of one sequence: complex rotation, stacked blocks, the oracle's attention."""
+
+    def project(name):
+        return jnp.tensordot(x, weights[f"{name}_proj.kernel"], 1) + weights[f"{name}_proj.bias"]
+
+    def turn(heads, positions):
+        half = heads.shape[-1] // 2
+        frequency = np.array([base ** (-i / half) for i in range(half)], np.float32)
+        angle = jnp.asarray(positions, jnp.float32)[:, :, None, None] * frequency
+        wide = heads.astype(jnp.promote_types(heads.dtype, jnp.float32))
+        pairs = jax.lax.complex(wide[..., :half], wide[..., half : 2 * half])
+        pairs = pairs * jnp.exp(1j * angle.astype(wide.dtype))
+        return jnp.concatenate([pairs.real, pairs.imag, wide[..., 2 * half :]], axis=-1).astype(heads.dtype)
+
+    def compress(tokens, name):
+        if not starts:
+            return tokens[:, :0]
+        blocks = jnp.stack([tokens[:, start : start + CONFIG.compression_block_size] for start in starts], 1)
+        blocks = jnp.moveaxis(blocks, 2, 3)  # [B, C, K, l, H]
+        flat = (blocks + weights[f"{name}.position_embedding"]).reshape(*blocks.shape[:3], -1)
+        hidden = jax.nn.gelu(flat @ weights[f"{name}.kernel_in"] + weights[f"{name}.bias_in"])
+        return blocks.mean(3) + hidden @ weights[f"{name}.kernel_out"] + weights[f"{name}.bias_out"]
+
+    starts = range(0, x.shape[1] - CONFIG.compression_block_size + 1, CONFIG.compression_stride)
+    hidden = jax.nn.silu(x @ weights["gate.kernel_in"] + weights["gate.bias_in"])
+    gates = 1 / (
+        1 + jnp.exp(-(jnp.tensordot(hidden, weights["gate.kernel_out"], 1) + weights["gate.bias_out"]))
+    )
+    out = reference.native_sparse_attention(
+        turn(project("query"), positions),
+        turn(compress(project("key_cmp"), "compressor_key"), positions[:, list(starts)]),
+        compress(project("value_cmp"), "compressor_value"),
+        turn(project("key_slc"), positions),
+        project("value_slc"),
+        turn(project("key_win"), positions),
+        project("value_win"),
+        gates.astype(x.dtype),
+        config=CONFIG,
+        block_indices=block_indices,
+    )
+    return jnp.tensordot(out, weights["out_proj.kernel"], 2) + weights["out_proj.bias"]
+
+
+def assert_close(actual, expected, tolerance, what=""):
+    scale = max(np.abs(np.asarray(expected, np.float64)).max(initial=0), 1e-3)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale, err_msg=what)
+
+
+@functools.cache
+def float64_layer():
+    """Parameters of a layer, and its outputs, selection and gradients as a function compiled once a shape."""
+    with jax.enable_x64(True):
+        graph, state = nnx.split(make_layer(jnp.float64, rope_base=EXACT_BASE))
+
+    def evaluate(state, x, cotangent, positions=None, segment_ids=None):
+        arguments = dict(positions=positions, segment_ids=segment_ids)
+        out, pull_back = jax.vjp(lambda state, x: nnx.merge(graph, state)(x, **arguments), state, x)
+        selection = nnx.merge(graph, state).inspect(x, **arguments)
+        return out, selection, *pull_back(cotangent)
+
+    return state, quick_jit(evaluate)
+
+
+@pytest.mark.parametrize("length", [LENGTH, CONFIG.compression_block_size - 1], ids=["23", "below a block"])
+def test_values_and_gradients_are_those_of_the_plain_computation(length):
+    state, evaluate = float64_layer()
+    x, cotangent = random(ROWS, length, WIDTH), random(ROWS, length, WIDTH, seed=1)
+    positions = np.arange(7, 7 + 3 * length, 3) + 100 * np.arange(ROWS)[:, None]
+
+    @quick_jit
+    def plain(weights, x):
+        run = functools.partial(plain_layer, positions=positions, base=EXACT_BASE)
+        out, pull_back = jax.vjp(run, weights, x)
+        return out, pull_back(cotangent)
+
+    with jax.enable_x64(True):
+        out, selection, state_gradient, x_gradient = evaluate(state, x, cotangent, positions)
+        expected, (weight_gradients, expected_x_gradient) = plain(named(state), x)
+
+    assert_close(out, expected, ROUNDING)
+    assert_close(x_gradient, expected_x_gradient, 2 * ROUNDING)
+    assert selection.block_indices.shape == (ROWS, length, KV_HEADS, CONFIG.num_selected_blocks)
+    assert selection.gates.shape == (ROWS, length, HEADS, 3)
+    gradients = named(state_gradient)
+    assert gradients.keys() == weight_gradients.keys()
+    for name, expected in weight_gradients.items():
+        assert_close(gradients[name], expected, 2 * ROUNDING, name)
+        unused = length < CONFIG.compression_block_size and ("compressor" in name or "_cmp" in name)
+        assert np.any(expected) != unused, f"{name} learns exactly where it is used"
+
+
+def test_bfloat16_computation_is_within_the_budget():
+    """Error against float32 at most twice that of the plain computation in bfloat16, plus 8 eps."""
+    half = make_layer(dtype=jnp.bfloat16)
+    x, weights = jnp.asarray(random(2, LENGTH, WIDTH), jnp.bfloat16), named(nnx.state(half))
+    positions, current = (
+        np.arange(LENGTH)[None].repeat(2, 0),
+        np.arange(LENGTH) // CONFIG.selection_block_size,
+    )
+    # The selection is not continuous, so it is pinned: the block before a query's own, its own, nothing else.
+    blocks = np.stack(
+        [np.where(current, current - 1, 0), np.where(current, current, -1), np.full(LENGTH, -1)], -1
+    )
+    blocks = jnp.asarray(np.broadcast_to(blocks[None, :, None], (2, LENGTH, KV_HEADS, 3)))
+
+    out = nnx.jit(lambda layer, x: layer(x, block_indices=blocks))(half, x)
+    plain = quick_jit(functools.partial(plain_layer, positions=positions, block_indices=blocks))
+    expected = np.asarray(plain(weights, x.astype(jnp.float32)))
+    plain_half = plain(jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights), x)
+
+    assert out.dtype == jnp.bfloat16
+    error, plain_error = (np.abs(np.asarray(y, np.float32) - expected).max() for y in (out, plain_half))
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    assert eps * 0.01 < error <= 2 * plain_error + 8 * eps * np.abs(expected).max()
+
+
+def test_packed_rows_equal_each_sequence_alone():
+    """Values and gradients of four sequences between padding, against four rows that begin with one each."""
+    runs = [(3, 5), (0, 2), (9, 3), (4, 10), (0, 1), (7, 2)]  # (segment id, length)
+    ids = np.concatenate([[number] * length for number, length in runs])[None]
+    state, evaluate = float64_layer()
+    x = random(1, LENGTH, WIDTH)
+    cotangent = random(1, LENGTH, WIDTH, seed=1) * (ids != 0)[:, :, None]
+    alone_x, alone_cotangent = np.zeros((2, ROWS, LENGTH, WIDTH))
+    places = [np.flatnonzero(ids[0] == number) for number, _ in runs if number]
+    for row, place in enumerate(places):
+        alone_x[row, : len(place)] = x[0, place]
+        alone_cotangent[row, : len(place)] = cotangent[0, place]
+    positions = np.arange(LENGTH)[None].repeat(ROWS, 0)
+
+    with jax.enable_x64(True):
+        out, _, state_gradient, x_gradient = evaluate(state, x, cotangent, segment_ids=ids)
+        alone, _, alone_state, alone_gradient = evaluate(state, alone_x, alone_cotangent, positions)
+
+    for row, place in enumerate(places):
+        assert_close(out[0, place], alone[row, : len(place)], ROUNDING)
+        assert_close(x_gradient[0, place], alone_gradient[row, : len(place)], 2 * ROUNDING)
+    for name, gradient in named(alone_state).items():
+        assert_close(named(state_gradient)[name], gradient, 2 * ROUNDING, name)
+    padding = ids[0] == 0
+    np.testing.assert_array_equal(x_gradient[0, padding], 0)
+    np.testing.assert_array_equal(out[0, padding] - named(state)["out_proj.bias"], 0)
+
+
+def test_shifting_all_positions_leaves_every_output_unchanged():
+    state, evaluate = float64_layer()
+    x, cotangent = random(ROWS, LENGTH, WIDTH), random(ROWS, LENGTH, WIDTH, seed=1)
+    positions = np.arange(LENGTH) * np.arange(1, 1 + ROWS)[:, None]
+
+    with jax.enable_x64(True):
+        out, selection, *gradients = evaluate(state, x, cotangent, positions)
+        shifted, shifted_selection, *shifted_gradients = evaluate(state, x, cotangent, positions + 1000)
+        stretched, *_ = evaluate(state, x, cotangent, 2 * positions)
+
+    assert_close(shifted, out, ROUNDING)
+    np.testing.assert_array_equal(selection.block_indices, shifted_selection.block_indices)
+    for gradient, expected in zip(*map(jax.tree.leaves, (shifted_gradients, gradients)), strict=True):
+        assert_close(gradient, expected, 2 * ROUNDING)
+    assert np.abs(stretched - out).max() > 1e-3
+
+
+def test_the_future_changes_no_past_output_or_selection():
+    state, evaluate = float64_layer()
+    x, now = random(ROWS, LENGTH, WIDTH), 14
+    changed = np.where(np.arange(LENGTH)[:, None] > now, random(ROWS, LENGTH, WIDTH, seed=1), x)
+    positions, unused = np.arange(LENGTH)[None].repeat(ROWS, 0), np.zeros_like(x)
+
+    with jax.enable_x64(True):
+        before, after = ((out, *selection) for out, selection, *_ in (
+            evaluate(state, x, unused, positions), evaluate(state, changed, unused, positions)
+        ))  # fmt: skip
+
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one[:, : now + 1], other[:, : now + 1])
+        assert not np.array_equal(one, other)
+
+
+def test_default_positions_are_sequence_indices():
+    layer, x = make_layer(), random(1, LENGTH, WIDTH).astype(np.float32)
+    ids, local = np.array([[1] * 9 + [2] * 14]), np.concatenate([np.arange(9), np.arange(14)])[None]
+    operands = quick_jit(lambda **arguments: layer.operands(x, **arguments))
+
+    for default, given in (
+        (operands(), operands(positions=np.arange(LENGTH)[None])),
+        (operands(segment_ids=ids), operands(segment_ids=ids, positions=local)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, default, given)
+
+
+def test_steps_of_a_cache_equal_the_full_forward():
+    """Chunked prefill of ragged rows, then single tokens: each output is the row of the full forward."""
+    state, evaluate = float64_layer()
+    x = random(ROWS, LENGTH, WIDTH)
+    with jax.enable_x64(True):
+        full, *_ = evaluate(state, x, np.zeros_like(x), np.arange(LENGTH)[None].repeat(ROWS, 0))
+        layer = nnx.merge(nnx.graphdef(make_layer(jnp.float64, rope_base=EXACT_BASE)), state)
+        prefill = quick_jit(layer.prefill)
+        step = quick_jit(functools.partial(layer.decode_step, count_reads=True))
+
+        cache = layer.init_cache(ROWS, LENGTH)
+        for num_tokens in ([3, 1, 5, 0], [5, 5, 4, 2]):
+            chunk, start = np.zeros((ROWS, 5, WIDTH)), np.asarray(cache.lengths)
+            for row, count in enumerate(num_tokens):
+                chunk[row, :count] = x[row, start[row] : start[row] + count]
+            out, cache = prefill(chunk, cache, num_tokens=np.array(num_tokens))
+            for row, count in enumerate(num_tokens):
+                assert_close(out[row, :count], full[row, start[row] : start[row] + count], ROUNDING)
+        while (cache.lengths < LENGTH).any():
+            unfinished = np.asarray(cache.lengths) < LENGTH
+            rows = np.arange(ROWS), np.minimum(cache.lengths, LENGTH - 1)
+            out, cache, reads = step(x[rows][:, None], cache, num_tokens=unfinished.astype(int))
+            assert_close(out[unfinished, 0], full[rows][unfinished], ROUNDING)
+            np.testing.assert_array_equal(
+                reads.win[unfinished, 0, 0],
+                np.minimum(np.asarray(cache.lengths), CONFIG.window_size)[unfinished],
+            )
+    assert not cache.overflowed.any()

@@ -1,0 +1,190 @@
+"""phi: the blocks that it takes out of plain and packed rows, and what it makes of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax import layout
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import Compressor
+from nsa_jax.nn.compressor import first_tokens, token_windows
+
+CONFIGS = {
+    "overlapping": NSAConfig(
+        compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=3
+    ),
+    "thrice overlapping": NSAConfig(
+        compression_block_size=6, compression_stride=2, selection_block_size=6, num_selected_blocks=3
+    ),
+    "disjoint": NSAConfig(
+        compression_block_size=4, compression_stride=4, selection_block_size=8, num_selected_blocks=3
+    ),
+}
+ROWS = {
+    "two sequences": [1] * 9 + [2] * 14,
+    "padding before, between, after": [0] * 3 + [7] * 8 + [0] * 2 + [5] * 6 + [0] * 4,
+    "sequences shorter than a block": [1] * 2 + [2] * 3 + [3] * 12 + [4] * 3 + [5] * 3,
+    "one token each": list(range(1, 24)),
+    "padding alone": [0] * 23,
+    "one sequence": [1] * 23,
+}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def config(request):
+    return request.param
+
+
+def block_starts(segment_ids, config):
+    """Row index of the first token of each block of one row, by walking over it."""
+    starts, begin = [], 0
+    for end in range(1, len(segment_ids) + 1):
+        if end == len(segment_ids) or segment_ids[end] != segment_ids[begin]:
+            if segment_ids[begin]:
+                last = end - config.compression_block_size
+                starts += range(begin, last + 1, config.compression_stride)
+            begin = end
+    return starts
+
+
+def integers(*shape):
+    """Floats that are small integers, so that every sum is exact and equality is too."""
+    return np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 6, 7, 23])
+def test_windows_of_a_plain_row(config, length):
+    x = integers(2, length, 3, 5)
+
+    windows = token_windows(jnp.asarray(x), config)
+
+    size = config.compression_block_size
+    expected = [x[:, start : start + size] for start in block_starts([1] * length, config)]
+    assert windows.shape == (2, layout.num_compression_blocks(length, config), size, 3, 5)
+    for block, tokens in enumerate(expected):
+        np.testing.assert_array_equal(windows[:, block], tokens)
+
+
+def test_windows_of_packed_rows_and_their_backward(config):
+    """Rows of one batch that are packed differently, under jit; the backward against plain AD, exactly."""
+    ids, size = np.asarray(list(ROWS.values())), config.compression_block_size
+    x, starts = integers(*ids.shape, 2, 3), [block_starts(row, config) for row in ids]
+    cotangent = integers(len(ids), layout.num_compression_blocks(ids.shape[1], config), size, 2, 3)
+
+    @jax.jit
+    def windows_and_gradient(x, ids):
+        windows, pull_back = jax.vjp(lambda x: token_windows(x, config, ids), x)
+        return windows, pull_back(cotangent)[0]
+
+    windows, gradient = windows_and_gradient(x, ids)
+
+    expected_gradient = np.zeros_like(x)
+    for row, blocks in enumerate(starts):
+        for block, start in enumerate(blocks):
+            np.testing.assert_array_equal(windows[row, block], x[row, start : start + size])
+            expected_gradient[row, start : start + size] += cotangent[row, block]
+        np.testing.assert_array_equal(windows[row, len(blocks) :], 0, err_msg=f"unused slots of row {row}")
+    np.testing.assert_array_equal(gradient, expected_gradient)
+
+
+def test_packed_windows_under_vmap_and_remat():
+    config, ids = CONFIGS["overlapping"], jnp.asarray(list(ROWS.values()))
+    x = jnp.asarray(integers(*ids.shape, 2, 3))
+
+    def objective(x, ids):
+        windows = token_windows(x, config, ids)
+        return (windows * integers(*windows.shape[1:])).sum()
+
+    together = jax.jit(jax.grad(objective))(x, ids)
+    apart = jax.jit(jax.vmap(jax.grad(jax.checkpoint(objective))))(x[:, None], ids[:, None])[:, 0]
+
+    np.testing.assert_array_equal(together, apart)
+
+
+def test_neither_direction_scatters(config):
+    x, ids = jnp.zeros((2, 23, 2, 3)), jnp.ones((2, 23), jnp.int32)
+
+    for segment_ids in (None, ids):
+        gradient = jax.make_jaxpr(jax.grad(lambda x: token_windows(x, config, segment_ids).sum()))(x)  # noqa: B023
+        assert "scatter" not in str(gradient)
+
+
+def test_packed_rows_shorter_than_a_block(config):
+    ids = jnp.ones((2, 3), jnp.int32)
+    x = jnp.ones((2, 3, 2, 5))
+
+    windows, pull_back = jax.vjp(lambda x: token_windows(x, config, ids), x)
+
+    assert windows.shape == (2, 0, config.compression_block_size, 2, 5)
+    np.testing.assert_array_equal(pull_back(windows)[0], jnp.zeros_like(x))
+    assert first_tokens(ids, config, ids).shape == (2, 0)
+
+
+def test_first_tokens(config):
+    ids = np.asarray(list(ROWS.values()))
+    per_token = np.random.default_rng(2).integers(0, 99, ids.shape)
+
+    packed = first_tokens(jnp.asarray(per_token), config, jnp.asarray(ids))
+
+    for row, segment_ids in enumerate(ids):
+        starts = block_starts(segment_ids, config)
+        np.testing.assert_array_equal(packed[row, : len(starts)], per_token[row, starts])
+    plain = first_tokens(jnp.asarray(per_token), config)
+    np.testing.assert_array_equal(plain[-1], packed[-1])
+
+
+def test_mean_mode_is_the_mean_and_has_no_parameters(config):
+    compressor = Compressor(5, config, "mean", rngs=nnx.Rngs(0))
+    x = integers(2, 23, 3, 5)
+
+    compressed = compressor(jnp.asarray(x))
+
+    assert jax.tree.leaves(nnx.state(compressor)) == []
+    for block, start in enumerate(block_starts([1] * 23, config)):
+        tokens = x[:, start : start + config.compression_block_size]
+        np.testing.assert_allclose(compressed[:, block], tokens.mean(axis=1), rtol=0, atol=1e-6)
+
+
+def test_mlp_mode_starts_as_the_mean():
+    config = CONFIGS["overlapping"]
+    x = jnp.asarray(integers(2, 23, 3, 5))
+
+    mlp = Compressor(5, config, rngs=nnx.Rngs(0))(x)
+
+    np.testing.assert_array_equal(mlp, Compressor(5, config, "mean", rngs=nnx.Rngs(0))(x))
+
+
+def test_mlp_mode_is_its_formula():
+    """Per block and KV head, by loops: mean + gelu_tanh(flatten(block + embedding) @ in + b) @ out + b."""
+    config = CONFIGS["overlapping"]
+    with jax.enable_x64(True):
+        compressor = Compressor(5, config, hidden_dim=7, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        rng = np.random.default_rng(0)
+        for variable in jax.tree.leaves(
+            nnx.state(compressor), is_leaf=lambda leaf: isinstance(leaf, nnx.Param)
+        ):
+            variable.set_value(jnp.asarray(rng.standard_normal(variable.shape)))
+        x = rng.standard_normal((2, 23, 3, 5))
+
+        compressed = np.asarray(compressor(jnp.asarray(x)))
+
+        weights = {
+            name: np.asarray(value.get_value()) for name, value in nnx.to_flat_state(nnx.state(compressor))
+        }
+    for block, start in enumerate(block_starts([1] * 23, config)):
+        for row in range(2):
+            for head in range(3):
+                tokens = x[row, start : start + config.compression_block_size, head]
+                flat = (tokens + weights["position_embedding",]).reshape(-1)
+                hidden = flat @ weights["kernel_in",] + weights["bias_in",]
+                hidden = hidden / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+                expected = tokens.mean(axis=0) + hidden @ weights["kernel_out",] + weights["bias_out",]
+                # Two contractions of 20 and 7 terms of size ~5, sums up to 50: (20 + 7) * 50 * 2^-53.
+                np.testing.assert_allclose(compressed[row, block, head], expected, rtol=0, atol=2e-13)
+
+
+def test_unknown_mode_is_an_error():
+    with pytest.raises(ValueError, match=r'compression must be "mlp" or "mean", got \'max\'. Choose one'):
+        Compressor(5, NSAConfig(), "max", rngs=nnx.Rngs(0))

@@ -1,0 +1,293 @@
+"""The NSA layer as a Flax user meets it: names, dtypes, sharding, Linen, transformations, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import DenseAttention, NSAAttention
+
+CONFIG = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
+HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
+SIZES = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM, config=CONFIG)
+X = jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32)
+IDS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+
+def abstract_layer(**arguments):
+    """A layer of shapes and dtypes alone, which costs no compilation."""
+    arguments = SIZES | dict(num_heads=HEADS, in_features=WIDTH) | arguments
+    return nnx.eval_shape(lambda: NSAAttention(**arguments, rngs=nnx.Rngs(0)))
+
+
+# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def named(state):
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+LAYER_PARAMETERS = {
+    "query_proj.kernel": (WIDTH, HEADS, KEY_DIM),
+    "key_cmp_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
+    "value_cmp_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
+    "key_slc_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
+    "value_slc_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
+    "key_win_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
+    "value_win_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
+    "out_proj.kernel": (HEADS, VALUE_DIM, WIDTH),
+    "gate.kernel_in": (WIDTH, 8),
+    "gate.bias_in": (8,),
+    "gate.kernel_out": (8, HEADS, 3),
+    "gate.bias_out": (HEADS, 3),
+}
+COMPRESSOR_PARAMETERS = {
+    "compressor_key.position_embedding": (4, KEY_DIM),
+    "compressor_key.kernel_in": (4 * KEY_DIM, 2 * KEY_DIM),
+    "compressor_key.bias_in": (2 * KEY_DIM,),
+    "compressor_key.kernel_out": (2 * KEY_DIM, KEY_DIM),
+    "compressor_key.bias_out": (KEY_DIM,),
+    "compressor_value.position_embedding": (4, VALUE_DIM),
+    "compressor_value.kernel_in": (4 * VALUE_DIM, 2 * VALUE_DIM),
+    "compressor_value.bias_in": (2 * VALUE_DIM,),
+    "compressor_value.kernel_out": (2 * VALUE_DIM, VALUE_DIM),
+    "compressor_value.bias_out": (VALUE_DIM,),
+}
+PROJECTION_BIASES = {
+    name.replace("kernel", "bias"): (WIDTH,) if name == "out_proj.kernel" else shape[1:]
+    for name, shape in LAYER_PARAMETERS.items()
+    if "_proj" in name
+}
+
+
+def shapes(**arguments):
+    return {name: leaf.shape for name, leaf in named(nnx.state(abstract_layer(**arguments))).items()}
+
+
+def test_parameters_have_the_names_and_shapes_that_checkpoints_rely_on():
+    assert shapes() == LAYER_PARAMETERS | COMPRESSOR_PARAMETERS
+    assert shapes(compression="mean") == LAYER_PARAMETERS
+    assert shapes(compression="mean", use_bias=True) == LAYER_PARAMETERS | PROJECTION_BIASES
+
+
+def test_defaults_of_the_widths():
+    layer = nnx.eval_shape(lambda: NSAAttention(8, 160, num_kv_heads=2, rngs=nnx.Rngs(0)))
+
+    assert layer.config == NSAConfig()
+    assert layer.query_proj.kernel.shape == (160, 8, 20)
+    assert layer.value_win_proj.kernel.shape == (160, 2, 20)
+    assert layer.gate.kernel_in.shape == (160, 40)
+
+
+def test_initialisers_are_used():
+    ones, twos, threes = (nnx.initializers.constant(value) for value in (1, 2, 3))
+    arguments = dict(
+        use_bias=True, kernel_init=ones, out_kernel_init=twos, bias_init=threes, compression="mean"
+    )
+    layer = nnx.jit(lambda: NSAAttention(HEADS, WIDTH, **SIZES, **arguments, rngs=nnx.Rngs(0)))()
+
+    for name, value in named(nnx.state(layer)).items():
+        if "_proj" in name:
+            np.testing.assert_array_equal(
+                value, 3 if "bias" in name else 2 if "out_proj" in name else 1, name
+            )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "input_dtype", "output_dtype"),
+    [
+        (None, "float32", "float32", "float32"),
+        (None, "float32", "bfloat16", "float32"),
+        (None, "bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32", "bfloat16"),
+        ("float32", "bfloat16", "bfloat16", "float32"),
+    ],
+)
+def test_dtypes_are_those_of_nnx_linear(dtype, param_dtype, input_dtype, output_dtype):
+    arguments = dict(dtype=dtype, param_dtype=param_dtype)
+    layer = abstract_layer(**arguments)
+    linear = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, **arguments, rngs=nnx.Rngs(0)))
+    x = X.update(dtype=input_dtype)
+
+    out, of_linear = (nnx.eval_shape(lambda module, x: module(x), module, x) for module in (layer, linear))
+    gradients = nnx.eval_shape(nnx.grad(lambda layer, x: layer(x).astype(jnp.float32).sum()), layer, x)
+
+    for state in (nnx.state(layer), gradients):
+        assert {leaf.dtype for leaf in named(state).values()} == {jnp.dtype(param_dtype)}
+    assert out.dtype == of_linear.dtype == output_dtype
+    assert out.shape == X.shape
+
+
+def test_cache_has_the_dtype_of_the_computation():
+    assert abstract_layer(dtype=jnp.bfloat16).init_cache(1, 8).key_cmp.dtype == jnp.bfloat16
+    assert abstract_layer().init_cache(1, 8).key_cmp.dtype == jnp.float32
+    assert abstract_layer().init_cache(1, 8, dtype=jnp.bfloat16).value_slc.dtype == jnp.bfloat16
+    assert abstract_layer().init_cache(1, 8).value_slc.shape == (1, 8, KV_HEADS, VALUE_DIM)
+
+
+def test_sharding_metadata_places_every_kernel():
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = {"model": "fsdp", "heads": "tensor", "kv_heads": "tensor"}
+
+    with jax.set_mesh(mesh):
+        layer = nnx.as_abstract(abstract_layer(use_bias=True, sharding=sharding))
+    specs = {name: leaf.sharding.spec for name, leaf in named(nnx.state(layer)).items()}
+
+    into_heads = jax.P("fsdp", "tensor", None)
+    assert (
+        specs["query_proj.kernel"]
+        == specs["key_cmp_proj.kernel"]
+        == specs["value_win_proj.kernel"]
+        == into_heads
+    )
+    assert specs["key_slc_proj.bias"] == jax.P("tensor", None)
+    assert specs["out_proj.kernel"] == jax.P("tensor", None, "fsdp")
+    assert specs["out_proj.bias"] == jax.P("fsdp")
+    assert specs["gate.kernel_in"] == jax.P("fsdp", None)
+    assert specs["gate.bias_in"] == jax.P(None)
+    assert specs["gate.kernel_out"] == jax.P(None, "tensor", None)
+    assert specs["gate.bias_out"] == jax.P("tensor", None)
+    assert all(spec == jax.P() for name, spec in specs.items() if "compressor" in name)
+
+
+def test_no_sharding_metadata_unless_asked_for():
+    variables = nnx.to_flat_state(nnx.state(abstract_layer(use_bias=True)))
+
+    assert [path for path, variable in variables if variable.has_metadata("out_sharding")] == []
+
+
+def test_from_linen():
+    """init and apply through the bridge give the NNX layer's parameters, outputs and gradients."""
+    x, cotangent = np.random.default_rng(0).standard_normal((2, *X.shape)).astype(np.float32)
+    linen_layer = nnx.bridge.to_linen(NSAAttention, HEADS, WIDTH, **SIZES, compression="mean")
+    graph, state = nnx.split(abstract_layer(compression="mean"))
+
+    def through_linen(variables, x):
+        return (linen_layer.apply(variables, x) * cotangent).sum()
+
+    def through_nnx(state, x):
+        return (nnx.merge(graph, state)(x) * cotangent).sum()
+
+    variables = quick_jit(linen_layer.init)(jax.random.key(0), x)
+    nnx.replace_by_pure_dict(state, variables["params"])
+    loss, gradients = quick_jit(jax.value_and_grad(through_linen))(variables, x)
+    expected, expected_gradients = quick_jit(jax.value_and_grad(through_nnx))(state, x)
+
+    assert set(variables) == {"params"}
+    assert loss == expected
+    jax.tree.map(np.testing.assert_array_equal, gradients["params"], nnx.to_pure_dict(expected_gradients))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.vmap, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x)],
+    ids=["vmap", "remat", "scan"],
+)
+def test_gradients_trace_through_transformations(transform):
+    layer = abstract_layer()
+    graph, state = nnx.split(layer)
+
+    def gradients(state, x, ids):
+        def loss(state):
+            return transform(lambda x_ids: nnx.merge(graph, state)(x_ids[0], segment_ids=x_ids[1]))(
+                (x, ids)
+            ).sum()
+
+        return jax.grad(loss)(state)
+
+    lead = () if transform is jax.checkpoint else (3,)
+    shapes = jax.eval_shape(
+        gradients, state, X.update(shape=lead + X.shape), IDS.update(shape=lead + IDS.shape)
+    )
+
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize("window_size", [None, 3], ids=["dense", "window"])
+def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size):
+    """Packed rows with padding, by an explicit mask and loops over heads; float64."""
+    ids = np.array([[2] * 3 + [0] + [5] * 4])
+    x = np.random.default_rng(0).standard_normal((1, 8, WIDTH))
+    with jax.enable_x64(True):
+        arguments = dict(
+            num_kv_heads=KV_HEADS, window_size=window_size, use_bias=True, param_dtype=jnp.float64
+        )
+        layer = nnx.jit(lambda: DenseAttention(HEADS, WIDTH, **arguments, rngs=nnx.Rngs(0)))()
+        out = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, ids))
+        weights = {name: np.asarray(value) for name, value in named(nnx.state(layer)).items()}
+
+    def project(name):
+        return np.tensordot(x[0], weights[f"{name}_proj.kernel"], 1) + weights[f"{name}_proj.bias"]
+
+    head_dim, half, local = WIDTH // HEADS, WIDTH // HEADS // 2, np.array([0, 1, 2, 0, 0, 1, 2, 3])
+    angle = local[:, None, None] * np.array([10000.0 ** (-i / half) for i in range(half)])
+
+    def turn(heads):
+        pairs = (heads[..., :half] + 1j * heads[..., half : 2 * half]) * np.exp(1j * angle)
+        return np.concatenate([pairs.real, pairs.imag, heads[..., 2 * half :]], -1)
+
+    query, key, value = turn(project("query")), turn(project("key")), project("value")
+    expected = np.zeros((8, HEADS, head_dim))
+    for t in range(8):
+        seen = [s for s in range(t + 1) if ids[0, s] == ids[0, t] != 0 and t - s < (window_size or 8)]
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            logits = key[seen, kv_head] @ query[t, head] / np.sqrt(head_dim)
+            probabilities = np.exp(logits) / np.exp(logits).sum()
+            expected[t, head] = probabilities @ value[seen, kv_head]
+    expected = np.tensordot(expected, weights["out_proj.kernel"], 2) + weights["out_proj.bias"]
+    # About 40 additions on the longest chain, of terms below 10; JAX's dense softmax is float32 at most.
+    eps = np.finfo(np.float32 if window_size is None else np.float64).eps
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=400 * eps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(num_kv_heads=3), r"num_kv_heads must divide num_heads, got 3 and 4\. Give"),
+        (dict(num_kv_heads=0), r"num_kv_heads must divide num_heads, got 0 and 4\. Give"),
+        (
+            dict(num_heads=5, num_kv_heads=5, head_dim=None),
+            r"num_heads must divide in_features .* 5 and 12\. Pass",
+        ),
+        (dict(compression="max"), r'compression must be "mlp" or "mean", got \'max\'\. Choose'),
+        (dict(sharding={"head": "x"}), r"sharding maps some of \(.*\) to mesh axes, got \['head'\]\. Rename"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_construction(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        abstract_layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "message"),
+    [
+        (X.update(shape=(8, WIDTH)), {}, r"x must be \[batch, tokens, 12\], got shape \(8, 12\)\. Add"),
+        (X.update(shape=(2, 8, 5)), {}, r"x must be \[batch, tokens, 12\], got shape \(2, 8, 5\)"),
+        (
+            X,
+            dict(segment_ids=IDS.update(shape=(8,))),
+            r"segment_ids must hold one integer .* got int32 of shape \(8,\)",
+        ),
+        (X, dict(positions=IDS.update(shape=(2, 9))), r"positions must hold one integer .* \(2, 9\)"),
+        (X, dict(positions=IDS.update(dtype=jnp.float32)), r"positions must hold one integer .* got float32"),
+    ],
+    ids=["rank", "width", "segment_ids", "positions", "float positions"],
+)
+def test_wrong_inputs(x, arguments, message):
+    layer = abstract_layer()
+    with pytest.raises(ValueError, match=message):
+        nnx.eval_shape(lambda layer, x, arguments: layer(x, **arguments), layer, x, arguments)
+
+
+def test_a_named_implementation_never_falls_back():
+    layer = abstract_layer(implementation="triton")
+
+    with pytest.raises(NotImplementedError, match="triton"):
+        nnx.eval_shape(lambda layer, x: layer(x), layer, X)
