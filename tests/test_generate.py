@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 
 from nsa_jax.generate import generate
@@ -192,6 +193,18 @@ def test_equal_prompts_draw_differently(model):
     out = generate(model, np.tile(PROMPTS[:1], (4, 1)), max_new_tokens=20, temperature=1.0)
 
     assert len({tuple(row) for row in out.tokens.tolist()}) == 4
+
+
+def test_each_step_draws_anew():
+    """With equal logits throughout, only the key of the step makes one token differ from the next."""
+    model = Stub()
+    model.table[...] *= 0
+
+    tokens = np.asarray(generate(model, PROMPTS, max_new_tokens=200, temperature=1.0).tokens)
+
+    assert scipy.stats.chisquare(np.bincount(tokens.ravel(), minlength=VOCAB)).pvalue > 1e-4
+    pairs = np.bincount((tokens[:, 1:] * VOCAB + tokens[:, :-1]).ravel(), minlength=VOCAB**2)
+    assert scipy.stats.chisquare(pairs).pvalue > 1e-4
 
 
 def test_top_k_of_one_is_greedy(model):

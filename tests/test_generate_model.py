@@ -1,5 +1,8 @@
 """`generate` with the real model: the same tokens as full forwards give, row by row."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from cache_layer import SMALL
 from flax import nnx
 
 from nsa_jax.generate import generate
-from nsa_jax.generate.loop import _run
+from nsa_jax.generate.loop import _run, _Sampling
 from nsa_jax.model import Transformer, TransformerConfig
 
 VOCAB = 17
@@ -17,7 +20,9 @@ CONFIG = TransformerConfig(
 NEW = 24
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (3, 27))
 LENGTHS = np.array([27, 3, 14])  # 3 is less than a compression block; 27 + 24 tokens are 7 selection blocks
-ARGUMENTS = dict(max_new_tokens=NEW, eos_id=VOCAB, chunk_size=5, prefill_chunk=10)  # no token is VOCAB
+CAPACITY = 4096  # far more than is used, so that whatever has this size shows
+# No token is VOCAB: nothing ends early.
+ARGUMENTS = dict(max_new_tokens=NEW, max_length=CAPACITY, eos_id=VOCAB, chunk_size=5, prefill_chunk=10)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,30 @@ def test_row_is_independent_of_the_others(model, generated):
 
     assert other.tokens[2].tolist() == generated.tokens[2].tolist()
     assert other.tokens[0].tolist() != generated.tokens[0].tolist()
+
+
+def test_loops_write_the_cache_in_place(model, generated):
+    """Beyond the entry, which makes the empty cache, only scatters give an array of its capacity."""
+    static = dict(max_new_tokens=NEW, max_length=CAPACITY, chunk_size=5, prefill_chunk=10)
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = jnp.asarray(PROMPTS, jnp.int32), jnp.asarray(LENGTHS, jnp.int32), keys
+    lowered = _run.lower(*nnx.split(model), *arrays, _Sampling(None, None, None), VOCAB, 0, **static)
+
+    large = [line for line in loop_bodies(lowered.compile().as_text()) if f"= f32[3,{CAPACITY}," in line]
+    written = [line for line in large if not re.search(r" (get-tuple-element|parameter)\(", line)]
+
+    assert len(written) == 8  # keys and values of two layers, in prefill and in decoding
+    assert all("scatter" in line.split(" = ")[0] for line in written)
+
+
+def loop_bodies(text):
+    """Instructions of a program outside its entry and its fusions, whose inner copies are never stored."""
+    inside = False
+    for line in text.splitlines():
+        if line.endswith("{"):
+            inside = not line.startswith("ENTRY") and not re.match(r"%(fused|wrapped)_", line)
+        elif inside and " = " in line:
+            yield line
 
 
 def test_dense_model_is_refused():
