@@ -244,7 +244,8 @@ def _merge(largest, total, out, reads, has_block) -> tuple[Array, Array, Array]:
     decay = jnp.exp(largest - jnp.where(seen, overall, 0)[:, None])
     total = jnp.where(seen, (decay * total).sum(1), 1)
     out = (decay[..., None] * out).sum(1) / total[..., None]
-    return out, jnp.where(seen, overall + jnp.log(total), -jnp.inf), jnp.where(has_block, reads, 0).sum(1)
+    reads = jnp.where(has_block, reads, 0).sum(1, dtype=jnp.int32)
+    return out, jnp.where(seen, overall + jnp.log(total), -jnp.inf), reads
 
 
 def _split(x: Array, sizes: ItemSizes, fill: int = 0) -> Array:
