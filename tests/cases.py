@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Queries are all tokens, the last `num_queries`, or those at `positions`; keys lie in `runs` or one run."""
+    """Queries are all tokens, the last `num_queries`, or those at `positions`; no `runs` is one sequence."""
 
     name: str
     config: NSAConfig = OVERLAPPING

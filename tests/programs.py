@@ -1,0 +1,186 @@
+"""All operations of one module on one case, with their gradients, as one compiled program that tests share.
+
+Compiling is what these tests spend their time on, so a program takes its operands, index arrays, selection
+and cotangents as arguments: other numbers of the same case cost nothing.
+"""
+
+import functools
+from typing import Any
+
+import brute_force
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import BY_NAME, Case, Operands
+
+from nsa_jax import attention, layout, reference
+from nsa_jax.config import Tiles
+
+MODULES = {"reference": reference, "xla": attention}
+
+# The oracle need not be fast, and half its compile time goes into making it so.
+OPTIONS = {"reference": {"xla_backend_optimization_level": 0}, "xla": {}}
+
+BRANCHES = ("cmp", "slc", "win")
+
+type Results = dict[str, np.ndarray]
+
+
+def evaluate(
+    module: str,
+    case: Case,
+    dtype: Any = "float64",
+    *,
+    operands: Operands | None = None,
+    block_indices: np.ndarray | None = None,
+    cotangents: Results | None = None,
+    tiles: Tiles | None = None,
+) -> Results:
+    """Results by name: `out*`, `lse_*`, `blocks`, `d_<operand>`, and `reads_*` of implementations.
+
+    The selected branch attends `block_indices`, by default what brute force selects. Gradients are those of
+    all outputs and log-sum-exps under `cotangents`, by default random.
+    """
+    operands = case.draw() if operands is None else operands
+    cotangents = random_cotangents(case) if cotangents is None else cotangents
+    block_indices = by_brute_force(case.name)["blocks"] if block_indices is None else block_indices
+    segment_ids = case.segment_ids
+    with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
+        results = _program(module, case, tiles)(
+            jax.tree.map(lambda x: jnp.asarray(x, dtype), operands),
+            jnp.asarray(block_indices, jnp.int32),
+            jnp.asarray(case.query_positions),
+            None if segment_ids is None else jnp.asarray(segment_ids),
+            jax.tree.map(lambda x: jnp.asarray(x, dtype), cotangents),
+        )
+    return {name: np.asarray(x) for name, x in results.items()}
+
+
+@functools.cache
+def cached(module: str, name: str, dtype: str = "float64") -> Results:
+    """`evaluate` of a case as it stands; do not write into it."""
+    return evaluate(module, BY_NAME[name], dtype)
+
+
+@functools.cache
+def by_brute_force(name: str) -> Results:
+    """`brute_force.evaluate` of a case as it stands; do not write into it."""
+    case = BY_NAME[name]
+    return brute_force.evaluate(case, case.draw())
+
+
+@functools.cache
+def random_cotangents(case: Case) -> Results:
+    """Random cotangents of all outputs and log-sum-exps, in float64."""
+    rng = case.generator("cotangents")
+    batch, queries = case.query_positions.shape
+    out = (batch, queries, case.num_heads, case.value_dim)
+    shapes = {"out": out} | {f"out_{x}": out for x in BRANCHES} | {f"lse_{x}": out[:3] for x in BRANCHES}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+@functools.cache
+def _program(module: str, case: Case, tiles: Tiles | None):
+    operations = MODULES[module]
+    settings = dict(config=case.config, scale=case.scale)
+    reads = {}
+    if module != "reference":
+        settings |= dict(tiles=tiles, implementation=module)
+        reads = dict(return_reads=True)
+
+    def forward(operands: Operands, block_indices, query_positions, segment_ids):
+        shared = settings | dict(query_positions=query_positions, segment_ids=segment_ids)
+        q = operands.query
+        cmp = operations.compressed_attention(q, operands.key_cmp, operands.value_cmp, **shared, **reads)
+        slc = operations.selected_attention(
+            q, operands.key_slc, operands.value_slc, block_indices, **shared, **reads
+        )
+        win = operations.window_attention(q, operands.key_win, operands.value_win, **shared, **reads)
+        results = {}
+        for branch, (out, lse, *counts) in zip(BRANCHES, (cmp, slc, win), strict=True):
+            results |= {f"out_{branch}": out, f"lse_{branch}": lse}
+            results |= {f"reads_{branch}": x for x in counts}
+        results["out"] = operations.gated_sum(cmp[0], slc[0], win[0], operands.gates)
+        return results
+
+    def everything(operands, block_indices, query_positions, segment_ids, cotangents):
+        def differentiable(operands):
+            results = forward(operands, block_indices, query_positions, segment_ids)
+            return {k: results[k] for k in cotangents}, {
+                k: v for k, v in results.items() if k not in cotangents
+            }
+
+        results, pull_back, others = jax.vjp(differentiable, operands, has_aux=True)
+        (gradients,) = pull_back({k: x.astype(results[k].dtype) for k, x in cotangents.items()})
+        blocks = operations.select_blocks(
+            operands.query,
+            operands.key_cmp,
+            query_positions=query_positions,
+            segment_ids=segment_ids,
+            **settings,
+        )
+        gradients = {f"d_{name}": x for name, x in gradients._asdict().items()}
+        return results | others | gradients | {"blocks": blocks}
+
+    return jax.jit(everything, compiler_options=OPTIONS[module])
+
+
+def importance(case: Case, operands: Operands, dtype: Any = "float64") -> np.ndarray:
+    """The reference's scores [B, T, K, M]."""
+    with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
+        score = jax.jit(
+            functools.partial(reference.importance_scores, config=case.config, scale=case.scale),
+            compiler_options=OPTIONS["reference"],
+        )
+        query, key_cmp = (jnp.asarray(x, dtype) for x in (operands.query, operands.key_cmp))
+        positions, segment_ids = case.query_positions, case.segment_ids
+        return np.asarray(score(query, key_cmp, query_positions=positions, segment_ids=segment_ids))
+
+
+def settled(case: Case, scores: np.ndarray, error: float) -> np.ndarray:
+    """[B, T, K]: whether no rounding of the scores by `error` can change the choice of the best blocks."""
+    with jax.enable_x64(True):
+        placed = layout.query_layout(case.config, case.query_positions, case.segment_ids)
+        position = np.asarray(placed.position)[:, :, None, None]
+    block = np.arange(scores.shape[-1])
+    current = position // case.config.selection_block_size
+    forced = (block < case.config.num_initial_blocks) | (block > current - case.config.num_local_blocks)
+    candidate = block * case.config.selection_block_size <= position
+    free = np.where(candidate & ~forced, scores, -np.inf)
+    slots = case.config.num_selected_blocks - (candidate & forced).sum(-1, keepdims=True)
+    ranked = -np.sort(-free, axis=-1)
+    ranked = np.concatenate(
+        [np.full_like(ranked[..., :1], np.inf), ranked, np.full_like(ranked, -np.inf)], -1
+    )
+    last_in = np.take_along_axis(ranked, slots, -1)[..., 0]
+    first_out = np.take_along_axis(ranked, slots + 1, -1)[..., 0]
+    with np.errstate(invalid="ignore"):  # inf - inf where nothing was left out
+        return (first_out == -np.inf) | (last_in - first_out > 2 * error)
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """max|found - expected|; 0 between equal infinities, infinite beside a NaN."""
+    assert found.shape == expected.shape
+    found, expected = found.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(found == expected, 0, np.abs(found - expected))
+    return float(np.max(np.where(np.isnan(apart), np.inf, apart), initial=0))
+
+
+def size(values: np.ndarray) -> float:
+    """max|values| of those that are finite."""
+    values = np.abs(values.astype(np.float64))
+    return float(np.max(values[np.isfinite(values)], initial=0))
+
+
+def disagreements(
+    found: Results, expected: Results, *, only: tuple[str, ...] | None = None
+) -> dict[str, float]:
+    """Float64 results, by name, that differ by more than rounding.
+
+    1e-12 are 4500 eps: more than the terms of the longest sum here (64 heads times 50 queries), and far less
+    than what one key too many or too few makes.
+    """
+    names = expected.keys() & found.keys() if only is None else only
+    far = {name: distance(found[name], expected[name]) for name in names}
+    return {name: x for name, x in far.items() if not x <= 1e-12 * max(1, size(expected[name]))}
