@@ -1,0 +1,147 @@
+"""`python -m parity [--device cpu|cuda] [--dtype NAME]... [--case NAME]... [--implementation NAME]`.
+
+Prints a row for each quantity with its error and its budget, then one line of JSON. Exit code 0: every error
+is within its budget; 1: one is not; 2: nothing could be compared, and why.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity.budget import Row
+
+DTYPES = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "reference")
+
+
+class CannotCompare(Exception):
+    """What stands in the way, in one sentence with its remedy."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit code."""
+    options = parse(arguments)
+    try:
+        prepare(options.device)
+        rows, skipped = run(options)
+    except CannotCompare as reason:
+        print(f"parity: {reason}", file=sys.stderr)
+        return 2
+    report = summary(options, rows, skipped)
+    print(json.dumps(report))
+    return 0 if report["passed"] else 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Options; what may be repeated is a list."""
+    parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="may be repeated; default float32")
+    parser.add_argument("--case", action="append", metavar="NAME", help="may be repeated; default all")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: what nsa_jax chooses")
+    options = parser.parse_args(arguments)
+    options.dtype = options.dtype or ["float32"]
+    return options
+
+
+def prepare(device: str) -> None:
+    """Looks for PyTorch and, if asked for, a GPU that both frameworks see."""
+    if importlib.util.find_spec("torch") is None:
+        raise CannotCompare(
+            "parity compares with PyTorch, got no module torch. Install the extra: pip install '.[torch]'."
+        )
+    if device == "cpu":
+        return
+    # JAX would otherwise take most of the memory that PyTorch needs too; read when its backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+    import torch
+
+    try:
+        seen = [each.device_kind for each in jax.local_devices(backend="gpu")]
+    except RuntimeError:
+        seen = []
+    if not torch.cuda.is_available() or not seen:
+        raise CannotCompare(
+            "--device cuda needs a GPU that PyTorch and JAX both see, got "
+            f"torch.cuda.is_available() = {torch.cuda.is_available()} and JAX GPUs {seen}. "
+            "Use --device cpu, or install both with CUDA: pip install '.[cuda13,torch]'."
+        )
+
+
+def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
+    """Compares and prints row by row. Returns the rows, and why each of the other cases was left out."""
+    import torch
+
+    from parity.cases import CASES
+    from parity.compare import compare
+
+    names = options.case or list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        raise CannotCompare(
+            f"--case must name cases, got {', '.join(unknown)}. Choose from: {', '.join(CASES)}."
+        )
+    rows, skipped = [], {}
+    print(f"{'case':34}{'dtype':10}{'quantity':40}{'error':>10}{'budget':>10}  verdict")
+    for dtype in options.dtype:
+        for name in names:
+            try:
+                found = compare(CASES[name], getattr(torch, dtype), options.device, options.implementation)
+            except NotImplementedError as reason:
+                skipped[f"{name} {dtype}"] = str(reason)
+                print(f"{name:34}{dtype:10}skipped: {reason}")
+                continue
+            rows += found
+            for row in found:
+                verdict = ("ok" if row.passed else "MISS") + (f"  ({row.note})" if row.note else "")
+                print(f"{name:34}{dtype:10}{row.quantity:40}{row.error:10.2e}{row.budget:10.2e}  {verdict}")
+    if not rows:
+        raise CannotCompare(f"no case could run, got {'; '.join(sorted(set(skipped.values())))}")
+    return rows, skipped
+
+
+def summary(options: argparse.Namespace, rows: list["Row"], skipped: dict[str, str]) -> dict[str, Any]:
+    """What the last line says: the verdict, every miss, and how much of the budget each case used."""
+    import jax
+    import torch
+
+    def spelled(row: "Row") -> dict[str, Any]:
+        numbers = dict(error=row.error, budget=row.budget, used=row.used)
+        told = {name: float(f"{x:.4g}") if math.isfinite(x) else str(x) for name, x in numbers.items()}
+        return dict(case=row.case, dtype=row.dtype, quantity=row.quantity, **told, note=row.note)
+
+    worst: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row.case, row.dtype)
+        # A NaN error is the worst there is, and no comparison would say so.
+        if key not in worst or math.isnan(row.used) or row.used > worst[key].used:
+            worst[key] = row
+    missed = [spelled(row) for row in rows if not row.passed]
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    return {
+        "parity": "nsa_jax against nsa_torch_ref",
+        "passed": not missed,
+        "quantities": len(rows),
+        "missed": missed,
+        "skipped": skipped,
+        "worst": [spelled(row) for row in worst.values()],
+        "device": gpu or f"cpu ({platform.machine()})",
+        "implementation": options.implementation,
+        "dtypes": options.dtype,
+        "jax": jax.__version__,
+        "flax": metadata.version("flax"),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""How far apart two results may be, and the row of the table that says so.
+
+A quantity may be off by `2 * err(the same maths in the input's precision) + 8 eps(dtype) max|reference|`, err
+being the largest distance from the reference and eps that of the quantity's own dtype. The reference is
+`nsa_torch_ref` in float64 for every input dtype: an lse of 16-bit inputs is a float32, which a float32
+reference could not judge. "The same maths" is `nsa_torch_ref` on the inputs as they are.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One quantity of one case: what was found and what was allowed."""
+
+    case: str
+    dtype: str
+    quantity: str
+    error: float
+    budget: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """NaN passes nothing."""
+        return self.error <= self.budget
+
+    def noted(self, note: str) -> "Row":
+        """The row with a note, unless it says already what is wrong."""
+        return self if self.note else dataclasses.replace(self, note=note)
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that the error takes."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.budget if self.budget else math.inf
+
+
+def largest(values: Tensor) -> float:
+    """max|values|, 0 for no values, NaN where there is one."""
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def distance(found: Tensor, reference: Tensor) -> float:
+    """max|found - reference|; infinite where shapes differ or an infinity stands on one side only."""
+    if found.shape != reference.shape:
+        return math.inf
+    found, reference = found.double(), reference.double()
+    same_infinity = found.isinf() & (found == reference)
+    return largest((found - reference).masked_fill(same_infinity, 0))
+
+
+def allowance(same: Tensor, reference: Tensor, terms: float = 0.0, eps: float | None = None) -> float:
+    """The budget of a quantity whose value in the input's precision is `same`.
+
+    `terms` is the size of what cancels where the quantity vanishes by identity; it stands for max|reference|.
+    """
+    size = max(largest(reference[reference.isfinite()]), terms)
+    eps = torch.finfo(same.dtype).eps if eps is None else eps
+    return 2 * distance(same, reference) + 8 * eps * size
+
+
+def farther(first: Tensor, second: Tensor, reference: Tensor) -> Tensor:
+    """Elementwise the one of two evaluations of the same maths that lies farther from the reference.
+
+    A gradient of few elements may come out well by luck; evaluations in several orders of summation do not.
+    """
+    return torch.where((first - reference).abs() < (second - reference).abs(), second, first)
+
+
+def judge(
+    case: str,
+    dtype: str,
+    quantity: str,
+    found: Tensor,
+    same: Tensor,
+    reference: Tensor,
+    terms: float = 0.0,
+) -> Row:
+    """The row of one quantity. A result in another dtype than `same` fails, however near it is."""
+    budget = allowance(same, reference, terms)
+    if found.shape != reference.shape:
+        note = f"shape {tuple(found.shape)} for {tuple(reference.shape)}"
+        return Row(case, dtype, quantity, math.inf, budget, note)
+    if found.dtype != same.dtype:
+        return Row(case, dtype, quantity, math.inf, budget, f"{found.dtype} for {same.dtype}")
+    return Row(case, dtype, quantity, distance(found, reference), budget)

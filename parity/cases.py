@@ -1,0 +1,171 @@
+"""What is compared: shapes, packing, positions and selections, each chosen for a way to be wrong."""
+
+import dataclasses
+import zlib
+
+import torch
+from torch import Tensor
+
+from nsa_jax.config import NSAConfig
+
+OVERLAPPING = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=4,
+    window_size=24,
+)
+ADJOINING = NSAConfig(
+    compression_block_size=8,
+    compression_stride=8,
+    selection_block_size=8,
+    num_selected_blocks=5,
+    window_size=1,
+    num_initial_blocks=0,
+    num_local_blocks=1,
+)
+EVERY_BLOCK = dataclasses.replace(OVERLAPPING, num_selected_blocks=16)
+
+# Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
+PACKED = ((0, 3), (7, 61), (2, 5), (0, 4), (9, 83), (1, 1), (4, 40), (0, 6))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationCase:
+    """The four operations and their gated sum on random operands. Shape letters as in `nsa_jax`."""
+
+    name: str
+    config: NSAConfig = OVERLAPPING
+    batch: int = 2
+    length: int = 203
+    num_queries: int | None = None  # the last of the row; None: all
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    scale: float | None = None
+    runs: tuple[tuple[int, int], ...] | None = None
+    query_positions: tuple[int, ...] | None = None  # the same for every row
+    ranges: str | None = None  # the pinned selection arrives as [start, end) token ranges in this layout
+    tied: bool = False  # compressed keys are equal and products exact: sets must agree whatever the gap
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """`NSAAttention` with its weights moved across."""
+
+    name: str
+    config: NSAConfig = OVERLAPPING
+    batch: int = 2
+    length: int = 107
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    in_features: int = 24
+    head_dim: int = 10
+    value_dim: int = 10
+    compression: str = "mlp"
+    use_bias: bool = False
+    runs: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """`NSAAttention.prefill` of right-padded prompts, then `decode_step`, against recomputing each prefix."""
+
+    name: str
+    prompt_lengths: tuple[int, ...]
+    num_steps: int
+    layer: LayerCase
+    chunk: int | None = None  # prefill in pieces of so many tokens
+
+
+OPERATION_CASES = (
+    OperationCase(name="plain"),
+    OperationCase(name="packed", runs=PACKED),
+    OperationCase(name="last_queries_of_the_row", num_queries=37, num_kv_heads=1),
+    OperationCase(
+        name="packed_query_positions",
+        runs=PACKED,
+        query_positions=(202, -1, 3, 63, 64, 72, 73, 0, 155, 156, 157, 196, 100, -1, 80, 95),
+    ),
+    OperationCase(name="ranges", ranges="BTKn2", length=150),
+    OperationCase(name="ranges_of_one_row", ranges="TKn2", batch=1, length=75),
+    OperationCase(name="ranges_for_all_kv_heads", ranges="BTn2", length=75),
+    OperationCase(name="one_head_per_kv_head", num_kv_heads=4, length=150),
+    OperationCase(name="sixteen_heads_per_kv_head", num_heads=16, num_kv_heads=1, length=150, batch=1),
+    OperationCase(name="odd_dims", num_heads=6, num_kv_heads=2, key_dim=7, value_dim=5, scale=0.5),
+    OperationCase(name="key_192_value_128", num_heads=8, key_dim=192, value_dim=128, length=130, batch=1),
+    OperationCase(name="shorter_than_a_compression_block", length=5),
+    OperationCase(name="shorter_than_the_window", length=19),
+    OperationCase(name="one_query", num_queries=1),
+    OperationCase(name="one_token", length=1),
+    OperationCase(name="adjoining_blocks", config=ADJOINING),
+    OperationCase(name="every_block_selected", config=EVERY_BLOCK, length=150),
+    OperationCase(name="equal_keys", length=300, tied=True),
+    OperationCase(name="paper_sizes", config=NSAConfig(), length=1300, batch=1, num_heads=2, num_kv_heads=1),
+)
+LAYER_CASES = (
+    LayerCase(name="layer"),
+    LayerCase(name="layer_mean", compression="mean"),
+    LayerCase(name="layer_packed", length=104, runs=((0, 3), (7, 41), (2, 5), (0, 4), (9, 50), (1, 1))),
+    LayerCase(
+        name="layer_bias_odd_dims", num_heads=3, num_kv_heads=3, head_dim=7, value_dim=5, use_bias=True
+    ),
+    LayerCase(name="layer_shorter_than_a_block", length=5),
+)
+DECODE_CASES = (
+    DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
+    DecodeCase(name="decode_from_one_token", prompt_lengths=(1, 3), num_steps=36, layer=LayerCase(name="")),
+    DecodeCase(
+        name="decode_mean_chunked",
+        prompt_lengths=(50, 61),
+        num_steps=6,
+        chunk=7,
+        layer=LayerCase(name="", compression="mean", value_dim=6),
+    ),
+    DecodeCase(
+        name="decode_every_block",
+        prompt_lengths=(31, 40),
+        num_steps=20,
+        layer=LayerCase(name="", config=EVERY_BLOCK),
+    ),
+)
+type Case = OperationCase | LayerCase | DecodeCase
+
+CASES: dict[str, Case] = {case.name: case for case in (*OPERATION_CASES, *LAYER_CASES, *DECODE_CASES)}
+
+
+def random_generator(name: str) -> torch.Generator:
+    """The same numbers for the same case, on every machine and device."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def draw(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Normal numbers, rounded to `dtype` once: what every side takes for exact."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def segment_rows(case: OperationCase | LayerCase, device: str) -> Tensor | None:
+    """[B, S]: the runs of the case, each row starting with another one."""
+    if case.runs is None:
+        return None
+    assert sum(tokens for _, tokens in case.runs) == case.length, case.name
+    rows = []
+    for row in range(case.batch):
+        runs = case.runs[2 * row :] + case.runs[: 2 * row]
+        rows.append([name for name, tokens in runs for _ in range(tokens)])
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def num_queries(case: OperationCase) -> int:
+    """T."""
+    if case.query_positions is not None:
+        return len(case.query_positions)
+    return case.length if case.num_queries is None else case.num_queries
+
+
+def positions(case: OperationCase, device: str) -> Tensor | None:
+    """[B, T] explicit query positions, None for the default."""
+    if case.query_positions is None:
+        return None
+    return torch.tensor([case.query_positions] * case.batch, dtype=torch.int32, device=device)

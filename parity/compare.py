@@ -1,0 +1,43 @@
+"""One case of any kind, with products that are exact enough to be a reference."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from parity import cases, decoding, layers, operations
+from parity.budget import Row
+
+
+def compare(case: cases.Case, dtype: torch.dtype, device: str, implementation: str | None) -> list[Row]:
+    """All rows of a case.
+
+    Raises:
+      NotImplementedError: the implementation cannot run it.
+    """
+    kinds = {
+        cases.OperationCase: operations.compare,
+        cases.LayerCase: layers.compare,
+        cases.DecodeCase: decoding.compare,
+    }
+    if implementation == "reference" and not isinstance(case, cases.OperationCase):
+        raise NotImplementedError("layers never run on the oracle. Name an operation case.")
+    with ieee_products():
+        return kinds[type(case)](case, dtype, device, implementation)
+
+
+@contextlib.contextmanager
+def ieee_products() -> Iterator[None]:
+    """No TF32, no 16-bit partial sums, and the SDPA that spells the formula out, whatever the GPU prefers."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in names}
+    try:
+        for name in names:
+            setattr(matmul, name, False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
