@@ -71,7 +71,7 @@ def restore(
     """
     orbax = _orbax()
     newest = _newest(orbax, path)
-    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as reader:
+    with _reader(orbax) as reader:
         args = orbax.args.Composite(config=orbax.args.JsonRestore())
         saved_config = _config_from_json(reader.restore(newest, args=args)["config"])
         config = saved_config if config is None else config
@@ -97,7 +97,7 @@ def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
       like: a tree of the same structure, for example that of a run that has not started.
 
     Returns:
-      A tree like `like`; leaves that are numbers there come back as numbers of that type.
+      A tree like `like`, its arrays placed as those of `like` are.
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
@@ -111,25 +111,22 @@ def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
             f"restore_training needs a checkpoint saved with training=..., got {os.fspath(path)!r}. "
             "Restore the model alone, or save again."
         )
-    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as reader:
-        args = orbax.args.Composite(training=orbax.args.StandardRestore())
-        saved = reader.restore(newest, args=args)["training"]
     wanted = _named_leaves(like)
-    changed = sorted(
-        name
-        for name in wanted.keys() | saved.keys()
-        if name not in wanted or name not in saved or np.shape(wanted[name]) != np.shape(saved[name])
-    )
-    if changed:
-        raise ValueError(
-            f"like must have the structure and shapes that were saved, got other leaves {changed[:3]}. "
-            "Build it as the run that was saved did."
-        )
-    leaves = [
-        jax.numpy.asarray(saved[name], leaf.dtype) if isinstance(leaf, jax.Array) else type(leaf)(saved[name])
-        for name, leaf in wanted.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    with _reader(orbax) as reader:
+        held = reader.metadata(newest).item_metadata["training"].tree
+        changed = [
+            name
+            for name in sorted(wanted.keys() | set(held))
+            if name not in wanted or name not in held or not _fits(wanted[name], held[name])
+        ]
+        if changed:
+            raise ValueError(
+                f"like must have the structure, shapes and dtypes that were saved, got others at "
+                f"{changed[:3]}. Build it as the run that was saved did."
+            )
+        args = orbax.args.Composite(training=orbax.args.StandardRestore(wanted))
+        saved = reader.restore(newest, args=args)["training"]
+    return jax.tree.unflatten(jax.tree.structure(like), [saved[name] for name in wanted])
 
 
 def _orbax() -> types.ModuleType:
@@ -151,6 +148,19 @@ def _newest(orbax: types.ModuleType, path: str | os.PathLike[str]) -> str:
             f"path must hold a checkpoint that save wrote, got {path!r}. Check it, or save one first."
         )
     return os.path.join(path, str(max(steps)))
+
+
+def _reader(orbax: types.ModuleType) -> Any:
+    handlers = dict(
+        config=orbax.JsonCheckpointHandler(),
+        model=orbax.StandardCheckpointHandler(),
+        training=orbax.StandardCheckpointHandler(),
+    )
+    return orbax.Checkpointer(orbax.CompositeCheckpointHandler(**handlers))
+
+
+def _fits(leaf: Any, held: Any) -> bool:
+    return np.shape(leaf) == tuple(held.shape) and getattr(leaf, "dtype", held.dtype) == held.dtype
 
 
 def _named_variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
@@ -176,7 +186,10 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """The leaf with a sharding that arrays can be read into: of the mesh in context, or the first device."""
+    sharding: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if leaf.sharding:
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), leaf.sharding.spec)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
