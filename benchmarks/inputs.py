@@ -89,6 +89,10 @@ class Draw:
     noise: float | None = None
 
 
+class NotCoherent(ValueError):
+    """The sequence is too short for neighbours to differ as much as a coherent row demands."""
+
+
 def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
     """Shape of the argument or result called `name`."""
     batch, length = shape.batch, shape.length
@@ -128,7 +132,7 @@ def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Cho
     """Queries, with the blocks that `choose` selects for them (no selection if None).
 
     Raises:
-      ValueError: no noise makes a coherent selection of this length that counts.
+      NotCoherent: no noise makes a coherent selection of this length that counts.
     """
     if choose is None:
         return Draw(distribution, _queries(shape, config, None))
@@ -143,7 +147,11 @@ def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Cho
 
 
 def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
-    """Independent queries, with blocks that were drawn and not computed: for `selected_attention` alone."""
+    """Independent queries, with blocks that were drawn and not computed: for `selected_attention` alone.
+
+    Raises:
+      NotCoherent: as `draw_queries`.
+    """
 
     def attempt(noise: float | None) -> Draw:
         blocks = _scored_blocks(key("scores"), noise, shape=shape, config=config)
@@ -161,8 +169,8 @@ def overlap(block_indices: Int[Array, "B T K R"]) -> Overlap:
     share = shared / np.maximum((blocks[:, :, 1:] >= 0).sum(-1), 1)
     fours = blocks[:, :, : length // 4 * 4].reshape(batch, kv_heads, length // 4, -1)
     fours = np.sort(fours, axis=-1)
-    starts = np.diff(fours, axis=-1, prepend=-1) != 0  # a step up; the first counts unless it is -1
-    return Overlap(float(share.mean()), float((starts & (fours >= 0)).sum(-1).mean()))
+    different = (np.diff(fours, axis=-1, prepend=-1) != 0).sum(-1)  # sorted: each step up is a new block
+    return Overlap(float(share.mean()), float(different.mean()))
 
 
 def _first_that_counts(attempt: Callable[[float], Draw], shape: Shape) -> Draw:
@@ -173,7 +181,7 @@ def _first_that_counts(attempt: Callable[[float], Draw], shape: Shape) -> Draw:
         if draw.overlap.counts_as_coherent:
             return draw
         best = max(best, draw.overlap.mean_union_4) if best else draw.overlap.mean_union_4
-    raise ValueError(
+    raise NotCoherent(
         f"a coherent selection must have adjacent_share <= {MAX_ADJACENT_SHARE} and mean_union_4 >= "
         f"{MIN_MEAN_UNION_4}, got at most {best:.1f} at length {shape.length}. Measure a longer one."
     )

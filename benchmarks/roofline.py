@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.inputs import ARGUMENTS, Shape, tensor_shape
+from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_shape
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 
@@ -57,7 +57,7 @@ def measure_ceiling(dtype: str, *, matmul_size: int | None = None, copy_bytes: i
     copy_bytes = copy_bytes or (1 << 28 if on_cpu else 1 << 30)
     # A product of f32 inputs is held to f32 accuracy everywhere in this package, so here too.
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
-    matrix = jnp.ones((matmul_size, matmul_size), dtype)
+    matrix = jax.random.normal(key("matrix"), (matmul_size, matmul_size)).astype(dtype)
     seconds = _best_s(lambda _: multiply(matrix, matrix), None)
     # Into the donated array itself: a new one would be timed with its page faults.
     copy = jax.jit(lambda words: words + 1, donate_argnums=0)

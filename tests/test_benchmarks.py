@@ -92,6 +92,14 @@ def test_attention_prints_reasons_of_refusal(capsys):
     assert re.search(r"refused: dense_attention xla fwd .*: longer than --dense-up-to 200", printed)
 
 
+@pytest.mark.parametrize("length", ["0", "-4", "x", "64:forward", "64:decode", ":fwd"])
+def test_lengths_are_checked_before_anything_runs(capsys, length):
+    with pytest.raises(SystemExit):
+        attention.main([f"--lengths={length}"])
+
+    assert f"got {length}" in capsys.readouterr().err
+
+
 def test_too_short_for_coherent_is_refused(capsys):
     command = ["--lengths", "300:fwd", "--operations", "selected_attention", "--distributions", "coherent"]
 
@@ -378,20 +386,28 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
         plot.main([str(path), "--run-id", "z"])
 
 
-def committed_tables() -> list[tuple[str, str, str]]:
-    """Document, results file and what follows its mark there."""
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+def stale_tables(root: pathlib.Path) -> list[str]:
+    """Documents with a table that is not what `plot --markdown` makes of the rows it names."""
     found = []
-    for document in documents:
+    for document in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         parts = re.split(r"<!-- (benchmarks/results/\S+\.jsonl) -->\n", document.read_text(encoding="utf-8"))
-        found += [(document.name, *pair) for pair in itertools.batched(parts[1:], 2)]
+        for results, text in itertools.batched(parts[1:], 2):
+            if not text.startswith(plot.markdown(plot.one_run(records.read(root / results)))):
+                found.append(f"{document.name}: {results}")
     return found
 
 
-def test_tables_of_the_documents_are_those_of_the_rows():
-    for document, results, text in committed_tables():
-        expected = plot.markdown(plot.one_run(records.read(ROOT / results)))
-        assert text.startswith(expected), f"{document}: replace the table of {results} by plot --markdown"
+def test_tables_in_documents_are_those_of_the_rows(tmp_path):
+    results = tmp_path / "benchmarks" / "results" / "x.jsonl"
+    rows = [make_row(), make_row(operation="dense_attention")]
+    records.append(results, rows)
+    table = f"# Title\n<!-- benchmarks/results/x.jsonl -->\n{plot.markdown(rows)}\n\nMore.\n"
+    (tmp_path / "README.md").write_text(table.replace("2.000", "1.999"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "good.md").write_text(table)
+
+    assert stale_tables(tmp_path) == ["README.md: benchmarks/results/x.jsonl"]
+    assert stale_tables(ROOT) == [], "run python -m benchmarks.plot --markdown and paste what it prints"
 
 
 def test_committed_rows_have_the_paper_configuration():
