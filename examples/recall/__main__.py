@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 try:
     import optax  # noqa: F401 (training needs it: say so before anything else)
@@ -20,7 +21,7 @@ from flax import nnx
 from benchmarks.records import Environment, environment
 from examples.recall import results, training
 from examples.recall.inspection import inspect
-from examples.recall.results import Row
+from examples.recall.results import Arm, Row
 from examples.recall.task import RecallTask, check_sparse_and_far
 from examples.recall.training import Schedule
 from nsa_jax.config import NSAConfig
@@ -87,9 +88,10 @@ def run(settings: Settings, path: pathlib.Path | None) -> list[Row]:
         flush=True,
     )
     rows: list[Row] = []
+    arms: tuple[Arm, ...] = ("nsa", "window")
     for seed in settings.seeds:
         steps = None
-        for attention in ("nsa", "window"):
+        for attention in arms:
             row = _train_and_measure(settings, here, seed, attention, steps)
             steps = row.steps
             rows.append(row)
@@ -101,7 +103,7 @@ def run(settings: Settings, path: pathlib.Path | None) -> list[Row]:
 
 
 def _train_and_measure(
-    settings: Settings, here: Environment, seed: int, attention: str, steps: int | None
+    settings: Settings, here: Environment, seed: int, attention: Arm, steps: int | None
 ) -> Row:
     """Trains one model; given `steps` it takes just as many, whatever its accuracy."""
     model = dataclasses.replace(settings.model, attention=attention)
@@ -146,7 +148,7 @@ def _train_and_measure(
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    def chosen(kind: type) -> dict[str, object]:
+    def chosen(kind: type) -> dict[str, Any]:
         names = {field.name for field in dataclasses.fields(kind)}
         return {name: value for name, value in vars(options).items() if name in names}
 

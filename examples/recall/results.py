@@ -4,14 +4,16 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from examples.recall.inspection import BRANCHES, Inspection
 from examples.recall.task import NEEDED_ACCURACY, WINDOW_BAR, window_reach
 from nsa_jax.config import NSAConfig
 
 COMMITTED = pathlib.Path(__file__).resolve().parent.parent / "results" / "recall.jsonl"
-NAMES = {"nsa": "NSA", "window": "window alone"}
+type Arm = Literal["nsa", "window"]
+
+NAMES: dict[Arm, str] = {"nsa": "NSA", "window": "window alone"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class Row:
 
     run_id: str
     example: str
-    attention: str
+    attention: Arm
     seed: int
     steps: int
     seconds: float

@@ -121,7 +121,7 @@ def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
 
 
-def _loss(logits: Float[Array, "B T vocab"], answers: Int[Array, "B T"]) -> tuple[Array, Array]:
+def _loss(logits: Float[Array, "B T vocab"], answers: Int[Array | np.ndarray, "B T"]) -> tuple[Array, Array]:
     """Mean loss and accuracy over the tokens that have an answer."""
     scored = answers >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(answers, 0))
