@@ -18,7 +18,7 @@ from nsa_jax.config import Tiles
 
 MODULES = {"reference": reference, "xla": attention}
 
-# The oracle need not be fast, and half its compile time goes into making it so.
+# Half the compile time of the oracle goes into making it fast, which it need not be.
 OPTIONS = {"reference": {"xla_backend_optimization_level": 0}, "xla": {}}
 
 BRANCHES = ("cmp", "slc", "win")

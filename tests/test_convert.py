@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OVERLAPPING
 from messages import has_form
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
 
-CONFIG = OVERLAPPING  # blocks of 16, 4 of them
+CONFIG = NSAConfig(selection_block_size=16, compression_block_size=16, num_selected_blocks=4)
 convert = functools.partial(block_indices_from_ranges, config=CONFIG)
 
 

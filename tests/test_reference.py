@@ -44,6 +44,17 @@ def test_importance_is_the_probability_times_the_strides_of_a_block():
     assert np.abs(scores.sum(-1) - np.where(sees_a_block, heads * strides, 0)).max() < 1e-12
 
 
+def test_cases_leave_blocks_out():
+    """Where all candidates fit, any importance selects the same."""
+    for name in ("plain", "packed_rows", "window_of_one_many_forced", "adjoining_blocks_dims_of_one"):
+        case, blocks = BY_NAME[name], by_brute_force(name)["blocks"]
+        full = (blocks >= 0).all(-1)
+        left_out = blocks.max(-1) >= case.config.num_selected_blocks
+
+        assert (full & left_out).sum() >= 40, name
+        assert len({tuple(row) for row in blocks[full & left_out].tolist()}) >= 15, name
+
+
 def test_equal_keys_average_the_visible_values():
     case = PLAIN
     config, operands = case.config, case.draw()
@@ -79,7 +90,7 @@ def test_selection_that_repeats_forgets_or_runs_ahead_attends_each_past_token_on
     case = PLAIN
     blocks = by_brute_force("plain")["blocks"].copy()
     blocks[:, 30:, :, 1] = blocks[:, 30:, :, 0]
-    blocks[:, 40:, :, 2] = 3  # begins at 48
+    blocks[:, 40:, :, 2] = 9  # begins at 54
     found = evaluate("reference", case, block_indices=blocks)
     unique = np.full_like(blocks, -1)
     for index in np.ndindex(blocks.shape[:3]):
