@@ -1,0 +1,319 @@
+"""The language model: its composition, its names, its kinds of attention, its steps through a cache."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import DenseAttention, NSAAttention
+
+CONFIG = TransformerConfig(
+    vocab_size=11,
+    num_layers=2,
+    model_dim=12,
+    num_heads=4,
+    num_kv_heads=2,
+    nsa=NSAConfig(
+        compression_block_size=4,
+        compression_stride=2,
+        selection_block_size=4,
+        num_selected_blocks=3,
+        num_local_blocks=1,
+        window_size=5,
+    ),
+)
+DENSE = dataclasses.replace(CONFIG, attention="dense")
+LENGTH = 17
+TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+
+# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def abstract_model(config=CONFIG, **arguments):
+    return nnx.eval_shape(lambda: Transformer(config, **arguments, rngs=nnx.Rngs(0)))
+
+
+def make_model(config=CONFIG):
+    """A model with random parameters, made without compiling their initialisers."""
+    graph, state = nnx.split(abstract_model(config))
+    rng = np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(state):
+        shape = variable.get_value()
+        scale = 1 if len(shape.shape) == 1 else 0.3
+        variable.set_value(jnp.asarray(scale * rng.standard_normal(shape.shape), shape.dtype))
+    return nnx.merge(graph, state)
+
+
+def tokens(rows=2, length=LENGTH, seed=0):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (rows, length))
+
+
+def paths(model):
+    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+
+
+@functools.cache
+def float64_model():
+    """A model of one NSA layer, and its logits and selections for `tokens()`."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=1, dtype="float64", param_dtype="float64", tie_embeddings=False
+    )
+    with jax.enable_x64(True):
+        model = make_model(config)
+        logits, selections = quick_jit(lambda tokens: (model(tokens), model.inspect(tokens)))(tokens())
+    return model, np.asarray(logits), selections
+
+
+def test_logits_are_those_of_the_written_out_model():
+    model, logits, selections = float64_model()
+    layer = model.layers[0]
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale)
+
+    x = np.asarray(model.embed.embedding)[tokens()]
+    normed = norm(x, layer.attention_norm.scale)
+    with jax.enable_x64(True):
+        attended, selection = quick_jit(lambda x: (layer.attention(x), layer.attention.inspect(x)))(normed)
+    x = x + np.asarray(attended)
+    gate, up, down = (
+        np.asarray(getattr(layer.mlp, f"{name}_proj").kernel) for name in ("gate", "up", "down")
+    )
+    normed = norm(x, layer.mlp_norm.scale)
+    x = x + (normed @ gate / (1 + np.exp(-(normed @ gate))) * (normed @ up)) @ down
+    expected = norm(x, model.final_norm.scale) @ np.asarray(model.lm_head.kernel)
+
+    # About 100 additions on the longest chain, of terms at most 10 times the scale of the logits.
+    tolerance = 1000 * np.finfo(np.float64).eps * np.abs(expected).max()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
+    assert len(selections) == 1
+    np.testing.assert_array_equal(selections[0].block_indices, selection.block_indices)
+    np.testing.assert_allclose(selections[0].gates, selection.gates, rtol=0, atol=tolerance)
+
+
+def test_steps_of_a_cache_equal_the_full_forward():
+    """Ragged prefill in two chunks, then steps of three tokens, two and none."""
+    model, logits, _ = float64_model()
+    ids = tokens()
+    tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
+    with jax.enable_x64(True):
+        step = quick_jit(functools.partial(model.decode_step, count_reads=True))
+        prefill = quick_jit(lambda *given: (model.prefill(*given[:2])[0], *model.prefill(*given)))
+        cache = model.init_cache(2, LENGTH)
+        for counts in ([6, 3], [4, 6]):
+            start = np.asarray(cache[0].lengths)
+            chunk = np.stack(
+                [np.resize(ids[row, start[row] : start[row] + counts[row]], 6) for row in range(2)]
+            )
+            last_of_all, last, cache = prefill(chunk, cache, np.array(counts))
+            for row in range(2):
+                expected = logits[row, start[row] + counts[row] - 1]
+                np.testing.assert_allclose(last[row], expected, rtol=0, atol=tolerance)
+                if counts[row] == 6:
+                    np.testing.assert_allclose(last_of_all[row], expected, rtol=0, atol=tolerance)
+        for counts in ([3, 3], [2, 0], [1, 3]):
+            start = np.asarray(cache[0].lengths)
+            chunk = np.stack([np.resize(ids[row, start[row] : start[row] + 3], 3) for row in range(2)])
+            out, cache, reads = step(chunk, cache, np.array(counts))
+            for row, count in enumerate(counts):
+                expected = logits[row, start[row] : start[row] + count]
+                np.testing.assert_allclose(out[row, :count], expected, rtol=0, atol=tolerance)
+    np.testing.assert_array_equal(cache[0].lengths, [16, 15])
+    assert len(cache) == len(reads) == 1
+    assert reads[0].win[1, 2, 0] == CONFIG.nsa.window_size
+
+
+def test_one_step_of_training_moves_every_parameter():
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    model = make_model(config)
+    graph, state = nnx.split(model)
+    ids = tokens()
+
+    def loss(state):
+        logits = nnx.merge(graph, state)(ids[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+    compute, losses, trained = quick_jit(jax.value_and_grad(loss)), [], state
+    for _ in range(5):
+        value, gradients = compute(trained)
+        losses.append(float(value))
+        trained = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, trained, gradients)
+
+    assert losses[-1] < losses[0]
+    before = dict(nnx.to_flat_state(state))
+    for path, variable in nnx.to_flat_state(trained):
+        assert (variable.get_value() != before[path].get_value()).any(), path
+
+
+def dense_loss(config):
+    graph, state = nnx.split(make_model(config))
+    cotangent = np.random.default_rng(1).standard_normal((2, LENGTH, CONFIG.vocab_size))
+
+    def loss(state, ids, segment_ids=None):
+        return (nnx.merge(graph, state)(ids, segment_ids=segment_ids) * cotangent).sum()
+
+    return state, loss
+
+
+def test_remat_changes_no_gradient():
+    gradients = []
+    for remat in (False, True):
+        state, loss = dense_loss(dataclasses.replace(DENSE, num_layers=1, remat=remat))
+        compute = jax.jit(jax.grad(loss))
+        gradients.append(compute(state, tokens()))
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss))(state, tokens()))
+        assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
+
+    for plain, recomputed in zip(*map(jax.tree.leaves, gradients), strict=True):
+        # The same additions, about 200 of them, fused and so rounded in other ways.
+        tolerance = 200 * np.finfo(np.float32).eps * np.abs(plain).max()
+        np.testing.assert_allclose(recomputed, plain, rtol=0, atol=tolerance)
+
+
+def test_remat_of_nsa_layers_traces():
+    graph, state = nnx.split(abstract_model(dataclasses.replace(CONFIG, remat=True)))
+
+    gradients = jax.eval_shape(jax.grad(lambda state, ids: nnx.merge(graph, state)(ids).sum()), state, TOKENS)
+
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_packed_rows_equal_each_sequence_alone(kind):
+    model = make_model(dataclasses.replace(CONFIG, attention=kind))
+    ids, segment_ids = tokens(1), np.array([[4] * 7 + [0] * 2 + [1] * 8])
+    run = nnx.jit(lambda model, ids, segment_ids=None: model(ids, segment_ids=segment_ids))
+
+    packed = run(model, ids, segment_ids)
+
+    for place in (np.s_[:, :7], np.s_[:, 9:]):
+        alone = run(model, ids[place])
+        # Two layers of about 100 additions each.
+        tolerance = 200 * np.finfo(np.float32).eps * np.abs(alone).max()
+        np.testing.assert_allclose(packed[place], alone, rtol=0, atol=tolerance)
+
+
+def test_kinds_of_attention():
+    layers = [
+        abstract_model(dataclasses.replace(CONFIG, attention=kind)).layers[1].attention
+        for kind in ("nsa", "dense", "window")
+    ]
+
+    assert [type(layer) for layer in layers] == [NSAAttention, DenseAttention, DenseAttention]
+    assert layers[0].config == CONFIG.nsa
+    assert layers[1].window is None
+    assert layers[2].window.window_size == CONFIG.nsa.window_size
+
+
+NSA_NAMES = {
+    *(f"{name}_proj.kernel" for name in ("query", "key_cmp", "key_slc", "key_win", "out")),
+    *(f"{name}_proj.kernel" for name in ("value_cmp", "value_slc", "value_win")),
+    *(f"gate.{name}" for name in ("kernel_in", "bias_in", "kernel_out", "bias_out")),
+    *(
+        f"compressor_{what}.{name}"
+        for what in ("key", "value")
+        for name in ("position_embedding", "kernel_in", "bias_in", "kernel_out", "bias_out")
+    ),
+}
+DENSE_NAMES = {f"{name}_proj.kernel" for name in ("query", "key", "value", "out")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention_names"),
+    [({}, NSA_NAMES), (dict(attention="dense"), DENSE_NAMES), (dict(attention="window"), DENSE_NAMES)],
+    ids=["nsa", "dense", "window"],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_parameters_have_the_names_that_checkpoints_rely_on(changes, attention_names, tied):
+    model = abstract_model(dataclasses.replace(CONFIG, tie_embeddings=tied, **changes))
+
+    of_a_layer = {f"attention.{name}" for name in attention_names}
+    of_a_layer |= {f"mlp.{name}_proj.kernel" for name in ("gate", "up", "down")}
+    of_a_layer |= {"attention_norm.scale", "mlp_norm.scale"}
+    expected = {f"layers.{index}.{name}" for index in range(2) for name in of_a_layer}
+    expected |= {"embed.embedding", "final_norm.scale"} | (set() if tied else {"lm_head.kernel"})
+    assert paths(model) == expected
+
+
+@pytest.mark.parametrize(("dtype", "logits_dtype"), [("bfloat16", "float32"), ("float32", "float32")])
+def test_logits_are_float32_at_least(dtype, logits_dtype):
+    model = abstract_model(dataclasses.replace(CONFIG, dtype=dtype))
+
+    logits = nnx.eval_shape(lambda model, ids: model(ids), model, TOKENS)
+
+    assert (logits.shape, logits.dtype) == ((2, LENGTH, CONFIG.vocab_size), logits_dtype)
+    assert model.layers[0].attention.query_proj.kernel.dtype == jnp.float32
+    assert jax.eval_shape(lambda: model.init_cache(1, 8))[0].key_slc.dtype == dtype
+
+
+def test_default_width_of_the_mlp():
+    assert abstract_model().layers[0].mlp.up_proj.kernel.shape == (12, 32)
+    assert abstract_model(dataclasses.replace(CONFIG, mlp_dim=7)).layers[0].mlp.up_proj.kernel.shape == (
+        12,
+        7,
+    )
+    assert abstract_model(dataclasses.replace(CONFIG, head_dim=5)).layers[0].attention.head_dim == 5
+
+
+def test_sharding_metadata():
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = {"model": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    with jax.set_mesh(mesh):
+        model = nnx.as_abstract(
+            abstract_model(dataclasses.replace(CONFIG, tie_embeddings=False), sharding=sharding)
+        )
+
+    assert model.embed.embedding.sharding.spec == jax.P("tensor", "fsdp")
+    assert model.lm_head.kernel.sharding.spec == jax.P("fsdp", "tensor")
+    assert model.layers[0].mlp.up_proj.kernel.sharding.spec == jax.P("fsdp", "tensor")
+    assert model.layers[0].mlp.down_proj.kernel.sharding.spec == jax.P("tensor", "fsdp")
+    assert model.layers[1].attention.out_proj.kernel.sharding.spec == jax.P("tensor", None, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_layers=0), r"num_layers must be at least 1, got 0\. Pass"),
+        (dict(attention="sparse"), r"attention must be one of .*, got 'sparse'\. Choose"),
+        (dict(dtype="int32"), r"dtype must be floating, got 'int32'\. Pass"),
+        (dict(num_heads=3), r"num_kv_heads must divide num_heads, got 2 and 3\. Give"),
+        (dict(compression="max"), r"compression must be \"mlp\" or \"mean\", got 'max'\. Choose"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_configuration(changes, message):
+    with pytest.raises(ValueError, match=message):
+        abstract_model(dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.parametrize(
+    "ids", [TOKENS.update(shape=(5,)), TOKENS.update(dtype=jnp.float32)], ids=["rank", "dtype"]
+)
+def test_wrong_tokens(ids):
+    with pytest.raises(ValueError, match=r"tokens must be integers of shape \[batch, tokens\], got .* Add"):
+        nnx.eval_shape(lambda model, ids: model(ids), abstract_model(), ids)
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_only_nsa_has_a_cache_and_a_selection(kind):
+    model = abstract_model(dataclasses.replace(CONFIG, attention=kind))
+    calls = {
+        "a cache": lambda: model.init_cache(1, 8),
+        "inspect": lambda: model.inspect(tokens()),
+        "prefill": lambda: model.prefill(tokens(), ()),
+        "decode_step": lambda: model.decode_step(tokens(), ()),
+    }
+
+    for name, call in calls.items():
+        with pytest.raises(
+            NotImplementedError, match=f"{name} needs NSA layers, got attention='{kind}'. Build"
+        ):
+            call()
