@@ -98,9 +98,10 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
             ratios.plot(*zip(*points, strict=True), marker="o", label=name)
         ratios.axhline(1, color="grey", linewidth=1)
         times.set(yscale="log", ylabel="ms (median, p20-p80)", title=f"{mode}: time")
-        ratios.set(yscale="log", ylabel="dense time / NSA time", title=f"{mode}: speed-up over dense")
+        ratios.set(ylabel="dense time / NSA time", title=f"{mode}: speed-up over dense")
         for panel in (times, ratios):
             panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
             panel.set_xlabel("tokens")
             panel.grid(alpha=0.3)
             if panel.get_legend_handles_labels()[0]:
