@@ -69,12 +69,17 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def measure(
-    runs: Mapping[str, Callable[[], Any]], *, budget_s: float, min_samples: int = 3, max_samples: int = 50
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    budget_s: float,
+    min_samples: int = 3,
+    max_samples: int = 50,
+    max_rounds: int = 50,
 ) -> dict[str, Timing]:
     """Times each of `runs`, interleaved.
 
     Each is warmed up once, which says how many samples fit into `budget_s`. They are spread over as many
-    rounds as the slowest has samples, so that each round holds some of everybody.
+    rounds as the slowest has samples, `max_rounds` at most, so that each round holds some of everybody.
     """
     samples: dict[str, list[float]] = {}
     wanted: dict[str, int] = {}
@@ -83,7 +88,7 @@ def measure(
         samples[name] = [first] if first >= LONG_RUN_S else []
         fitting = int(budget_s / max(first, 1e-9))
         wanted[name] = min(max(fitting, min_samples), max_samples) - len(samples[name])
-    rounds = max(min(wanted.values()), 1)
+    rounds = max(min(max_rounds, *wanted.values()), 1)
     for turn in range(rounds):
         for name, run in runs.items():
             for _ in range(wanted[name] * turn // rounds, wanted[name] * (turn + 1) // rounds):

@@ -330,6 +330,10 @@ def test_samples_take_turns(monkeypatch):
     assert order == ["slow", "fast", *["slow", "fast", "fast"] * 3]
     assert timings["fast"].median_ms == 500
 
+    order.clear()
+    timing.measure(runs, budget_s=4.0, max_rounds=2)
+    assert order == ["slow", "fast", *["slow"], *["fast"] * 4, *["slow"] * 2, *["fast"] * 4]
+
 
 def test_a_long_first_run_is_a_sample(monkeypatch):
     durations = iter([30.0, 20.0, 25.0])
