@@ -9,6 +9,7 @@ import pytest
 from cache_layer import SMALL, Layer
 
 from nsa_jax import layout, reference
+from nsa_jax.cache import steps
 from nsa_jax.config import NSAConfig
 
 LENGTH = 61  # 7 full selection blocks and a partial one, of which a query attends 4
@@ -166,6 +167,22 @@ def test_capacity_shorter_than_a_compression_block(layer):
     for t in range(3):
         out, cache = layer.decode_step(cache, *layer.slice(t, 1))
         layer.agree(out, np.s_[:, t : t + 1])
+
+
+def test_numpy_arrays_outside_jit(layer, monkeypatch):
+    """A cache that was stored and read again is written as in the compiled step.
+
+    The compressor may round differently there; its keys lie in -1 .. 1. Attending is left out, for speed.
+    """
+    held = jax.tree.map(np.asarray, layer.filled([9, 12], LENGTH))
+    operands = layer.slice([9, 12], 1)
+    _, expected = layer.decode_step(held, *operands)
+
+    monkeypatch.setattr(steps, "_attend", lambda *arguments: (None, None))
+    _, after = steps.decode_step(held, *operands, config=SMALL, compress=layer.compress)
+
+    for written, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(written, wanted, rtol=0, atol=8 * np.finfo(np.float32).eps)
 
 
 def test_steps_in_a_compiled_loop_equal_full_forward(layer):

@@ -66,6 +66,9 @@ def prefill(
     checks.check_operands(cache, query, tokens, gates, num_tokens)
     checks.step_capacity(cache, config)
     checks.check_room(cache, query.shape[1], num_tokens)
+    cache, query, tokens, gates, num_tokens = jax.tree.map(
+        jnp.asarray, (cache, query, tokens, gates, num_tokens)
+    )
     new = slots.admit(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     rings, recent = {}, {}
     for name, ring, token, history in _rings(cache, tokens, config):
@@ -129,6 +132,9 @@ def decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "prefill, or init_cache with a larger step_capacity."
         )
+    cache, query, tokens, gates, num_tokens = jax.tree.map(
+        jnp.asarray, (cache, query, tokens, gates, num_tokens)
+    )
     new = slots.admit(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     rings, recent = {}, {}
     for name, ring, token, history in _rings(cache, tokens, config):
