@@ -1,0 +1,122 @@
+"""The folder of a run: what lies in it, how it is written without loss, how it is resumed."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from flax import nnx
+
+from examples.train_lm.errors import InputError
+from examples.train_lm.settings import Settings
+from nsa_jax.model import Transformer, restore, restore_training, save
+
+
+class RunFolder:
+    """Paths and contents of one run.
+
+    `settings.json` says what runs, `curve.jsonl` has one row a step, `checkpoint` the state to go on from,
+    `result.jsonl` one object when the run is complete; pictures and a text sample lie beside them.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self.checkpoint = path / "checkpoint"
+        self.curve = path / "curve.jsonl"
+        self.result = path / "result.jsonl"
+
+    def open_new(self, identity: dict[str, Any]) -> None:
+        """Makes the folder of a new run; `identity` is what a resumed run must share with it.
+
+        Raises:
+          InputError: the path is taken, or cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            taken = any(self.path.iterdir())
+        except OSError as error:
+            raise InputError(
+                f"--output must be a folder that can be made, got {str(self.path)!r} ({error.strerror}). "
+                "Name another."
+            ) from error
+        if taken:
+            raise InputError(
+                f"--output must be a new or empty folder, got {str(self.path)!r} with files in it. "
+                "Pass --resume to continue that run, or name another folder."
+            )
+        write(self.path / "settings.json", json.dumps(identity, indent=1))
+
+    def open_again(self, identity: dict[str, Any]) -> None:
+        """Checks that the folder holds this run.
+
+        Raises:
+          InputError: it holds no run, or another one.
+        """
+        try:
+            found = json.loads((self.path / "settings.json").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(
+                f"--resume must find a run in --output, got none in {str(self.path)!r}. "
+                "Start it without --resume."
+            ) from error
+        differing = sorted(
+            name for name in identity.keys() | found.keys() if identity.get(name) != found.get(name)
+        )
+        if differing:
+            got = ", ".join(f"{name}={identity.get(name)!r}" for name in differing)
+            has = ", ".join(f"{name}={found.get(name)!r}" for name in differing)
+            raise InputError(
+                f"--resume must continue the run that --output holds, got {got} where it has {has}. "
+                "Pass the options it was started with, or name another --output."
+            )
+
+    def save(self, model: Transformer, moments: Any, step: int, curve: list[dict[str, Any]]) -> None:
+        """Writes the curve and a checkpoint; killed at any moment, the last complete checkpoint remains."""
+        write_rows(self.curve, curve)
+        save(self.checkpoint, model, training={"moments": moments, "step": step})
+
+    def load(
+        self, settings: Settings, moments: Any
+    ) -> tuple[nnx.State, Any, int, list[dict[str, Any]]] | None:
+        """Parameters, optimizer state like `moments`, step and curve of the last checkpoint, if there is one.
+
+        Raises:
+          InputError: the checkpoint is one of another configuration.
+        """
+        try:
+            model = restore(self.checkpoint, settings.model)
+            training = restore_training(self.checkpoint, {"moments": moments, "step": 0})
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise InputError(f"--resume must find a checkpoint of this configuration: {error}") from error
+        step = training["step"]
+        # The curve is written first and may be ahead.
+        curve = [row for row in read_rows(self.curve) if row["step"] <= step]
+        return nnx.state(model), training["moments"], step, curve
+
+
+def write(path: pathlib.Path, content: str | bytes) -> None:
+    """Replaces a file as a whole: a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Writes JSON Lines."""
+    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads JSON Lines; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,149 @@
+"""Training and measuring: AdamW on next-byte loss, resumable at any checkpoint, bit for bit."""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from examples.train_lm.run_folder import RunFolder
+from examples.train_lm.settings import Settings
+from examples.train_lm.text import Corpus
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.model import Transformer
+
+FINAL_RATE_SHARE = 0.1
+EVALUATION_BATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Where training stands; `curve` has a row a step: `step, seconds, bits_per_byte`, some `held_out`."""
+
+    model: Transformer
+    step: int
+    curve: list[dict[str, Any]]
+    compile_seconds: float
+
+
+def train(
+    settings: Settings,
+    corpus: Corpus,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    stop_at: int | None = None,
+    evaluations: int = 5,
+    checkpoint_every: int = 50,
+) -> Trained:
+    """Trains from the start or the last checkpoint to the last step, or to `stop_at` if that comes first.
+
+    The state is checkpointed every `checkpoint_every` steps and at the end. Held-out loss is measured
+    `evaluations` times, evenly spread, the last time after the last step.
+    """
+    saved = folder.load(settings, zero_moments(settings)) if resume else None
+    started = time.perf_counter()
+    graph, update = _compile_update(settings)
+    compile_seconds = time.perf_counter() - started
+    if saved is None:
+        parameters = nnx.state(settings.new_model())
+        saved = parameters, make_optimizer(settings).init(parameters), 0, []
+    parameters, moments, step, curve = saved
+
+    sizes = dict(batch=settings.batch, length=settings.length, seed=settings.seed)
+    last = settings.steps if stop_at is None else min(stop_at, settings.steps)
+    evaluate_at = {round(settings.steps * (i + 1) / evaluations) for i in range(evaluations)}
+    held_out = corpus.held_out_rows(settings.length)
+    seconds = curve[-1]["seconds"] if curve else 0.0
+    with tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
+        while step < last:
+            started = time.perf_counter()
+            parameters, moments, loss = update(parameters, moments, corpus.batch(step, **sizes))
+            bits = float(loss) / math.log(2)
+            elapsed = time.perf_counter() - started
+            step, seconds = step + 1, seconds + elapsed
+            row = {"step": step, "seconds": round(seconds, 3), "bits_per_byte": bits}
+            curve.append(row)
+            bar.set_postfix_str(
+                f"{bits:.3f} bits/byte, {settings.batch * settings.length / elapsed:.0f} tokens/s",
+                refresh=False,
+            )
+            bar.update()
+            if step in evaluate_at:
+                row["held_out"] = evaluate(nnx.merge(graph, parameters), held_out)
+                bar.write(f"step {step}: held-out {row['held_out']:.4f} bits/byte")
+            if step % checkpoint_every == 0 or step == last:
+                folder.save(nnx.merge(graph, parameters), moments, step, curve)
+    return Trained(nnx.merge(graph, parameters), step, curve, compile_seconds)
+
+
+def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"]) -> float:
+    """Mean bits per byte over sequences; each byte after the first is predicted from those before it."""
+    graph, parameters = nnx.split(model)
+    total = 0.0
+    for first in range(0, len(rows), EVALUATION_BATCH):
+        batch = rows[first : first + EVALUATION_BATCH]
+        # The last batch is filled up, so that there is one shape and one compilation.
+        filled = np.pad(batch, ((0, EVALUATION_BATCH - len(batch)), (0, 0)))
+        total += np.asarray(_row_losses(graph, parameters, filled), np.float64)[: len(batch)].sum()
+    return total / len(rows) / math.log(2)
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW on clipped gradients; matrices decay, biases and norms do not."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        settings.learning_rate,
+        min(settings.warmup, settings.steps // 2),
+        settings.steps,
+        FINAL_RATE_SHARE * settings.learning_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            rate, b2=0.98, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+        ),
+    )
+
+
+def zero_moments(settings: Settings) -> Any:
+    """A tree like the optimizer's state, to read a checkpoint into."""
+    parameters = nnx.state(settings.abstract_model())
+    moments = jax.eval_shape(make_optimizer(settings).init, parameters)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), moments)
+
+
+@functools.lru_cache(maxsize=1)
+def _compile_update(settings: Settings) -> tuple[nnx.GraphDef, Any]:
+    """The model's structure and the compiled step, which takes parameters, optimizer state and sequences."""
+    graph, parameters = nnx.split(settings.abstract_model())
+    moments = jax.eval_shape(make_optimizer(settings).init, parameters)
+    rows = jax.ShapeDtypeStruct((settings.batch, settings.length + 1), np.int32)
+    return graph, _update.lower(graph, parameters, moments, rows, settings).compile()
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "settings"), donate_argnames=("parameters", "moments"))
+def _update(graph, parameters, moments, rows, settings):
+    def objective(parameters):
+        return _losses(graph, parameters, rows).mean()
+
+    loss, gradient = jax.value_and_grad(objective)(parameters)
+    updates, moments = make_optimizer(settings).update(gradient, moments, parameters)
+    return optax.apply_updates(parameters, updates), moments, loss
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _row_losses(graph, parameters, rows) -> Float[Array, " rows"]:
+    return _losses(graph, parameters, rows).mean(axis=1)
+
+
+def _losses(graph, parameters, rows: Int[Array, "rows T+1"]) -> Float[Array, "rows T"]:
+    logits = nnx.merge(graph, parameters)(rows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
