@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import Tiles
 
+# A tile may be read for one visible key of it, so a decode step on a large empty cache must not read it all.
+_WIDEST_TILE = 8  # in units of `Tiles.key_tile`
+
 
 class _Chunks(NamedTuple):
     """Queries of one chunk: `rows` pairs each query token with each of the G heads of its KV head."""
@@ -49,7 +52,7 @@ def _forward(query, key, value, start, end, scale, tiles):
         out = jnp.zeros((batch, num_queries, num_heads, value_dim), query.dtype)
         lse = jnp.full((batch, num_queries, num_heads), -jnp.inf, accumulate)
         return (out, lse, jnp.zeros_like(start, jnp.int32)), (query, key, value, start, end, out, lse)
-    tile = min(tiles.key_tile, key.shape[1])
+    tile = tile_size(num_queries, key.shape[1], tiles)
 
     def attend_chunk(chunk: _Chunks):
         rows = chunk.query.shape[2]
@@ -97,7 +100,7 @@ def _backward(scale, tiles, residuals, cotangents):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value), None, None
     num_kv_heads = key.shape[2]
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    tile = min(tiles.key_tile, key.shape[1])
+    tile = tile_size(query.shape[1], key.shape[1], tiles)
     shift, delta = softmax_residuals(out, lse, d_out, d_lse)
 
     def by_chunk(x):
@@ -175,6 +178,12 @@ def join_queries(x: Float[Array, "chunks B K rows X"], num_queries: int, num_hea
     heads = num_heads // num_kv_heads
     x = x.reshape(chunks, batch, num_kv_heads, rows // heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(batch, chunks * (rows // heads), num_heads, dim)[:, :num_queries]
+
+
+def tile_size(num_queries: int, num_keys: int, tiles: Tiles) -> int:
+    """Keys of one tile: more of them where there are few queries, as in a decode step, and tiles cost little but turns."""
+    widening = min(max(tiles.query_chunk // num_queries, 1), _WIDEST_TILE)
+    return min(tiles.key_tile * widening, num_keys)
 
 
 def tiles_of_chunk(start, end, tile: int) -> tuple[Array, Array]:

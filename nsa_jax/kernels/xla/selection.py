@@ -25,7 +25,7 @@ def choose_blocks(
     heads = num_heads // num_kv_heads
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
-    tile = min(tiles.key_tile, max(num_compressed, 1))
+    tile = ranges.tile_size(num_queries, num_compressed, tiles)
 
     def choose_chunk(inputs):
         chunk, lse, position, compression_start = inputs
