@@ -23,7 +23,10 @@ class Stub(nnx.Module):
         return dict(tokens=jnp.zeros((batch, max_length), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
 
     def prefill(self, tokens, cache, num_tokens):
-        return self._logits(self._write(tokens, cache, num_tokens))
+        logits, cache = self._logits(self._write(tokens, cache, num_tokens))
+        return jnp.where(
+            num_tokens[:, None] > 0, logits, -logits
+        ), cache  # no real token: logits mean nothing
 
     def decode_step(self, tokens, cache, num_tokens):
         self.log.traces += 1

@@ -58,6 +58,13 @@ def test_top_p_counts_among_what_top_k_left():
     assert (truncate(logits, top_k=2, top_p=0.5) > -jnp.inf).tolist() == [[True, False, False, False]]
 
 
+def test_top_p_stops_as_soon_as_there_is_enough():
+    """Four equal tokens have exactly a quarter each."""
+    kept = truncate(jnp.zeros((1, 4)), top_p=0.5) > -jnp.inf
+
+    assert kept.tolist() == [[True, True, False, False]]
+
+
 def test_greedy_takes_the_lowest_of_equal_tokens():
     logits = jnp.array([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
 
@@ -66,7 +73,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens():
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, None, None), (0.5, None, None), (2.0, 4, None), (1.0, None, 0.8), (0.7, 5, 0.9)],
+    [(1.0, None, None), (0.5, None, None), (2.0, 4, None), (1.0, None, 0.8), (2.0, None, 0.7), (1.5, 5, 0.9)],
 )
 def test_draws_follow_their_probabilities(temperature, top_k, top_p):
     """Chi-square of 20,000 draws with fixed keys; a right sampler fails at one key in ten thousand."""
@@ -78,6 +85,7 @@ def test_draws_follow_their_probabilities(temperature, top_k, top_p):
     tokens = sample(jnp.tile(row, (draws, 1)), keys, temperature=temperature, top_k=top_k, top_p=top_p)
 
     counts = np.bincount(tokens, minlength=VOCAB)
+    assert len(kept) > 1
     assert counts[kept].sum() == draws
     assert scipy.stats.chisquare(counts[kept], draws * weights / weights.sum()).pvalue > 1e-4
 
