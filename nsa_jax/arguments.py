@@ -8,11 +8,13 @@ import numpy as np
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Int32
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, Tiles
 
 
 def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
-    """Checks arrays given as `name=(array, "B T N H")` and returns the size of each letter; None is skipped.
+    """Checks arrays given as `name=(array, "B T N H")` and returns the size of each letter.
+
+    An array that may be left out is given as `(array, "B S or None")`.
 
     Raises:
       TypeError: something is not an array.
@@ -21,11 +23,11 @@ def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}
     for name, (array, letters) in arrays.items():
-        if array is None:
+        axes = letters.removesuffix(" or None").split()
+        if array is None and letters.endswith(" or None"):
             continue
         if not isinstance(array, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise TypeError(f"{name} must be an array, got {type(array).__name__}. Pass a jax.Array.")
-        axes = letters.split()
         if len(array.shape) != len(axes):
             raise ValueError(
                 f"{name} must have {len(axes)} axes [{', '.join(axes)}], got shape {tuple(array.shape)}. "
@@ -37,7 +39,7 @@ def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
                 source = "by definition" if axis.isdigit() else f"in {origin[axis]}"
                 raise ValueError(
                     f"axis {axis} of {name} must be {expected} ({source}), got shape {tuple(array.shape)}. "
-                    f"{name} is [{', '.join(axes)}]."
+                    f"Pass {name} as [{', '.join(axes)}]."
                 )
             origin.setdefault(axis, name)
     return sizes
@@ -74,6 +76,13 @@ def check_config(config: NSAConfig) -> None:
     """The configuration is an `NSAConfig`, not a dict or a model's configuration."""
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...).")
+
+
+def resolve_tiles(tiles: Tiles | None) -> Tiles:
+    """The default sizes unless given."""
+    if tiles is not None and not isinstance(tiles, Tiles):
+        raise TypeError(f"tiles must be Tiles, got {type(tiles).__name__}. Build them with Tiles(...).")
+    return Tiles() if tiles is None else tiles
 
 
 def check_selection(sizes: dict[str, int], config: NSAConfig) -> None:

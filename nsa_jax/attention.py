@@ -29,8 +29,6 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import NSAConfig, Tiles
 from nsa_jax.dispatch import Implementation, resolve
 
-_DEFAULT_TILES = Tiles()
-
 
 def compressed_attention(
     query: Float[Array, "B T N H"],
@@ -70,7 +68,7 @@ def compressed_attention(
     """
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), value_cmp=(value_cmp, "B C K V"),
-        segment_ids=(segment_ids, "B S"), query_positions=(query_positions, "B T"),
+        segment_ids=(segment_ids, "B S or None"), query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, query=query, key_cmp=key_cmp, value_cmp=value_cmp)
     length = arguments.resolve_compressed_length(sizes, query_positions, config)
@@ -113,8 +111,8 @@ def select_blocks(
       None: no gradient flows through the selection, which is the paper's choice. The compressed branch learns the scores.
     """
     sizes = arguments.bind_shapes(
-        query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), lse_cmp=(lse_cmp, "B T N"),
-        segment_ids=(segment_ids, "B S"), query_positions=(query_positions, "B T"),
+        query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), lse_cmp=(lse_cmp, "B T N or None"),
+        segment_ids=(segment_ids, "B S or None"), query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, query=query, key_cmp=key_cmp)
     length = arguments.resolve_compressed_length(sizes, query_positions, config)
@@ -157,8 +155,8 @@ def selected_attention(
     """
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_slc=(key_slc, "B S K H"), value_slc=(value_slc, "B S K V"),
-        block_indices=(block_indices, "B T K R"), segment_ids=(segment_ids, "B S"),
-        query_positions=(query_positions, "B T"),
+        block_indices=(block_indices, "B T K R"), segment_ids=(segment_ids, "B S or None"),
+        query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, query=query, key_slc=key_slc, value_slc=value_slc)
     arguments.check_integers(block_indices=block_indices)
@@ -198,7 +196,7 @@ def window_attention(
     """
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_win=(key_win, "B S K H"), value_win=(value_win, "B S K V"),
-        segment_ids=(segment_ids, "B S"), query_positions=(query_positions, "B T"),
+        segment_ids=(segment_ids, "B S or None"), query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, query=query, key_win=key_win, value_win=value_win)
     run = resolve("window_attention", implementation, query, key_win, value_win, config=config)
@@ -277,14 +275,15 @@ def native_sparse_attention(
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), value_cmp=(value_cmp, "B C K V"),
         key_slc=(key_slc, "B S K H"), value_slc=(value_slc, "B S K V"), key_win=(key_win, "B S K H"),
-        value_win=(value_win, "B S K V"), gates=(gates, "B T N 3"), block_indices=(block_indices, "B T K R"),
-        segment_ids=(segment_ids, "B S"), query_positions=(query_positions, "B T"),
+        value_win=(value_win, "B S K V"), gates=(gates, "B T N 3"), block_indices=(block_indices, "B T K R or None"),
+        segment_ids=(segment_ids, "B S or None"), query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     arrays = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc, key_win=key_win,
         value_win=value_win,
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, **arrays)
+    arguments.check_floats(gates=gates)
     arguments.check_integers(block_indices=block_indices)
     arguments.check_blocks(sizes, config)
     run = resolve("native_sparse_attention", implementation, *arrays.values(), gates, config=config)
@@ -308,5 +307,5 @@ def _resolved(sizes, config, query_positions, segment_ids, scale, tiles, length)
         query_positions=arguments.resolve_positions(sizes, query_positions, length),
         segment_ids=segment_ids,
         scale=arguments.resolve_scale(scale, sizes["H"]),
-        tiles=_DEFAULT_TILES if tiles is None else tiles,
+        tiles=arguments.resolve_tiles(tiles),
     )

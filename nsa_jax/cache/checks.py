@@ -21,7 +21,7 @@ def check_operands(
     sizes = arguments.bind_shapes(
         **{name: (array, axes[name]) for name, array in floats.items()},
         gates=(gates, "B T N 3"),
-        num_tokens=(num_tokens, "B"),
+        num_tokens=(num_tokens, "B or None"),
     )
     arguments.check_heads(sizes)
     arguments.check_floats(**floats)

@@ -1,0 +1,279 @@
+"""Wrong shapes, dtypes and kinds of objects: one clear error each, from the operations, at trace time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from messages import has_form
+
+from nsa_jax import attention
+from nsa_jax.config import NSAConfig
+
+CONFIG = NSAConfig()
+TRACED = jax.ShapeDtypeStruct
+B, T, S, N, K, H, V = 2, 70, 70, 4, 2, 6, 5
+C = (S - 32) // 16 + 1
+SHAPES = {
+    "query": (B, T, N, H),
+    "key_cmp": (B, C, K, H),
+    "value_cmp": (B, C, K, V),
+    "key_slc": (B, S, K, H),
+    "value_slc": (B, S, K, V),
+    "key_win": (B, S, K, H),
+    "value_win": (B, S, K, V),
+    "gates": (B, T, N, 3),
+    "block_indices": (B, T, K, 16),
+    "query_positions": (B, T),
+    "segment_ids": (B, S),
+    "lse_cmp": (B, T, N),
+    "out_cmp": (B, T, N, V),
+    "out_slc": (B, T, N, V),
+    "out_win": (B, T, N, V),
+}
+INDEX_ARRAYS = ("block_indices", "query_positions", "segment_ids")
+ARRAYS = {
+    "compressed_attention": ("query", "key_cmp", "value_cmp"),
+    "select_blocks": ("query", "key_cmp"),
+    "selected_attention": ("query", "key_slc", "value_slc", "block_indices"),
+    "window_attention": ("query", "key_win", "value_win"),
+    "gated_sum": ("out_cmp", "out_slc", "out_win", "gates"),
+    "native_sparse_attention": tuple(SHAPES)[:8],
+}
+ATTENTIONS = tuple(name for name in ARRAYS if name != "gated_sum")
+every_operation = pytest.mark.parametrize("operation", ARRAYS)
+every_attention = pytest.mark.parametrize("operation", ATTENTIONS)
+
+
+def array(name, shape=None, dtype=None):
+    dtype = dtype or (jnp.int32 if name in INDEX_ARRAYS else jnp.float32)
+    return TRACED(SHAPES[name] if shape is None else shape, dtype)
+
+
+def call(operation, settings=None, **arrays):
+    """Traces `operation` on abstract arrays; nothing is computed and no values exist."""
+    settings = ({} if operation == "gated_sum" else {"config": CONFIG}) | (settings or {})
+    arrays = {name: array(name) for name in ARRAYS[operation]} | arrays
+    return jax.eval_shape(functools.partial(getattr(attention, operation), **settings), **arrays)
+
+
+def refused(error, rule, operation, settings=None, **arrays):
+    with pytest.raises(error, match=rule) as raised:
+        call(operation, settings, **arrays)
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+@every_operation
+def test_shapes_and_dtypes_of_results(operation):
+    attended = (TRACED((B, T, N, V), jnp.float32), TRACED((B, T, N), jnp.float32))
+    expected = {
+        "select_blocks": TRACED((B, T, K, 16), jnp.int32),
+        "gated_sum": attended[0],
+        "native_sparse_attention": attended[0],
+    }.get(operation, attended)
+
+    assert call(operation) == expected
+
+
+@pytest.mark.parametrize("operation", ["compressed_attention", "selected_attention", "window_attention"])
+def test_reads_come_last_if_asked_for(operation):
+    *rest, reads = call(operation, dict(return_reads=True))
+
+    assert len(rest) == 2
+    assert reads == TRACED((B, T, K), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"), [(operation, name) for operation, names in ARRAYS.items() for name in names]
+)
+def test_wrong_rank(operation, name):
+    shape = SHAPES[name]
+    axes = f"{name} must have 4 axes "
+    refused(
+        ValueError,
+        axes + r".*, got shape \(" + ", ".join(map(str, shape[1:])),
+        operation,
+        **{name: array(name, shape[1:])},
+    )
+    refused(ValueError, axes, operation, **{name: array(name, (1, *shape))})
+
+
+@every_attention
+@pytest.mark.parametrize("name", ["query_positions", "segment_ids"])
+def test_wrong_rank_of_index_arrays(operation, name):
+    refused(ValueError, f"^{name} must have 2 axes", operation, **{name: array(name, (S,))})
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"), [(operation, name) for operation, names in ARRAYS.items() for name in names[1:]]
+)
+def test_wrong_batch(operation, name):
+    rule = rf"^axis B of {name} must be 2 \(in {ARRAYS[operation][0]}\), got shape \(3, "
+    refused(ValueError, rule, operation, **{name: array(name, (3, *SHAPES[name][1:]))})
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "shape", "rule"),
+    [
+        ("window_attention", "key_win", (B, S, K, H + 1), "axis H of key_win must be 6 "),
+        ("window_attention", "value_win", (B, S + 1, K, V), "axis S of value_win must be 70 "),
+        ("window_attention", "value_win", (B, S, N, V), "axis K of value_win must be 2 "),
+        ("compressed_attention", "value_cmp", (B, C + 1, K, V), "axis C of value_cmp must be 3 "),
+        ("selected_attention", "block_indices", (B, T + 1, K, 16), "axis T of block_indices must be 70 "),
+        ("selected_attention", "block_indices", (B, T, N, 16), "axis K of block_indices must be 2 "),
+        ("selected_attention", "block_indices", (B, T, K, 15), "block_indices must have num_selected_blocks"),
+        ("native_sparse_attention", "block_indices", (B, T, K, 17), "block_indices must have num_"),
+        ("gated_sum", "gates", (B, T, N, 4), r"axis 3 of gates must be 3 \(by definition\)"),
+        ("gated_sum", "out_win", (B, T, N, V + 1), "axis V of out_win must be 5 "),
+        ("native_sparse_attention", "gates", (B, T, K, 3), "axis N of gates must be 4 "),
+        ("native_sparse_attention", "value_win", (B, S, K, V + 2), "axis V of value_win must be 5 "),
+        ("select_blocks", "lse_cmp", (B, T, K), "axis N of lse_cmp must be 4 "),
+        ("window_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
+        ("window_attention", "query_positions", (B, T + 1), "axis T of query_positions must be 70 "),
+    ],
+)  # fmt: skip
+def test_sizes_that_disagree(operation, name, shape, rule):
+    refused(ValueError, "^" + rule, operation, **{name: array(name, shape)})
+
+
+@every_attention
+@pytest.mark.parametrize("heads", [0, 1, 3])
+def test_query_heads_that_kv_heads_do_not_divide(operation, heads):
+    changed = {"query": array("query", (B, T, heads, H))}
+    if operation == "native_sparse_attention":
+        changed["gates"] = array("gates", (B, T, heads, 3))
+    rule = (
+        f"^the number of query heads must be a multiple of the number of KV heads, got N = {heads} and K = 2"
+    )
+    refused(ValueError, rule, operation, **changed)
+
+
+@every_attention
+def test_no_kv_heads(operation):
+    changed = {
+        name: array(name, (*SHAPES[name][:2], 0, SHAPES[name][3]))
+        for name in ARRAYS[operation]
+        if name.startswith(("key", "value", "block"))
+    }
+    refused(ValueError, "multiple of the number of KV heads, got N = 4 and K = 0", operation, **changed)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(o, name) for o, names in ARRAYS.items() for name in names if name not in ("gates", "block_indices")],
+)
+def test_mixed_dtypes(operation, name):
+    rule = f"must have one dtype, got .*{name} bfloat16"
+    refused(ValueError, rule, operation, **{name: array(name, dtype=jnp.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(o, name) for o, names in ARRAYS.items() for name in names if name != "block_indices"],
+)
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64], ids=["int32", "bool", "complex64"])
+def test_operands_that_are_no_floats(operation, name, dtype):
+    changed = {n: array(n, dtype=dtype) for n in ARRAYS[operation] if n not in ("gates", "block_indices")}
+    if name == "gates":
+        changed = {"gates": array("gates", dtype=dtype)}
+    refused(TypeError, f" must be floating point, got {jnp.dtype(dtype)}", operation, **changed)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(o, name) for o in ATTENTIONS for name in ("query_positions", "segment_ids")]
+    + [("selected_attention", "block_indices"), ("native_sparse_attention", "block_indices")],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_], ids=["float32", "bool"])
+def test_index_arrays_that_are_no_integers(operation, name, dtype):
+    rule = f"^{name} must be an integer array, got {jnp.dtype(dtype)}"
+    refused(TypeError, rule, operation, **{name: array(name, dtype=dtype)})
+
+
+@every_operation
+@pytest.mark.parametrize("wrong", [None, [[0.0]], 1.0, "query"], ids=["None", "list", "float", "str"])
+def test_operands_that_are_no_arrays(operation, wrong):
+    name = ARRAYS[operation][1]
+    arrays = {n: np.zeros(SHAPES[n], np.float32) for n in ARRAYS[operation] if n != "block_indices"}
+    if "block_indices" in ARRAYS[operation]:
+        arrays["block_indices"] = np.zeros(SHAPES["block_indices"], np.int32)
+    settings = {} if operation == "gated_sum" else {"config": CONFIG}
+    with pytest.raises(TypeError, match=f"^{name} must be an array, got {type(wrong).__name__}") as error:
+        getattr(attention, operation)(**arrays | {name: wrong}, **settings)
+
+    assert has_form(str(error.value))
+
+
+@every_attention
+@pytest.mark.parametrize("config", [None, {}, NSAConfig], ids=["None", "dict", "class"])
+def test_config_of_another_kind(operation, config):
+    refused(TypeError, "^config must be an NSAConfig, got ", operation, dict(config=config))
+
+
+@every_attention
+def test_tiles_of_another_kind(operation):
+    refused(TypeError, "^tiles must be Tiles, got dict", operation, dict(tiles={}))
+
+
+@every_attention
+@pytest.mark.parametrize("scale", ["1", True, np.ones(3)], ids=["str", "bool", "array"])
+def test_scale_of_another_kind(operation, scale):
+    refused(TypeError, "^scale must be a Python number, got ", operation, dict(scale=scale))
+
+
+def test_scale_that_is_traced():
+    attend = functools.partial(attention.window_attention, config=CONFIG)
+    with pytest.raises(
+        TypeError, match=r"^scale must be a Python number, got .*Fold an array into the queries\."
+    ):
+        jax.eval_shape(
+            lambda *x: attend(*x[:3], scale=x[3]),
+            *map(array, ARRAYS["window_attention"]),
+            TRACED((), "float32"),
+        )
+
+
+@pytest.mark.parametrize("scale", [1, 0.5, np.float32(0.5), np.float64(2)], ids=repr)
+def test_scale_may_be_any_real_number(scale):
+    call("window_attention", dict(scale=scale))
+
+
+def test_wrong_number_of_compressed_keys():
+    changed = {
+        "key_cmp": array("key_cmp", (B, C + 1, K, H)),
+        "value_cmp": array("value_cmp", (B, C + 1, K, V)),
+    }
+    rule = "^70 tokens have 3 compression blocks, got C = 4 compressed keys"
+    for operation in ("compressed_attention", "native_sparse_attention"):
+        refused(ValueError, rule, operation, **changed)
+    refused(ValueError, rule, "select_blocks", key_cmp=changed["key_cmp"])
+    refused(ValueError, rule, "compressed_attention", **changed, segment_ids=array("segment_ids"))
+
+
+def test_fewer_queries_than_tokens_need_positions_where_only_the_compressed_keys_are_known():
+    query = array("query", (B, 5, N, H))
+    rule = "^5 tokens have 0 compression blocks, got C = 3 .*pass query_positions where the queries"
+    refused(ValueError, rule, "compressed_attention", query=query)
+    refused(ValueError, rule, "select_blocks", query=query)
+    call("compressed_attention", query=query, query_positions=array("query_positions", (B, 5)))
+    call("compressed_attention", query=query, segment_ids=array("segment_ids"))
+
+
+def test_more_queries_than_keys_need_positions():
+    query = array("query", (B, S + 1, N, H))
+    rule = "^more queries than keys need query_positions, got T = 71 and S = 70"
+    refused(ValueError, rule, "window_attention", query=query)
+    blocks = array("block_indices", (B, S + 1, K, 16))
+    refused(ValueError, rule, "selected_attention", query=query, block_indices=blocks)
+    call("window_attention", query=query, query_positions=array("query_positions", (B, S + 1)))
+
+
+def test_numpy_arrays_are_welcome():
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(SHAPES[name]).astype(np.float32) for name in ARRAYS["window_attention"]]
+    out, _ = jax.eval_shape(
+        lambda: attention.window_attention(*arrays, config=CONFIG, segment_ids=np.ones((B, S), int))
+    )
+
+    assert out.shape == (B, T, N, V)
