@@ -49,13 +49,16 @@ def flatten(state: nnx.State) -> dict[str, jax.Array]:
     return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
 
-def load_into_jax(module: nnx.Module, weights: dict[str, Tensor]) -> None:
-    """Gives an NNX module copies of the weights of a PyTorch `state_dict`, in the dtypes they have there."""
+def load_into_jax(module: nnx.Module, weights: dict[str, Tensor], device: jax.Device | None = None) -> None:
+    """Gives an NNX module copies of the weights of a PyTorch `state_dict`, in the dtypes they have there.
+
+    The module may be abstract, as `nnx.eval_shape` makes it, which spares its own initial weights.
+    """
     state = nnx.state(module, nnx.Param)
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    check_match({name: leaf[...].shape for name, leaf in leaves.items()}, weights)
+    check_match({name: leaf.get_value().shape for name, leaf in leaves.items()}, weights)
     for name, leaf in leaves.items():
-        leaf[...] = jax.numpy.array(to_jax(weights[name]), copy=True)
+        leaf.set_value(to_jax(weights[name].detach().clone(), device))
     nnx.update(module, state)
 
 

@@ -48,15 +48,16 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         deviation *= 3 if name == "query_proj.kernel" else 1
         drawn = deviation * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = drawn.to(dtype).to(device)
-    with jax.default_device(convert.jax_device(device)):
-        twin = nn.NSAAttention(
+    twin = nnx.eval_shape(
+        lambda: nn.NSAAttention(
             **arguments,
             param_dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
             precision="highest",
             implementation=implementation,
             rngs=nnx.Rngs(0),
         )
-    convert.load_into_jax(twin, same.state_dict())
+    )
+    convert.load_into_jax(twin, same.state_dict(), convert.jax_device(device))
     return Twins(copy.deepcopy(same).double(), same, twin)
 
 

@@ -201,22 +201,27 @@ def converted(case: cases.OperationCase, ranges: Tensor) -> jax.Array:
 def cancelling_terms(
     case: cases.OperationCase, operands: dict[str, Tensor], cotangents: dict[str, Tensor]
 ) -> dict[str, float]:
-    """The size of what cancels in the gradients of queries and keys of a one-token row.
+    """The size of what cancels in the gradients through a branch in which no query sees more than one key.
 
-    A softmax over one key is constant. These gradients are differences of equal terms `cotangent . value`,
-    times a key or a query, and what remains of them is the rounding of those terms.
+    A softmax over one key is constant. The gradients of its query and key are differences of equal terms
+    `cotangent . value`, times a key or a query: what remains of them is the rounding of those terms.
     """
-    if case.length > 1:
-        return {}
+    most_seen = dict(
+        cmp=operands["key_cmp"].shape[1], slc=case.length, win=min(case.config.window_size, case.length)
+    )
     scale = case.key_dim**-0.5 if case.scale is None else case.scale
     terms = {}
     for name in (*BRANCHES, "pinned"):
         gate = largest(operands["gates"]) if name == "pinned" else 1.0
-        for branch in BRANCHES if name == "pinned" else (name,):
-            value = largest(operands[f"value_{branch}"]) * case.value_dim
-            equal = scale * gate * largest(cotangents[f"{name} out"]) * value
-            key = f"{name} d_key_{branch}"
-            terms[key] = equal * largest(operands["query"])
-            query = equal * largest(operands[f"key_{branch}"])
-            terms[f"{name} d_query"] = max(query, terms.get(f"{name} d_query", 0.0))
+        branches = tuple(BRANCHES) if name == "pinned" else (name,)
+        equal = {
+            branch: scale * gate * largest(cotangents[f"{name} out"]) * largest(operands[f"value_{branch}"])
+            for branch in branches
+            if most_seen[branch] <= 1
+        }
+        for branch, term in equal.items():
+            terms[f"{name} d_key_{branch}"] = case.value_dim * term * largest(operands["query"])
+        if len(equal) == len(branches):
+            largest_term = max(term * largest(operands[f"key_{branch}"]) for branch, term in equal.items())
+            terms[f"{name} d_query"] = case.value_dim * largest_term
     return terms

@@ -184,7 +184,7 @@ CASES = (
     ),
     Case(
         name="everything_covered",
-        config=dataclasses.replace(OVERLAPPING, num_selected_blocks=9, window_size=100),
+        config=dataclasses.replace(OVERLAPPING, num_selected_blocks=12, window_size=100),
         num_keys=59,
         key_dim=6,
         value_dim=4,

@@ -134,29 +134,21 @@ def test_bigram_gives_no_byte_a_probability_of_zero():
 
 
 def test_flops_count_the_keys_that_each_query_sees():
-    settings = dataclasses.replace(SETTINGS, length=200)
-    dense = dataclasses.replace(settings, attention="dense")
-    longer = dataclasses.replace(settings, length=201)
+    def attention_of_token(position, attention):
+        """What attention costs at `position` beyond what it costs at a sequence's first token."""
 
-    def seen(t):
-        own = t // 32
-        slc = sum(min(32, t + 1 - block * 32) for block in range(own - min(own, 5), own + 1))
-        return max((t + 1 - 16) // 8 + 1, 0), slc + min(t + 1, 64)
+        def of_sequence(length):
+            settings = dataclasses.replace(SETTINGS, length=length, attention=attention)
+            return flops.flops_per_trained_token(settings.model, length) * length
 
-    def last_token(settings, longer):
-        pairs = [(flops.flops_per_trained_token(s.model, s.length), s.length) for s in (longer, settings)]
-        return pairs[0][0] * pairs[0][1] - pairs[1][0] * pairs[1][1]
+        return of_sequence(position + 1) - of_sequence(position) - of_sequence(1)
 
-    def attention(settings, longer):
-        wide = [dataclasses.replace(s, length=1) for s in (settings,)]
-        return last_token(settings, longer) - flops.flops_per_trained_token(wide[0].model, 1)
-
-    compressed, others = seen(200)
-    # Six operations a product of forward and backward, 8 wide: scores of all branches, selection, values.
-    expected = 6 * 8 * (2 * (compressed + others) + compressed - 2 * 2)
-    assert attention(settings, longer) == pytest.approx(expected, rel=1e-9)
-    longer_dense = dataclasses.replace(dense, length=201)
-    assert attention(dense, longer_dense) == pytest.approx(6 * 8 * 2 * 200, rel=1e-9)
+    # Token 200 sees the compressed blocks that end by it, 5 blocks of 32 and 9 tokens of its own, a window.
+    compressed = sum(first + 16 <= 201 for first in range(0, 201, 8))
+    keys = compressed + (5 * 32 + 9) + 64
+    # Forward and backward are 6 operations a product; heads are 8 wide in all; the first token sees 2 keys.
+    assert attention_of_token(200, "nsa") == pytest.approx(6 * 8 * (2 * (keys - 2) + compressed), rel=1e-9)
+    assert attention_of_token(200, "dense") == pytest.approx(6 * 8 * 2 * 200, rel=1e-9)
 
 
 def test_block_states_name_what_each_query_did():

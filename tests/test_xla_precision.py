@@ -1,8 +1,8 @@
 """Errors of each dtype within the budget of the design, and equal block sets where the scores leave no doubt.
 
-A quantity may be off by `2 * err(the reference in the input's precision) + 8 eps(dtype) * max|reference|`, both
-errors against the reference in float64 on the same, already rounded operands. A quantity has the eps of its own
-dtype: log-sum-exps and scores are float32 whatever the operands are.
+A quantity may be off by `2 * err(the reference in the input's precision) + 8 eps(dtype) * max|reference|`,
+both errors against the reference in float64 on the same, already rounded operands. A quantity has the eps of
+its own dtype: log-sum-exps and scores are float32 whatever the operands are.
 """
 
 import functools

@@ -28,7 +28,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.model import TransformerConfig
 
 NSA = NSAConfig(
-    compression_block_size=4,
+    compression_block_size=8,
     compression_stride=2,
     selection_block_size=8,
     num_selected_blocks=6,
@@ -83,7 +83,7 @@ def run(settings: Settings, path: pathlib.Path | None) -> list[Row]:
     here = environment()
     here.print()
     print(
-        f"chance is {settings.task.chance:.2%}; every scored query stands at least "
+        f"chance is {settings.task.chance:.2%}; every query stands at least "
         f"{settings.task.min_distance} tokens behind its value",
         flush=True,
     )
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         const=results.COMMITTED,
         help="train nothing: print the tables of a results file, by default the committed one",
     )
-    parser.add_argument("--test-sequences", type=int, default=256, help="held-out sequences that are scored")
+    parser.add_argument("--test-sequences", type=int, default=64, help="held-out sequences that are scored")
     _add(parser.add_argument_group("task, in tokens"), RecallTask())
     _add(parser.add_argument_group("attention, in tokens and blocks"), NSA)
     model = parser.add_argument_group("model")

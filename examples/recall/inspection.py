@@ -44,7 +44,7 @@ class Inspection:
     """What a trained model does.
 
     Attributes:
-      answer_block_selected: of the scored queries, the share whose value lies in a selected block, per layer.
+      answer_block_selected: of the queries, the share whose value lies in a selected block, per layer.
       accuracy_without: accuracy with one branch gated off in all layers.
       sharing: sharing of each layer, and of the selections that the benchmarks draw.
     """
@@ -74,7 +74,7 @@ def inspect(model: Transformer, task: RecallTask, batches: list[Batch]) -> Inspe
 
 
 def answer_block_selected(block_indices: Int[Array, "B T K R"], batch: Batch, nsa: NSAConfig) -> float:
-    """Share of the scored queries one of whose KV heads selects the block of the value."""
+    """Share of the queries one of whose KV heads selects the block of the value."""
     block = batch.sources // nsa.selection_block_size
     selected = (np.asarray(block_indices) == block[:, :, None, None]).any(axis=(2, 3))
     return float(selected[batch.sources >= 0].mean())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from examples.recall.inspection import BRANCHES, Inspection
-from examples.recall.task import NEEDED_ACCURACY, WINDOW_BAR, window_reach
+from examples.recall.task import NEEDED_ACCURACY, WINDOW_BAR, RecallTask, window_reach
 from nsa_jax.config import NSAConfig
 
 COMMITTED = pathlib.Path(__file__).resolve().parent.parent / "results" / "recall.jsonl"
@@ -88,7 +88,7 @@ def verdict(rows: Iterable[Row]) -> str:
 def _setting(row: Row) -> str:
     task, nsa = row.task, NSAConfig(**row.model["nsa"])
     selected = nsa.num_selected_blocks * nsa.selection_block_size
-    distance = task["length"] - 2 * (task["num_queries"] + task["num_pairs"]) + 1
+    distance = RecallTask(**task).min_distance
     layers = row.model["num_layers"]
     return (
         f"T = {task['length']}, {task['num_pairs']} pairs, {task['num_queries']} queries, at least "

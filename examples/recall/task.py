@@ -17,7 +17,7 @@ MAX_READ_SHARE = 1 / 4
 
 
 class Batch(NamedTuple):
-    """Token ids; at each scored token the id that must follow and the place of it in the front, else -1."""
+    """Token ids; at each scored token the value to answer and its place in the front, -1 elsewhere."""
 
     tokens: Int32[np.ndarray, "B T"]
     answers: Int32[np.ndarray, "B T"]
@@ -26,16 +26,17 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallTask:
-    """Sizes of one sequence `k v k v ... filler ... k v k v`, in tokens of four disjoint vocabularies.
+    """Sizes of one sequence `k v k v ... filler ... q q q q`; keys, values and filler share no token.
 
-    The pairs at the front have distinct keys and independent, uniformly drawn values. Each query is a key of
-    the front, asked once, and its value; the scored prediction is that of the value at the key. Nothing near
-    a query tells its value: whoever does not look at the front guesses, and is right once in `num_values`.
+    Multi-query associative recall (arXiv:2312.04927). The pairs at the front have distinct keys and
+    independent, uniformly drawn values. Each query is one of those keys, and what the model predicts there is
+    scored against the key's value. All keys are asked in random order, then again in another one, and so on.
+    No value stands behind the front: whoever does not look there guesses, and is right once in `num_values`.
 
     Attributes:
       length: `T`, tokens of a sequence.
       num_pairs: pairs at the front.
-      num_queries: queries at the end.
+      num_queries: queries at the end, all scored.
       num_keys: size of the vocabulary of keys.
       num_values: size of the vocabulary of values.
       num_fillers: size of the vocabulary of the filler.
@@ -46,7 +47,7 @@ class RecallTask:
 
     length: int = 256
     num_pairs: int = 32
-    num_queries: int = 32
+    num_queries: int = 128
     num_keys: int = 32
     num_values: int = 16
     num_fillers: int = 16
@@ -67,15 +68,10 @@ class RecallTask:
                 f"num_keys must be at least num_pairs, as keys are distinct, got {self.num_keys} < "
                 f"{self.num_pairs}. Enlarge the vocabulary of keys or ask for fewer pairs."
             )
-        if self.num_queries > self.num_pairs:
+        if 2 * self.num_pairs + self.num_queries > self.length:
             raise ValueError(
-                f"num_queries must not exceed num_pairs, as each key is asked once, got {self.num_queries} > "
-                f"{self.num_pairs}. Ask less or give more pairs."
-            )
-        if 2 * (self.num_pairs + self.num_queries) > self.length:
-            raise ValueError(
-                f"pairs and queries must fit into the length, got 2 * ({self.num_pairs} + "
-                f"{self.num_queries}) > {self.length}. Lengthen the sequence or ask for fewer."
+                f"pairs and queries must fit into the length, got 2 * {self.num_pairs} + {self.num_queries} "
+                f"> {self.length}. Lengthen the sequence or ask for fewer."
             )
 
     @property
@@ -90,23 +86,25 @@ class RecallTask:
 
     @property
     def min_distance(self) -> int:
-        """Tokens from the last value of the front to the first scored token: no scored query is closer."""
-        return (self.length - 2 * self.num_queries) - (2 * self.num_pairs - 1)
+        """Tokens from the last value of the front to the first query: no query is closer to its value."""
+        return self.length - self.num_queries - (2 * self.num_pairs - 1)
 
     def batch(self, rng: np.random.Generator, size: int, *, reach: int) -> Batch:
-        """Draws `size` sequences; every scored token stands more than `reach` tokens behind its value."""
-        front, back = 2 * self.num_pairs, self.length - 2 * self.num_queries
+        """Draws `size` sequences; every query stands more than `reach` tokens behind its value."""
+        front, back = 2 * self.num_pairs, self.length - self.num_queries
         keys = _permutations(rng, size, self.num_keys)[:, : self.num_pairs]
         values = self.num_keys + rng.integers(self.num_values, size=(size, self.num_pairs))
-        asked = _permutations(rng, size, self.num_pairs)[:, : self.num_queries]
+        rounds = [
+            _permutations(rng, size, self.num_pairs) for _ in range(0, self.num_queries, self.num_pairs)
+        ]
+        asked = np.concatenate(rounds, axis=1)[:, : self.num_queries]
 
         tokens = self.num_keys + self.num_values + rng.integers(self.num_fillers, size=(size, self.length))
         tokens[:, 0:front:2], tokens[:, 1:front:2] = keys, values
+        tokens[:, back:] = np.take_along_axis(keys, asked, axis=1)
         answers, sources = np.full_like(tokens, -1), np.full_like(tokens, -1)
-        answers[:, back::2] = np.take_along_axis(values, asked, axis=1)
-        sources[:, back::2] = 2 * asked + 1
-        tokens[:, back::2] = np.take_along_axis(keys, asked, axis=1)
-        tokens[:, back + 1 :: 2] = answers[:, back::2]
+        answers[:, back:] = np.take_along_axis(values, asked, axis=1)
+        sources[:, back:] = 2 * asked + 1
 
         distance = (np.arange(self.length) - sources)[sources >= 0]
         assert distance.min() > reach, (

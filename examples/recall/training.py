@@ -38,7 +38,7 @@ class Schedule:
       ValueError: a value is out of range.
     """
 
-    steps: int = 1500
+    steps: int = 1000
     batch: int = 16
     learning_rate: float = 3e-3
     warmup: int = 100

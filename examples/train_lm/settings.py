@@ -44,12 +44,12 @@ class Settings:
     """
 
     attention: Literal["nsa", "dense"] = "nsa"
-    steps: int = 400
+    steps: int = 600
     batch: int = 2
     length: int = 1024
     seed: int = 0
     learning_rate: float = 3e-3
-    warmup: int = 40
+    warmup: int = 60
     layers: int = 3
     width: int = 128
     heads: int = 2

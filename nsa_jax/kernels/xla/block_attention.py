@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32
 from nsa_jax.config import Tiles
-from nsa_jax.kernels.xla.range_attention import product, softmax_residuals
+from nsa_jax.kernels.xla.range_attention import product, softmax_residuals, zeros_beside
 
 _NO_BLOCK = jnp.iinfo(jnp.int32).max  # sorts behind every block start
 
@@ -116,10 +116,10 @@ def _forward(query, key, value, blocks, scale, sizes):
 
         places = (sizes.num_items, sizes.pairs_per_item)
         partials = (
-            jnp.zeros((*places, heads), accumulate),
-            jnp.zeros((*places, heads), accumulate),
-            jnp.zeros((*places, heads, value.shape[-1]), accumulate),
-            jnp.zeros(places, jnp.int32),
+            zeros_beside(query, (*places, heads), accumulate),
+            zeros_beside(query, (*places, heads), accumulate),
+            zeros_beside(query, (*places, heads, value.shape[-1]), accumulate),
+            zeros_beside(blocks.starts, places, jnp.int32),
         )
         partials = jax.lax.fori_loop(0, _num_steps(items, sizes), attend_items, partials)
         return _merge(*(_by_pair(x, items, sizes) for x in partials), items.place.reshape(sizes.rows, -1) >= 0)
@@ -166,7 +166,7 @@ def _backward(scale, sizes, residuals, cotangents):
             items_left = jnp.minimum(items.count - at, sizes.items_per_step)
             return *jax.lax.fori_loop(0, items_left, add_item, (d_key, d_value)), d_query
 
-        d_query = jnp.zeros((sizes.num_items, sizes.pairs_per_item, heads, key_dim), accumulate)
+        d_query = zeros_beside(query, (sizes.num_items, sizes.pairs_per_item, heads, key_dim), accumulate)
         carry = jax.lax.fori_loop(0, _num_steps(items, sizes), differentiate_items, (*d_keys_values, d_query))
         d_query = _by_pair(carry[2], items, sizes)
         has_block = items.place.reshape(sizes.rows, -1, 1, 1) >= 0
@@ -174,7 +174,7 @@ def _backward(scale, sizes, residuals, cotangents):
 
     per_row = tuple(_split(x, sizes) for x in (query, d_out, shift, delta))
     lists = BlockLists(_split(blocks.starts, sizes, fill=-1), _split(blocks.limit, sizes))
-    totals = (jnp.zeros(key.shape, accumulate), jnp.zeros(value.shape, accumulate))
+    totals = (zeros_beside(key, key.shape, accumulate), zeros_beside(value, value.shape, accumulate))
     (d_key, d_value), d_query = jax.lax.scan(differentiate_chunk, totals, (*per_row, lists))
     d_query = d_query.reshape(-1, *query.shape[1:])[:num_rows].astype(query.dtype)
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None

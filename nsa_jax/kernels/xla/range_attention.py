@@ -73,11 +73,12 @@ def _forward(query, key, value, start, end, scale, tiles):
             out = out * decay[..., None] + product("bkrs,bskv->bkrv", weights.astype(v.dtype), v, accumulate)
             return new_largest, total, out, reads + visible.sum(-1, dtype=jnp.int32)
 
+        shape = (batch, num_kv_heads, rows)
         initial = (
-            jnp.full((batch, num_kv_heads, rows), -jnp.inf, accumulate),
-            jnp.zeros((batch, num_kv_heads, rows), accumulate),
-            jnp.zeros((batch, num_kv_heads, rows, value_dim), accumulate),
-            jnp.zeros((batch, rows), jnp.int32),
+            jnp.full_like(query, -jnp.inf, accumulate, shape=shape),
+            zeros_beside(query, shape, accumulate),
+            zeros_beside(query, (*shape, value_dim), accumulate),
+            zeros_beside(start, (batch, rows), jnp.int32),
         )
         largest, total, out, reads = jax.lax.fori_loop(0, num_tiles, attend_tile, initial)
         seen = total > 0
@@ -123,11 +124,11 @@ def _backward(scale, tiles, residuals, cotangents):
             d_v = product("bkrs,bkrv->bskv", weights.astype(v.dtype), d_out, accumulate)
             return d_query, add_tile(d_keys, first, d_k, axis=1), add_tile(d_values, first, d_v, axis=1)
 
-        d_query = jnp.zeros(chunk.query.shape, accumulate)
+        d_query = zeros_beside(query, chunk.query.shape, accumulate)
         d_query, *carry = jax.lax.fori_loop(0, num_tiles, differentiate_tile, (d_query, *carry))
         return tuple(carry), d_query.astype(query.dtype)
 
-    carry = (jnp.zeros(key.shape, accumulate), jnp.zeros(value.shape, accumulate))
+    carry = (zeros_beside(key, key.shape, accumulate), zeros_beside(value, value.shape, accumulate))
     chunks = split_queries(query, start, end, num_kv_heads, tiles)
     inputs = (chunks, by_chunk(d_out), by_chunk(shift[..., None]), by_chunk(delta[..., None]))
     (d_keys, d_values), d_query = jax.lax.scan(differentiate_chunk, carry, inputs)
@@ -148,6 +149,11 @@ def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "B T N"], Fl
     seen = lse > -jnp.inf
     delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
     return jnp.where(seen, lse, 0), jnp.where(seen, delta, 0)
+
+
+def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
+    """Zeros to start a loop from: under `shard_map` they must vary over the mesh axes that `array` varies over."""
+    return jnp.zeros_like(array, dtype, shape)
 
 
 def product(spec: str, left: Array, right: Array, accumulate) -> Array:

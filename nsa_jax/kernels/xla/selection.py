@@ -40,7 +40,8 @@ def choose_blocks(
             part = weights.reshape(batch, num_kv_heads, rows // heads, heads, tile).sum(3)
             return ranges.add_tile(probabilities, first, part, axis=3)
 
-        probabilities = jnp.zeros((batch, num_kv_heads, rows // heads, num_compressed), accumulate)
+        shape = (batch, num_kv_heads, rows // heads, num_compressed)
+        probabilities = ranges.zeros_beside(query, shape, accumulate)
         if num_compressed:
             lowest, num_tiles = ranges.tiles_of_chunk(chunk.start, chunk.end, tile)
             probabilities = jax.lax.fori_loop(0, num_tiles, score_tile, probabilities)
