@@ -1,0 +1,150 @@
+"""Operations under jit, grad, vmap, scan, remat and export, and in two shards, equal their plain calls."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.ad_checkpoint
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from programs import distance
+
+from nsa_jax import attention, layout
+from nsa_jax.config import NSAConfig
+
+CONFIG = NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=4,
+    num_selected_blocks=4,
+    window_size=5,
+)
+# Three examples, which vmap sees one by one; small, for each test compiles a program of its own.
+CASE = Case(name="transformed", config=CONFIG, batch=3, num_keys=22, num_heads=2, num_kv_heads=1, key_dim=4)
+TOLERANCE = 2e-5  # float32: 170 eps for sums of some 20 terms, merged in another order
+
+attend = functools.partial(attention.native_sparse_attention, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return tuple(jnp.asarray(x, jnp.float32) for x in CASE.draw())
+
+
+@pytest.fixture(scope="module")
+def cotangent():
+    rng = CASE.generator("cotangent")
+    return jnp.asarray(
+        rng.standard_normal((CASE.batch, CASE.num_keys, CASE.num_heads, CASE.value_dim)), jnp.float32
+    )
+
+
+def with_gradients(function, cotangent, *operands):
+    out, pull_back = jax.vjp(function, *operands)
+    return out, *pull_back(cotangent)
+
+
+@pytest.fixture(scope="module")
+def expected(operands, cotangent):
+    return jax.jit(functools.partial(with_gradients, attend))(cotangent, *operands)
+
+
+def agree(found, expected):
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert distance(np.asarray(ours), np.asarray(theirs)) <= TOLERANCE * max(1, np.abs(theirs).max())
+
+
+def test_calls_outside_jit_equal_those_inside(operands, cotangent, expected):
+    agree(with_gradients(attend, cotangent, *operands), expected)
+
+
+def test_vmap_over_single_rows_equals_the_batch(operands, cotangent, expected):
+    """The batch axis as one that only vmap knows, for values and gradients."""
+
+    def one(cotangent, *row):
+        return [x[0] for x in with_gradients(attend, cotangent[None], *(x[None] for x in row))]
+
+    agree(jax.jit(jax.vmap(one))(cotangent, *operands), expected)
+
+
+def test_vmap_over_one_operand_alone(operands):
+    """Several gates, or several queries, on the same keys: an axis that other operands do not have."""
+    query, *others = operands
+    queries = jnp.stack([query, query[::-1]])
+    found = jax.jit(jax.vmap(lambda query: attend(query, *others)))(queries)
+
+    agree(found, [attend(x, *others) for x in queries])
+
+
+def test_scan_over_steps(operands, expected):
+    query, *others = operands
+
+    def step(total, scale):
+        out = attend(query, *others[:-1], others[-1] * scale)
+        return total + out, out
+
+    total, each = jax.jit(lambda: jax.lax.scan(step, jnp.zeros_like(expected[0]), jnp.array([1.0, -0.5])))()
+
+    agree((each[0], each[1], total), (expected[0], -0.5 * expected[0], 0.5 * expected[0]))
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+def test_rematerialised_gradients_are_the_same(operands, cotangent, expected, policy):
+    remat = jax.checkpoint(attend, policy=getattr(jax.checkpoint_policies, policy))
+    agree(jax.jit(functools.partial(with_gradients, remat))(cotangent, *operands), expected)
+
+
+def test_rematerialisation_saves_nothing_but_the_operands(operands, capsys):
+    remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
+    jax.ad_checkpoint.print_saved_residuals(lambda *x: remat(*x).sum(), *operands)
+    saved = capsys.readouterr().out.strip().splitlines()
+
+    assert len(saved) >= 1
+    assert all("from the argument" in line or "from a constant" in line for line in saved)
+
+
+def test_export_survives_serialisation(operands, cotangent, expected):
+    program = jax.jit(functools.partial(with_gradients, attend))
+    exported = jax.export.export(program, platforms=["cpu"])(cotangent, *operands)
+    restored = jax.export.deserialize(exported.serialize())
+
+    assert restored.platforms == ("cpu",)
+    agree(restored.call(cotangent, *operands), expected)
+
+
+def test_index_arrays_may_be_traced(operands):
+    positions = layout.default_query_positions(CASE.batch, CASE.num_keys, CASE.num_keys)
+    segment_ids = jnp.ones_like(positions)
+    found = jax.jit(lambda p, s: attend(*operands, query_positions=p, segment_ids=s))(positions, segment_ids)
+
+    agree((found,), (attend(*operands),))
+
+
+@pytest.mark.parametrize("axis", ["batch", "kv_heads"])
+def test_shards_equal_the_whole(axis):
+    """With the defaults of shard_map: in a process of its own, where the host has two devices."""
+    program = pathlib.Path(__file__).with_name("shard_map_program.py")
+    root = program.parent.parent
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program), axis],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["shards", "2"]
