@@ -115,11 +115,13 @@ def test_dtypes_are_those_of_nnx_linear(dtype, param_dtype, input_dtype, output_
     x = X.update(dtype=input_dtype)
 
     out, of_linear = (nnx.eval_shape(lambda module, x: module(x), module, x) for module in (layer, linear))
+    operands = nnx.eval_shape(lambda layer, x: layer.operands(x), layer, x)
     gradients = nnx.eval_shape(nnx.grad(lambda layer, x: layer(x).astype(jnp.float32).sum()), layer, x)
 
     for state in (nnx.state(layer), gradients):
         assert {leaf.dtype for leaf in named(state).values()} == {jnp.dtype(param_dtype)}
     assert out.dtype == of_linear.dtype == output_dtype
+    assert {operand.dtype for operand in operands} == {jnp.dtype(output_dtype)}
     assert out.shape == X.shape
 
 
