@@ -45,6 +45,12 @@ def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
     return sizes
 
 
+def check_not_empty(sizes: dict[str, int]) -> None:
+    """Only the compressed keys may be none."""
+    if empty := [axis for axis in "BTSHV" if sizes.get(axis) == 0]:
+        raise ValueError(f"no axis but C may be empty, got {empty[0]} = 0. Leave the call out.")
+
+
 def check_heads(sizes: dict[str, int]) -> None:
     """Query heads must be a multiple of KV heads, and there must be some of each."""
     if min(sizes["N"], sizes["K"]) < 1 or sizes["N"] % sizes["K"]:

@@ -295,6 +295,7 @@ def native_sparse_attention(
 
 def _check(sizes, config, query_positions, segment_ids, **floats) -> None:
     arguments.check_config(config)
+    arguments.check_not_empty(sizes)
     arguments.check_heads(sizes)
     arguments.check_selection(sizes, config)
     arguments.check_floats(**floats)

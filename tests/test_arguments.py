@@ -32,6 +32,15 @@ SHAPES = {
     "out_slc": (B, T, N, V),
     "out_win": (B, T, N, V),
 }
+AXES = {
+    "query": "BTNH",
+    "key_cmp": "BCKH",
+    "value_cmp": "BCKV",
+    **{f"key_{branch}": "BSKH" for branch in ("slc", "win")},
+    **{f"value_{branch}": "BSKV" for branch in ("slc", "win")},
+    "gates": "BTN3",
+    "block_indices": "BTKR",
+}
 INDEX_ARRAYS = ("block_indices", "query_positions", "segment_ids")
 ARRAYS = {
     "compressed_attention": ("query", "key_cmp", "value_cmp"),
@@ -147,6 +156,18 @@ def test_query_heads_that_kv_heads_do_not_divide(operation, heads):
         f"^the number of query heads must be a multiple of the number of KV heads, got N = {heads} and K = 2"
     )
     refused(ValueError, rule, operation, **changed)
+
+
+@pytest.mark.parametrize(
+    ("operation", "axis"),
+    [(o, axis) for o in ATTENTIONS for axis in "BTSHV" if any(axis in AXES[name] for name in ARRAYS[o])],
+)
+def test_empty_axes(operation, axis):
+    changed = {
+        name: array(name, tuple(0 if x == axis else n for x, n in zip(AXES[name], SHAPES[name], strict=True)))
+        for name in ARRAYS[operation]
+    }
+    refused(ValueError, f"^no axis but C may be empty, got {axis} = 0", operation, **changed)
 
 
 @every_attention
