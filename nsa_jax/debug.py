@@ -72,7 +72,7 @@ def check_block_indices(
         count=(~ascending).sum(),
     )
     position = layout.query_layout(config, query_positions, segment_ids).position[:, :, None, None]
-    future = used & (position >= 0) & (block_indices * config.selection_block_size > position)
+    future = used & (position >= 0) & (block_indices > position // config.selection_block_size)
     checkify.check(
         ~future.any(),
         "selected blocks must start at or before their query, got {count} that start after it. Select past blocks.",
@@ -81,7 +81,7 @@ def check_block_indices(
 
 
 def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
-    """An operation of `nsa_jax.attention` that checks the values of its index arguments first.
+    """An operation of `nsa_jax.attention` that also checks the values of its index arguments.
 
     Example:
       out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
@@ -93,6 +93,7 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(operation)
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = operation(*args, **kwargs)  # first: it refuses the shapes that the checks take for granted
         given = signature.bind(*args, **kwargs).arguments
         query, positions, segment_ids = (given.get(name) for name in ("query", "query_positions", "segment_ids"))
         keys = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
@@ -107,6 +108,6 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
             check_block_indices(
                 jnp.asarray(blocks), config=given["config"], query_positions=positions, segment_ids=segment_ids
             )
-        return operation(*args, **kwargs)
+        return result
 
     return with_checks

@@ -1,0 +1,186 @@
+"""Values of index arrays: refused at once outside jit, and as an error to throw inside."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OVERLAPPING, PACKED_ROWS, PLAIN
+from jax.experimental import checkify
+from programs import by_brute_force
+
+from nsa_jax import attention, debug
+
+FORM = r".+, got .+\. [A-Z].*\. \(`check` failed\)"  # what checkify appends
+refused = functools.partial(pytest.raises, checkify.JaxRuntimeError)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[0, 0, 5, 5, 2, 0, 3, 3, 0]],
+        [[0, 1, 0, 2, 0, 3, 0]],
+        [[1, 2, 3], [3, 2, 1]],
+        [[4]],
+        [[0]],
+        [[-1, -1, 0, 7]],
+    ],
+    ids=[
+        "padding_anywhere",
+        "padding_between",
+        "ids_of_other_rows",
+        "one_token",
+        "one_padding",
+        "negative_id",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_runs_that_are_contiguous_are_accepted(ids, dtype):
+    debug.check_segment_ids(jnp.asarray(np.array(ids).astype(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "name"),
+    [([[1, 2, 1]], 1), ([[4, 0, 4]], 4), ([[1, 1, 2], [9, 0, 9]], 9), ([[-3, 1, -3]], -3)],
+    ids=["other_between", "padding_between", "in_a_later_row", "negative_id"],
+)
+def test_runs_that_come_back_are_refused(ids, name):
+    with refused(
+        match=f"^each non-zero segment id must be one contiguous run, got id {name} in several runs"
+    ) as error:
+        debug.check_segment_ids(jnp.asarray(ids))
+
+    assert error.match(FORM)
+
+
+@pytest.mark.parametrize("positions", [[[0, 9]], [[-1, -1]], [[9, 0], [3, 3]]], ids=str)
+def test_positions_within_the_row_are_accepted(positions):
+    debug.check_query_positions(jnp.asarray(positions), 10)
+
+
+@pytest.mark.parametrize(("positions", "values"), [([[0, 10]], "0 to 10"), ([[-2, 3]], "-2 to 3")], ids=str)
+def test_positions_outside_the_row_are_refused(positions, values):
+    with refused(match=rf"^query_positions must lie in \[-1, 10\), got values from {values}\. ") as error:
+        debug.check_query_positions(jnp.asarray(positions), 10)
+
+    assert error.match(FORM)
+
+
+def check_blocks(blocks, position, **more):
+    debug.check_block_indices(
+        jnp.asarray(blocks, jnp.int32).reshape(1, 1, 1, -1),
+        config=OVERLAPPING,  # blocks of 6 tokens
+        query_positions=jnp.asarray([[position]]),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "position"),
+    [([0, 1, 2, 5], 30), ([-1] * 4, 30), ([5, -1, -1, -1], 30), ([0], 0), ([-1] * 4, -1)],
+    ids=["full", "empty", "one", "one_slot", "padding_query"],
+)
+def test_well_formed_selections_are_accepted(blocks, position):
+    check_blocks(blocks, position)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "position", "rule"),
+    [
+        ([0, 2, 1, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
+        ([0, 2, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
+        ([0, -1, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
+        ([-1, -1, -1, 0], 30, "block_indices must be ascending .*, got 1 slots that are not"),
+        ([0, 1, -2, -2], 30, "block_indices must be at least -1, got -2"),
+        (
+            [0, 5, -1, -1],
+            29,
+            "selected blocks must start at or before their query, got 1 that start after it",
+        ),
+        (
+            [0, 2**29, -1, -1],
+            29,
+            "selected blocks must start at or before their query, got 1 that start after it",
+        ),
+    ],
+    ids=["descending", "twice", "gap", "late", "below_-1", "future", "far_future"],
+)
+def test_ill_formed_selections_are_refused(blocks, position, rule):
+    with refused(match="^" + rule) as error:
+        check_blocks(blocks, position)
+
+    assert error.match(FORM)
+
+
+def test_blocks_count_from_the_start_of_their_sequence():
+    segment_ids = jnp.asarray([[1] * 10 + [2] * 10])
+
+    check_blocks([0, 1], 16, segment_ids=segment_ids)
+    with refused(match="must start at or before their query"):
+        check_blocks([0, 1], 15, segment_ids=segment_ids)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return jax.tree.map(jnp.float32, PLAIN.draw())
+
+
+def test_checked_operations_return_what_the_operations_return(operands):
+    arguments = (operands.query, operands.key_win, operands.value_win)
+    found = debug.checked(attention.window_attention)(*arguments, config=PLAIN.config)
+    expected = attention.window_attention(*arguments, config=PLAIN.config)
+
+    assert all((ours == theirs).all() for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("operation", ["compressed_attention", "select_blocks", "window_attention"])
+def test_checked_operations_refuse_bad_segments(operands, operation):
+    names = {"window_attention": ("key_win", "value_win"), "select_blocks": ("key_cmp",)}
+    arrays = [getattr(operands, name) for name in names.get(operation, ("key_cmp", "value_cmp"))]
+    bad = jnp.ones(operands.key_win.shape[:2], int).at[:, 7].set(0)
+    with refused(match="^each non-zero segment id must be one contiguous run, got id 1"):
+        debug.checked(getattr(attention, operation))(
+            operands.query, *arrays, config=PLAIN.config, segment_ids=bad
+        )
+
+
+def test_checked_operations_refuse_bad_positions(operands):
+    bad = jnp.asarray(PLAIN.query_positions).at[1, 3].set(PLAIN.num_keys)
+    attend = debug.checked(attention.window_attention)
+    with refused(match=r"^query_positions must lie in \[-1, 61\), got values from 0 to 61"):
+        attend(operands.query, operands.key_win, operands.value_win, config=PLAIN.config, query_positions=bad)
+
+
+def test_checked_operations_are_checked_for_shapes_and_kinds_first():
+    """A wrong rank is the operation's clear error, not one of the checks' own making."""
+    attend, keys = debug.checked(attention.window_attention), jnp.zeros((1, 3, 1, 4))
+    with pytest.raises(ValueError, match=r"^query must have 4 axes"):
+        attend(jnp.zeros(3), keys, keys, config=OVERLAPPING)
+    with pytest.raises(TypeError, match=r"^query_positions must be an array, got list"):
+        attend(keys, keys, keys, config=OVERLAPPING, query_positions=[[0, 1, 2]])
+
+
+def test_checks_inside_jit_are_an_error_to_throw(operands):
+    attend = functools.partial(debug.checked(attention.selected_attention), config=PLAIN.config)
+    attend = jax.jit(checkify.checkify(attend))
+    arrays = (operands.query, operands.key_slc, operands.value_slc)
+    blocks = jnp.asarray(by_brute_force("plain")["blocks"], jnp.int32)
+
+    error, (out, _) = attend(*arrays, blocks)
+    error.throw()
+    assert np.abs(out - by_brute_force("plain")["out_slc"]).max() < 1e-5
+    error, _ = attend(*arrays, blocks.at[0, 0, 0].set([0, 1, -1, -1]))
+    with refused(match="^selected blocks must start at or before their query, got 1 "):
+        error.throw()
+
+
+def test_checks_of_packed_rows_pass_on_our_own_selections():
+    case = PACKED_ROWS
+    debug.check_segment_ids(jnp.asarray(case.segment_ids))
+    debug.check_block_indices(
+        jnp.asarray(by_brute_force(case.name)["blocks"], jnp.int32),
+        config=case.config,
+        query_positions=jnp.asarray(case.query_positions),
+        segment_ids=jnp.asarray(case.segment_ids),
+    )
