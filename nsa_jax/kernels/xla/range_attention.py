@@ -14,8 +14,12 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import Tiles
 
-# A tile may be read for one visible key of it, so a decode step on a large empty cache must not read it all.
-_WIDEST_TILE = 8  # in units of `Tiles.key_tile`
+# A tile is read whole for one visible key of it, so a decode step on a large empty cache must not read it all: with
+# the default tiles this is 4096 compressed keys, those of 64k tokens in the paper's configuration.
+_WIDEST_TILE = 16  # in units of `Tiles.key_tile`
+
+# Fewer rows than this in all KV heads together: a decode step, which waits for memory and not for arithmetic.
+_FEW_ROWS = 128
 
 
 class _Chunks(NamedTuple):
@@ -62,7 +66,7 @@ def _forward(query, key, value, start, end, scale, tiles):
             largest, total, out, reads = carry
             first = lowest + index * tile
             visible, (k, v) = read_tile(chunk, first, tile, key, value)
-            logits = product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
+            logits = row_logits(chunk.query, k, accumulate) * scale
             logits = jnp.where(visible[:, None], logits, -jnp.inf)
             new_largest = jnp.maximum(largest, logits.max(-1))
             # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0, not NaN.
@@ -70,7 +74,7 @@ def _forward(query, key, value, start, end, scale, tiles):
             weights = jnp.exp(logits - shift[..., None])
             decay = jnp.exp(largest - shift)
             total = total * decay + weights.sum(-1)
-            out = out * decay[..., None] + product("bkrs,bskv->bkrv", weights.astype(v.dtype), v, accumulate)
+            out = out * decay[..., None] + _row_values(weights.astype(v.dtype), v, accumulate)
             return new_largest, total, out, reads + visible.sum(-1, dtype=jnp.int32)
 
         shape = (batch, num_kv_heads, rows)
@@ -144,7 +148,7 @@ def _backward(scale, tiles, residuals, cotangents):
 range_attention.defvjp(_forward, _backward)
 
 
-def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
+def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """`lse` and `delta = sum(out * d_out) - d_lse` for the backward, both 0 in rows that see no key."""
     seen = lse > -jnp.inf
     delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
@@ -159,6 +163,32 @@ def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
 def product(spec: str, left: Array, right: Array, accumulate) -> Array:
     """Matrix product of two blocks, exact enough for the error budget of their dtype."""
     return jnp.einsum(spec, left, right, precision="highest", preferred_element_type=accumulate)
+
+
+def row_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B S K H"], accumulate) -> Array:
+    """`[B, K, rows, S]`: products of the rows of each KV head with its keys.
+
+    The keys of one KV head do not lie together, so a product per KV head first copies them. Few rows are cheaper as
+    rows of all heads with zeros in the places of the others: one product that reads the keys as they lie.
+    """
+    batch, num_kv_heads, rows, dim = query.shape
+    if num_kv_heads == 1 or num_kv_heads * rows > _FEW_ROWS:
+        return product("bkrh,bskh->bkrs", query, key, accumulate)
+    own = jnp.eye(num_kv_heads, dtype=query.dtype)[:, None, :, None]
+    wide = (query[:, :, :, None] * own).reshape(batch, num_kv_heads * rows, num_kv_heads * dim)
+    logits = product("bnx,bsx->bns", wide, key.reshape(*key.shape[:2], -1), accumulate)
+    return logits.reshape(batch, num_kv_heads, rows, -1)
+
+
+def _row_values(weights: Float[Array, "B K rows S"], value: Float[Array, "B S K V"], accumulate) -> Array:
+    """`[B, K, rows, V]`: weighted sums of the values of each KV head, wide for few rows as in `row_logits`."""
+    batch, num_kv_heads, rows, num_keys = weights.shape
+    if num_kv_heads == 1 or num_kv_heads * rows > _FEW_ROWS:
+        return product("bkrs,bskv->bkrv", weights, value, accumulate)
+    wide = weights.reshape(batch, num_kv_heads * rows, num_keys)
+    out = product("bns,bsx->bnx", wide, value.reshape(batch, num_keys, -1), accumulate)
+    out = out.reshape(batch, num_kv_heads, rows, num_kv_heads, -1)
+    return jnp.stack([out[:, head, :, head] for head in range(num_kv_heads)], axis=1)
 
 
 def split_queries(query, start, end, num_kv_heads, tiles) -> _Chunks:

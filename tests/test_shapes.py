@@ -1,0 +1,69 @@
+"""The shapes in the signatures are true: jaxtyping checks every call while all operations are traced."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = """
+import functools, sys
+from jaxtyping import install_import_hook
+with install_import_hook("nsa_jax", "beartype.beartype"):
+    import nsa_jax.attention, nsa_jax.debug, nsa_jax.reference
+sys.path.insert(0, "tests")
+import jax, jax.numpy as jnp
+from cases import BY_NAME
+from programs import _program, random_cotangents
+
+for name in sys.argv[1:]:
+    case = BY_NAME[name]
+    index = lambda x: None if x is None else jnp.asarray(x)
+    blocks = jnp.zeros((*case.query_positions.shape, case.num_kv_heads, case.config.num_selected_blocks), int)
+    for module in ("reference", "xla"):
+        jax.eval_shape(
+            _program(module, case, None),
+            jax.tree.map(jnp.float32, case.draw()),
+            blocks,
+            index(case.query_positions),
+            index(case.segment_ids),
+            jax.tree.map(jnp.float32, random_cotangents(case)),
+        )
+    print("traced", name)
+
+@jax.eval_shape
+def wrong():
+    try:
+        nsa_jax.layout.sequence_starts(jnp.zeros(3, int))
+    except Exception as error:
+        print("refused", type(error).__name__)
+"""
+
+
+# One of each kind of program: packed, a step, no compressed keys, other heads and dims.
+CASES = (
+    "packed_rows_queried_anywhere",
+    "one_query_of_many_keys",
+    "shorter_than_every_block_and_window",
+    "one_head_per_kv_head_odd_dims",
+)
+
+
+def test_annotated_shapes_hold_in_every_case():
+    pytest.importorskip("beartype", reason="jaxtyping checks shapes through beartype, of the extra `test`")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *CASES],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    *traced, refused = done.stdout.splitlines()
+    assert traced == [f"traced {name}" for name in CASES]
+    assert refused == "refused TypeCheckError"  # so that the hook was on
