@@ -1,0 +1,180 @@
+"""What runs, why, and that it is what runs."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from messages import has_form
+
+import nsa_jax
+from nsa_jax import attention, dispatch, reference
+from nsa_jax.config import NSAConfig
+
+CONFIG = NSAConfig(num_selected_blocks=3, window_size=8)
+SHAPES = {
+    "compressed_attention": ((1, 40, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),
+    "select_blocks": ((1, 40, 2, 4), (1, 1, 1, 4)),
+    "selected_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4), (1, 40, 1, 3)),
+    "window_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4)),
+    "gated_sum": ((1, 40, 2, 4),) * 3 + ((1, 40, 2, 3),),
+    "native_sparse_attention": ((1, 40, 2, 4), *[(1, 1, 1, 4)] * 2, *[(1, 40, 1, 4)] * 4, (1, 40, 2, 3)),
+}
+every_operation = pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+without_kernels = pytest.mark.parametrize(
+    "implementation", [name for name in dispatch.IMPLEMENTATIONS if name not in dispatch._MODULES]
+)
+
+
+def arrays(operation):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES[operation]]
+    if operation == "selected_attention":
+        shapes[3] = jax.ShapeDtypeStruct(shapes[3].shape, jnp.int32)
+    return shapes
+
+
+def settings(operation):
+    return {} if operation == "gated_sum" else {"config": CONFIG}
+
+
+def lowered(function, operation, **more):
+    program = jax.jit(functools.partial(function, **settings(operation), **more)).lower(*arrays(operation))
+    return program.as_text(debug_info=True)
+
+
+def test_operations_are_those_of_every_module():
+    for name in dispatch.OPERATIONS:
+        assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
+        assert all(callable(getattr(module, name)) for module in dispatch._MODULES.values())
+    assert dispatch.IMPLEMENTATIONS == ("xla", "triton", "mosaic_gpu")
+    assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
+
+
+@every_operation
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_lowered_program_names_what_runs(operation, implementation):
+    text = lowered(getattr(attention, operation), operation, implementation=implementation)
+
+    assert f"nsa_jax.xla.{operation}/" in text
+    assert "nsa_jax.triton" not in text
+
+
+@every_operation
+def test_reference_is_never_dispatched_to(operation):
+    """And the name of an implementation appears where dispatch put it, nowhere else."""
+    assert "nsa_jax.xla" not in lowered(getattr(reference, operation), operation)
+    assert reference.__name__ not in {module.__name__ for module in dispatch._MODULES.values()}
+
+
+@every_operation
+def test_choice_works_on_shapes_and_explains_itself(operation):
+    chosen = dispatch.choose(operation, *arrays(operation), config=CONFIG, platform="cpu")
+
+    assert chosen.implementation == "xla"
+    assert chosen.reason.endswith("is the first of ('xla',) that supports this call.")
+    assert dict(chosen.refused) == {
+        name: dispatch.unsupported_reason(operation, name)
+        for name in dispatch.IMPLEMENTATIONS
+        if name != "xla"
+    }
+
+
+def test_choice_says_who_made_it():
+    assert dispatch.choose("gated_sum", implementation="xla") == ("xla", "xla was named by the caller.", ())
+    with nsa_jax.use_implementation("xla"):
+        assert dispatch.choose("gated_sum").reason == "xla was forced by use_implementation."
+        assert dispatch.choose("gated_sum", implementation="xla").reason == "xla was named by the caller."
+
+
+@every_operation
+@without_kernels
+def test_error_of_a_call_is_the_unsupported_reason(operation, implementation):
+    reason = dispatch.unsupported_reason(operation, implementation, *arrays(operation), config=CONFIG)
+    assert reason.endswith(". Use implementation='xla' or None.")
+
+    with pytest.raises(NotImplementedError) as of_choice:
+        dispatch.choose(operation, *arrays(operation), implementation=implementation)
+    assert str(of_choice.value) == f"{operation} cannot run as {implementation}: {reason}"
+
+    call = functools.partial(getattr(attention, operation), **settings(operation))
+    with pytest.raises(NotImplementedError) as of_call:
+        jax.eval_shape(functools.partial(call, implementation=implementation), *arrays(operation))
+    assert str(of_call.value).startswith(str(of_choice.value))
+    with nsa_jax.use_implementation(implementation), pytest.raises(NotImplementedError) as of_force:
+        jax.eval_shape(call, *arrays(operation))
+    assert str(of_force.value).startswith(str(of_choice.value))
+
+
+def test_xla_supports_every_operation():
+    assert all(dispatch.unsupported_reason(operation, "xla") is None for operation in dispatch.OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: dispatch.unsupported_reason("attention", "xla"), "operation must be one of"),
+        (lambda: dispatch.unsupported_reason("gated_sum", "cuda"), "implementation must be None or one of"),
+        (
+            lambda: dispatch.unsupported_reason("gated_sum", "reference"),
+            "implementation must be None or one of",
+        ),
+        (lambda: dispatch.choose("attention"), "operation must be one of"),
+        (lambda: dispatch.choose("gated_sum", implementation="XLA"), "implementation must be None or one of"),
+        (lambda: dispatch.use_implementation("cuda"), "implementation must be None or one of"),
+    ],
+    ids=["operation", "implementation", "reference", "choose_operation", "choose_implementation", "forced"],
+)
+def test_unknown_names_are_one_clear_error(call, rule):
+    with pytest.raises(ValueError, match="^" + rule) as error:
+        call()
+
+    assert has_form(str(error.value))
+
+
+@pytest.fixture
+def constant(monkeypatch):
+    """An implementation under a name that has none: every gated sum is 42."""
+
+    def gated_sum(out_cmp, out_slc, out_win, gates):
+        return jnp.full_like(out_cmp, 42)
+
+    monkeypatch.setitem(dispatch._MODULES, "triton", types.SimpleNamespace(gated_sum=gated_sum))
+    return "triton"
+
+
+def test_forced_choice_reaches_functions_that_are_already_traced(constant):
+    traces = []
+
+    @jax.jit
+    def add(*operands):
+        traces.append(None)
+        return attention.gated_sum(*operands)
+
+    operands = [np.ones(shape, np.float32) for shape in SHAPES["gated_sum"]]
+
+    assert (add(*operands) == 3).all()
+    with nsa_jax.use_implementation(constant):
+        assert (add(*operands) == 42).all()
+        with nsa_jax.use_implementation(None):
+            assert (add(*operands) == 3).all()
+        with nsa_jax.use_implementation("xla"):
+            assert (add(*operands) == 3).all()
+        assert (add(*operands) == 42).all()
+    assert (add(*operands) == 3).all()
+    assert len(traces) <= 3  # one for each choice: coming back costs nothing
+
+
+def test_forced_choice_ends_with_an_error_in_its_context(constant):
+    with pytest.raises(RuntimeError, match="broken"), nsa_jax.use_implementation(constant):
+        raise RuntimeError("broken")
+
+    assert dispatch.choose("gated_sum").implementation == "xla"
+
+
+def test_name_given_in_the_call_beats_the_forced_one(constant):
+    operands = [np.ones(shape, np.float32) for shape in SHAPES["gated_sum"]]
+    with nsa_jax.use_implementation(constant):
+        assert (attention.gated_sum(*operands, implementation="xla") == 3).all()
+    assert (attention.gated_sum(*operands, implementation=constant) == 42).all()
