@@ -46,7 +46,7 @@ def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
 
 def flatten(state: nnx.State) -> dict[str, jax.Array]:
     """`{"gate.kernel_in": array, ...}` of a state of parameters, or of their gradients."""
-    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
 def load_into_jax(module: nnx.Module, weights: dict[str, Tensor], device: jax.Device | None = None) -> None:
