@@ -34,7 +34,7 @@ def choose_blocks(
         def score_tile(index, probabilities):
             first = lowest + index * tile
             visible, (k,) = ranges.read_tile(chunk, first, tile, key_cmp)
-            logits = ranges.product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
+            logits = ranges.row_logits(chunk.query, k, accumulate) * scale
             logits = jnp.where(visible[:, None], logits, -jnp.inf)
             weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
             part = weights.reshape(batch, num_kv_heads, rows // heads, heads, tile).sum(3)
