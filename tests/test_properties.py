@@ -147,3 +147,27 @@ def test_query_heads_of_a_kv_head_may_change_places():
 
     assert found["blocks"].tolist() == expected["blocks"].tolist()
     assert disagreements(found, expected) == {}
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("module", ["reference", "xla"])
+def test_keys_that_nobody_may_see_need_not_be_finite(module, fill):
+    """For outputs and selections; values must be finite, as must keys where gradients are taken: 0 NaN is NaN."""
+    after = 30
+    operands = PLAIN.draw()
+    for name, hidden in hidden_rows(PLAIN, after).items():
+        if name.startswith("key"):
+            getattr(operands, name)[:, hidden] = fill
+    found, expected = evaluate(module, PLAIN, operands=operands), cached(module, "plain")
+    past = slice(None, after + 1)
+    for name in PER_QUERY:
+        if name in expected:
+            assert np.array_equal(found[name][:, past], expected[name][:, past]), name
+
+    operands = PACKED_ROWS.draw()
+    for name in ("key_slc", "key_win"):
+        getattr(operands, name)[PACKED_ROWS.segment_ids == 0] = fill
+    found, expected = evaluate(module, PACKED_ROWS, operands=operands), cached(module, "packed_rows")
+    for name in PER_QUERY:
+        if name in expected:
+            assert np.array_equal(found[name], expected[name]), name
