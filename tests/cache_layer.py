@@ -21,6 +21,35 @@ SMALL = NSAConfig(
 KEY_DIM, VALUE_DIM = 6, 5
 
 
+# What is compiled here runs a few times on a few tokens: optimising its code takes longer than it saves. The
+# program is the one that users get.
+jit = functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
+full_forward = jit(reference.native_sparse_attention, static_argnames="config")
+
+
+def compress(config, key_windows, value_windows, first_positions):
+    """Weighs the tokens of a block differently, is not linear, and turns keys with their position."""
+    size = config.compression_block_size
+    weights = jnp.linspace(0.5, 1.5, size, dtype=key_windows.dtype)[:, None, None] / size
+    angle = first_positions.astype(key_windows.dtype)[:, :, None, None]
+    key = (key_windows * weights).sum(2) * jnp.cos(0.1 * angle) + jnp.sin(0.3 * angle)
+    return jnp.tanh(key), jnp.tanh((value_windows * weights).sum(2))
+
+
+def prefill(*operands, config, **arguments):
+    return cache.prefill(*operands, config=config, compress=functools.partial(compress, config), **arguments)
+
+
+def decode_step(*operands, config, **arguments):
+    return cache.decode_step(
+        *operands, config=config, compress=functools.partial(compress, config), **arguments
+    )
+
+
+compiled_prefill = jit(prefill, static_argnames="config")
+compiled_decode_step = jit(decode_step, static_argnames=("config", "count_reads"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """What a layer would hand to the cache for all tokens of a sequence."""
@@ -47,14 +76,6 @@ class Layer:
     def map(self, function):
         return Layer(self.config, *jax.tree.map(function, self.arrays))
 
-    def compress(self, key_windows, value_windows, first_positions):
-        """Weighs the tokens of a block differently, is not linear, and turns keys with their position."""
-        size = self.config.compression_block_size
-        weights = jnp.linspace(0.5, 1.5, size, dtype=key_windows.dtype)[:, None, None] / size
-        angle = first_positions.astype(key_windows.dtype)[:, :, None, None]
-        key = (key_windows * weights).sum(2) * jnp.cos(0.1 * angle) + jnp.sin(0.3 * angle)
-        return jnp.tanh(key), jnp.tanh((value_windows * weights).sum(2))
-
     def operands(self):
         """Arguments of the full forward."""
         batch, length = self.query.shape[:2]
@@ -63,20 +84,16 @@ class Layer:
         )
         inside = first[:, None] + jnp.arange(self.config.compression_block_size)
         positions = jnp.broadcast_to(first, (batch, len(first)))
-        compressed = self.compress(
-            self.tokens.key_cmp[:, inside], self.tokens.value_cmp[:, inside], positions
+        compressed = compress(
+            self.config, self.tokens.key_cmp[:, inside], self.tokens.value_cmp[:, inside], positions
         )
         return self.query, *compressed, *self.tokens[2:], self.gates
 
     @functools.cached_property
     def full(self):
         """Rows of the full forward, in the dtype of the layer."""
-        run = jax.jit(
-            lambda arrays: reference.native_sparse_attention(
-                *Layer(self.config, *arrays).operands(), config=self.config
-            )
-        )
-        return np.asarray(run(self.arrays).astype(jnp.promote_types(self.query.dtype, jnp.float32)))
+        out = full_forward(*self.operands(), config=self.config)
+        return np.asarray(out.astype(jnp.promote_types(out.dtype, jnp.float32)))
 
     @functools.cached_property
     def exact(self):
@@ -109,14 +126,11 @@ class Layer:
         overflowed = np.zeros(len(self.query), bool)
         return dataclasses.replace(held, lengths=np.asarray(lengths, np.int32), overflowed=overflowed)
 
-    @functools.cached_property
-    def prefill(self):
-        return jax.jit(functools.partial(cache.prefill, config=self.config, compress=self.compress))
+    def prefill(self, held, *operands, **arguments):
+        return compiled_prefill(held, *operands, config=self.config, **arguments)
 
-    @functools.cached_property
-    def decode_step(self):
-        step = functools.partial(cache.decode_step, config=self.config, compress=self.compress)
-        return jax.jit(step, static_argnames="count_reads")
+    def decode_step(self, held, *operands, **arguments):
+        return compiled_decode_step(held, *operands, config=self.config, **arguments)
 
     def slice(self, start, count):
         """Query, tokens and gates of `count` tokens from `start[b]` on, with zeros behind the last."""

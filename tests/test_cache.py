@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import SMALL, Layer
+from cache_layer import SMALL, Layer, decode_step, jit
 
 from nsa_jax import layout, reference
 from nsa_jax.cache import steps
@@ -26,7 +26,7 @@ def layer():
 def test_selection_of_the_layer_is_not_a_matter_of_rounding(layer):
     """Everywhere the score gap exceeds the rounding, so that equal outputs mean equal block sets."""
     query, key_cmp, *_ = layer.operands()
-    scores = jax.jit(lambda q, k: reference.importance_scores(q, k, config=SMALL))(query, key_cmp)
+    scores = jit(lambda q, k: reference.importance_scores(q, k, config=SMALL))(query, key_cmp)
     block = np.arange(scores.shape[-1])
     position = np.arange(LENGTH)[:, None, None]
     forced = np.asarray(layout.is_forced(block, position, SMALL))
@@ -179,7 +179,7 @@ def test_numpy_arrays_outside_jit(layer, monkeypatch):
     _, expected = layer.decode_step(held, *operands)
 
     monkeypatch.setattr(steps, "_attend", lambda *arguments: (None, None))
-    _, after = steps.decode_step(held, *operands, config=SMALL, compress=layer.compress)
+    _, after = decode_step(held, *operands, config=SMALL)
 
     for written, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(written, wanted, rtol=0, atol=8 * np.finfo(np.float32).eps)
@@ -190,10 +190,10 @@ def test_steps_in_a_compiled_loop_equal_full_forward(layer):
     rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 9:, None], 1, 0), layer.arrays)
 
     def body(cache, operands):
-        out, cache = layer.decode_step(cache, *operands)
+        out, cache = decode_step(cache, *operands, config=SMALL)
         return cache, out[:, 0]
 
-    cache, out = jax.jit(lambda cache, rest: jax.lax.scan(body, cache, rest))(cache, rest)
+    cache, out = jit(lambda cache, rest: jax.lax.scan(body, cache, rest))(cache, rest)
 
     layer.agree(np.moveaxis(out, 0, 1), np.s_[:, 9:])
     assert cache.lengths.tolist() == [LENGTH, LENGTH]
@@ -213,8 +213,8 @@ def test_paper_configuration():
 
 
 def test_bfloat16_within_the_budget_of_bfloat16():
-    layer = Layer.make(length=24, dtype=jnp.bfloat16)
-    cache = layer.empty(24)
+    layer = Layer.make(length=LENGTH, dtype=jnp.bfloat16)
+    cache = layer.empty(LENGTH)
     for start in range(0, 24, 4):
         out, cache = layer.decode_step(cache, *layer.slice(start, 4))
         layer.agree(out, np.s_[:, start : start + 4])

@@ -1,12 +1,13 @@
 """What a cache refuses: each is one clear error, raised before anything is written."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import SMALL, Layer
+from cache_layer import SMALL, Layer, compress
 
 from nsa_jax import cache
 
@@ -17,7 +18,7 @@ SIZES = dict(batch=2, max_length=16, num_kv_heads=2, key_dim=6, value_dim=5, con
 def arguments(length=3, **changes):
     query, tokens, gates = LAYER.slice(0, length)
     given = dict(cache=LAYER.empty(16), query=query, tokens=tokens, gates=gates, config=SMALL)
-    return given | dict(compress=LAYER.compress) | changes
+    return given | dict(compress=functools.partial(compress, SMALL)) | changes
 
 
 def with_tokens(**changes):

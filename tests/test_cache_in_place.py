@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cache_layer import SMALL, Layer
-
-from nsa_jax import cache
+from cache_layer import SMALL, Layer, decode_step
 
 LAYER = Layer.make(length=4)
 HELD = jax.eval_shape(lambda: LAYER.empty(2**18))
@@ -15,7 +13,7 @@ LIMIT = HELD.value_cmp.size * HELD.value_cmp.dtype.itemsize
 
 
 def step(held, operands):
-    return cache.decode_step(held, *operands, config=SMALL, compress=LAYER.compress)
+    return decode_step(held, *operands, config=SMALL)
 
 
 def loop(held, operands):

@@ -1,9 +1,11 @@
 """How much a decode step reads: the counts of its gathers against figures and loops, not against formulas."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import Layer
+from cache_layer import SMALL, Layer, decode_step, jit
 
 from nsa_jax import attention
 from nsa_jax.cache import expected_reads
@@ -64,7 +66,8 @@ def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
         return jnp.full_like(select(*args, **kwargs), -1).at[..., 0].set(0)
 
     monkeypatch.setattr(attention, "select_blocks", first_only)
-    reads = layer.decode_step(layer.filled([37, 37], 64), *layer.slice(37, 1), count_reads=True)[2]
+    step = jit(functools.partial(decode_step, config=SMALL, count_reads=True))
+    reads = step(layer.filled([37, 37], 64), *layer.slice(37, 1))[2]
 
     assert (reads.slc == layer.config.selection_block_size).all()
     assert (reads.win == layer.config.window_size).all()

@@ -92,13 +92,11 @@ def test_draws_follow_their_probabilities(temperature, top_k, top_p):
 
 def test_draw_depends_on_its_own_row_alone():
     logits, keys = jnp.asarray(rows("random")), jax.random.split(jax.random.key(1), 40)
+    draw = jax.jit(lambda logits, keys: sample(logits, keys, temperature=1.0, top_p=0.9))
 
-    together = sample(logits, keys, temperature=1.0, top_p=0.9)
+    together = draw(logits, keys)
 
-    assert together.tolist() == [
-        int(sample(logits[row : row + 1], keys[row : row + 1], temperature=1.0, top_p=0.9)[0])
-        for row in range(40)
-    ]
+    assert together.tolist() == [int(draw(logits[row], keys[row])[0]) for row in np.arange(40)[:, None]]
 
 
 def test_tiny_temperature_is_greedy_and_does_not_overflow():
@@ -108,11 +106,10 @@ def test_tiny_temperature_is_greedy_and_does_not_overflow():
 
 
 def test_half_precision_logits_are_drawn_in_float32():
-    """In bfloat16 the tail of a flat distribution would vanish in the sums."""
-    logits = jnp.zeros((1, 2048), jnp.bfloat16)
+    """Summed in bfloat16, the probabilities of 2048 equal tokens would stop at a fraction of one."""
+    logits = jnp.zeros((64, 2048), jnp.bfloat16)
 
-    assert int((truncate(logits.astype(jnp.float32), top_p=0.999) > -jnp.inf).sum()) == 2046
-    token = sample(
-        jnp.tile(logits, (64, 1)), jax.random.split(jax.random.key(0), 64), temperature=1.0, top_p=0.999
-    )
-    assert len(set(token.tolist())) > 50
+    tokens = sample(logits, jax.random.split(jax.random.key(0), 64), temperature=1.0, top_p=0.9)
+
+    assert tokens.max() > 1024
+    assert tokens.max() < 0.9 * 2048 + 1
