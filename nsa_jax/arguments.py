@@ -1,4 +1,4 @@
-"""Shape and dtype rules of the public operations, checked at trace time; values are checked by `nsa_jax.debug`."""
+"""Shape and dtype rules of the public operations, at trace time; `nsa_jax.debug` checks values."""
 
 import numbers
 
@@ -55,7 +55,8 @@ def check_heads(sizes: dict[str, int]) -> None:
     """Query heads must be a multiple of KV heads, and there must be some of each."""
     if min(sizes["N"], sizes["K"]) < 1 or sizes["N"] % sizes["K"]:
         raise ValueError(
-            f"the number of query heads must be a multiple of the number of KV heads, got N = {sizes['N']} and "
+            f"the number of query heads must be a multiple of the number of KV heads, got N = "
+            f"{sizes['N']} and "
             f"K = {sizes['K']}. Choose num_kv_heads so that it divides num_heads."
         )
 
@@ -65,10 +66,14 @@ def check_floats(**arrays: Array | None) -> None:
     present = {name: array for name, array in arrays.items() if array is not None}
     for name, array in present.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {array.dtype}. Cast it, for example to bfloat16.")
+            raise TypeError(
+                f"{name} must be floating point, got {array.dtype}. Cast it, for example to bfloat16."
+            )
     if len({array.dtype for array in present.values()}) > 1:
         got = ", ".join(f"{name} {array.dtype}" for name, array in present.items())
-        raise ValueError(f"queries, keys and values must have one dtype, got {got}. Cast them to the same dtype.")
+        raise ValueError(
+            f"queries, keys and values must have one dtype, got {got}. Cast them to the same dtype."
+        )
 
 
 def check_integers(**arrays: Array | None) -> None:
@@ -81,7 +86,9 @@ def check_integers(**arrays: Array | None) -> None:
 def check_config(config: NSAConfig) -> None:
     """The configuration is an `NSAConfig`, not a dict or a model's configuration."""
     if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...).")
+        raise TypeError(
+            f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...)."
+        )
 
 
 def resolve_tiles(tiles: Tiles | None) -> Tiles:
@@ -106,7 +113,8 @@ def check_blocks(sizes: dict[str, int], config: NSAConfig) -> None:
     if sizes["C"] != expected:
         raise ValueError(
             f"{sizes['S']} tokens have {expected} compression blocks, got C = {sizes['C']} compressed keys. "
-            "Compress the whole row with the same config, and pass query_positions where the queries are only part of it."
+            "Compress the whole row with the same config, and pass query_positions where the queries are "
+            "only part of it."
         )
 
 
@@ -115,7 +123,9 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
     if scale is None:
         return key_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a Python number, got {type(scale).__name__}. Fold an array into the queries.")
+        raise TypeError(
+            f"scale must be a Python number, got {type(scale).__name__}. Fold an array into the queries."
+        )
     return float(scale)
 
 

@@ -1,21 +1,23 @@
 """The operations of Native Sparse Attention (arXiv:2502.11089): shapes, meaning and dispatch in one place.
 
 Arrays are `[B, T, N, H]`: batch, query tokens, query heads, key dim. Keys have `K` KV heads; query heads
-`k G .. (k+1) G - 1` belong to KV head `k`, `G = N / K`. Each branch may get keys and values of its own (section 3.3.3)
-or share them by passing the same array.
+`k G .. (k+1) G - 1` belong to KV head `k`, `G = N / K`. Each branch may get keys and values of its own
+(section 3.3.3) or share them by passing the same array.
 
 What all operations share:
 
-* **Positions.** Key `s` of a row has index `s`. `query_positions [B, T]` are the key indices of the queries, by default
-  the last `T` of the `S` keys; -1 marks padding. A query sees keys at or before its own index.
-* **Packed rows.** `segment_ids [B, S]` give several sequences a row: each non-zero id is one contiguous run, 0 is
-  padding. A query belongs to the sequence of the key at its index; blocks are counted from that sequence's first token.
-* **A query that sees no key** (padding, no compressed block yet, no block selected) gets output 0, log-sum-exp `-inf` and
-  zero gradients.
-* **Precision.** Logits, softmax and sums are float32 (float64 for float64 inputs); outputs have the query's dtype and
-  log-sum-exps are natural-log, float32.
-* **Errors.** `ValueError` and `TypeError` for shapes and dtypes, at trace time; values of index arrays are not checked
-  here but by `nsa_jax.debug`. `NotImplementedError` if the named implementation cannot run the call.
+* **Positions.** Key `s` of a row has index `s`. `query_positions [B, T]` are the key indices of the queries,
+  by default the last `T` of the `S` keys; -1 marks padding. A query sees keys at or before its own index.
+* **Packed rows.** `segment_ids [B, S]` give several sequences a row: each non-zero id is one contiguous run,
+  0 is padding. A query belongs to the sequence of the key at its index; blocks are counted from that
+  sequence's first token.
+* **A query that sees no key** (padding, no compressed block yet, no block selected) gets output 0,
+  log-sum-exp `-inf` and zero gradients.
+* **Precision.** Logits, softmax and sums are float32 (float64 for float64 inputs); outputs have the query's
+  dtype and log-sum-exps are natural-log, float32.
+* **Errors.** `ValueError` and `TypeError` for shapes and dtypes, at trace time; values of index arrays are
+  not checked here but by `nsa_jax.debug`. `NotImplementedError` if the named implementation cannot run the
+  call.
 * **Transformations.** jit, grad, vmap, scan, remat and export; reverse-mode gradients, deterministic.
 """
 
@@ -45,15 +47,15 @@ def compressed_attention(
 ) -> Any:
     """Attention over the compressed blocks that end at or before the query (Eq. 7).
 
-    Block `i` covers tokens `[i d, i d + l)` of its sequence and is visible to the query at sequence index `t` iff
-    `i d + l - 1 <= t`. The blocks of a packed row lie compactly in sequence order.
+    Block `i` covers tokens `[i d, i d + l)` of its sequence and is visible to the query at sequence index
+    `t` iff `i d + l - 1 <= t`. The blocks of a packed row lie compactly in sequence order.
 
     Args:
       query: rotated queries.
       key_cmp, value_cmp: compressed keys, rotated at the position of their block's first token, and values.
       config: block structure.
-      query_positions: key index of each query, -1 = padding. Needed where the `T` queries are not all tokens behind
-        the `C` blocks.
+      query_positions: key index of each query, -1 = padding. Needed where the `T` queries are not all tokens
+        behind the `C` blocks.
       segment_ids: sequence of each of the row's `S` tokens, 0 = padding.
       scale: factor of the logits, `1/sqrt(H)` if None.
       implementation: see `nsa_jax.dispatch`.
@@ -94,21 +96,24 @@ def select_blocks(
 ) -> Int32[Array, "B T K R"]:
     """The selection blocks that each query attends, the same for all query heads of a KV head (Eq. 8-11).
 
-    The compressed attention's probabilities are summed over the heads of a KV head and over the compressed blocks that
-    overlap a selection block, weighted by the shared tokens in strides (for 32/16/64: 1, 2, 2, 2, 1). Candidates are the
-    blocks whose first token the query sees. The initial blocks and the `num_local_blocks` that end with the query's own
-    are always in and count inside `num_selected_blocks`; ties go to the lower block index.
+    The compressed attention's probabilities are summed over the heads of a KV head and over the compressed
+    blocks that overlap a selection block, weighted by the shared tokens in strides (for 32/16/64: 1, 2, 2,
+    2, 1). Candidates are the blocks whose first token the query sees. The initial blocks and the
+    `num_local_blocks` that end with the query's own are always in and count inside `num_selected_blocks`;
+    ties go to the lower block index.
 
     Args:
-      query, key_cmp, config, query_positions, segment_ids, scale, implementation, tiles: see `compressed_attention`.
+      query, key_cmp, config, query_positions, segment_ids, scale, implementation, tiles: see
+        `compressed_attention`.
       lse_cmp: what `compressed_attention` returned for the same arguments; recomputed when None.
 
     Returns:
-      `block_indices [B, T, K, R]`, `R = num_selected_blocks`: sequence-local block numbers, ascending, -1 in unused slots
-      at the end.
+      `block_indices [B, T, K, R]`, `R = num_selected_blocks`: sequence-local block numbers, ascending, -1 in
+      unused slots at the end.
 
     Gradients:
-      None: no gradient flows through the selection, which is the paper's choice. The compressed branch learns the scores.
+      None: no gradient flows through the selection, which is the paper's choice. The compressed branch
+      learns the scores.
     """
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), lse_cmp=(lse_cmp, "B T N or None"),
@@ -144,8 +149,8 @@ def selected_attention(
       query, config, query_positions, segment_ids, scale, implementation, tiles, return_reads: see
         `compressed_attention`.
       key_slc, value_slc: keys, rotated at their own position, and values of this branch.
-      block_indices: sequence-local block numbers, ascending and without repetition, -1 = unused slot at the end; from
-        `select_blocks` or `block_indices_from_ranges`.
+      block_indices: sequence-local block numbers, ascending and without repetition, -1 = unused slot at the
+        end; from `select_blocks` or `block_indices_from_ranges`.
 
     Returns:
       `(out [B, T, N, V], lse [B, T, N])`, and `reads [B, T, K]` (int32) if asked for.
@@ -160,7 +165,9 @@ def selected_attention(
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, query=query, key_slc=key_slc, value_slc=value_slc)
     arguments.check_integers(block_indices=block_indices)
-    run = resolve("selected_attention", implementation, query, key_slc, value_slc, block_indices, config=config)
+    run = resolve(
+        "selected_attention", implementation, query, key_slc, value_slc, block_indices, config=config
+    )
     out, lse, reads = run(
         query, key_slc, value_slc, jnp.asarray(block_indices, jnp.int32),
         **_resolved(sizes, config, query_positions, segment_ids, scale, tiles, sizes["S"]),
@@ -231,7 +238,9 @@ def gated_sum(
     )  # fmt: skip
     arguments.check_floats(out_cmp=out_cmp, out_slc=out_slc, out_win=out_win)
     arguments.check_floats(gates=gates)
-    return resolve("gated_sum", implementation, out_cmp, out_slc, out_win, gates)(out_cmp, out_slc, out_win, gates)
+    return resolve("gated_sum", implementation, out_cmp, out_slc, out_win, gates)(
+        out_cmp, out_slc, out_win, gates
+    )
 
 
 def native_sparse_attention(
@@ -275,12 +284,13 @@ def native_sparse_attention(
     sizes = arguments.bind_shapes(
         query=(query, "B T N H"), key_cmp=(key_cmp, "B C K H"), value_cmp=(value_cmp, "B C K V"),
         key_slc=(key_slc, "B S K H"), value_slc=(value_slc, "B S K V"), key_win=(key_win, "B S K H"),
-        value_win=(value_win, "B S K V"), gates=(gates, "B T N 3"), block_indices=(block_indices, "B T K R or None"),
-        segment_ids=(segment_ids, "B S or None"), query_positions=(query_positions, "B T or None"),
+        value_win=(value_win, "B S K V"), gates=(gates, "B T N 3"),
+        block_indices=(block_indices, "B T K R or None"), segment_ids=(segment_ids, "B S or None"),
+        query_positions=(query_positions, "B T or None"),
     )  # fmt: skip
     arrays = dict(
-        query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc, key_win=key_win,
-        value_win=value_win,
+        query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
+        key_win=key_win, value_win=value_win,
     )  # fmt: skip
     _check(sizes, config, query_positions, segment_ids, **arrays)
     arguments.check_floats(gates=gates)

@@ -44,7 +44,8 @@ class NSAConfig:
             )
         if self.num_local_blocks < 1:
             raise ValueError(
-                f"num_local_blocks must be at least 1, got {self.num_local_blocks}. The query's own block is always in."
+                f"num_local_blocks must be at least 1, got {self.num_local_blocks}. The query's own block "
+                "is always in."
             )
         for name in ("compression_block_size", "selection_block_size"):
             if getattr(self, name) % self.compression_stride:
@@ -54,13 +55,15 @@ class NSAConfig:
                 )
         if self.compression_block_size > self.selection_block_size:
             raise ValueError(
-                f"compression_block_size must not exceed selection_block_size, got {self.compression_block_size} > "
+                f"compression_block_size must not exceed selection_block_size, got "
+                f"{self.compression_block_size} > "
                 f"{self.selection_block_size}. Enlarge the selection blocks."
             )
         forced = self.num_initial_blocks + self.num_local_blocks
         if self.num_selected_blocks < forced:
             raise ValueError(
-                f"num_selected_blocks must cover the initial and local blocks, got {self.num_selected_blocks} < "
+                f"num_selected_blocks must cover the initial and local blocks, got "
+                f"{self.num_selected_blocks} < "
                 f"{self.num_initial_blocks} + {self.num_local_blocks}. Raise it to at least {forced}."
             )
 
@@ -92,7 +95,8 @@ class Tiles:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}. Pass a positive number."
+                    f"{field.name} must be at least 1, got {getattr(self, field.name)}. Pass a positive "
+                    "number."
                 )
 
 

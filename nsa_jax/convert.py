@@ -1,4 +1,4 @@
-"""Index arrays from the forms in which other code holds them: `cu_seqlens` and `[start, end)` token ranges."""
+"""Index arrays from what other code holds: `cu_seqlens` and `[start, end)` token ranges."""
 
 from typing import Literal, get_args
 
@@ -30,13 +30,17 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"], length: int
     """
     bounds = _concrete("cu_seqlens", cu_seqlens)
     if bounds.ndim != 1 or bounds.size < 1:
-        raise ValueError(f"cu_seqlens must have 1 axis, got shape {bounds.shape}. Convert each row on its own.")
+        raise ValueError(
+            f"cu_seqlens must have 1 axis, got shape {bounds.shape}. Convert each row on its own."
+        )
     if bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"cu_seqlens must start at 0 and never decrease, got {bounds.tolist()}. Pass cumulative lengths."
         )
     if bounds[-1] > length:
-        raise ValueError(f"cu_seqlens must end within the row, got {bounds[-1]} > {length}. Pass a longer length.")
+        raise ValueError(
+            f"cu_seqlens must end within the row, got {bounds[-1]} > {length}. Pass a longer length."
+        )
     ids = np.searchsorted(bounds, np.arange(length), side="right")
     return jnp.asarray(np.where(np.arange(length) < bounds[-1], ids, 0)[None], jnp.int32)
 
@@ -52,25 +56,28 @@ def block_indices_from_ranges(
     """Block indices from token ranges `[start, end)` of each query, as other NSA code passes selections.
 
     Args:
-      ranges: concrete integers in the named layout; the last axis is `(start, end)`, sequence-local tokens. A range
-        starts at a block's first token and ends at a block boundary or after the query (`end == t + 1`). It may span
-        several blocks; `start == end` is empty.
+      ranges: concrete integers in the named layout; the last axis is `(start, end)`, sequence-local tokens.
+        A range starts at a block's first token and ends at a block boundary or after the query (`end == t +
+        1`). It may span several blocks; `start == end` is empty.
       layout: "BTKn2", "TKn2" (one row) or "BTn2" (the same for all KV heads); never inferred.
       config: block structure; at most `num_selected_blocks` blocks a query.
-      query_positions: sequence-local index `t` of each query, by default `0 .. T-1`; -1 = padding, which may hold only
-        empty ranges.
+      query_positions: sequence-local index `t` of each query, by default `0 .. T-1`; -1 = padding, which may
+        hold only empty ranges.
       num_kv_heads: `K`, needed by the layout "BTn2" only.
 
     Returns:
       `[B, T, K, R]` int32, ascending, -1 in unused slots at the end.
 
     Raises:
-      ValueError: unknown layout, wrong number of axes, or a range that is misaligned, reversed, overlapping another,
+      ValueError: unknown layout, wrong number of axes, or a range that is misaligned, reversed, overlapping
+      another,
         in the future, or one block too many; the message names the first such query.
       TypeError: not integers, or traced.
     """
     if layout not in RANGES_LAYOUTS:
-        raise ValueError(f"layout must be one of {RANGES_LAYOUTS}, got {layout!r}. Name the axes of the ranges.")
+        raise ValueError(
+            f"layout must be one of {RANGES_LAYOUTS}, got {layout!r}. Name the axes of the ranges."
+        )
     array = _concrete("ranges", ranges)
     if array.ndim != len(layout) or array.shape[-1] != 2:
         raise ValueError(f"ranges must have the axes {layout}, got shape {array.shape}. Name another layout.")
@@ -81,7 +88,9 @@ def block_indices_from_ranges(
             raise ValueError("the layout BTn2 needs num_kv_heads, got None. Pass the number of KV heads.")
         array = np.repeat(array[:, :, None], num_kv_heads, axis=2)
     if num_kv_heads not in (None, array.shape[2]):
-        raise ValueError(f"ranges must have num_kv_heads = {num_kv_heads}, got {array.shape[2]}. Drop one of them.")
+        raise ValueError(
+            f"ranges must have num_kv_heads = {num_kv_heads}, got {array.shape[2]}. Drop one of them."
+        )
     batch, num_queries = array.shape[:2]
     if query_positions is None:
         positions = np.broadcast_to(np.arange(num_queries), (batch, num_queries))
@@ -89,7 +98,8 @@ def block_indices_from_ranges(
         positions = _concrete("query_positions", query_positions)
         if positions.shape != (batch, num_queries):
             raise ValueError(
-                f"query_positions must be [B, T] = {(batch, num_queries)}, got shape {positions.shape}. Reshape it."
+                f"query_positions must be [B, T] = {(batch, num_queries)}, got shape {positions.shape}. "
+                "Reshape it."
             )
 
     start, end = array[..., 0], array[..., 1]
@@ -105,14 +115,22 @@ def block_indices_from_ranges(
     slots = config.num_selected_blocks
     count = np.where(empty, 0, -(-end // size) - start // size)
     total = count.sum(axis=-1, keepdims=True)
-    _forbid(np.broadcast_to(total > slots, start.shape), start, end, f"must cover at most {slots} blocks", "Drop some")
+    _forbid(
+        np.broadcast_to(total > slots, start.shape),
+        start,
+        end,
+        f"must cover at most {slots} blocks",
+        "Drop some",
+    )
     unused = np.iinfo(np.int32).max
     steps = np.arange(slots)
     blocks = np.where(steps < count[..., None], (start // size)[..., None] + steps, unused)
     blocks = np.sort(blocks.reshape(*blocks.shape[:3], -1), axis=-1)
     blocks = np.pad(blocks, ((0, 0),) * 3 + ((0, max(slots - blocks.shape[-1], 0)),), constant_values=unused)
     repeated = ((np.diff(blocks, axis=-1) == 0) & (blocks[..., 1:] != unused)).any(axis=-1, keepdims=True)
-    _forbid(np.broadcast_to(repeated, start.shape), start, end, "must not overlap", "Merge overlapping ranges")
+    _forbid(
+        np.broadcast_to(repeated, start.shape), start, end, "must not overlap", "Merge overlapping ranges"
+    )
     blocks = blocks[..., :slots]
     return jnp.asarray(np.where(blocks == unused, -1, blocks), jnp.int32)
 
@@ -130,6 +148,7 @@ def _forbid(wrong: np.ndarray, start: np.ndarray, end: np.ndarray, rule: str, re
     if wrong.any():
         b, t, k, n = (int(axis[0]) for axis in np.nonzero(wrong))
         raise ValueError(
-            f"the ranges of a query {rule}, got [{start[b, t, k, n]}, {end[b, t, k, n]}) at row {b}, query {t}, "
+            f"the ranges of a query {rule}, got [{start[b, t, k, n]}, {end[b, t, k, n]}) at row {b}, "
+            f"query {t}, "
             f"KV head {k}, range {n}. {remedy}."
         )

@@ -30,7 +30,8 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
     repeated = (runs[:, 1:] == runs[:, :-1]) & (runs[:, 1:] != 0)
     checkify.check(
         ~repeated.any(),
-        "each non-zero segment id must be one contiguous run, got id {id} in several runs. Renumber the sequences.",
+        "each non-zero segment id must be one contiguous run, got id {id} in several runs. Renumber the "
+        "sequences.",
         id=jnp.max(runs[:, 1:], where=repeated, initial=jnp.iinfo(runs.dtype).min),
     )
 
@@ -43,7 +44,8 @@ def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> 
     """
     checkify.check(
         ((query_positions >= -1) & (query_positions < num_keys)).all(),
-        f"query_positions must lie in [-1, {num_keys}), got values from {{low}} to {{high}}. Pass key indices.",
+        f"query_positions must lie in [-1, {num_keys}), got values from {{low}} to {{high}}. Pass key "
+        "indices.",
         low=query_positions.min(initial=0),
         high=query_positions.max(initial=0),
     )
@@ -62,12 +64,16 @@ def check_block_indices(
       checkify.JaxRuntimeError: one of these rules is violated.
     """
     used = block_indices >= 0
-    checkify.check((block_indices >= -1).all(), "block_indices must be at least -1, got {low}. Mark unused slots with -1.",
-                   low=block_indices.min(initial=0))  # fmt: skip
+    checkify.check(
+        (block_indices >= -1).all(),
+        "block_indices must be at least -1, got {low}. Mark unused slots with -1.",
+        low=block_indices.min(initial=0),
+    )
     ascending = ~used[..., 1:] | (used[..., :-1] & (block_indices[..., 1:] > block_indices[..., :-1]))
     checkify.check(
         ascending.all(),
-        "block_indices must be ascending without repetition and -1 only at the end, got {count} slots that are not. "
+        "block_indices must be ascending without repetition and -1 only at the end, got {count} slots "
+        "that are not. "
         "Sort each selection and drop duplicates.",
         count=(~ascending).sum(),
     )
@@ -75,7 +81,8 @@ def check_block_indices(
     future = used & (position >= 0) & (block_indices > position // config.selection_block_size)
     checkify.check(
         ~future.any(),
-        "selected blocks must start at or before their query, got {count} that start after it. Select past blocks.",
+        "selected blocks must start at or before their query, got {count} that start after it. Select "
+        "past blocks.",
         count=future.sum(),
     )
 
@@ -95,18 +102,21 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
         result = operation(*args, **kwargs)  # first: it refuses the shapes that the checks take for granted
         given = signature.bind(*args, **kwargs).arguments
-        query, positions, segment_ids = (given.get(name) for name in ("query", "query_positions", "segment_ids"))
+        query, positions, segment_ids = given["query"], given.get("query_positions"), given.get("segment_ids")
         keys = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
         num_keys = query.shape[1] if keys is None else keys.shape[1]
         if segment_ids is not None:
             check_segment_ids(jnp.asarray(segment_ids))
         if positions is None:
-            positions = layout.default_query_positions(*query.shape[:2], num_keys)
+            positions = layout.default_query_positions(query.shape[0], query.shape[1], num_keys)
         elif keys is not None:
             check_query_positions(positions, num_keys)
         if (blocks := given.get("block_indices")) is not None:
             check_block_indices(
-                jnp.asarray(blocks), config=given["config"], query_positions=positions, segment_ids=segment_ids
+                jnp.asarray(blocks),
+                config=given["config"],
+                query_positions=positions,
+                segment_ids=segment_ids,
             )
         return result
 

@@ -1,7 +1,7 @@
 """Which implementation runs an operation, and why.
 
-`implementation=None` takes the first of `PREFERENCE` that supports the call, or the one that `use_implementation`
-forces. A named implementation runs or raises; it never falls back.
+`implementation=None` takes the first of `PREFERENCE` that supports the call, or the one that
+`use_implementation` forces. A named implementation runs or raises; it never falls back.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,13 @@ def unsupported_reason(
         raise ValueError(f"operation must be one of {OPERATIONS}, got {operation!r}. Check the spelling.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the spelling."
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
+            "spelling."
         )
     if implementation not in _MODULES:
-        return f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
+        return (
+            f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
+        )
     return None
 
 
@@ -86,8 +89,8 @@ def choose(
 ) -> Choice:
     """Decides what runs `operation`; pure, works on `jax.ShapeDtypeStruct`s and says why.
 
-    The decision list: the implementation named by the caller; the one forced by `use_implementation`; the first of
-    `PREFERENCE` without an `unsupported_reason`.
+    The decision list: the implementation named by the caller; the one forced by `use_implementation`; the
+    first of `PREFERENCE` without an `unsupported_reason`.
 
     Args:
       operation, *arrays, config, platform: see `unsupported_reason`.
@@ -110,12 +113,16 @@ def choose(
     refused = [(name, reason) for name in IMPLEMENTATIONS if (reason := reason_against(name))]
     for name in PREFERENCE:
         if name not in dict(refused):
-            return Choice(name, f"{name} is the first of {PREFERENCE} that supports this call.", tuple(refused))
-    raise NotImplementedError(f"{operation} has no implementation here: {dict(refused)}. Use the CPU platform.")
+            return Choice(
+                name, f"{name} is the first of {PREFERENCE} that supports this call.", tuple(refused)
+            )
+    raise NotImplementedError(
+        f"{operation} has no implementation here: {dict(refused)}. Use the CPU platform."
+    )
 
 
 def use_implementation(implementation: Implementation | None):
-    """Context in which calls with `implementation=None` run the given one, also inside functions already traced.
+    """Context in which `implementation=None` means the given one, also inside functions already traced.
 
     Example:
       with nsa_jax.use_implementation("xla"):
@@ -129,8 +136,10 @@ def use_implementation(implementation: Implementation | None):
     return _forced(implementation)
 
 
-def resolve(operation: str, implementation: str | None, *arrays: Array, config: NSAConfig | None = None) -> Callable:
-    """The chosen implementation's function for `operation`, whose work carries its name in the lowered program."""
+def resolve(
+    operation: str, implementation: str | None, *arrays: Array, config: NSAConfig | None = None
+) -> Callable:
+    """The chosen function for `operation`; the lowered program carries its name."""
     chosen = choose(operation, *arrays, config=config, implementation=implementation).implementation
     function = getattr(_MODULES[chosen], operation)
 

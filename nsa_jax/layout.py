@@ -1,7 +1,8 @@
 """Index arithmetic of the three branches: which keys a query sees, in plain and in packed rows.
 
-Every implementation and the reference take their indices from here, so a row that packs several sequences, a chunked
-prefill and a decode step differ only in the numbers below. `nsa_torch_ref` derives the same maps on its own.
+Every implementation and the reference take their indices from here, so a row that packs several sequences, a
+chunked prefill and a decode step differ only in the numbers below. `nsa_torch_ref` derives the same maps on
+its own.
 """
 
 from typing import NamedTuple
@@ -58,8 +59,8 @@ def max_selection_blocks(num_compressed: int, config: NSAConfig) -> int:
 def overlap_weights(config: NSAConfig) -> tuple[tuple[int, int], ...]:
     """Weights of Eq. 9 as `(offset, weight)`: block `j` collects `weight * p_cmp[j * l'/d + offset]`.
 
-    The weight is `|cmp_i intersect slc_j| / d`, the shared tokens in strides. For 32 / 16 / 64 the offsets -1 .. 3
-    weigh 1, 2, 2, 2, 1. Our reading of the equation, which as printed is shifted by a whole block.
+    The weight is `|cmp_i intersect slc_j| / d`, the shared tokens in strides. For 32 / 16 / 64 the offsets
+    -1 .. 3 weigh 1, 2, 2, 2, 1. Our reading of the equation, which as printed is shifted by a whole block.
     """
     strides_per_selection = config.selection_block_size // config.compression_stride
     strides_per_compression = config.compression_block_size // config.compression_stride
@@ -128,7 +129,9 @@ def query_layout(
 
 def default_query_positions(batch: int, num_queries: int, num_keys: int) -> Int32[Array, "B T"]:
     """The last `num_queries` of `num_keys` tokens: row indices `S - T .. S - 1`."""
-    return jnp.broadcast_to(jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32), (batch, num_queries))
+    return jnp.broadcast_to(
+        jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32), (batch, num_queries)
+    )
 
 
 def is_forced(

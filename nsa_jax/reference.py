@@ -1,9 +1,11 @@
 """The oracle: Native Sparse Attention in its plainest form, for tests and `parity` only.
 
-It stores whole `[T, S]` masks and logits, works in any float dtype up to float64 and differentiates by plain AD.
-Users run `nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and conventions of
-the one of the same name in `nsa_jax.attention`, where they are documented.
+It stores whole `[T, S]` masks and logits, works in any float dtype up to float64 and differentiates by plain
+AD. Users run `nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and
+conventions of the one of the same name in `nsa_jax.attention`, where they are documented.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def importance_scores(
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T K M"]:
-    """Importance of each selection block of the query's own sequence (Eq. 8-10), summed over the heads of a KV head."""
+    """Importance of each selection block (Eq. 8-10), summed over the heads of a KV head."""
     placed = _place(query, query.shape[1], config, query_positions, segment_ids)
     start, end = placed.compression_range(config)
     num_compressed = key_cmp.shape[1]
@@ -74,7 +76,9 @@ def select_blocks(
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends (Eq. 11): a stable sort by score with the forced blocks first."""
     del lse_cmp  # recomputed: the oracle trusts nobody's normaliser
-    arguments = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
+    arguments: dict[str, Any] = dict(
+        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
+    )
     scores = jax.lax.stop_gradient(importance_scores(query, key_cmp, **arguments))
     position = _place(query, query.shape[1], config, query_positions, segment_ids).position[:, :, None, None]
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
@@ -137,7 +141,9 @@ def gated_sum(
     """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5)."""
     branches = jnp.stack([out_cmp, out_slc, out_win], axis=-1)
     accumulate = jnp.promote_types(branches.dtype, jnp.float32)
-    return (branches.astype(accumulate) * gates.astype(accumulate)[..., None, :]).sum(-1).astype(out_cmp.dtype)
+    return (
+        (branches.astype(accumulate) * gates.astype(accumulate)[..., None, :]).sum(-1).astype(out_cmp.dtype)
+    )
 
 
 def native_sparse_attention(
@@ -158,8 +164,10 @@ def native_sparse_attention(
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5)."""
     if query_positions is None:
-        query_positions = layout.default_query_positions(*query.shape[:2], key_slc.shape[1])
-    arguments = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
+        query_positions = layout.default_query_positions(query.shape[0], query.shape[1], key_slc.shape[1])
+    arguments: dict[str, Any] = dict(
+        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
+    )
     out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
     if block_indices is None:
         block_indices = select_blocks(query, key_cmp, **arguments)
@@ -171,7 +179,7 @@ def native_sparse_attention(
 def _place(query, num_keys, config, query_positions, segment_ids) -> layout.QueryLayout:
     if query_positions is None:
         length = num_keys if segment_ids is None else segment_ids.shape[1]
-        query_positions = layout.default_query_positions(*query.shape[:2], length)
+        query_positions = layout.default_query_positions(query.shape[0], query.shape[1], length)
     return layout.query_layout(config, query_positions, segment_ids)
 
 
@@ -182,7 +190,7 @@ def _in_range(start_end: tuple[Int[Array, "B T"], Int[Array, "B T"]], num_keys: 
 
 
 def _logits(query, key, scale) -> Float[Array, "B T K G S"]:
-    batch, num_queries, num_heads, key_dim = query.shape
+    batch, num_queries, _, key_dim = query.shape
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, num_queries, key.shape[2], -1, key_dim)
     logits = jnp.einsum(
@@ -197,7 +205,9 @@ def _softmax(logits: Float[Array, "B T K G S"], visible: Bool[Array, "B T #K S"]
     seen = visible.any(axis=-1, keepdims=True)
     # A hidden logit never meets arithmetic, so that neither inf nor its gradient can leak through a mask.
     masked = jnp.where(visible, logits, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(jnp.where(seen, masked, 0), axis=-1, keepdims=True, initial=-jnp.inf))
+    largest = jax.lax.stop_gradient(
+        jnp.max(jnp.where(seen, masked, 0), axis=-1, keepdims=True, initial=-jnp.inf)
+    )
     largest = jnp.where(seen, largest, 0)
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - largest, 0)), 0)
     total = jnp.where(seen, weights.sum(axis=-1, keepdims=True), 1)
@@ -208,6 +218,8 @@ def _softmax(logits: Float[Array, "B T K G S"], visible: Bool[Array, "B T #K S"]
 def _attend(query, key, value, visible, scale) -> tuple[Array, Array]:
     batch, num_queries, num_heads, _ = query.shape
     probabilities, lse = _softmax(_logits(query, key, scale), visible)
-    out = jnp.einsum("btkgs,bskv->btkgv", probabilities, value.astype(probabilities.dtype), precision="highest")
+    out = jnp.einsum(
+        "btkgs,bskv->btkgv", probabilities, value.astype(probabilities.dtype), precision="highest"
+    )
     shape = (batch, num_queries, num_heads)
     return out.reshape(*shape, -1).astype(query.dtype), lse.reshape(shape)

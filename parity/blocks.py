@@ -6,11 +6,11 @@ everywhere they must be well formed.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
 from nsa_torch_ref import masks
 from parity.budget import Row, allowance
 
@@ -23,7 +23,7 @@ class Selection:
     determined: Tensor
     segment_ids: Tensor
     query_positions: Tensor
-    config: NSAConfig
+    config: Any
 
     @classmethod
     def of(
@@ -32,7 +32,7 @@ class Selection:
         same_scores: Tensor,
         segment_ids: Tensor,
         query_positions: Tensor,
-        config: NSAConfig,
+        config: Any,
         eps: float = torch.finfo(torch.float32).eps,
     ) -> "Selection":
         """From reference scores [B, T, K, M] and the same in the input's precision.
@@ -71,7 +71,7 @@ def membership(block_indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def score_gap(
-    scores: Tensor, chosen: Tensor, segment_ids: Tensor, query_positions: Tensor, config: NSAConfig
+    scores: Tensor, chosen: Tensor, segment_ids: Tensor, query_positions: Tensor, config: Any
 ) -> Tensor:
     """[B, T, K]: lowest score chosen freely minus highest rejected; infinite where there was no choice."""
     kinds = masks.block_kinds(segment_ids, query_positions, config)
@@ -82,9 +82,7 @@ def score_gap(
     return lowest - highest
 
 
-def ill_formed(
-    block_indices: Tensor, segment_ids: Tensor, query_positions: Tensor, config: NSAConfig
-) -> Tensor:
+def ill_formed(block_indices: Tensor, segment_ids: Tensor, query_positions: Tensor, config: Any) -> Tensor:
     """[B, T, K]: not ascending with -1 at the end, too few, too many, a forced block missing, the future."""
     kinds = masks.block_kinds(segment_ids, query_positions, config)
     candidate, forced = (kind[:, :, None, :] for kind in kinds)

@@ -1,7 +1,7 @@
 """One case of any kind, with products that are exact enough to be a reference."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,7 +16,7 @@ def compare(case: cases.Case, dtype: torch.dtype, device: str, implementation: s
     Raises:
       NotImplementedError: the implementation cannot run it.
     """
-    kinds = {
+    kinds: dict[type, Callable[..., list[Row]]] = {
         cases.OperationCase: operations.compare,
         cases.LayerCase: layers.compare,
         cases.DecodeCase: decoding.compare,

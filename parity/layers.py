@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Twins:
 def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation: str | None) -> Twins:
     """Random twins. Everything is drawn, also what a fresh layer starts at zero."""
     generator = cases.random_generator(case.name)
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         num_heads=case.num_heads,
         in_features=case.in_features,
         num_kv_heads=case.num_kv_heads,
@@ -53,7 +53,7 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
             **arguments,
             param_dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
             precision="highest",
-            implementation=implementation,
+            implementation=cast(Any, implementation),
             rngs=nnx.Rngs(0),
         )
     )
@@ -73,7 +73,7 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
             scores.append(nsa_torch_ref.importance_scores(*operands[:2], **where))
     # Queries and keys are already rounded to the dtype of x when the scores are taken.
     eps = torch.finfo(x.dtype).eps
-    return Selection.of(*scores, rows_ids, positions, config, eps=eps)
+    return Selection.of(scores[0], scores[1], rows_ids, positions, config, eps=eps)
 
 
 def torch_results(
@@ -148,7 +148,7 @@ def compare(case: cases.LayerCase, dtype: torch.dtype, device: str, implementati
     target = convert.jax_device(device)
     tensors = (x, cotangent, selection.block_indices.int(), segment_ids)
     arrays = jax.tree.map(functools.partial(convert.to_jax, device=target), tensors)
-    graph, parameters, rest = nnx.split(twins.jax, nnx.Param, ...)
+    graph, parameters, rest = cast(Any, nnx.split)(twins.jax, nnx.Param, ...)
     with jax.default_device(target):
         found = jax.jit(functools.partial(jax_results, graph))(parameters, rest, *arrays)
     found = {name: convert.to_torch(value, device) for name, value in found.items()}

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,9 @@ def draw_operands(case: cases.OperationCase, dtype: torch.dtype, device: str) ->
     generator = cases.random_generator(case.name)
     queries, heads, kv_heads = cases.num_queries(case), case.num_heads, case.num_kv_heads
     lengths = dict(
-        cmp=masks.num_compression_blocks(case.length, case.config), slc=case.length, win=case.length
+        cmp=masks.num_compression_blocks(case.length, cast(Any, case.config)),
+        slc=case.length,
+        win=case.length,
     )
     shapes = {"query": (queries, heads, case.key_dim)}
     for branch, length in lengths.items():
@@ -63,7 +65,9 @@ def draw_cotangents(case: cases.OperationCase, dtype: torch.dtype, device: str) 
     """A random cotangent for each differentiated output."""
     generator = cases.random_generator(case.name + " cotangents")
     shape = (case.batch, cases.num_queries(case), case.num_heads)
-    outputs = {f"{name} out": ((*shape, case.value_dim), dtype) for name in (*BRANCHES, "pinned")}
+    outputs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        f"{name} out": ((*shape, case.value_dim), dtype) for name in (*BRANCHES, "pinned")
+    }
     outputs |= {f"{name} lse": (shape, torch.float32) for name in BRANCHES}
     return {name: cases.draw(generator, *drawn, device) for name, drawn in outputs.items()}
 
@@ -77,7 +81,7 @@ def torch_results(
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name, in the operands' dtype; "free out" has the blocks `chosen` by score."""
     operands = {name: operand.detach().requires_grad_() for name, operand in operands.items()}
-    results = {}
+    results: dict[str, jax.Array] = {}
 
     def record(name: str, outputs: dict[str, Tensor], inputs: tuple[str, ...]) -> None:
         results.update({f"{name} {output}": value.detach() for output, value in outputs.items()})
@@ -108,7 +112,7 @@ def jax_results(
 ) -> dict[str, jax.Array]:
     """The same by `nsa_jax`; "free out" and "blocks" are what it selects for itself."""
     where["segment_ids"] = segment_ids
-    results = {}
+    results: dict[str, jax.Array] = {}
 
     def record(name: str, outputs: tuple[str, ...], function: Callable[..., Any], inputs: tuple[str, ...]):
         values, pull = jax.vjp(function, *(operands[each] for each in inputs))
@@ -149,7 +153,7 @@ def compare(
     cotangents = draw_cotangents(case, dtype, device)
     segment_ids, query_positions = cases.segment_rows(case, device), cases.positions(case, device)
     rows_ids, rows_positions = place_queries(operands["query"], case.length, segment_ids, query_positions)
-    static = dict(config=case.config, scale=case.scale)
+    static: dict[str, Any] = dict(config=case.config, scale=case.scale)
     where = dict(static, segment_ids=rows_ids, query_positions=rows_positions)
 
     scores, same_scores = (
@@ -192,7 +196,7 @@ def converted(case: cases.OperationCase, ranges: Tensor) -> jax.Array:
     """Block indices of ranges by the converter of `nsa_jax`."""
     return block_indices_from_ranges(
         convert.to_jax(ranges),
-        layout=case.ranges,
+        layout=cast(Any, case.ranges),
         config=case.config,
         num_kv_heads=case.num_kv_heads if case.ranges == "BTn2" else None,
     )

@@ -152,7 +152,8 @@ def test_query_heads_of_a_kv_head_may_change_places():
 @pytest.mark.parametrize("fill", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("module", ["reference", "xla"])
 def test_keys_that_nobody_may_see_need_not_be_finite(module, fill):
-    """For outputs and selections; values must be finite, as must keys where gradients are taken: 0 NaN is NaN."""
+    """For outputs and selections; values must be finite, as must keys where gradients are taken: 0 NaN is
+    NaN."""
     after = 30
     operands = PLAIN.draw()
     for name, hidden in hidden_rows(PLAIN, after).items():

@@ -9,4 +9,11 @@ from nsa_jax.kernels.xla.operations import (
     window_attention,
 )
 
-__all__ = ["compressed_attention", "gated_sum", "native_sparse_attention", "select_blocks", "selected_attention", "window_attention"]
+__all__ = [
+    "compressed_attention",
+    "gated_sum",
+    "native_sparse_attention",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+]

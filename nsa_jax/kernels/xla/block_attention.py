@@ -1,13 +1,15 @@
 """Attention of query rows over lists of key blocks: the selected branch.
 
-Gathering each row's blocks would copy `n l'` keys for the G heads of one token. So the (row, block) pairs of a chunk of
-rows are sorted by block and cut into items of pairs that share one block: an item is one dense product of its rows with
-its block. The partial results of a row's blocks are then gathered and merged. The backward walks the same items; `dk`
-and `dv` are added item by item in a fixed order.
+Gathering each row's blocks would copy `n l'` keys for the G heads of one token. So the (row, block) pairs of
+a chunk of
+rows are sorted by block and cut into items of pairs that share one block: an item is one dense product of
+its rows with its block. The partial results of a row's blocks are then gathered and merged. The backward
+walks the same items; `dk` and `dv` are added item by item in a fixed order.
 
-Rows are the flattened (batch, KV head, query token), so batches, packed rows and ragged caches differ only in their
-block starts. Keys stay `[tokens, K, H]` as they come, `tokens` the flattened (batch, key token): a decode step must not
-copy its cache. A key is named by its index in the flattened `[tokens * K]`, so a block's keys lie `K` apart.
+Rows are the flattened (batch, KV head, query token), so batches, packed rows and ragged caches differ only
+in their block starts. Keys stay `[tokens, K, H]` as they come, `tokens` the flattened (batch, key token): a
+decode step must not copy its cache. A key is named by its index in the flattened `[tokens * K]`, so a
+block's keys lie `K` apart.
 """
 
 from functools import partial
@@ -27,14 +29,14 @@ _PARTIAL_FLOATS = 2**23
 
 
 class BlockLists(NamedTuple):
-    """Keys of each row: `starts[r], starts[r] + K, ...`, a block's worth, as far as below `limit`; -1 = no block."""
+    """Keys of each row: a block of them from `starts[r]` on, as far as below `limit`; -1 = no block."""
 
     starts: Int32[Array, "rows R"]
     limit: Int32[Array, " rows"]
 
 
 class ItemSizes(NamedTuple):
-    """Static sizes of the work: `num_items` items of one chunk of `rows` rows hold `pairs_per_item` pairs each."""
+    """Static sizes: the pairs of `rows` rows fill up to `num_items` items of `pairs_per_item`."""
 
     block_size: int
     rows: int
@@ -56,7 +58,9 @@ class ItemSizes(NamedTuple):
         pairs_per_item = min(tiles.pairs_per_item, -(-pairs // distinct))
         num_items = pairs if pairs_per_item == 1 else pairs // pairs_per_item + distinct
         items_per_step = min(tiles.items_per_step * tiles.pairs_per_item // pairs_per_item, num_items)
-        return cls(block_size, rows, pairs_per_item, items_per_step, -(-num_items // items_per_step) * items_per_step)
+        return cls(
+            block_size, rows, pairs_per_item, items_per_step, -(-num_items // items_per_step) * items_per_step
+        )
 
 
 class _Items(NamedTuple):
@@ -65,7 +69,7 @@ class _Items(NamedTuple):
     start: Int32[Array, " items"]
     pairs: Int32[Array, "items size"]
     place: Int32[Array, " pairs"]  # where each pair lies in the flattened `pairs`
-    count: Int32[Array, ""]
+    total: Int32[Array, ""]
 
 
 class _Read(NamedTuple):
@@ -112,7 +116,9 @@ def _forward(query, key, value, blocks, scale, sizes):
             weights = jnp.exp(logits - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
             out = product("ipgs,isv->ipgv", weights.astype(v.dtype), v, accumulate)
             part = (largest, weights.sum(-1), out, read.visible.sum(-1, dtype=jnp.int32))
-            return jax.tree.map(lambda whole, p: jax.lax.dynamic_update_slice_in_dim(whole, p, at, 0), partials, part)
+            return jax.tree.map(
+                lambda whole, p: jax.lax.dynamic_update_slice_in_dim(whole, p, at, 0), partials, part
+            )
 
         places = (sizes.num_items, sizes.pairs_per_item)
         partials = (
@@ -122,9 +128,13 @@ def _forward(query, key, value, blocks, scale, sizes):
             zeros_beside(blocks.starts, places, jnp.int32),
         )
         partials = jax.lax.fori_loop(0, _num_steps(items, sizes), attend_items, partials)
-        return _merge(*(_by_pair(x, items, sizes) for x in partials), items.place.reshape(sizes.rows, -1) >= 0)
+        largest, total, out, reads = (_by_pair(x, items, sizes) for x in partials)
+        return _merge(largest, total, out, reads, items.place.reshape(sizes.rows, -1) >= 0)
 
-    chunks = (_split(query, sizes), BlockLists(_split(blocks.starts, sizes, fill=-1), _split(blocks.limit, sizes)))
+    chunks = (
+        _split(query, sizes),
+        BlockLists(_split(blocks.starts, sizes, fill=-1), _split(blocks.limit, sizes)),
+    )
     out, lse, reads = (x.reshape(-1, *x.shape[2:])[:num_rows] for x in jax.lax.map(attend_chunk, chunks))
     out = out.astype(query.dtype)
     return (out, lse, reads), (query, key, value, blocks, out, lse)
@@ -161,9 +171,11 @@ def _backward(scale, sizes, residuals, cotangents):
 
             def add_item(item, totals):
                 at = (read.token[item, 0], read.head[item], jnp.int32(0))
-                return tuple(_add_block(total, at, part[item]) for total, part in zip(totals, parts, strict=True))
+                return tuple(
+                    _add_block(total, at, part[item]) for total, part in zip(totals, parts, strict=True)
+                )
 
-            items_left = jnp.minimum(items.count - at, sizes.items_per_step)
+            items_left = jnp.minimum(items.total - at, sizes.items_per_step)
             return *jax.lax.fori_loop(0, items_left, add_item, (d_key, d_value)), d_query
 
         d_query = zeros_beside(query, (sizes.num_items, sizes.pairs_per_item, heads, key_dim), accumulate)
@@ -210,7 +222,7 @@ def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
 
 
 def _num_steps(items: _Items, sizes: ItemSizes) -> Array:
-    return (items.count + sizes.items_per_step - 1) // sizes.items_per_step
+    return (items.total + sizes.items_per_step - 1) // sizes.items_per_step
 
 
 def _read_items(items: _Items, blocks: BlockLists, at, sizes: ItemSizes, key_shape: tuple[int, ...]) -> _Read:
@@ -218,11 +230,16 @@ def _read_items(items: _Items, blocks: BlockLists, at, sizes: ItemSizes, key_sha
     start = jax.lax.dynamic_slice_in_dim(items.start, at, sizes.items_per_step)
     pairs = jax.lax.dynamic_slice_in_dim(items.pairs, at, sizes.items_per_step)
     row = jnp.maximum(pairs, 0) // blocks.starts.shape[1]
-    # The last block may stick out of the array: read the last whole block instead and mask what precedes `start`.
+    # The last block may stick out of the array: read the last whole block instead and mask what precedes
+    # `start`.
     clamped = jnp.clip(start // num_heads, 0, num_tokens - sizes.block_size)
     token, head = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32), start % num_heads
     key = token * num_heads + head[:, None]
-    visible = (pairs >= 0)[:, :, None] & (key >= start[:, None])[:, None] & (key[:, None] < blocks.limit[row][..., None])
+    visible = (
+        (pairs >= 0)[:, :, None]
+        & (key >= start[:, None])[:, None]
+        & (key[:, None] < blocks.limit[row][..., None])
+    )
     return _Read(row, token, head, visible)
 
 
@@ -254,7 +271,9 @@ def _split(x: Array, sizes: ItemSizes, fill: int = 0) -> Array:
     return x.reshape(-1, sizes.rows, *x.shape[1:])
 
 
-def _add_block(total: Float[Array, "tokens K X"], at: tuple[Array, ...], part: Float[Array, "block X"]) -> Array:
+def _add_block(
+    total: Float[Array, "tokens K X"], at: tuple[Array, ...], part: Float[Array, "block X"]
+) -> Array:
     part = part[:, None]
     old = jax.lax.dynamic_slice(total, at, part.shape)
     return jax.lax.dynamic_update_slice(total, old + part, at)

@@ -1,7 +1,7 @@
 """The operations of `nsa_jax.attention` in plain JAX: chunked, differentiable, on any platform.
 
-Each differs from the public one of the same name in that nothing is defaulted or validated any more and that the keys
-read by each query and KV head come as one more result.
+Each differs from the public one of the same name in that nothing is defaulted or validated any more and that
+the keys read by each query and KV head come as one more result.
 """
 
 from functools import partial
@@ -53,7 +53,9 @@ def select_blocks(
     if lse_cmp is None:
         ranges = placed.compression_range(config)
         _, lse_cmp, _ = _attend_range(query, key_cmp, key_cmp[..., :0], ranges, scale, tiles)
-    return choose_blocks(query, key_cmp, lse_cmp, placed, config, scale, tiles, packed=segment_ids is not None)
+    return choose_blocks(
+        query, key_cmp, lse_cmp, placed, config, scale, tiles, packed=segment_ids is not None
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "scale", "tiles"))
@@ -138,7 +140,8 @@ def gated_sum(
     accumulate = jnp.promote_types(out_cmp.dtype, jnp.float32)
     gates = gates.astype(accumulate)
     branches = (out_cmp, out_slc, out_win)
-    total = sum(gates[..., i, None] * branch.astype(accumulate) for i, branch in enumerate(branches))
+    weighted = (gates[..., i, None] * branch.astype(accumulate) for i, branch in enumerate(branches))
+    total = sum(weighted, start=jnp.zeros((), accumulate))
     return total.astype(out_cmp.dtype)
 
 

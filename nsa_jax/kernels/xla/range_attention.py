@@ -1,8 +1,9 @@
 """Attention in which every query sees one contiguous range of keys: the compressed and the window branch.
 
-Queries go in chunks (outer scan), keys in tiles (inner loop over just the tiles that some query of the chunk sees) with
-an online softmax, so memory is that of one `[chunk, tile]` block of logits per head and work follows the ranges. The
-backward repeats the loop with the saved normaliser and adds `dk, dv` tile by tile, in a fixed order.
+Queries go in chunks (outer scan), keys in tiles (inner loop over just the tiles that some query of the chunk
+sees) with an online softmax, so memory is that of one `[chunk, tile]` block of logits per head and work
+follows the ranges. The backward repeats the loop with the saved normaliser and adds `dk, dv` tile by tile,
+in a fixed order.
 """
 
 from functools import partial
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import Tiles
 
-# A tile is read whole for one visible key of it, so a decode step on a large empty cache must not read it all: with
-# the default tiles this is 4096 compressed keys, those of 64k tokens in the paper's configuration.
+# A tile is read whole for one visible key of it, so a decode step on a large empty cache must not read it
+# all: with the default tiles this is 4096 compressed keys, those of 64k tokens in the paper's configuration.
 _WIDEST_TILE = 16  # in units of `Tiles.key_tile`
 
 # Fewer rows than this in all KV heads together: a decode step, which waits for memory and not for arithmetic.
@@ -69,7 +70,8 @@ def _forward(query, key, value, start, end, scale, tiles):
             logits = row_logits(chunk.query, k, accumulate) * scale
             logits = jnp.where(visible[:, None], logits, -jnp.inf)
             new_largest = jnp.maximum(largest, logits.max(-1))
-            # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0, not NaN.
+            # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0,
+            # not NaN.
             shift = jnp.where(new_largest == -jnp.inf, 0, new_largest)
             weights = jnp.exp(logits - shift[..., None])
             decay = jnp.exp(largest - shift)
@@ -156,7 +158,7 @@ def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "*rows"], Fl
 
 
 def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
-    """Zeros to start a loop from: under `shard_map` they must vary over the mesh axes that `array` varies over."""
+    """Zeros to start a loop from, which under `shard_map` vary over the same mesh axes as `array`."""
     return jnp.zeros_like(array, dtype, shape)
 
 
@@ -168,7 +170,8 @@ def product(spec: str, left: Array, right: Array, accumulate) -> Array:
 def row_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B S K H"], accumulate) -> Array:
     """`[B, K, rows, S]`: products of the rows of each KV head with its keys.
 
-    The keys of one KV head do not lie together, so a product per KV head first copies them. Few rows are cheaper as
+    The keys of one KV head do not lie together, so a product per KV head first copies them. Few rows are
+    cheaper as
     rows of all heads with zeros in the places of the others: one product that reads the keys as they lie.
     """
     batch, num_kv_heads, rows, dim = query.shape
@@ -181,7 +184,7 @@ def row_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B S K H"], 
 
 
 def _row_values(weights: Float[Array, "B K rows S"], value: Float[Array, "B S K V"], accumulate) -> Array:
-    """`[B, K, rows, V]`: weighted sums of the values of each KV head, wide for few rows as in `row_logits`."""
+    """`[B, K, rows, V]`: weighted sums of each KV head's values; for few rows as in `row_logits`."""
     batch, num_kv_heads, rows, num_keys = weights.shape
     if num_kv_heads == 1 or num_kv_heads * rows > _FEW_ROWS:
         return product("bkrs,bskv->bkrv", weights, value, accumulate)
@@ -208,7 +211,9 @@ def split_queries(query, start, end, num_kv_heads, tiles) -> _Chunks:
     return _Chunks(query, by_row(start), by_row(end))
 
 
-def join_queries(x: Float[Array, "chunks B K rows X"], num_queries: int, num_heads: int) -> Float[Array, "B T N X"]:
+def join_queries(
+    x: Float[Array, "chunks B K rows X"], num_queries: int, num_heads: int
+) -> Float[Array, "B T N X"]:
     """Undoes `split_queries`."""
     chunks, batch, num_kv_heads, rows, dim = x.shape
     heads = num_heads // num_kv_heads
@@ -217,7 +222,7 @@ def join_queries(x: Float[Array, "chunks B K rows X"], num_queries: int, num_hea
 
 
 def tile_size(num_queries: int, num_keys: int, tiles: Tiles) -> int:
-    """Keys of one tile: more of them where there are few queries, as in a decode step, and tiles cost little but turns."""
+    """Keys of one tile: more where there are few queries, as in a decode step, so that turns are few."""
     widening = min(max(tiles.query_chunk // num_queries, 1), _WIDEST_TILE)
     return min(tiles.key_tile * widening, num_keys)
 

@@ -1,4 +1,4 @@
-"""Importance of the selection blocks and the choice of the best (Eq. 8-11), one chunk of queries at a time."""
+"""Importance of the selection blocks and the choice of the best (Eq. 8-11), chunk by chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def choose_blocks(
     tiles: Tiles,
     packed: bool,
 ) -> Int32[Array, "B T K R"]:
-    """Selected blocks of every query; the probabilities of one chunk of queries are all that is ever stored."""
+    """Selected blocks of every query; only the probabilities of one chunk are ever stored."""
     batch, num_queries, num_heads, _ = query.shape
     num_compressed, num_kv_heads = key_cmp.shape[1:3]
     heads = num_heads // num_kv_heads
@@ -66,17 +66,20 @@ def choose_blocks(
     return chosen[:, :num_queries]
 
 
-def _collect(probabilities: Float[Array, "B K T C"], num_blocks: int, config: NSAConfig) -> Float[Array, "B K T M"]:
+def _collect(
+    probabilities: Float[Array, "B K T C"], num_blocks: int, config: NSAConfig
+) -> Float[Array, "B K T M"]:
     """Importance of each selection block: weighted sum of the compressed blocks that overlap it (Eq. 9)."""
     stride = config.selection_block_size // config.compression_stride
     weights = layout.overlap_weights(config)
     before, width = -weights[0][0], (num_blocks - 1) * stride + 1
     after = before + weights[-1][0] + width - before - probabilities.shape[-1]
     padded = jnp.pad(probabilities, ((0, 0),) * 3 + ((before, max(after, 0)),))
-    return sum(
+    parts = (
         weight * jax.lax.slice_in_dim(padded, offset + before, offset + before + width, stride, axis=3)
         for offset, weight in weights
     )
+    return sum(parts, start=jnp.zeros((), padded.dtype))
 
 
 def _best(scores: Float[Array, "B K T M"], position: Array, config: NSAConfig) -> Int32[Array, "B K T R"]:
