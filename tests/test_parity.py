@@ -1,0 +1,317 @@
+"""`python -m parity`: it passes where it must, and it fails where something is wrong."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="parity needs the extra `torch`")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+
+import nsa_jax.nn  # noqa: E402
+import nsa_jax.nn.attention as layer_module  # noqa: E402
+from nsa_jax import layout  # noqa: E402
+from nsa_jax.kernels import xla  # noqa: E402
+from nsa_jax.kernels.xla import operations as xla_operations  # noqa: E402
+from nsa_jax.nn import rotary  # noqa: E402
+from parity import __main__ as program  # noqa: E402
+from parity import cases, operations  # noqa: E402
+from parity.budget import Row  # noqa: E402
+from parity.compare import compare  # noqa: E402
+
+SMALL = dataclasses.replace(
+    cases.CASES["odd_dims"], name="small", length=91, batch=1, num_heads=2, num_kv_heads=1
+)
+LAYER = dataclasses.replace(cases.CASES["layer_mean"], name="layer_small", batch=1, length=91)
+DECODE = dataclasses.replace(
+    cases.CASES["decode"],
+    name="decode_small",
+    prompt_lengths=(27, 9),
+    num_steps=8,
+    layer=dataclasses.replace(LAYER, name=""),
+)
+
+
+def missed(case, dtype=torch.float32, implementation=None):
+    return {row.quantity for row in compare(case, dtype, "cpu", implementation) if not row.passed}
+
+
+@pytest.fixture
+def replace(monkeypatch):
+    """Puts a wrong function into nsa_jax, wherever it has that name, also for programs traced before."""
+
+    def put(modules, name, function):
+        jax.clear_caches()
+        for module in modules:
+            monkeypatch.setattr(module, name, function)
+
+    yield put
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "name", ["packed_query_positions", "one_token", "layer_packed", "decode_from_one_token"]
+)
+def test_case_is_within_its_budget(name):
+    assert missed(cases.CASES[name]) == set()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(SMALL, torch.bfloat16), (SMALL, torch.float16), (LAYER, torch.bfloat16), (DECODE, torch.bfloat16)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_16_bit_is_within_its_budget(case, dtype):
+    assert missed(case, dtype) == set()
+
+
+def test_oracle_is_within_its_budget():
+    assert missed(SMALL, implementation="reference") == set()
+
+
+def test_case_list_covers_what_was_promised():
+    operations = [case for case in cases.CASES.values() if isinstance(case, cases.OperationCase)]
+    groups = {case.num_heads // case.num_kv_heads for case in operations}
+    assert {1, 16} <= groups
+    assert any(case.runs for case in operations)
+    assert any(cases.num_queries(case) not in (1, case.length) for case in operations)
+    assert {case.ranges for case in operations} == {None, "BTKn2", "TKn2", "BTn2"}
+    assert any(case.key_dim % 2 and case.value_dim % 2 for case in operations)
+    assert any((case.key_dim, case.value_dim) == (192, 128) for case in operations)
+    assert any(case.length < case.config.compression_block_size for case in operations)
+    assert any(
+        case.config.compression_block_size < case.length < case.config.window_size for case in operations
+    )
+    assert {1} == {case.length for case in operations if case.name == "one_token"}
+
+
+XLA = (xla, xla_operations)
+
+
+def test_rejects_a_wrong_scale(replace):
+    right = xla_operations.window_attention
+    replace(
+        XLA, "window_attention", lambda *args, scale, **kwargs: right(*args, scale=1.01 * scale, **kwargs)
+    )
+
+    found = missed(SMALL)
+
+    assert {"win out", "win lse", "win d_query", "win d_key_win", "win d_value_win"} <= found
+    assert {"pinned out", "free out", "pinned d_key_win"} <= found
+    assert not any(quantity.startswith(("cmp", "slc", "blocks")) for quantity in found)
+
+
+def test_rejects_a_shifted_block_map(replace):
+    right = layout.overlap_weights
+    replace([layout], "overlap_weights", lambda config: tuple((i + 1, weight) for i, weight in right(config)))
+
+    found = missed(SMALL)
+
+    assert {"blocks that differ", "free out"} <= found
+    assert "pinned out" not in found
+
+
+def test_rejects_a_window_off_by_one(replace):
+    right = layout.QueryLayout.window_range
+
+    def longer(self, config):
+        return right(self, dataclasses.replace(config, window_size=config.window_size + 1))
+
+    replace([layout.QueryLayout], "window_range", longer)
+
+    assert {"win out", "win lse", "win d_value_win", "pinned out", "free out"} <= missed(SMALL)
+
+
+def test_rejects_a_missing_gate_gradient(replace):
+    right = xla_operations.gated_sum
+    replace(
+        XLA,
+        "gated_sum",
+        lambda *branches_gates: right(*branches_gates[:3], lax.stop_gradient(branches_gates[3])),
+    )
+
+    assert missed(SMALL) == {"pinned d_gates"}
+    gates = {f"d_gate.{name}" for name in ("kernel_in", "bias_in", "kernel_out", "bias_out")}
+    assert missed(LAYER) >= gates
+
+
+def test_rejects_a_missing_lse_gradient(replace):
+    right = xla_operations.compressed_attention
+
+    def blocked(*args, **kwargs):
+        out, lse, reads = right(*args, **kwargs)
+        return out, lax.stop_gradient(lse), reads
+
+    replace(XLA, "compressed_attention", blocked)
+
+    assert missed(SMALL) == {"cmp d_query", "cmp d_key_cmp"}
+
+
+def test_rejects_rotary_pairs_that_interleave(replace):
+    def interleaved(x, positions, *, base):
+        order = jnp.concatenate([jnp.arange(0, x.shape[-1], 2), jnp.arange(1, x.shape[-1], 2)])
+        return rotary.rotate(x[..., order], positions, base=base)[..., jnp.argsort(order)]
+
+    replace([layer_module], "rotate", interleaved)
+
+    found = missed(LAYER)
+    assert {"out", "d_x", "d_query_proj.kernel", "d_key_win_proj.kernel"} <= found
+
+
+def test_rejects_a_decode_step_with_a_ring_one_slot_off(replace):
+    right = nsa_jax.nn.NSAAttention.decode_step
+
+    def shifted(self, x, cache, **kwargs):
+        return right(
+            self,
+            x,
+            dataclasses.replace(cache, key_win_ring=jnp.roll(cache.key_win_ring, 1, axis=1)),
+            **kwargs,
+        )
+
+    replace([nsa_jax.nn.NSAAttention], "decode_step", shifted)
+
+    assert missed(DECODE) == {"decode out"}
+
+
+def test_rejects_a_converter_that_drops_the_last_block(replace):
+    right = operations.block_indices_from_ranges
+
+    def short(*args, **kwargs):
+        blocks = right(*args, **kwargs)
+        return blocks.at[..., -1].set(-1)
+
+    replace([operations], "block_indices_from_ranges", short)
+
+    assert "blocks from ranges" in missed(cases.CASES["ranges_of_one_row"])
+
+
+# The command line.
+
+FAST = ["--case", "one_token"]
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_command_line_prints_a_table_and_a_line_of_json(capsys):
+    code = program.main(FAST)
+
+    *table, line = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    assert code == 0
+    assert table[0].split() == ["case", "dtype", "quantity", "error", "budget", "verdict"]
+    assert report["passed"] is True
+    assert report["quantities"] == len(table) - 1
+    assert report["missed"] == []
+    assert [worst["case"] for worst in report["worst"]] == ["one_token"]
+    assert report["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize("error", [3.0, math.inf, math.nan])
+def test_command_line_fails_on_a_miss(monkeypatch, capsys, error):
+    rows = [Row("one_token", "float32", "good", 0.5, 1.0), Row("one_token", "float32", "bad", error, 1.0)]
+    monkeypatch.setattr("parity.compare.compare", lambda *args: rows)
+
+    assert program.main(FAST) == 1
+
+    report = last_line(capsys)
+    assert report["passed"] is False
+    assert [row["quantity"] for row in report["missed"]] == ["bad"]
+    assert [row["quantity"] for row in report["worst"]] == ["bad"]
+
+
+def test_command_line_runs_the_dtypes_and_cases_it_is_given(monkeypatch, capsys):
+    seen = []
+
+    def record(case, dtype, device, implementation):
+        seen.append((case.name, dtype, device, implementation))
+        return [Row(case.name, "x", "y", 0.0, 0.0)]
+
+    monkeypatch.setattr("parity.compare.compare", record)
+    options = [
+        "--case",
+        "plain",
+        "--case",
+        "layer",
+        "--dtype",
+        "bfloat16",
+        "--dtype",
+        "float32",
+        "--implementation",
+        "xla",
+    ]
+
+    assert program.main(options) == 0
+
+    wanted = [(case, dtype) for dtype in (torch.bfloat16, torch.float32) for case in ("plain", "layer")]
+    assert seen == [(*each, "cpu", "xla") for each in wanted]
+
+
+def complaint(capsys):
+    """The one line of an error, in the house's form: rule, what was got, what to do."""
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") <= 2  # at most the table's head and a line about a skipped case
+    assert printed.err.startswith("parity: ")
+    assert ", got " in printed.err
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_torch_missing_is_one_clear_error(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+
+    assert program.main(FAST) == 2
+
+    assert "got no module torch. Install" in complaint(capsys)
+
+
+def test_no_gpu_is_one_clear_error(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert program.main(["--device", "cuda"]) == 2
+
+    assert "torch.cuda.is_available() = False" in complaint(capsys)
+
+
+def test_unknown_case_is_one_clear_error(capsys):
+    assert program.main(["--case", "plain", "--case", "plane"]) == 2
+
+    said = complaint(capsys)
+    assert "got plane. Choose from: plain," in said
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_an_implementation_that_cannot_run_is_one_clear_error(monkeypatch, capsys, implementation):
+    def refuse(*args):
+        raise NotImplementedError(f"no {implementation} here. Use xla.")
+
+    monkeypatch.setattr("parity.compare.compare", refuse)
+
+    assert program.main([*FAST, "--implementation", implementation]) == 2
+
+    assert f"no {implementation} here. Use xla." in complaint(capsys)
+
+
+def test_a_case_that_cannot_run_is_skipped_with_its_reason(capsys):
+    assert program.main([*FAST, "--case", "layer", "--implementation", "reference"]) == 0
+
+    report = last_line(capsys)
+    assert list(report["skipped"]) == ["layer float32"]
+    assert "oracle" in report["skipped"]["layer float32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_frameworks_on_one_gpu(capsys, dtype):
+    code = program.main(["--device", "cuda", "--dtype", dtype, "--case", "packed", "--case", "layer"])
+
+    assert last_line(capsys)["missed"] == []
+    assert code == 0
