@@ -50,16 +50,20 @@ class Selection:
         return values.masked_fill(~everywhere.unflatten(1, (-1, *[1] * (values.ndim - 2))), 0)
 
     def judge(self, case: str, dtype: str, found: Tensor) -> list[Row]:
-        """Two rows: selections that differ where they are determined, and ill-formed ones anywhere."""
+        """Selections that differ where they are determined, and ill-formed ones; and how many stay open.
+
+        Where more than half are open, agreement on the others says too little and the case fails.
+        """
         if found.shape != self.block_indices.shape:
             note = f"shape {tuple(found.shape)} for {tuple(self.block_indices.shape)}"
             return [Row(case, dtype, "blocks that differ", float("inf"), 0, note)]
         differ = (found != self.block_indices).any(dim=-1) & self.determined
         malformed = ill_formed(found.long(), self.segment_ids, self.query_positions, self.config)
-        note = f"{self.determined.sum().item()} of {differ.numel()} selections determined"
+        note = f"of {differ.numel()} selections"
         return [
             Row(case, dtype, "blocks that differ", differ.sum().item(), 0, note),
             Row(case, dtype, "blocks ill formed", malformed.sum().item(), 0),
+            Row(case, dtype, "blocks undetermined", (~self.determined).sum().item(), differ.numel() / 2),
         ]
 
 

@@ -29,10 +29,6 @@ class Row:
         """NaN passes nothing."""
         return self.error <= self.budget
 
-    def noted(self, note: str) -> "Row":
-        """The row with a note, unless it says already what is wrong."""
-        return self if self.note else dataclasses.replace(self, note=note)
-
     @property
     def used(self) -> float:
         """Share of the budget that the error takes."""

@@ -97,9 +97,10 @@ def test_close_scores_leave_the_selection_open_and_distant_ones_do_not():
 def test_judge_blocks_counts_what_differs_where_it_may_not():
     clear, close = selection(9, 1, 4, 3, 9, 9), selection(9, 1, 4, 4 - 1e-6, 9, 9)
     other = slots(0, 3, 4, 5)
-    assert [row.error for row in clear.judge("", "", slots(0, 2, 4, 5))] == [0, 0]
-    assert [row.error for row in clear.judge("", "", other)] == [1, 0]
-    assert [row.error for row in close.judge("", "", other)] == [0, 0]
+    assert [row.error for row in clear.judge("", "", slots(0, 2, 4, 5))] == [0, 0, 0]
+    assert [row.error for row in clear.judge("", "", other)] == [1, 0, 0]
+    assert [row.error for row in close.judge("", "", other)] == [0, 0, 1]
+    assert [row.passed for row in close.judge("", "", other)] == [True, True, False]
     assert not clear.judge("", "", slots(0, 2, 4))[0].passed
 
 
