@@ -1,0 +1,52 @@
+"""`native_sparse_attention` is its branches, its own selection and its gated sum, forward and backward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BY_NAME
+from programs import MODULES, OPTIONS, Operands, by_brute_force, distance, evaluate, random_cotangents, size
+
+
+def of_the_sum_alone(case):
+    """Cotangents that ask for the gradients of the gated sum and of nothing else."""
+    return {name: x if name == "out" else np.zeros_like(x) for name, x in random_cotangents(case).items()}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "selection"),
+    [
+        ("reference", "last_queries_of_the_row", "selected"),
+        ("xla", "last_queries_of_the_row", "selected"),
+        ("xla", "packed_rows_queried_anywhere", "selected"),
+        ("xla", "packed_rows_queried_anywhere", "given"),
+    ],
+)
+def test_whole_is_its_parts(module, name, selection):
+    case = BY_NAME[name]
+    settings = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
+    blocks = by_brute_force(name)["blocks"]
+    if case.positions is not None:
+        settings["query_positions"] = jnp.asarray(
+            case.query_positions
+        )  # else the default: the last of the row
+    if selection == "given":
+        # Not what would be selected: the query's own block alone.
+        blocks = np.concatenate([blocks.max(-1, keepdims=True), np.full_like(blocks[..., 1:], -1)], -1)
+        settings["block_indices"] = jnp.asarray(blocks, jnp.int32)
+    attend = functools.partial(MODULES[module].native_sparse_attention, **settings)
+
+    def with_gradients(cotangent, *operands):
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(cotangent)
+
+    cotangents = of_the_sum_alone(case)
+    expected = evaluate("reference", case, block_indices=blocks, cotangents=cotangents)
+    with jax.enable_x64(True):
+        program = jax.jit(with_gradients, compiler_options=OPTIONS[module])
+        found = program(jnp.asarray(cotangents["out"]), *map(jnp.asarray, case.draw()))
+
+    for result, array in zip(("out", *(f"d_{operand}" for operand in Operands._fields)), found, strict=True):
+        assert distance(np.asarray(array), expected[result]) < 1e-12 * max(1, size(expected[result])), result
