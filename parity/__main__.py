@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
             for row in found:
                 verdict = ("ok" if row.passed else "MISS") + (f"  ({row.note})" if row.note else "")
                 print(f"{name:34}{dtype:10}{row.quantity:40}{row.error:10.2e}{row.budget:10.2e}  {verdict}")
+            sys.stdout.flush()  # a case takes seconds: let a pipe see it when it is done
     if not rows:
         raise CannotCompare(f"no case could run, got {'; '.join(sorted(set(skipped.values())))}")
     return rows, skipped

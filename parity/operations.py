@@ -81,7 +81,7 @@ def torch_results(
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name, in the operands' dtype; "free out" has the blocks `chosen` by score."""
     operands = {name: operand.detach().requires_grad_() for name, operand in operands.items()}
-    results: dict[str, jax.Array] = {}
+    results: dict[str, Tensor] = {}
 
     def record(name: str, outputs: dict[str, Tensor], inputs: tuple[str, ...]) -> None:
         results.update({f"{name} {output}": value.detach() for output, value in outputs.items()})
