@@ -4,6 +4,7 @@
 `use_implementation` forces. A named implementation runs or raises; it never falls back.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -12,6 +13,7 @@ import jax
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
+from nsa_jax.kernels.triton import support as triton_support
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
@@ -24,9 +26,7 @@ OPERATIONS = (
     "gated_sum",
     "native_sparse_attention",
 )
-PREFERENCE = ("xla",)
-
-_MODULES = {"xla": xla}
+PREFERENCE = ("triton", "xla")
 _forced = jax.make_user_context(default_value=None)
 
 
@@ -65,7 +65,6 @@ def unsupported_reason(
     Raises:
       ValueError: unknown operation or implementation.
     """
-    del arrays, config, platform  # plain JAX runs everything everywhere
     if operation not in OPERATIONS:
         raise ValueError(f"operation must be one of {OPERATIONS}, got {operation!r}. Check the spelling.")
     if implementation not in IMPLEMENTATIONS:
@@ -73,11 +72,14 @@ def unsupported_reason(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
             "spelling."
         )
-    if implementation not in _MODULES:
+    if implementation == "mosaic_gpu":
         return (
             f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
         )
-    return None
+    if implementation == "triton":
+        where = platform or _platform()
+        return triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
+    return None  # plain JAX runs everything everywhere
 
 
 def choose(
@@ -141,10 +143,30 @@ def resolve(
 ) -> Callable:
     """The chosen function for `operation`; the lowered program carries its name."""
     chosen = choose(operation, *arrays, config=config, implementation=implementation).implementation
-    function = getattr(_MODULES[chosen], operation)
+    function = getattr(_operations(chosen), operation)
 
     def run(*args, **kwargs):
         with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
             return function(*args, **kwargs)
 
     return run
+
+
+def _operations(implementation: str):
+    """The module that holds an implementation; Triton is imported only where it runs."""
+    if implementation == "triton":
+        return importlib.import_module("nsa_jax.kernels.triton.operations")
+    return xla
+
+
+def _platform() -> str:
+    """Where a call without further wishes runs: the device lowered for, the default device or backend."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    default = jax.config.jax_default_device
+    if abstract is not None:
+        platform = abstract.platform
+    elif default is not None:
+        platform = default if isinstance(default, str) else default.platform
+    else:
+        platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform

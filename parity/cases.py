@@ -25,6 +25,30 @@ ADJOINING = NSAConfig(
     num_local_blocks=1,
 )
 EVERY_BLOCK = dataclasses.replace(OVERLAPPING, num_selected_blocks=16)
+# Block sizes that GPU kernels are made for, small enough for a few hundred tokens to be sparse.
+KERNEL_SIZED = NSAConfig(
+    compression_block_size=16,
+    compression_stride=16,
+    selection_block_size=32,
+    num_selected_blocks=7,
+    window_size=100,
+)
+EQUAL_BLOCKS = NSAConfig(
+    compression_block_size=64,
+    compression_stride=64,
+    selection_block_size=64,
+    num_selected_blocks=4,
+    window_size=64,
+    num_initial_blocks=0,
+    num_local_blocks=1,
+)
+WIDE_BLOCKS = NSAConfig(
+    compression_block_size=128,
+    compression_stride=32,
+    selection_block_size=128,
+    num_selected_blocks=3,
+    window_size=33,
+)
 
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
 PACKED = ((0, 3), (7, 61), (2, 5), (0, 4), (9, 83), (1, 1), (4, 40), (0, 6))
@@ -104,6 +128,49 @@ OPERATION_CASES = (
     OperationCase(name="equal_keys", length=300, tied=True),
     OperationCase(name="paper_sizes", config=NSAConfig(), length=1300, batch=1, num_heads=2, num_kv_heads=1),
 )
+# Each way in which a kernel cuts heads and dims into tiles.
+KERNEL_CASES = (
+    OperationCase(
+        name="kernel_paper", config=NSAConfig(), batch=1, length=1500, num_heads=32, num_kv_heads=2,
+        key_dim=128, value_dim=128,
+    ),
+    OperationCase(
+        name="kernel_paper_192_128", config=NSAConfig(), batch=1, length=1290, num_heads=16, num_kv_heads=1,
+        key_dim=192, value_dim=128,
+    ),
+    OperationCase(
+        name="kernel_packed", config=KERNEL_SIZED, length=500, num_heads=16, num_kv_heads=2, key_dim=64,
+        value_dim=64, runs=((0, 3), (7, 161), (2, 5), (0, 14), (9, 200), (1, 1), (4, 100), (0, 16)),
+    ),
+    OperationCase(
+        name="kernel_one_head", config=KERNEL_SIZED, length=333, num_heads=3, num_kv_heads=3, key_dim=64,
+        value_dim=32,
+    ),
+    OperationCase(
+        name="kernel_two_heads_dim_80", config=KERNEL_SIZED, length=290, num_heads=4, num_kv_heads=2,
+        key_dim=80, value_dim=80,
+    ),
+    OperationCase(
+        name="kernel_four_heads_dim_96", config=EQUAL_BLOCKS, length=401, num_heads=8, num_kv_heads=2,
+        key_dim=96, value_dim=96,
+    ),
+    OperationCase(
+        name="kernel_six_heads_dim_256", config=KERNEL_SIZED, length=260, num_heads=6, num_kv_heads=1,
+        key_dim=256, value_dim=256,
+    ),
+    OperationCase(
+        name="kernel_eight_heads", config=WIDE_BLOCKS, length=700, num_heads=16, num_kv_heads=2,
+        key_dim=64, value_dim=128,
+    ),
+    OperationCase(
+        name="kernel_thirty_two_heads", config=KERNEL_SIZED, length=300, batch=1, num_heads=32,
+        num_kv_heads=1, key_dim=128, value_dim=128,
+    ),
+    OperationCase(
+        name="kernel_last_queries", config=KERNEL_SIZED, length=411, num_queries=77, num_heads=16,
+        num_kv_heads=1, key_dim=64, value_dim=64,
+    ),
+)  # fmt: skip
 LAYER_CASES = (
     LayerCase(name="layer"),
     LayerCase(name="layer_mean", compression="mean"),
@@ -112,6 +179,7 @@ LAYER_CASES = (
         name="layer_bias_odd_dims", num_heads=3, num_kv_heads=3, head_dim=7, value_dim=5, use_bias=True
     ),
     LayerCase(name="layer_shorter_than_a_block", length=5),
+    LayerCase(name="layer_kernel_sized", config=KERNEL_SIZED, length=150, head_dim=32, value_dim=16),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -129,10 +197,18 @@ DECODE_CASES = (
         num_steps=20,
         layer=LayerCase(name="", config=EVERY_BLOCK),
     ),
+    DecodeCase(
+        name="decode_kernel_sized",
+        prompt_lengths=(150, 31),
+        num_steps=9,
+        layer=LayerCase(name="", config=KERNEL_SIZED, head_dim=32, value_dim=16),
+    ),
 )
 type Case = OperationCase | LayerCase | DecodeCase
 
-CASES: dict[str, Case] = {case.name: case for case in (*OPERATION_CASES, *LAYER_CASES, *DECODE_CASES)}
+CASES: dict[str, Case] = {
+    case.name: case for case in (*OPERATION_CASES, *KERNEL_CASES, *LAYER_CASES, *DECODE_CASES)
+}
 
 
 def random_generator(name: str) -> torch.Generator:

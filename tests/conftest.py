@@ -4,10 +4,20 @@ Tests that want float64 use `with jax.enable_x64(True):`. It is never switched o
 test would then mean something else when it runs alone.
 """
 
+import pathlib
 import re
 import sys
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--evidence",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="with -m gpu: add the GPU tests that passed to this JSON",
+    )
 
 
 def pytest_runtest_setup(item):
@@ -27,6 +37,12 @@ def pytest_sessionfinish(session, exitstatus):
     """Fails a run that asked for GPU tests and ran none: pytest itself calls a run of skips a success."""
     if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+    evidence = session.config.getoption("--evidence", None)
+    if evidence is not None and not hasattr(session.config, "workerinput"):
+        import gpu_evidence
+
+        passed = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("passed", [])
+        gpu_evidence.write(evidence, {report.nodeid: report.duration for report in passed})
 
 
 def pytest_terminal_summary(terminalreporter, config):

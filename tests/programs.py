@@ -16,10 +16,10 @@ from cases import BY_NAME, Case, Operands
 from nsa_jax import attention, layout, reference
 from nsa_jax.config import Tiles
 
-MODULES = {"reference": reference, "xla": attention}
+MODULES = {"reference": reference, "xla": attention, "triton": attention}
 
 # Half the compile time of the oracle goes into making it fast, which it need not be.
-OPTIONS = {"reference": {"xla_backend_optimization_level": 0}, "xla": {}}
+OPTIONS = {"reference": {"xla_backend_optimization_level": 0}, "xla": {}, "triton": {}}
 
 BRANCHES = ("cmp", "slc", "win")
 

@@ -1,7 +1,8 @@
 """The operations of `nsa_jax.attention` in plain JAX: chunked, differentiable, on any platform.
 
 Each differs from the public one of the same name in that nothing is defaulted or validated any more and that
-the keys read by each query and KV head come as one more result.
+the keys read by each query and KV head come as one more result. That the queries are known to be consecutive
+(`first_position`) makes no difference here.
 """
 
 from functools import partial
@@ -19,7 +20,7 @@ from nsa_jax.kernels.xla.selection import choose_blocks
 type Attended = tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"]]
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -30,13 +31,14 @@ def compressed_attention(
     segment_ids: Int[Array, "B S"] | None,
     scale: float,
     tiles: Tiles,
+    first_position: int | None,
 ) -> Attended:
     """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
     placed = layout.query_layout(config, query_positions, segment_ids)
     return _attend_range(query, key_cmp, value_cmp, placed.compression_range(config), scale, tiles)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -47,6 +49,7 @@ def select_blocks(
     segment_ids: Int[Array, "B S"] | None,
     scale: float,
     tiles: Tiles,
+    first_position: int | None,
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends (Eq. 8-11)."""
     placed = layout.query_layout(config, query_positions, segment_ids)
@@ -58,7 +61,7 @@ def select_blocks(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -70,6 +73,7 @@ def selected_attention(
     segment_ids: Int[Array, "B S"] | None,
     scale: float,
     tiles: Tiles,
+    first_position: int | None,
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     batch, num_queries, num_heads, _ = query.shape
@@ -112,7 +116,7 @@ def selected_attention(
     return out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads), reads
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B S K H"],
@@ -123,6 +127,7 @@ def window_attention(
     segment_ids: Int[Array, "B S"] | None,
     scale: float,
     tiles: Tiles,
+    first_position: int | None,
 ) -> Attended:
     """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
     placed = layout.query_layout(config, query_positions, segment_ids)
@@ -145,7 +150,7 @@ def gated_sum(
     return total.astype(out_cmp.dtype)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles"))
+@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -162,10 +167,12 @@ def native_sparse_attention(
     segment_ids: Int[Array, "B S"] | None,
     scale: float,
     tiles: Tiles,
+    first_position: int | None,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5)."""
     arguments = dict(
-        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale, tiles=tiles
+        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale, tiles=tiles,
+        first_position=first_position,
     )
     out_cmp, lse_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
     if block_indices is None:

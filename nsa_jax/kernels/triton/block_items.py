@@ -1,0 +1,205 @@
+"""The selection turned round: for each key block the queries that chose it, cut into pieces of work.
+
+The (query, block) pairs of a KV head are sorted by block. With `segment` below `T`, first by the segment of
+queries: what runs at one time then reads the queries of one segment, which the L2 cache holds. The pairs of
+one block and segment are a run; a run is cut into items of at most `item` pairs. A block whose pairs fit one
+item is written at once; the items of any other block store partial sums, which are added in order.
+
+Blocks have dense numbers in their row: in a plain row their index, in a packed one, where blocks begin
+anywhere, `start // l' + sequences that begin before`, which grows from block to block.
+
+Bytes: 16 a pair while sorting (68 MB at 64k), 4 of them kept.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Bool, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.block_lists import last_rows
+from nsa_jax.kernels.triton.launch import launch, like
+
+ITEM_FIELDS = 8
+
+
+class BlockItems(NamedTuple):
+    """Queries by block. A block is named by its batch, KV head and number in the row.
+
+    Attributes:
+      tokens: queries in order of their blocks; ascending in a run, those that need the causal mask first.
+      items: batch times K plus KV head (-1: no item), row index of the block's first key, row index behind
+        the last key to write, first pair, pair behind the last that needs the causal mask, pair behind the
+        last, slot for the partial sums or -1, unused.
+      slots: first slot of each run.
+      partials: slots of each run; 0 where the block is one item.
+      starts: row index of each block's first key.
+      limits: row index behind the last key of each block that may be written.
+      written: keys whose gradient is written; None where all are.
+      num_slots: how many slots there are.
+    """
+
+    tokens: Int32[Array, " pairs"]
+    items: Int32[Array, "items 8"]
+    slots: Int32[Array, "heads segments blocks"]
+    partials: Int32[Array, "heads segments blocks"]
+    starts: Int32[Array, "B blocks"]
+    limits: Int32[Array, "B blocks"]
+    written: Bool[Array, "B S K"] | None
+    num_slots: int
+
+
+class _Numbering(NamedTuple):
+    """Dense numbers of the blocks of each row."""
+
+    first: Int32[Array, "B T"]  # of the first block of the query's sequence
+    starts: Int32[Array, "B blocks"]
+    limits: Int32[Array, "B blocks"]
+
+
+def num_segments(num_queries: int, num_blocks: int, slots: int, *, item: int, segment: int) -> int:
+    """Segments of at least `segment` queries, so few that runs stay below four times the full items."""
+    most = max(4 * num_queries * slots // (item * num_blocks), 1)
+    return max(min(-(-num_queries // segment), most), 1)
+
+
+def invert(
+    block_indices: Int[Array, "B T K R"],
+    placed: layout.QueryLayout,
+    config: NSAConfig,
+    num_keys: int,
+    *,
+    item: int,
+    segment: int,
+    packed: bool,
+) -> BlockItems:
+    """Groups the pairs by block; `packed` where sequences may begin behind row index 0."""
+    batch, num_queries, num_kv_heads, slots = block_indices.shape
+    size = config.selection_block_size
+    numbering = (_number_packed if packed else _number_plain)(placed, config, num_keys)
+    num_blocks = numbering.starts.shape[1]
+    segments = num_segments(num_queries, num_blocks, slots, item=item, segment=segment)
+    heads = batch * num_kv_heads
+    num_pairs, num_runs = block_indices.size, heads * segments * num_blocks
+    if max(2 * num_runs + 2, num_pairs) >= 2**31:
+        raise ValueError(f"{num_runs} runs of {num_pairs} (query, block) pairs do not fit 32-bit numbers.")
+
+    row = last_rows(placed)[:, :, None, None]
+    start = placed.sequence_start[:, :, None, None] + block_indices * size
+    exists = (block_indices >= 0) & (start <= row)
+    query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
+    run = (head * segments + query // -(-num_queries // segments)) * num_blocks
+    run = run + numbering.first[:, :, None, None] + block_indices
+    needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
+    place = jnp.where(exists, 2 * run + needs_no_mask, 2 * num_runs)
+    query = jnp.broadcast_to(query, block_indices.shape)
+    place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
+    bounds = _count_below(place, 0, 2 * num_runs + 1)
+    first, masked, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
+
+    count = -(-(end - first) // item)
+    per_block = count.reshape(heads, segments, num_blocks)
+    total = per_block.sum(1, keepdims=True)
+    partials = jnp.where(total > 1, per_block, 0)
+    if not packed:  # a block nobody chose is an item too: it writes zeros
+        empty = jnp.where(total == 0, jnp.arange(segments, dtype=jnp.int32)[:, None] == 0, 0)
+        count = count + empty.astype(jnp.int32).reshape(-1)
+    item_ends = jnp.cumsum(count, dtype=jnp.int32)
+    slot_ends = jnp.cumsum(partials.reshape(-1), dtype=jnp.int32)
+    run_slots = slot_ends - partials.reshape(-1)
+
+    num_items = num_pairs // item + (min(num_runs, num_pairs) if packed else num_runs)
+    number = jnp.arange(num_items, dtype=jnp.int32)
+    in_use = number < item_ends[-1]
+    run = jnp.minimum(_count_below(item_ends, 1, num_items), num_runs - 1)
+    index = number - (item_ends - count)[run]
+    item_first = first[run] + index * item
+    item_end = jnp.minimum(item_first + item, end[run])
+    head, block = run // (segments * num_blocks), run % num_blocks
+    b = head // num_kv_heads
+    items = (
+        jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
+        jnp.clip(masked[run], item_first, item_end), item_end,
+        jnp.where(partials.reshape(-1)[run] > 0, run_slots[run] + index, -1), jnp.zeros_like(run),
+    )  # fmt: skip
+    # With one segment, a block of several items has more than `item` pairs: at most twice the full items.
+    num_slots = min(num_items, 2 * num_pairs // item) if segments == 1 else num_items
+    written = None
+    if packed:
+        written = _written(numbering, total.reshape(batch, num_kv_heads, num_blocks), num_keys, size)
+    return BlockItems(
+        tokens, jnp.stack(items, -1), run_slots.reshape(per_block.shape), partials, numbering.starts,
+        numbering.limits, written, 0 if segments == 1 and num_queries <= item else max(num_slots, 1),
+    )  # fmt: skip
+
+
+def _number_plain(placed, config, num_keys) -> _Numbering:
+    batch, num_blocks = placed.position.shape[0], layout.num_selection_blocks(num_keys, config)
+    starts = jnp.arange(num_blocks, dtype=jnp.int32) * config.selection_block_size
+    starts = jnp.broadcast_to(starts, (batch, num_blocks))
+    return _Numbering(jnp.zeros_like(placed.position), starts, jnp.full_like(starts, num_keys))
+
+
+def _number_packed(placed, config, num_keys) -> _Numbering:
+    size = config.selection_block_size
+    batch, num_queries = placed.position.shape
+    num_blocks = layout.num_selection_blocks(num_keys, config) + min(num_queries, num_keys)
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    row = last_rows(placed)
+    begin = jnp.where(row >= 0, placed.sequence_start, num_keys)  # the last index is dropped
+    seen = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].set(1, mode="drop")
+    before = jnp.cumsum(seen, axis=1, dtype=jnp.int32) - seen
+    first = placed.sequence_start // size + jnp.take_along_axis(before, placed.sequence_start, axis=1)
+    # Keys behind a sequence's last query get nothing from it, and may belong to the next sequence.
+    end = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].max(row + 1, mode="drop")
+
+    at = jnp.where(row >= 0, first, num_blocks)
+    unknown = jnp.full((batch, num_blocks), -1, jnp.int32)
+    sequence = jax.lax.cummax(unknown.at[b, at].set(placed.sequence_start, mode="drop"), axis=1)
+    sequence_first = jax.lax.cummax(unknown.at[b, at].set(first, mode="drop"), axis=1)
+    number = jnp.arange(num_blocks, dtype=jnp.int32)
+    starts = sequence + (number - sequence_first) * size
+    limits = jnp.take_along_axis(end, jnp.maximum(sequence, 0), axis=1)
+    exists = (sequence >= 0) & (starts < limits)
+    return _Numbering(
+        first, jnp.where(exists, starts, num_keys), jnp.where(exists, jnp.minimum(limits, starts + size), 0)
+    )
+
+
+def _written(numbering: _Numbering, items: Int32[Array, "B K blocks"], num_keys: int, size: int):
+    """Keys of blocks that some query chose: starts ascend with the numbers and blocks do not overlap."""
+    batch, num_blocks = numbering.starts.shape
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    number = jnp.broadcast_to(jnp.arange(num_blocks, dtype=jnp.int32), (batch, num_blocks))
+    at_key = jnp.full((batch, num_keys), -1, jnp.int32).at[b, numbering.starts].set(number, mode="drop")
+    at_key = jax.lax.cummax(at_key, axis=1)
+    inside = jnp.arange(num_keys) < jnp.take_along_axis(numbering.limits, jnp.maximum(at_key, 0), axis=1)
+    inside &= at_key >= 0
+    chosen = jnp.take_along_axis(items > 0, jnp.maximum(at_key, 0)[:, None], axis=2)
+    return inside[:, :, None] & chosen.swapaxes(1, 2)
+
+
+def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int32[Array, " number"]:
+    """How many entries are below `first`, `first + 1`, ..., `first + number - 1`."""
+    length = ascending.shape[0]
+    return launch(
+        _count_below_kernel, ascending, out=like(ascending, (number,)), grid=(triton.cdiv(number, 128),),
+        length=length, number=number, first=first, STEPS=length.bit_length(), SIZE=128,
+    )  # fmt: skip
+
+
+@triton.jit
+def _count_below_kernel(ascending, counts, length, number, first, STEPS: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low = tl.zeros([SIZE], tl.int32)
+    high = low + length
+    for _ in range(STEPS):
+        middle = low + (high - low) // 2
+        below = tl.load(ascending + middle, mask=low < high, other=0) < first + i
+        low, high = tl.where(below & (low < high), middle + 1, low), tl.where(below, high, middle)
+    tl.store(counts + i, low, mask=i < number)

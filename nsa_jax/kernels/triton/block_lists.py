@@ -1,0 +1,118 @@
+"""Lists of the key blocks that a few neighbouring queries attend, each block once.
+
+grid = (ceil(T / tokens), B K): one program per tile of `tokens` queries and KV head. It sorts the tile's
+`tokens R` pairs by (first key, token), joins pairs of one block into a bit mask of tokens and stores the run
+ends side by side. `8 tokens R` bytes a tile, `8 B K T R` in all (34 MB at 64k, K = 4, R = 16); floor: as many
+bytes written and half of them read. Neighbours share blocks: the longer the tile, the fewer loads of keys a
+query, but the more products that the mask throws away where they do not share.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.launch import launch, like
+
+_LARGEST = 2**31 - 1  # sorts behind every pair
+
+
+class UnionLists(NamedTuple):
+    """Blocks of each tile of queries, ascending by first key; entries from the count on are arbitrary.
+
+    Attributes:
+      starts: row index of the block's first key.
+      members: bit `i` tells whether the tile's `i`-th query attends the block.
+      counts: entries of the tile.
+      unmasked: leading entries that every query of the tile may see to their last key.
+      rows: row index of the last key that a query sees, -1 where it sees nothing.
+    """
+
+    starts: Int32[Array, "B K tiles size"]
+    members: Int32[Array, "B K tiles size"]
+    counts: Int32[Array, "B K tiles"]
+    unmasked: Int32[Array, "B K tiles"]
+    rows: Int32[Array, "B T"]
+
+
+def last_rows(placed: layout.QueryLayout) -> Int32[Array, "B T"]:
+    """Row index of the last key that each query sees, its own; -1 where it sees nothing."""
+    return jnp.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+
+
+def union_lists(
+    block_indices: Int[Array, "B T K R"],
+    placed: layout.QueryLayout,
+    config: NSAConfig,
+    num_keys: int,
+    *,
+    tokens: int,
+) -> UnionLists:
+    """Joins the blocks of every `tokens` neighbouring queries, a power of two up to 32.
+
+    A block that begins after its query is dropped: there is nothing to see in it.
+    """
+    batch, num_queries, num_kv_heads, slots = block_indices.shape
+    if tokens not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"tokens must be a power of two up to 32, got {tokens}.")
+    if num_keys * tokens >= _LARGEST:
+        raise ValueError(f"num_keys * tokens must be below 2^31 - 1, got {num_keys} * {tokens}.")
+    rows = last_rows(placed)
+    tiles = triton.cdiv(num_queries, tokens)
+    padded_slots = triton.next_power_of_2(slots)
+    entries = like(rows, (batch, num_kv_heads, tiles, tokens * slots))
+    per_tile = like(rows, entries.shape[:3])
+    lists = launch(
+        _union_lists_kernel, block_indices.astype(jnp.int32), rows, placed.sequence_start,
+        out=(entries, entries, per_tile, per_tile),
+        grid=(tiles, batch * num_kv_heads), num_warps=max(1, min(8, tokens * padded_slots // 64)),
+        num_queries=num_queries, HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
+        BLOCK=config.selection_block_size, LARGEST=_LARGEST,
+    )  # fmt: skip
+    return UnionLists(*lists, rows)
+
+
+@triton.jit
+def _join(start_a, members_a, start_b, members_b):
+    return start_b, tl.where(start_a == start_b, members_a | members_b, members_b)
+
+
+@triton.jit
+def _union_lists_kernel(
+    block_indices, rows, sequence_starts, starts, members, counts, unmasked, num_queries,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    SIZE: tl.constexpr = TOKENS * PADDED_SLOTS
+    i = tl.arange(0, SIZE)
+    token = i // PADDED_SLOTS
+    slot = i % PADDED_SLOTS
+    query = tile * TOKENS + token
+    inside = query < num_queries
+    at = b.to(tl.int64) * num_queries + query
+    row = tl.load(rows + at, mask=inside, other=-1)
+    block = tl.load(
+        block_indices + (at * HEADS + head) * SLOTS + slot, mask=inside & (slot < SLOTS), other=-1
+    )
+    start = tl.load(sequence_starts + at, mask=inside, other=0) + block * BLOCK
+    pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, LARGEST))
+    start = pairs // TOKENS
+    start, member = tl.associative_scan((start, 1 << (pairs % TOKENS)), 0, _join)
+    ends = (pairs != LARGEST) & (
+        (start != tl.gather(start, tl.minimum(i + 1, SIZE - 1), 0)) | (i == SIZE - 1)
+    )
+    end = ends.to(tl.int32)
+    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    to = this * (TOKENS * SLOTS) + tl.cumsum(end, 0) - 1
+    tl.store(starts + to, start, mask=ends)
+    tl.store(members + to, member, mask=ends)
+    tl.store(counts + this, tl.sum(end, 0))
+    first_row = tl.min(tl.where(row >= 0, row, LARGEST), 0)
+    tl.store(unmasked + this, tl.sum((ends & (start + (BLOCK - 1) <= first_row)).to(tl.int32), 0))

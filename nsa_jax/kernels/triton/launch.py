@@ -1,0 +1,46 @@
+"""The one door to the GPU: starts a Triton kernel on JAX arrays."""
+
+from typing import Any
+
+import jax
+import jax_triton
+
+from nsa_jax.array_typing import Array
+
+
+def launch(
+    kernel: Any,
+    *operands: Array | None,
+    out: Any,
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **constants: Any,
+) -> Any:
+    """Runs `kernel` on the grid and returns the arrays that it wrote.
+
+    Args:
+      kernel: a function under `triton.jit`: pointers to the operands, then to the results, then integers and
+        `tl.constexpr`s.
+      *operands: arrays, contiguous; None for one that the kernel does without.
+      out: `jax.ShapeDtypeStruct` of the result, or a pytree of them.
+      grid: programs along x, y and z; x may be long, y and z end at 65535.
+      num_warps: warps of a program.
+      num_stages: tiles that a loop loads ahead.
+      **constants: the kernel's other parameters by name.
+    """
+    return jax_triton.triton_call(
+        *operands,
+        kernel=kernel,
+        out_type=out,
+        grid=grid,
+        name=kernel.__name__,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **constants,
+    )
+
+
+def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a result, by default those of `array`."""
+    return jax.ShapeDtypeStruct(array.shape if shape is None else shape, array.dtype if dtype is None else dtype)

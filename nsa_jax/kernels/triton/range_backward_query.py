@@ -1,0 +1,197 @@
+"""Range attention backward to the queries: the loop of the forward with the saved normaliser.
+
+grid = (ceil(T / tokens), B K), tiles and order as in `range_forward`. A step takes three products: the
+logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`) and an earlier
+branch's gradient (`previous`) are taken in, so neither costs a pass of its own.
+
+Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits. Shared memory:
+`(rows (H + V) + num_stages keys (H + V)) itemsize` (128 KB at 128 rows, 64 keys, 2 stages, 128/128,
+bfloat16). Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP,
+2.1 ms.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.pieces import (
+    LOG2_E,
+    add_product,
+    has_tma,
+    inner,
+    key_tiles,
+    load_keys,
+    load_rows,
+    padded_heads,
+    precision,
+    split_dim,
+    store_rows,
+    zeros,
+)
+from nsa_jax.kernels.triton.range_forward import options
+from nsa_jax.kernels.triton.range_tiles import Edges, is_seen, tile_limits, tokens_of
+from nsa_jax.kernels.triton.support import target
+
+
+class RangeQuerySizes(NamedTuple):
+    """What changes the speed only; see `RangeForwardSizes`."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
+    @classmethod
+    def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeQuerySizes":
+        """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+        if itemsize == 4:
+            return cls(32, 32, 4, 1)
+        wide = max(key_dim, value_dim) > 128
+        if capability == 90:
+            return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2) if wide else cls(128, 64, 8, 2)
+        return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2)
+
+
+def range_query_gradient(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    start: Int32[Array, "B T"],
+    end: Int32[Array, "B T"],
+    lse: Float[Array, "B T N"],
+    delta: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+    *,
+    edges: Edges = Edges(),
+    sizes: RangeQuerySizes | None = None,
+) -> Float[Array, "B T N H"]:
+    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32.
+
+    Args:
+      query, key, value, start, end, scale, edges: as `attend_ranges` had them.
+      lse: what it returned.
+      delta: sum over V of out times the gradient of this branch's out, less the gradient of lse.
+      d_out: gradient of the gated sum, or of `out` where `weight` is None.
+      weight: gate of this branch.
+      previous: gradient from other branches.
+      sizes: overrides the choice.
+    """
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads = num_heads // num_kv_heads
+    if sizes is None:
+        sizes = RangeQuerySizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
+    tokens = tokens_of(sizes.rows, heads)
+    front, rest = edges.of_tiles(tokens, sizes.keys)
+    tma = has_tma()
+    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    return launch(
+        _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma), start,
+        end, lse, delta, d_out, weight, previous,
+        out=like(query), grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
+        num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
+        PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
+        FRONT=front, REST=rest, PRECISION=precision(query.dtype), TMA=tma,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_tile(
+    q0, q1, do0, do1, dq0, dq1, lse, delta, weight, keys0, keys1, values0, values1, b, head, length, first, start,
+    count, SCALE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    k0, k1 = load_keys(keys0, keys1, b, first, head, length, HEADS, KEYS, H0, H1, TMA)
+    v0, v1 = load_keys(values0, values1, b, first, head, length, HEADS, KEYS, V0, V1, TMA)
+    logits = inner(q0, q1, k0, k1, H1, PRECISION)
+    dp = inner(do0, do1, v0, v1, V1, PRECISION)
+    p = tl.exp2(logits * (SCALE * LOG2_E) - lse[:, None])
+    if WEIGHTED:
+        dp = dp * weight[:, None]
+    ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(is_seen(first, start, count, KEYS), ds, 0.0)
+    return add_product(ds.to(k0.dtype), k0, k1, dq0, dq1, H1, PRECISION)
+
+
+@triton.jit
+def _query_gradient_kernel(
+    query, keys0, keys1, values0, values1, starts, ends, lse, delta, d_out, weight, previous, d_query,
+    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    ROWS: tl.constexpr = TOKENS * PADDED_HEADS
+    r = tl.arange(0, ROWS)
+    token = r // PADDED_HEADS
+    head = r % PADDED_HEADS
+    first_token = tile * TOKENS
+    inside = (first_token + token < num_queries) & (head < HEADS)
+    first_query = b.to(tl.int64) * num_queries
+    starts += first_query
+    ends += first_query
+    first_row = (first_query + first_token) * (KV_HEADS * HEADS) + kv_head * HEADS
+    offset = token * (KV_HEADS * HEADS) + head
+
+    q0, q1 = load_rows(query + first_row * (H0 + H1), offset * (H0 + H1), inside, H0, H1)
+    do0, do1 = load_rows(d_out + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
+    start = tl.load(starts + first_token + token, mask=inside, other=0)
+    count = tl.maximum(tl.load(ends + first_token + token, mask=inside, other=0) - start, 0)
+    sees = count > 0
+    # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
+    normaliser = tl.load(lse + first_row + offset, mask=sees, other=float("inf")) * LOG2_E
+    shift = tl.load(delta + first_row + offset, mask=sees, other=0.0)
+    gate = shift
+    if weight is not None:
+        gate = tl.load(weight + first_row + offset, mask=inside, other=0.0)
+    low, full_low, full_high, high = tile_limits(starts, ends, first_token, num_queries, TOKENS, KEYS)
+
+    dq0, dq1 = zeros(ROWS, H0, H1)
+    # As in the forward, the first step stands before the loops.
+    dq0, dq1 = _add_tile(
+        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+    )  # fmt: skip
+    if FRONT:
+        some = tl.where(low < full_low, count, 0)
+        dq0, dq1 = _add_tile(
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+            low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+        )  # fmt: skip
+    for first in tl.range(full_low, full_high, KEYS):
+        dq0, dq1 = _add_tile(
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+            first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, False,
+        )  # fmt: skip
+    if REST:
+        for first in tl.range(low + KEYS, full_low, KEYS):
+            dq0, dq1 = _add_tile(
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+            )  # fmt: skip
+        for first in tl.range(full_high + KEYS, high, KEYS):
+            dq0, dq1 = _add_tile(
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+            )  # fmt: skip
+
+    dq0 = tl.where(sees[:, None], dq0 * SCALE, 0.0)
+    if H1 > 0:
+        dq1 = tl.where(sees[:, None], dq1 * SCALE, 0.0)
+    if previous is not None:
+        other0, other1 = load_rows(previous + first_row * (H0 + H1), offset * (H0 + H1), inside, H0, H1)
+        dq0 += other0.to(tl.float32)
+        if H1 > 0:
+            dq1 += other1.to(tl.float32)
+    store_rows(d_query + first_row * (H0 + H1), offset * (H0 + H1), dq0, dq1, inside, H0, H1)

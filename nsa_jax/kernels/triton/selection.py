@@ -1,0 +1,197 @@
+"""Block selection (Eq. 8-11) from the compressed log-sum-exps: scores of a chunk, then its best blocks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.best_blocks import best_blocks_kernel
+from nsa_jax.kernels.triton.importance import importance_kernel
+from nsa_jax.kernels.triton.launch import launch
+from nsa_jax.kernels.triton.pieces import LOG2_E, has_tma, key_tiles, precision, split_dim
+from nsa_jax.kernels.triton.support import target
+
+_MOST_PROGRAMS_Y = 65535
+
+
+class SelectionSizes(NamedTuple):
+    """Pieces of work of the two kernels; any choice gives the same answer.
+
+    Attributes:
+      tokens: query tokens of a tile of scores.
+      columns: compressed keys of a tile of scores, a power of two.
+      column_tiles: tiles of scores that one program makes, one after the other.
+      num_warps, num_stages: of the score kernel.
+      registers: cap on its registers of a thread, None for none.
+      best_rows: rows that one program of the top-n kernel searches.
+      best_columns: scores of a row that the top-n kernel holds in registers, at most.
+      best_warps: its warps; None gives one for each 1024 scores.
+      best_registers: cap on its registers of a thread, None for none.
+      buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
+    """
+
+    tokens: int = 64
+    columns: int = 128
+    column_tiles: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+    registers: int | None = None
+    best_rows: int = 1
+    best_columns: int = 8192
+    best_warps: int | None = None
+    best_registers: int | None = None
+    buffer_bytes: int = 256 * 2**20
+
+    @classmethod
+    def of(cls, key_dim: int, itemsize: int, capability: int = 90) -> "SelectionSizes":
+        """Sizes by key dim, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+        room = (96 if capability == 89 else 160 if capability == 80 else 224) * 1024
+        for tokens, columns, stages in ((64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2)):
+            if (columns + stages * tokens) * key_dim * itemsize <= room:
+                break
+        warps = 4 if capability >= 90 or tokens * columns < 8192 else 8
+        return cls(tokens=tokens, columns=columns, num_warps=warps, num_stages=stages)
+
+
+class _Chunks(NamedTuple):
+    """Queries go by `rows` rows of the batch and `tokens` of their tokens; one of the two is all of them."""
+
+    rows: int
+    tokens: int
+    per_row: int
+    number: int
+
+
+def unsupported_config(config: NSAConfig) -> str | None:
+    """Why the kernels cannot select blocks of this structure, or None if they can."""
+    own = config.selection_block_size // config.compression_stride
+    if own > 32:
+        return (
+            "the Triton selection needs selection_block_size / compression_stride of at most 32, got "
+            f"{config.selection_block_size} / {config.compression_stride}. Use implementation='xla'."
+        )
+    if config.num_selected_blocks > 1024:
+        return (
+            "the Triton selection needs num_selected_blocks of at most 1024, got "
+            f"{config.num_selected_blocks}. Use implementation='xla'."
+        )
+    return None
+
+
+def choose_blocks(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    lse_cmp: Float[Array, "B T N"],
+    placed: layout.QueryLayout,
+    config: NSAConfig,
+    scale: float,
+    *,
+    packed: bool,
+    sizes: SelectionSizes | None = None,
+) -> Int32[Array, "B T K R"]:
+    """Selected blocks of every query, ascending, -1 behind; only the scores of one chunk are ever stored.
+
+    Args:
+      query: rotated queries.
+      key_cmp: rotated compressed keys.
+      lse_cmp: natural log-sum-exps of the compressed branch, float32.
+      placed: where the queries stand.
+      config: block structure.
+      scale: factor of the logits.
+      packed: whether rows hold several sequences, so that `placed.compression_start` counts.
+      sizes: pieces of work; by the dims if None.
+    """
+    batch, num_queries = query.shape[:2]
+    num_compressed, num_kv_heads, key_dim = key_cmp.shape[1:]
+    sizes = sizes or SelectionSizes.of(key_dim, query.dtype.itemsize, target())
+    num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
+    forced = config.num_initial_blocks + config.num_local_blocks
+    all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
+    row = -(-num_blocks // 32) * 32
+    chunks = _split(batch, num_queries, num_kv_heads, 0 if all_forced else row * 4, sizes)
+
+    # Each head's numbers of neighbouring tokens side by side; rows that see nothing subtract inf: exp2(-inf) = 0.
+    normalisers = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp * LOG2_E.value).swapaxes(1, 2)
+
+    def choose_chunk(chunk: Int32[Array, "1"]) -> Int32[Array, "B T K R"]:
+        common = dict(
+            batch=batch, num_queries=num_queries,
+            CHUNKS_PER_ROW=chunks.per_row, CHUNK_ROWS=chunks.rows, CHUNK_TOKENS=chunks.tokens,
+            KV_HEADS=num_kv_heads, BLOCK=config.selection_block_size,
+            SELECTED=config.num_selected_blocks, LOCAL=config.num_local_blocks, ROW=row,
+        )  # fmt: skip
+        scores = None
+        if not all_forced:
+            scores = _score(query, key_cmp, normalisers, placed, chunk, config, scale, packed, sizes, common)
+        return _choose(scores, placed.position, chunk, num_blocks, config, sizes, common)
+
+    numbers = jnp.arange(chunks.number, dtype=jnp.int32)[:, None]
+    chosen = choose_chunk(numbers[0]) if chunks.number == 1 else jax.lax.map(choose_chunk, numbers)
+    rows, tokens = chunks.number // chunks.per_row * chunks.rows, chunks.per_row * chunks.tokens
+    chosen = chosen.reshape(rows, tokens, num_kv_heads, config.num_selected_blocks)
+    return chosen[:batch, :num_queries]
+
+
+def _split(
+    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: SelectionSizes
+) -> _Chunks:
+    """Chunks of whole batch rows as long as one fits, else even pieces of a row in whole tiles of tokens."""
+    room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
+    most_rows = min(room // num_queries, _MOST_PROGRAMS_Y // num_kv_heads)
+    if most_rows >= 1:
+        number = -(-batch // most_rows)
+        return _Chunks(-(-batch // number), num_queries, 1, number)
+    tokens = max(room // sizes.tokens, 1) * sizes.tokens
+    per_row = -(-num_queries // tokens)
+    tokens = -(-num_queries // (per_row * sizes.tokens)) * sizes.tokens
+    return _Chunks(1, tokens, per_row, per_row * batch)
+
+
+def _score(
+    query, key_cmp, normalisers, placed, chunk, config, scale, packed, sizes, common
+) -> Float[Array, "B K T M"]:
+    num_heads, num_compressed = query.shape[2], key_cmp.shape[1]
+    first, second = split_dim(query.shape[3])
+    own = config.selection_block_size // config.compression_stride
+    padded = 1 << (own - 1).bit_length()
+    columns = max(sizes.columns, 2 * padded)
+    early = config.compression_block_size > config.compression_stride
+    # Blocks at or behind the local ones get no score, nor does a tile that begins behind them.
+    last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
+    groups = -(-last // ((columns // padded - early) * sizes.column_tiles))
+    shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])
+    tma = has_tma() and padded == own  # else keys are loaded one by one
+    return launch(
+        importance_kernel,
+        *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers, placed.position,
+        placed.compression_start if packed else None, chunk,
+        out=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(-(-shape[2] // sizes.tokens) * groups, shape[0] * shape[1]),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        num_compressed=num_compressed, scale=scale, HEADS=num_heads, H0=first, H1=second,
+        SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
+        COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, GROUPS=groups,
+        PRECISION=precision(query.dtype), TMA=tma, **common, **_cap(sizes.registers),
+    )  # fmt: skip
+
+
+def _choose(scores, position, chunk, num_blocks, config, sizes, common) -> Int32[Array, "B T K R"]:
+    searched = num_blocks if scores is not None else min(num_blocks, config.num_selected_blocks)
+    columns = min(1 << (searched - 1).bit_length(), sizes.best_columns)
+    shape = (common["CHUNK_ROWS"], common["CHUNK_TOKENS"], common["KV_HEADS"], config.num_selected_blocks)
+    return launch(
+        best_blocks_kernel, scores, position, chunk,
+        out=jax.ShapeDtypeStruct(shape, jnp.int32),
+        grid=(-(-shape[1] // sizes.best_rows), shape[0] * shape[2]),
+        num_warps=sizes.best_warps or max(columns // 1024, 1), num_stages=1,
+        num_blocks=num_blocks, INITIAL=config.num_initial_blocks, ROWS=sizes.best_rows, COLUMNS=columns,
+        TILES=-(-searched // columns), SLOTS=1 << (config.num_selected_blocks - 1).bit_length(), **common,
+        **_cap(sizes.best_registers),
+    )  # fmt: skip
+
+
+def _cap(registers: int | None) -> dict:
+    return {} if registers is None else {"backend_options": dict(maxnreg=registers)}

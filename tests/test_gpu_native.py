@@ -1,0 +1,205 @@
+"""On a GPU: the whole operation by the Triton kernels - deterministic, transformable, right at full length."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from nsa_jax import attention
+from nsa_jax.config import NSAConfig
+
+pytestmark = pytest.mark.gpu
+CONFIG = NSAConfig()
+NAMES = ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates")
+
+
+def operands(length, *, batch=1, heads=16, kv_heads=1, key_dim=128, value_dim=128, dtype="bfloat16", seed=0):
+    """Random operands of `native_sparse_attention`, in its order."""
+    compressed = max((length - 32) // 16 + 1, 0)
+    shapes = [(length, heads, key_dim)]
+    for tokens in (compressed, length, length):
+        shapes += [(tokens, kv_heads, key_dim), (tokens, kv_heads, value_dim)]
+    keys = jax.random.split(jax.random.key(seed), len(shapes) + 1)
+    arrays = [
+        jax.random.normal(key, (batch, *shape), dtype) for key, shape in zip(keys[:-1], shapes, strict=True)
+    ]
+    gates = jax.random.uniform(keys[-1], (batch, length, heads, 3), jnp.float32).astype(dtype)
+    return *arrays, gates
+
+
+def attend(*arrays, implementation="triton", **more):
+    return attention.native_sparse_attention(*arrays, config=CONFIG, implementation=implementation, **more)
+
+
+def with_gradients(cotangent, *arrays, function=attend):
+    out, pull_back = jax.vjp(function, *arrays)
+    return out, *pull_back(cotangent)
+
+
+def poison_memory():
+    """Leaves NaN in the memory that the next results will lie in."""
+    for size in (1 << 28, 1 << 24, 1 << 20):
+        arrays = [jnp.full((size // 4,), jnp.nan) for _ in range(8)]
+        jax.block_until_ready(arrays)
+        for array in arrays:
+            array.delete()
+
+
+def relative_distance(found, expected):
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+def test_the_kernels_are_what_runs_by_default():
+    arrays = operands(300)
+    assert nsa_jax.choose("native_sparse_attention", *arrays, config=CONFIG).implementation == "triton"
+    text = jax.jit(functools.partial(attend, implementation=None)).lower(*arrays).as_text(debug_info=True)
+    assert "nsa_jax.triton.native_sparse_attention" in text
+    assert "triton_kernel_call_ffi" in text
+
+
+def test_twenty_runs_agree_bitwise():
+    arrays = operands(2500, heads=32, kv_heads=2)
+    cotangent = jax.random.normal(jax.random.key(9), (1, 2500, 32, 128), "bfloat16")
+    run = jax.jit(with_gradients)
+    first = [np.asarray(x, np.float32) for x in run(cotangent, *arrays)]
+    for _ in range(19):
+        poison_memory()
+        for ours, expected in zip(run(cotangent, *arrays), first, strict=True):
+            assert np.array_equal(np.asarray(ours, np.float32), expected)
+
+
+@pytest.mark.parametrize("length", [1, 31, 64, 1023])
+def test_results_of_poisoned_memory_are_finite(length):
+    arrays = operands(length, batch=3)
+    cotangent = jax.random.normal(jax.random.key(9), (3, length, 16, 128), "bfloat16")
+    poison_memory()
+    for name, x in zip(("out", *NAMES), jax.jit(with_gradients)(cotangent, *arrays), strict=True):
+        assert jnp.isfinite(x).all(), name
+
+
+@pytest.mark.parametrize("length", [700, 2100])
+def test_values_and_gradients_equal_those_of_xla(length):
+    """In float32, with the same selection on both sides."""
+    arrays = operands(length, heads=8, kv_heads=2, key_dim=64, value_dim=64, dtype="float32")
+    blocks = attention.select_blocks(*arrays[:2], config=CONFIG, implementation="xla")
+    cotangent = jax.random.normal(jax.random.key(9), (1, length, 8, 64), "float32")
+    results = {}
+    for implementation in ("xla", "triton"):
+        function = functools.partial(attend, implementation=implementation, block_indices=blocks)
+        run = jax.jit(functools.partial(with_gradients, function=function))
+        results[implementation] = run(cotangent, *arrays)
+    for name, ours, theirs in zip(("out", *NAMES), results["triton"], results["xla"], strict=True):
+        assert relative_distance(ours, theirs) < 1e-5, name
+
+
+def test_vmap_equals_the_batch():
+    arrays = operands(333, batch=3, dtype="float32", key_dim=64, value_dim=64)
+    cotangent = jax.random.normal(jax.random.key(9), (3, 333, 16, 64), "float32")
+
+    def one(cotangent, *row):
+        return [x[0] for x in with_gradients(cotangent[None], *(x[None] for x in row))]
+
+    expected = jax.jit(with_gradients)(cotangent, *arrays)
+    found = jax.jit(jax.vmap(one))(cotangent, *arrays)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_remat_and_export_and_shard_map_change_nothing():
+    arrays = operands(333, dtype="float32", key_dim=64, value_dim=64)
+    cotangent = jax.random.normal(jax.random.key(9), (1, 333, 16, 64), "float32")
+    expected = jax.jit(with_gradients)(cotangent, *arrays)
+    remat = jax.checkpoint(attend, policy=jax.checkpoint_policies.nothing_saveable)
+    program = jax.jit(with_gradients)
+    exported = jax.export.export(
+        program,
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
+    )(cotangent, *arrays)
+    restored = jax.export.deserialize(exported.serialize())
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.sharding.PartitionSpec(None, None, "x")
+    in_shards = jax.shard_map(with_gradients, mesh=mesh, in_specs=heads, out_specs=heads)
+    variants = {
+        "remat": jax.jit(functools.partial(with_gradients, function=remat))(cotangent, *arrays),
+        "export": restored.call(cotangent, *arrays),
+        "shard_map": jax.jit(in_shards)(cotangent, *arrays),
+    }
+    for name, found in variants.items():
+        for ours, theirs in zip(found, expected, strict=True):
+            assert np.array_equal(ours, theirs), name
+
+
+def test_scan_runs_the_kernels_in_a_compiled_loop():
+    arrays = operands(100, dtype="float32", key_dim=64, value_dim=64)
+    query, *others = arrays
+
+    def step(carry, _):
+        out = attend(carry, *others)
+        return out, out
+
+    _, found = jax.jit(lambda query: jax.lax.scan(step, query, None, length=3))(query)
+    for ours in found:
+        query = jax.jit(attend)(query, *others)
+        assert np.array_equal(ours, query)
+
+
+@pytest.mark.parametrize(
+    ("operation", "distribution"),
+    [
+        ("native_sparse_attention", "random"),
+        ("compressed_attention", "random"),
+        ("select_blocks", "random"),
+        ("selected_attention", "coherent"),
+        ("window_attention", "random"),
+    ],
+)
+def test_sampled_rows_of_64k_tokens(operation, distribution):
+    """By the gate of the benchmarks: float64, from the definitions alone."""
+    from benchmarks import gate, inputs, programs
+
+    shape = inputs.Shape(
+        length=65536, query_heads=64, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16"
+    )
+    if operation == "selected_attention":
+        draw = inputs.draw_blocks(shape, CONFIG, distribution)
+    else:
+        choose = jax.jit(programs.function("select_blocks", "triton", CONFIG))
+        selects = operation == "native_sparse_attention"
+        draw = inputs.draw_queries(shape, CONFIG, distribution, choose if selects else None)
+    run = jax.jit(programs.function(operation, "triton", CONFIG))
+    result = run(*inputs.arguments(operation, draw, shape, CONFIG))
+    positions = gate.sample_positions(shape.length)
+    verdict = gate.check_rows(operation, result, positions, draw, shape, CONFIG)
+    assert verdict.green, verdict
+
+
+def test_offsets_beyond_two_to_the_31():
+    """300 000 tokens of 64 heads: 2.46e9 elements of queries; the last rows against those computed alone."""
+    length, last = 300_000, 40
+    query = jax.random.normal(jax.random.key(0), (1, length, 64, 128), "bfloat16")
+    key, value = (jax.random.normal(jax.random.key(i), (1, length, 4, 128), "bfloat16") for i in (1, 2))
+    settings = dict(config=CONFIG, implementation="triton")
+    window = jax.jit(functools.partial(attention.window_attention, **settings))
+    out, lse = window(query, key, value)
+    kept = CONFIG.window_size + last
+    alone = window(query[:, -kept:], key[:, -kept:], value[:, -kept:])
+    assert np.array_equal(lse[:, -last:], alone[1][:, -last:])
+    assert jnp.array_equal(out[:, -last:], alone[0][:, -last:])
+
+    local = jnp.arange(length, dtype=jnp.int32) // 64
+    blocks = jnp.stack([jnp.maximum(local - i, -1) for i in range(15, -1, -1)], -1)
+    blocks = jnp.sort(jnp.where(blocks < 0, 1 << 30, blocks), -1)
+    blocks = jnp.where(blocks == 1 << 30, -1, blocks)
+    blocks = jnp.broadcast_to(blocks[None, :, None], (1, length, 4, 16))
+    selected = jax.jit(functools.partial(attention.selected_attention, **settings))
+    out, lse = selected(query, key, value, blocks)
+    positions = jnp.arange(length - last, length, dtype=jnp.int32)[None]
+    alone = selected(query[:, -last:], key, value, blocks[:, -last:], query_positions=positions)
+    assert relative_distance(lse[:, -last:], alone[1]) < 1e-6
+    assert relative_distance(jnp.float32(out[:, -last:]), jnp.float32(alone[0])) < 4e-3

@@ -1,0 +1,155 @@
+"""What the Triton kernels refuse, each for one clear reason, in the table as in the error."""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from messages import has_form
+
+from nsa_jax import dispatch
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import support
+
+CONFIG = NSAConfig()
+
+
+def shapes(dtype="bfloat16", key_dim=128, value_dim=128):
+    struct = jax.ShapeDtypeStruct
+    query, key = struct((1, 99, 4, key_dim), dtype), struct((1, 99, 2, key_dim), dtype)
+    value, gates = struct((1, 99, 2, value_dim), dtype), struct((1, 99, 4, 3), dtype)
+    return query, key, value, key, value, key, value, gates
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A machine on which all packages are there, in versions that work, with a GPU of capability 9.0."""
+    versions = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.8.0"}
+    lowering = types.SimpleNamespace(triton_kernel_call_lib=object())
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(support.importlib.metadata, "version", version)
+    monkeypatch.setattr(support.importlib, "import_module", lambda name: lowering)
+    monkeypatch.setattr(support, "capability", lambda: (9, 0))
+    return types.SimpleNamespace(versions=versions, lowering=lowering)
+
+
+def reason(operation="native_sparse_attention", arrays=None, config=CONFIG, platform="cuda"):
+    arrays = shapes() if arrays is None else arrays
+    return dispatch.unsupported_reason(operation, "triton", *arrays, config=config, platform=platform)
+
+
+def test_paper_configuration_is_supported(installed):
+    arrays = shapes(key_dim=192)
+    for operation, operands in {
+        "native_sparse_attention": arrays,
+        "compressed_attention": arrays[:3],
+        "select_blocks": arrays[:2],
+        "window_attention": arrays[:3],
+        "gated_sum": (*arrays[:3], arrays[-1]),
+    }.items():
+        assert reason(operation, operands) is None
+        assert dispatch.choose(operation, *operands, config=CONFIG, platform="cuda").implementation == "triton"
+
+
+@pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256])
+def test_dims_of_two_powers_of_two_are_supported(installed, dim):
+    assert reason(arrays=shapes(key_dim=dim)) is None
+    first, second = support.split_dim(dim)
+    assert first + second == dim
+
+
+@pytest.mark.parametrize(
+    ("arrays", "config", "rule"),
+    [
+        (shapes(key_dim=40), CONFIG, "dims that are a power of two or the sum of two"),
+        (shapes(value_dim=8), CONFIG, "dims that are a power of two or the sum of two"),
+        (shapes(key_dim=112), CONFIG, "dims that are a power of two or the sum of two"),
+        (shapes(key_dim=512), CONFIG, "256 together"),
+        (shapes("float64"), CONFIG, "run bfloat16, float16, float32, got float64"),
+        (
+            shapes(),
+            dataclasses.replace(CONFIG, selection_block_size=48),
+            "need a selection_block_size of 16, 32, 64 or 128, got 48",
+        ),
+    ],
+)
+def test_each_limit_has_its_reason(installed, arrays, config, rule):
+    text = reason(arrays=arrays, config=config)
+
+    assert rule in text
+    assert has_form(text)
+    assert dict(dispatch.choose(*_call(arrays), config=config, platform="cuda").refused)["triton"] == text
+    with pytest.raises(NotImplementedError) as error:
+        dispatch.choose(*_call(arrays), config=config, platform="cuda", implementation="triton")
+    assert str(error.value) == f"native_sparse_attention cannot run as triton: {text}"
+
+
+def _call(arrays):
+    return ("native_sparse_attention", *arrays)
+
+
+@pytest.mark.parametrize("package", ["jax-triton", "triton"])
+def test_missing_package(installed, package):
+    del installed.versions[package]
+
+    assert f"need {package}, got no such package. Install nsa_jax[cuda13]" in reason()
+    assert has_form(reason())
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "bounds"),
+    [
+        ("jax", "0.12.0", ">=0.11.1,<0.12"),
+        ("jax-triton", "0.3.1", ">=0.4.1,<0.5"),
+        ("triton", "3.9.0", ">=3.6,<3.9"),
+        ("triton", "3.5.1", ">=3.6,<3.9"),
+    ],
+)
+def test_wrong_version(installed, package, version, bounds):
+    installed.versions[package] = version
+
+    text = reason()
+    assert f"need {package}{bounds} (" in text
+    assert f"got {version}." in text
+
+
+def test_import_that_fails_is_quoted(installed, monkeypatch):
+    def fail(name):
+        raise OSError("libcuda is gone")
+
+    monkeypatch.setattr(support.importlib, "import_module", fail)
+
+    assert "got OSError at its import: libcuda is gone" in reason()
+
+
+def test_lowering_support_is_probed_too(installed):
+    installed.lowering.triton_kernel_call_lib = None
+
+    assert "need jax-cuda13-plugin, got a jaxlib without it" in reason()
+
+
+def test_old_gpu(installed, monkeypatch):
+    monkeypatch.setattr(support, "capability", lambda: (7, 5))
+
+    assert "need compute capability 8.0, got 7.5" in reason()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
+def test_other_platforms(installed, platform):
+    assert f"need an NVIDIA GPU, got platform {platform}" in reason(platform=platform)
+
+
+def test_importing_the_library_imports_no_triton():
+    """Users without a GPU pay nothing for the kernels."""
+    program = "import sys, nsa_jax; assert not {'triton', 'jax_triton'} & set(sys.modules), 'imported'"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

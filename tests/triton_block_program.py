@@ -1,0 +1,237 @@
+"""Selected attention in Triton's interpreter against the oracle: `python tests/triton_block_program.py`.
+
+Float32 on small odd shapes; every output is poisoned first. Prints the largest error of each check.
+"""
+
+from tests.triton_interpreter import interpreted  # isort: skip
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import layout, reference
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.block_backward_key import KeySizes, block_key_gradients
+from nsa_jax.kernels.triton.block_backward_query import QuerySizes, block_query_gradient
+from nsa_jax.kernels.triton.block_forward import ForwardSizes, attend_blocks
+from nsa_jax.kernels.triton.block_items import invert
+from nsa_jax.kernels.triton.block_lists import union_lists
+from tests.cases import PACKED
+
+TOLERANCE = 2e-5  # float32 sums of at most 100 terms of size 1
+
+
+class Case(NamedTuple):
+    heads: int  # query heads per KV head
+    key_dim: int = 16
+    value_dim: int = 16
+    block: int = 16
+    slots: int = 4
+    rows: int = 16
+    keys: int = 16
+    item: int = 1024
+    segment: int = 1024
+    packed: bool = False
+    positions: str = "all"
+    batch: int = 1
+    kv_heads: int = 1
+    num_keys: int = 45
+    weighted: bool = False
+    previous: bool = False
+    scale: float = 0.3
+    peel: bool = True
+    keys_down: bool = False
+    num_stages: int = 2  # of the gradients of the keys
+
+
+CASES = {
+    "one_head": Case(1, weighted=True),
+    "two_heads_split_blocks": Case(2, 48, 16, item=5, rows=32, previous=True),
+    "six_heads_seven_slots": Case(
+        6, 16, 48, slots=7, item=7, segment=13, weighted=True, keys_down=True, num_stages=3
+    ),
+    "sixteen_heads": Case(16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False),
+    "block_of_two_steps": Case(2, block=32, batch=2, item=6, positions="last", num_keys=49),
+    "packed": Case(2, packed=True, num_keys=75, item=4, weighted=True, rows=32),
+    "packed_in_segments": Case(
+        1, 16, 32, packed=True, num_keys=75, item=3, segment=15, rows=32, keys_down=True
+    ),
+    "packed_anywhere": Case(
+        6, packed=True, batch=2, num_keys=75, positions="shuffled", item=5, rows=64, peel=False
+    ),
+    "anywhere": Case(
+        3, positions="shuffled", kv_heads=2, block=32, slots=2, item=4, segment=11, num_stages=3
+    ),
+    "more_slots_than_blocks": Case(2, slots=9, num_keys=30, scale=-0.4),
+    "nothing": Case(4, positions="none", num_keys=20, peel=False),
+    "one_query": Case(16, positions="one", num_keys=40, kv_heads=2),
+    "fewer_keys_than_a_block": Case(2, num_keys=5, block=32, slots=1, keys=32, rows=32),
+}
+
+
+def inputs(case: Case):
+    """Operands, layout, selection and the oracle's keyword arguments."""
+    random = np.random.default_rng(len(str(case)))
+    runs = [[i for i, n in row for _ in range(n)] for row in PACKED[: case.batch]]
+    segment_ids = jnp.asarray(runs, jnp.int32) if case.packed else None
+    positions = np.arange(case.num_keys)
+    if case.positions == "shuffled":
+        positions = np.where(random.random(27) < 0.2, -1, random.permutation(case.num_keys)[:27])
+    elif case.positions == "last":
+        positions = positions[-17:]
+    elif case.positions == "none":
+        positions = np.full(9, -1)
+    elif case.positions == "one":
+        positions = positions[-1:]
+    positions = jnp.asarray(np.tile(positions, (case.batch, 1)), jnp.int32)
+    config = NSAConfig(
+        compression_block_size=16, compression_stride=16, selection_block_size=case.block,
+        num_selected_blocks=case.slots, num_initial_blocks=0, num_local_blocks=1,
+    )  # fmt: skip
+    placed = layout.query_layout(config, positions, segment_ids)
+    num_queries = positions.shape[1]
+    blocks = -(-case.num_keys // case.block)
+    indices = np.full((case.batch, num_queries, case.kv_heads, case.slots), -1, np.int32)
+    for at in np.ndindex(*indices.shape[:3]):
+        # Some blocks lie after the query: there is nothing to see in them.
+        visible = min(max(int(placed.position[at[:2]]), 0) // case.block + 2, blocks)
+        some = random.permutation(visible)[: random.integers(0, case.slots + 1)]
+        indices[at][: len(some)] = np.sort(some)
+
+    def normal(*shape):
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    rows = (case.batch, num_queries, case.heads * case.kv_heads)
+    query, d_out = normal(*rows, case.key_dim), normal(*rows, case.value_dim)
+    key, value = (normal(case.batch, case.num_keys, case.kv_heads, x) for x in (case.key_dim, case.value_dim))
+    weight = jnp.asarray(random.uniform(size=rows), jnp.float32) if case.weighted else None
+    previous = normal(*rows, case.key_dim) if case.previous else None
+    plain = dict(config=config, query_positions=positions, segment_ids=segment_ids, scale=case.scale)
+    operands = (query, key, value, jnp.asarray(indices))
+    return operands, placed, config, (d_out, normal(*rows)), weight, previous, plain
+
+
+def error(got, expected) -> float:
+    """Largest difference; infinite where one side is not a number, equal infinities apart."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    with np.errstate(invalid="ignore"):
+        off = np.where(got == expected, 0, np.abs(got - expected))
+    return float(np.nan_to_num(off, nan=np.inf).max(initial=0))
+
+
+def check_case(case: Case) -> dict[str, float]:
+    """Errors of the output, the log-sum-exp and the three gradients."""
+    (query, key, value, indices), placed, config, (d_out, d_lse), weight, previous, plain = inputs(case)
+
+    @jax.jit
+    def oracle(query, key, value):
+        def weighted(query, key, value):
+            out, lse = reference.selected_attention(query, key, value, indices, **plain)
+            return (out if weight is None else out * weight[..., None], lse), out
+
+        (_, lse), pull, out = jax.vjp(weighted, query, key, value, has_aux=True)
+        d_query, d_key, d_value = pull((d_out, d_lse))
+        return out, lse, d_query if previous is None else d_query + previous, d_key, d_value
+
+    forward = ForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
+    keys = KeySizes(case.rows, case.keys, case.item, case.segment, 4, case.num_stages, None, case.keys_down)
+    neighbours = not case.packed and case.positions in ("all", "last", "one")
+    first = int(plain["query_positions"][0, 0]) if neighbours else None
+
+    @jax.jit
+    def kernels(query, key, value):
+        lists = union_lists(indices, placed, config, case.num_keys, tokens=forward.tokens(case.heads))
+        out, lse = attend_blocks(
+            query, key, value, lists, config, case.scale, first_position=first, sizes=forward
+        )
+        delta = (d_out * out).sum(-1)
+        delta = (delta if weight is None else delta * weight) - d_lse
+        d_query = block_query_gradient(
+            query, key, value, lists, config, lse, delta, d_out, weight, previous, case.scale,
+            first_position=first, sizes=QuerySizes(case.rows, case.keys, 4, 1, peel=case.peel),
+        )  # fmt: skip
+        d_key, d_value = block_key_gradients(
+            query, key, value, indices, placed, config, lse, delta, d_out, weight, case.scale,
+            packed=case.packed, sizes=keys,
+        )  # fmt: skip
+        return out, lse, d_query, d_key, d_value
+
+    with interpreted():
+        found = kernels(query, key, value)
+    names = ("out", "lse", "d_query", "d_key", "d_value")
+    return {name: error(x, y) for name, x, y in zip(names, found, oracle(query, key, value), strict=True)}
+
+
+def check_lists(case: Case) -> None:
+    """The lists hold the blocks of the tile's queries, each once and ascending."""
+    (_, _, _, indices), placed, config, *_ = inputs(case)
+    tokens = 4
+    with interpreted():
+        lists = jax.tree.map(np.asarray, union_lists(indices, placed, config, case.num_keys, tokens=tokens))
+    rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+    assert (rows == lists.rows).all()
+    starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
+    starts = np.where((np.asarray(indices) >= 0) & (starts <= rows[:, :, None, None]), starts, -1)
+    for b, k, tile in np.ndindex(*lists.counts.shape):
+        mine = starts[b, tile * tokens : (tile + 1) * tokens, k]
+        expected = {}
+        for i, of_token in enumerate(mine):
+            for start in of_token[of_token >= 0]:
+                expected[int(start)] = expected.get(int(start), 0) | 1 << i
+        count = lists.counts[b, k, tile]
+        assert list(lists.starts[b, k, tile, :count]) == sorted(expected)
+        assert list(lists.members[b, k, tile, :count]) == [expected[x] for x in sorted(expected)]
+        seeing = rows[b, tile * tokens : (tile + 1) * tokens]
+        least = min(seeing[seeing >= 0], default=2**31)
+        assert lists.unmasked[b, k, tile] == sum(x + case.block - 1 <= least for x in expected)
+
+
+def check_items(case: Case) -> None:
+    """Every pair lies in one item, in order, and every item, slot and block fits the static sizes."""
+    (_, _, _, indices), placed, config, *_ = inputs(case)
+
+    @jax.jit
+    def turned(indices):
+        sizes = dict(item=case.item, segment=case.segment, packed=case.packed)
+        return invert(indices, placed, config, case.num_keys, **sizes)
+
+    with interpreted():
+        found = turned(indices)
+    rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+    expected = {
+        (b * case.kv_heads + k, int(placed.sequence_start[b, t]) + int(indices[b, t, k, r]) * case.block, t)
+        for b, t, k, r in np.ndindex(*indices.shape)
+        if indices[b, t, k, r] >= 0 and indices[b, t, k, r] * case.block <= placed.position[b, t]
+    }
+    got, slots = [], []
+    for head, start, limit, first, masked, end, slot, _ in np.asarray(found.items):
+        if head < 0:
+            continue
+        assert first <= masked <= end <= first + case.item
+        assert limit <= case.num_keys
+        row = rows[head // case.kv_heads, np.asarray(found.tokens)[first:end]]
+        assert ((start + case.block - 1 > row) == (np.arange(first, end) < masked)).all()
+        got += [(int(head), int(start), int(t)) for t in np.asarray(found.tokens)[first:end]]
+        slots += [int(slot)] if slot >= 0 else []
+    assert len(got) == len(set(got)) == len(expected)
+    assert set(got) == expected
+    assert sorted(slots) == list(range(len(slots)))
+    assert len(slots) <= found.num_slots
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        began = time.time()
+        check_lists(case)
+        check_items(case)
+        errors = check_case(case)
+        print(name, *(f"{x} {y:.1e}" for x, y in errors.items()), f"{time.time() - began:.1f} s", flush=True)
+        assert max(errors.values()) < TOLERANCE, (name, errors)
+
+
+if __name__ == "__main__":
+    main()

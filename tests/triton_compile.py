@@ -1,0 +1,58 @@
+"""Compiles the Triton kernels, and whole programs around them, for NVIDIA GPUs on a machine that has none.
+
+Needs `jax-cuda13-plugin` (its compiler, no GPU) and the environment variables `JAX_PLATFORMS=cpu` and
+`JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`.
+"""
+
+import functools
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+DEVICE_KINDS = {80: "NVIDIA A100-SXM4-80GB", 89: "NVIDIA L4", 90: "NVIDIA H100 80GB HBM3"}
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def device(capability: int):
+    """Context in which JAX lowers for a GPU of this compute capability (80, 89, 90)."""
+    abstract = AbstractDevice(device_kind=DEVICE_KINDS[capability], num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
+
+
+def lower(function, *arguments, capability: int = 90):
+    """The program of `function`, lowered for CUDA; Triton kernels are compiled to PTX on the way."""
+    with device(capability):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def compile_for_h100(function, *arguments):
+    """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s."""
+    mesh = _mesh()
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function).lower(*arguments)
+    return lowered.compile()
+
+
+@functools.cache
+def _mesh():
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    return topologies.make_mesh(topology, (1,), ("x",))

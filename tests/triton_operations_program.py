@@ -1,0 +1,120 @@
+"""Whole operations by the Triton kernels in the interpreter, against the oracle in float64; run as a program.
+
+Through `nsa_jax.attention`, so with dispatch, lists, layouts and custom gradients; float32, poisoned outputs.
+"""
+
+from triton_interpreter import interpreted  # isort: skip
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import attention
+from nsa_jax.config import NSAConfig
+from cases import Case, Operands
+from programs import distance, evaluate, random_cotangents, size
+
+CONFIG = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=3,
+    window_size=16,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+)
+RUNS = (((0, 5), (7, 39), (2, 3), (9, 22), (1, 1)), ((3, 17), (4, 1), (8, 2), (1, 43), (0, 7)))
+CASES = {
+    "consecutive": Case(
+        name="triton_consecutive", config=CONFIG, batch=1, num_keys=75, num_heads=8, num_kv_heads=1, key_dim=16,
+        value_dim=16,
+    ),
+    "packed": Case(
+        name="triton_packed", config=CONFIG, num_keys=70, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=32,
+        runs=RUNS,
+    ),
+    "anywhere": Case(
+        name="triton_anywhere", config=CONFIG, num_keys=70, num_heads=3, num_kv_heads=1, key_dim=48, value_dim=16,
+        positions=(69, -1, 0, 33, 7, 8, 31, 64), scale=0.3, runs=RUNS,
+    ),
+}  # fmt: skip
+# float32 sums of at most 100 terms: an error of 50 eps of the largest value, on either side
+TOLERANCE = 100 * float(np.finfo(np.float32).eps)
+
+
+def check_case(name: str) -> float:
+    """All results and gradients, under random cotangents of every output and log-sum-exp."""
+    case = CASES[name]
+    with jax.enable_x64(True):
+        blocks = np.asarray(
+            jax.jit(lambda q, k: _select(q, k, case))(*(jnp.asarray(x) for x in case.draw()[:2]))
+        )
+    expected = evaluate("reference", case, block_indices=blocks)
+    with interpreted():
+        found = evaluate("triton", case, "float32", block_indices=blocks)
+    assert found["blocks"].tolist() == blocks.tolist(), name
+    worst = 0.0
+    for result in (*random_cotangents(case), *(f"d_{operand}" for operand in Operands._fields)):
+        error = distance(found[result], expected[result]) / max(1.0, size(expected[result]))
+        assert error <= TOLERANCE, (name, result, error)
+        worst = max(worst, error)
+    return worst
+
+
+def _select(query, key_cmp, case):
+    from nsa_jax import reference
+
+    settings = dict(config=case.config, scale=case.scale, query_positions=jnp.asarray(case.query_positions))
+    segment_ids = case.segment_ids
+    return reference.select_blocks(
+        query, key_cmp, segment_ids=None if segment_ids is None else jnp.asarray(segment_ids), **settings
+    )
+
+
+def check_whole() -> float:
+    """`native_sparse_attention`, its own selection included, and `vmap` of it, equal the branches of `xla`."""
+    case = CASES["consecutive"]
+    operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
+    cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
+
+    def with_gradients(implementation):
+        def attend(*operands):
+            return attention.native_sparse_attention(*operands, config=CONFIG, implementation=implementation)
+
+        def run(cotangent, *operands):
+            out, pull_back = jax.vjp(attend, *operands)
+            return out, *pull_back(cotangent)
+
+        return run
+
+    expected = jax.jit(with_gradients("xla"))(cotangent, *operands)
+    with interpreted():
+        found = jax.jit(with_gradients("triton"))(cotangent, *operands)
+        twice = jax.jit(jax.vmap(with_gradients("triton")))(
+            *(jnp.stack([x, x]) for x in (cotangent, *operands))
+        )
+    worst = 0.0
+    for ours, both, theirs in zip(found, twice, expected, strict=True):
+        assert np.array_equal(both[0], ours)
+        assert np.array_equal(both[1], ours)
+        error = distance(np.asarray(ours), np.asarray(theirs)) / max(1.0, size(np.asarray(theirs)))
+        assert error <= TOLERANCE, error
+        worst = max(worst, error)
+    return worst
+
+
+CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {"whole": check_whole}
+
+
+def main(names: list[str]) -> None:
+    for name in names or CHECKS:
+        began = time.perf_counter()
+        worst = CHECKS[name]()
+        print(f"{name}: ok in {time.perf_counter() - began:.1f} s, worst error {worst:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,202 @@
+"""The range attention kernels in Triton's interpreter against plain sums; run it as a program.
+
+Float32 on small odd shapes; every output is poisoned first. Prints the largest error of each check.
+"""
+
+from tests.triton_interpreter import interpreted  # isort: skip
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.kernels.triton.range_backward_key import RangeKeySizes, query_bounds, range_key_gradients
+from nsa_jax.kernels.triton.range_backward_query import RangeQuerySizes, range_query_gradient
+from nsa_jax.kernels.triton.range_forward import RangeForwardSizes, attend_ranges
+from nsa_jax.kernels.triton.range_tiles import Edges
+
+TOLERANCE = 2e-5  # float32 sums of at most 100 terms of size 1
+
+
+class Case(NamedTuple):
+    heads: int  # query heads per KV head
+    key_dim: int
+    value_dim: int
+    ranges: str
+    batch: int = 1
+    kv_heads: int = 2
+    num_queries: int = 37
+    num_keys: int = 53
+    weighted: bool = False
+    scale: float | None = None
+    edges: Edges = Edges()  # noqa: RUF009
+    segments: int = 1
+    keys_first: bool = True
+
+
+CASES = {
+    "window": Case(2, 16, 16, "window", num_queries=53, weighted=True),
+    "compressed": Case(16, 16, 32, "compressed", kv_heads=1, num_keys=13, segments=3, weighted=True),
+    "packed": Case(6, 32, 16, "packed", batch=2, kv_heads=1, keys_first=False, segments=2),
+    "scattered": Case(1, 48, 16, "scattered", batch=2, segments=2, weighted=True),
+    "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True),
+    "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
+    "known_strides": Case(8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 4)),
+    "nothing": Case(4, 16, 16, "nothing", kv_heads=1, num_queries=5),
+    "zero_scale": Case(1, 16, 16, "window", scale=0.0, num_queries=20),
+}
+
+
+def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
+    t = np.arange(case.num_queries)
+    shape = (case.batch, case.num_queries)
+    if case.ranges == "window":
+        start, end = np.maximum(t - 10, 0), np.minimum(t + 1, case.num_keys)
+    elif case.ranges == "window_16":
+        start, end = np.maximum(t - 15, 0), t + 1
+    elif case.ranges == "strides":
+        start, end = 0 * t, np.maximum((t - 7) // 4 + 1, 0)
+    elif case.ranges == "compressed":
+        start, end = 0 * t, (t + 1) * case.num_keys // case.num_queries
+    elif case.ranges == "packed":  # sequences of 15 keys; some queries are padding
+        start = np.broadcast_to(t // 15 * 15, shape).copy()
+        end = np.where(random.random(shape) < 0.2, 0, t + 1)
+    elif case.ranges == "scattered":
+        start = random.integers(0, case.num_keys, shape)
+        end = random.integers(0, case.num_keys + 1, shape)
+    elif case.ranges == "all":
+        start, end = 0 * t, 0 * t + case.num_keys
+    else:
+        start, end = 0 * t + 7, 0 * t + 3
+    return tuple(jnp.asarray(np.broadcast_to(x, shape), jnp.int32) for x in (start, end))
+
+
+def plain_attention(query, key, value, start, end, scale):
+    """`(out, lse)`, with `jax.numpy` and a mask."""
+    heads = query.shape[2] // key.shape[2]
+    index = jnp.arange(key.shape[1])
+    seen = ((index >= start[..., None]) & (index < end[..., None]))[:, :, None]
+    key, value = (jnp.repeat(x, heads, axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->btns", query, key, precision="highest") * scale
+    some = seen.any(-1)
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-1e30))
+    top = jnp.where(some[..., None], top, 0)
+    p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0)), 0)
+    total = jnp.where(some, p.sum(-1), 1)
+    out = jnp.einsum("btns,bsnv->btnv", p, value, precision="highest") / total[..., None]
+    return out, jnp.where(some, jnp.log(total) + top[..., 0], -jnp.inf)
+
+
+def check_case(name: str) -> dict[str, float]:
+    case = CASES[name]
+    random = np.random.default_rng(0)
+    num_heads = case.heads * case.kv_heads
+
+    def draw(*shape):
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    query = draw(case.batch, case.num_queries, num_heads, case.key_dim)
+    key = draw(case.batch, case.num_keys, case.kv_heads, case.key_dim)
+    value = draw(case.batch, case.num_keys, case.kv_heads, case.value_dim)
+    d_out = draw(case.batch, case.num_queries, num_heads, case.value_dim)
+    d_lse = draw(case.batch, case.num_queries, num_heads)
+    weight = jax.nn.sigmoid(draw(*d_lse.shape)) if case.weighted else None
+    previous = draw(*query.shape) if case.weighted else None
+    start, end = ranges_of(case, random)
+    scale = case.key_dim**-0.5 if case.scale is None else case.scale
+
+    def plain(query, key, value):
+        return plain_attention(query, key, value, start, end, scale)
+
+    (out, lse), pull_back = jax.vjp(plain, query, key, value)
+    seen = lse > -jnp.inf
+    of_branch = d_out if weight is None else d_out * weight[..., None]
+    d_lse = jnp.where(seen, d_lse, 0)
+    expected = dict(zip(("d_query", "d_key", "d_value"), pull_back((of_branch, d_lse)), strict=True))
+    if previous is not None:
+        expected["d_query"] = expected["d_query"] + previous
+    delta = (out * of_branch).sum(-1) - d_lse
+
+    found = {}
+    with interpreted():
+        found["out"], found["lse"] = attend_ranges(
+            query, key, value, start, end, scale, sizes=RangeForwardSizes(32, 16, 4, 2), edges=case.edges
+        )
+        arguments = query, key, value, start, end, found["lse"], delta, d_out, weight
+        found["d_query"] = range_query_gradient(
+            *arguments, previous, scale, sizes=RangeQuerySizes(32, 16, 4, 2), edges=case.edges
+        )
+        found["d_key"], found["d_value"] = range_key_gradients(
+            *arguments, scale, sizes=RangeKeySizes(16, 16, 4, 2, case.segments, case.keys_first)
+        )
+    assert np.array_equal(found["lse"] == -jnp.inf, ~seen), name
+    found["lse"], expected["lse"] = (jnp.where(seen, x, 0) for x in (found["lse"], lse))
+    assert not np.asarray(found["out"])[~np.asarray(seen)].any(), name
+    expected["out"] = out
+    errors = {x: float(jnp.abs(found[x] - expected[x]).max()) for x in expected}
+    assert all(error < TOLERANCE for error in errors.values()), (name, errors)
+    return errors
+
+
+def check_hidden_keys_may_be_anything() -> dict[str, float]:
+    """Keys that nobody sees may be NaN; what a query sees does not change by a bit."""
+    random = np.random.default_rng(1)
+    query, key, value = (jnp.asarray(random.standard_normal((1, 21, 2, 16)), jnp.float32) for _ in range(3))
+    t = jnp.arange(21, dtype=jnp.int32)[None]
+    sizes = RangeForwardSizes(32, 16, 4, 2)
+    with interpreted():
+        plain = attend_ranges(query, key, value, 0 * t, jnp.minimum(t, 9), 0.25, sizes=sizes)
+        hidden = key.at[:, 9:].set(jnp.nan)
+        found = attend_ranges(query, hidden, value, 0 * t, jnp.minimum(t, 9), 0.25, sizes=sizes)
+    assert all(np.array_equal(x, y) for x, y in zip(plain, found, strict=True))
+    return {}
+
+
+def check_edges_of_the_paper() -> dict[str, float]:
+    """Training on plain rows needs neither loop beside the one without a mask."""
+    assert Edges(0, 512).of_tiles(4, 64) == (True, False)
+    assert Edges(0, None, 16).of_tiles(4, 64) == (False, False)
+    assert Edges(0, 510).of_tiles(4, 64) == (True, True)  # 62 + 3 keys at the end
+    assert Edges(2, 512).of_tiles(4, 64) == (True, True)
+    assert Edges(0, None, 4).of_tiles(8, 64) == (False, True)
+    assert Edges().of_tiles(4, 64) == (True, True)
+    return {}
+
+
+def check_bounds() -> dict[str, float]:
+    """Every pair of a query and a key that it sees lies inside the bounds, and full tiles are full."""
+    random = np.random.default_rng(2)
+    keys, tokens = 8, 4
+    for kind in ("window", "compressed", "packed", "scattered", "all", "nothing"):
+        case = Case(1, 16, 16, kind, batch=2)
+        start, end = ranges_of(case, random)
+        bounds = np.asarray(query_bounds(start, end, case.num_keys, keys, tokens))
+        start, end = np.asarray(start), np.asarray(end)
+        for b in range(case.batch):
+            for j, (first, full_first, full_last, last) in enumerate(bounds[b]):
+                past = min((j + 1) * keys, case.num_keys)
+                t = np.arange(case.num_queries)
+                some = start[b] < end[b]
+                sees = some & (start[b] < past) & (end[b] > j * keys)
+                assert not (sees & ((t // tokens < first) | (t // tokens >= last))).any(), kind
+                full = (t // tokens >= full_first) & (t // tokens < full_last)
+                assert (some & (start[b] <= j * keys) & (end[b] >= past))[full].all(), kind
+                if kind == "all" and j == 0:
+                    assert (full_first, full_last) == (0, case.num_queries // tokens)
+    return {}
+
+
+def main() -> None:
+    checks = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES}
+    checks |= {"hidden keys": check_hidden_keys_may_be_anything, "bounds": check_bounds}
+    checks["edges"] = check_edges_of_the_paper
+    for name, check in checks.items():
+        began = time.perf_counter()
+        errors = ", ".join(f"{x} {error:.1e}" for x, error in check().items())
+        print(f"{name}: ok in {time.perf_counter() - began:.1f} s {errors}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
