@@ -125,7 +125,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "nsa_jax", "benchmarks/*.py")
+        changed = git("status", "--porcelain", "--", "nsa_jax", "benchmarks/*.py", "examples/*.py")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

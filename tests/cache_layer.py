@@ -60,14 +60,17 @@ class Layer:
     gates: jax.Array
 
     @classmethod
-    def make(cls, config=SMALL, *, batch=2, length, num_heads=4, num_kv_heads=2, dtype=jnp.float32, seed=0):
+    def make(
+        cls, config=SMALL, *, batch=2, length, num_heads=4, num_kv_heads=2,
+        key_dim=KEY_DIM, value_dim=VALUE_DIM, dtype=jnp.float32, seed=0,
+    ):  # fmt: skip
         rng = np.random.default_rng(seed)
 
         def draw(heads, dim):
             return jnp.asarray(rng.standard_normal((batch, length, heads, dim)), dtype)
 
-        tokens = TokenKeysValues(*(draw(num_kv_heads, dim) for dim in (KEY_DIM, VALUE_DIM) * 3))
-        return cls(config, draw(num_heads, KEY_DIM), tokens, jax.nn.sigmoid(draw(num_heads, 3)))
+        tokens = TokenKeysValues(*(draw(num_kv_heads, dim) for dim in (key_dim, value_dim) * 3))
+        return cls(config, draw(num_heads, key_dim), tokens, jax.nn.sigmoid(draw(num_heads, 3)))
 
     @property
     def arrays(self):
@@ -114,8 +117,9 @@ class Layer:
 
     def empty(self, max_length, **arguments):
         """A cache for this layer, with room for steps of 4 tokens."""
-        batch, _, num_kv_heads, _ = self.tokens.key_slc.shape
-        sizes = dict(num_kv_heads=num_kv_heads, key_dim=KEY_DIM, value_dim=VALUE_DIM, step_capacity=4)
+        batch, _, num_kv_heads, key_dim = self.tokens.key_slc.shape
+        value_dim = self.tokens.value_slc.shape[-1]
+        sizes = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim, step_capacity=4)
         rest = dict(config=self.config, dtype=self.query.dtype)
         return cache.init_cache(batch, max_length, **(sizes | rest | arguments))
 

@@ -4,11 +4,26 @@ Tests that want float64 use `with jax.enable_x64(True):`. It is never switched o
 test would then mean something else when it runs alone.
 """
 
+import os
 import pathlib
 import re
 import sys
 
 import pytest
+
+_OPTIMISE_LITTLE = "--xla_backend_optimization_level=0"
+
+
+def pytest_configure(config):
+    """Lets XLA compile sooner, which is most of what the tests on a CPU spend their time on.
+
+    Only the last step, from LLVM's code to the machine's, is done more plainly; fusion, buffers and so every
+    statement on memory stay those that users get. `python -m parity` and the gate of the benchmarks test the
+    optimised code. GPU tests, too: they do not get the flag.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not _asks_for_gpu(config) and "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_OPTIMISE_LITTLE}".strip()
 
 
 def pytest_addoption(parser):
@@ -59,5 +74,9 @@ def _has_gpu() -> bool:
 def _lacks_gpu_tests(config) -> bool:
     if hasattr(config, "workerinput"):  # under pytest-xdist only the controller sees all reports
         return False
-    asked_for = re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr)
-    return bool(asked_for) and not config.pluginmanager.get_plugin("terminalreporter").stats.get("passed")
+    passed = config.pluginmanager.get_plugin("terminalreporter").stats.get("passed")
+    return _asks_for_gpu(config) and not passed
+
+
+def _asks_for_gpu(config) -> bool:
+    return bool(re.search(r"(?<!\bnot )\bgpu\b", config.option.markexpr))

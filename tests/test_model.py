@@ -33,9 +33,6 @@ DENSE = dataclasses.replace(CONFIG, attention="dense")
 LENGTH = 17
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
 
-# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def abstract_model(config=CONFIG, **arguments):
     return nnx.eval_shape(lambda: Transformer(config, **arguments, rngs=nnx.Rngs(0)))
@@ -68,7 +65,7 @@ def float64_model():
     )
     with jax.enable_x64(True):
         model = make_model(config)
-        logits, selections = quick_jit(lambda tokens: (model(tokens), model.inspect(tokens)))(tokens())
+        logits, selections = jax.jit(lambda tokens: (model(tokens), model.inspect(tokens)))(tokens())
     return model, np.asarray(logits), selections
 
 
@@ -82,7 +79,7 @@ def test_logits_are_those_of_the_written_out_model():
     x = np.asarray(model.embed.embedding)[tokens()]
     normed = norm(x, layer.attention_norm.scale)
     with jax.enable_x64(True):
-        attended, selection = quick_jit(lambda x: (layer.attention(x), layer.attention.inspect(x)))(normed)
+        attended, selection = jax.jit(lambda x: (layer.attention(x), layer.attention.inspect(x)))(normed)
     x = x + np.asarray(attended)
     gate, up, down = (
         np.asarray(getattr(layer.mlp, f"{name}_proj").kernel) for name in ("gate", "up", "down")
@@ -105,8 +102,8 @@ def test_steps_of_a_cache_equal_the_full_forward():
     ids = tokens()
     tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
     with jax.enable_x64(True):
-        step = quick_jit(functools.partial(model.decode_step, count_reads=True))
-        prefill = quick_jit(lambda *given: (model.prefill(*given[:2])[0], *model.prefill(*given)))
+        step = jax.jit(functools.partial(model.decode_step, count_reads=True))
+        prefill = jax.jit(lambda *given: (model.prefill(*given[:2])[0], *model.prefill(*given)))
         cache = model.init_cache(2, LENGTH)
         for counts in ([6, 3], [4, 6]):
             start = np.asarray(cache[0].lengths)
@@ -141,7 +138,7 @@ def test_one_step_of_training_moves_every_parameter():
         logits = nnx.merge(graph, state)(ids[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
-    compute, losses, trained = quick_jit(jax.value_and_grad(loss)), [], state
+    compute, losses, trained = jax.jit(jax.value_and_grad(loss)), [], state
     for _ in range(5):
         value, gradients = compute(trained)
         losses.append(float(value))

@@ -31,9 +31,6 @@ EXACT_BASE = 4.0
 # relative rounding of eps / 2; the terms are at most 10 times their sum's scale. A gradient walks it twice.
 ROUNDING = 100 * 10 * np.finfo(np.float64).eps
 
-# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def random(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
@@ -118,7 +115,7 @@ def float64_layer():
         selection = nnx.merge(graph, state).inspect(x, **arguments)
         return out, selection, *pull_back(cotangent)
 
-    return state, quick_jit(evaluate)
+    return state, jax.jit(evaluate)
 
 
 @pytest.mark.parametrize("length", [LENGTH, CONFIG.compression_block_size - 1], ids=["23", "below a block"])
@@ -127,7 +124,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation(length):
     x, cotangent = random(ROWS, length, WIDTH), random(ROWS, length, WIDTH, seed=1)
     positions = np.arange(7, 7 + 3 * length, 3) + 100 * np.arange(ROWS)[:, None]
 
-    @quick_jit
+    @jax.jit
     def plain(weights, x):
         run = functools.partial(plain_layer, positions=positions, base=EXACT_BASE)
         out, pull_back = jax.vjp(run, weights, x)
@@ -164,7 +161,7 @@ def test_bfloat16_computation_is_within_the_budget():
     blocks = jnp.asarray(np.broadcast_to(blocks[None, :, None], (2, LENGTH, KV_HEADS, 3)))
 
     out = nnx.jit(lambda layer, x: layer(x, block_indices=blocks))(half, x)
-    plain = quick_jit(functools.partial(plain_layer, positions=positions, block_indices=blocks))
+    plain = jax.jit(functools.partial(plain_layer, positions=positions, block_indices=blocks))
     expected = np.asarray(plain(weights, x.astype(jnp.float32)))
     plain_half = plain(jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights), x)
 
@@ -238,7 +235,7 @@ def test_the_future_changes_no_past_output_or_selection():
 def test_default_positions_are_sequence_indices():
     layer, x = make_layer(), random(1, LENGTH, WIDTH).astype(np.float32)
     ids, local = np.array([[1] * 9 + [2] * 14]), np.concatenate([np.arange(9), np.arange(14)])[None]
-    operands = quick_jit(lambda **arguments: layer.operands(x, **arguments))
+    operands = jax.jit(lambda **arguments: layer.operands(x, **arguments))
 
     for default, given in (
         (operands(), operands(positions=np.arange(LENGTH)[None])),
@@ -254,8 +251,8 @@ def test_steps_of_a_cache_equal_the_full_forward():
     with jax.enable_x64(True):
         full, *_ = evaluate(state, x, np.zeros_like(x), np.arange(LENGTH)[None].repeat(ROWS, 0))
         layer = nnx.merge(nnx.graphdef(make_layer(jnp.float64, rope_base=EXACT_BASE)), state)
-        prefill = quick_jit(layer.prefill)
-        step = quick_jit(functools.partial(layer.decode_step, count_reads=True))
+        prefill = jax.jit(layer.prefill)
+        step = jax.jit(functools.partial(layer.decode_step, count_reads=True))
 
         cache = layer.init_cache(ROWS, LENGTH)
         for num_tokens in ([3, 1, 5, 0], [5, 5, 4, 2]):

@@ -1,7 +1,5 @@
 """The NSA layer as a Flax user meets it: names, dtypes, sharding, Linen, transformations, errors."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +20,6 @@ def abstract_layer(**arguments):
     """A layer of shapes and dtypes alone, which costs no compilation."""
     arguments = SIZES | dict(num_heads=HEADS, in_features=WIDTH) | arguments
     return nnx.eval_shape(lambda: NSAAttention(**arguments, rngs=nnx.Rngs(0)))
-
-
-# Compiling is nearly all the time that these tests take, and this makes it a third shorter.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def named(state):
@@ -175,10 +169,10 @@ def test_from_linen():
     def through_nnx(state, x):
         return (nnx.merge(graph, state)(x) * cotangent).sum()
 
-    variables = quick_jit(linen_layer.init)(jax.random.key(0), x)
+    variables = jax.jit(linen_layer.init)(jax.random.key(0), x)
     nnx.replace_by_pure_dict(state, variables["params"])
-    loss, gradients = quick_jit(jax.value_and_grad(through_linen))(variables, x)
-    expected, expected_gradients = quick_jit(jax.value_and_grad(through_nnx))(state, x)
+    loss, gradients = jax.jit(jax.value_and_grad(through_linen))(variables, x)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(through_nnx))(state, x)
 
     assert set(variables) == {"params"}
     assert loss == expected

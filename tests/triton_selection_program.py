@@ -18,10 +18,10 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selection
 from nsa_jax.kernels.triton.selection import SelectionSizes
 
-SMALL = SelectionSizes(tokens=32, columns=32, best_rows=32)
+SMALL = SelectionSizes(tokens=32, columns=32)
 ONE_CHUNK_PER_TILE = SMALL._replace(buffer_bytes=1)
 STREAMED = SMALL._replace(best_columns=8)
-MORE_ROWS = SMALL._replace(best_rows=64, column_tiles=2)
+MORE_ROWS = SMALL._replace(column_tiles=2)
 
 # l, d, l': two, one and four strides a compressed key; r = 4, 2, 1, 8 and 3.
 PAPER_RATIO = NSAConfig(

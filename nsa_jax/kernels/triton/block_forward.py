@@ -9,10 +9,10 @@ it, which there is none of where the tile lies in one block (`first_position`). 
 head's keys and values in L2.
 
 Registers: `rows (keys + V) / 128` floats a thread at 4 warps (96 at 64 rows, 64 keys, V = 128). Shared
-memory: `(rows H + stages keys max(H, V)) itemsize` (32 KB in bfloat16; twice the step's with more stages).
-Four programs a processor at 128 registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP where neighbours agree, 2.7 ms at 800 TFLOP/s; union 18.6 instead of 16 blocks and
-masked rows on top. Bytes from L2: `2 keys (H + V)` per union entry, 16 GB with a union of 4 tokens in 18.6
-blocks.
+memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 KB in bfloat16): four programs a processor at
+128 registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP where neighbours agree, 2.7 ms at
+800 TFLOP/s; union 18.6 instead of 16 blocks and masked rows on top. Bytes from L2: `2 keys (H + V)` per union
+entry, 16 GB with a union of 4 tokens in 18.6 blocks.
 """
 
 from typing import NamedTuple

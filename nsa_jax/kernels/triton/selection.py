@@ -26,10 +26,7 @@ class SelectionSizes(NamedTuple):
       column_tiles: tiles of scores that one program makes, one after the other.
       num_warps, num_stages: of the score kernel.
       registers: cap on its registers of a thread, None for none.
-      best_rows: rows that one program of the top-n kernel searches.
-      best_columns: scores of a row that the top-n kernel holds in registers, at most.
-      best_warps: its warps; None gives one for each 1024 scores.
-      best_registers: cap on its registers of a thread, None for none.
+      best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
       buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
     """
 
@@ -39,10 +36,7 @@ class SelectionSizes(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     registers: int | None = None
-    best_rows: int = 1
-    best_columns: int = 8192
-    best_warps: int | None = None
-    best_registers: int | None = None
+    best_columns: int = 1024
     buffer_bytes: int = 256 * 2**20
 
     @classmethod
@@ -163,6 +157,7 @@ def _score(
     last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
     groups = -(-last // ((columns // padded - early) * sizes.column_tiles))
     shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])
+    cap = {} if sizes.registers is None else {"backend_options": dict(maxnreg=sizes.registers)}
     tma = has_tma() and padded == own  # else keys are loaded one by one
     return launch(
         importance_kernel,
@@ -174,24 +169,17 @@ def _score(
         num_compressed=num_compressed, scale=scale, HEADS=num_heads, H0=first, H1=second,
         SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
         COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, GROUPS=groups,
-        PRECISION=precision(query.dtype), TMA=tma, **common, **_cap(sizes.registers),
+        PRECISION=precision(query.dtype), TMA=tma, **common, **cap,
     )  # fmt: skip
 
 
 def _choose(scores, position, chunk, num_blocks, config, sizes, common) -> Int32[Array, "B T K R"]:
-    searched = num_blocks if scores is not None else min(num_blocks, config.num_selected_blocks)
-    columns = min(1 << (searched - 1).bit_length(), sizes.best_columns)
     shape = (common["CHUNK_ROWS"], common["CHUNK_TOKENS"], common["KV_HEADS"], config.num_selected_blocks)
     return launch(
         best_blocks_kernel, scores, position, chunk,
-        out=jax.ShapeDtypeStruct(shape, jnp.int32),
-        grid=(-(-shape[1] // sizes.best_rows), shape[0] * shape[2]),
-        num_warps=sizes.best_warps or max(columns // 1024, 1), num_stages=1,
-        num_blocks=num_blocks, INITIAL=config.num_initial_blocks, ROWS=sizes.best_rows, COLUMNS=columns,
-        TILES=-(-searched // columns), SLOTS=1 << (config.num_selected_blocks - 1).bit_length(), **common,
-        **_cap(sizes.best_registers),
+        out=jax.ShapeDtypeStruct(shape, jnp.int32), grid=(shape[1], shape[0] * shape[2]), num_warps=1,
+        num_stages=1, num_blocks=num_blocks, INITIAL=config.num_initial_blocks,
+        COLUMNS=min(1 << (num_blocks - 1).bit_length(), sizes.best_columns),
+        SLOTS=max(1 << (config.num_selected_blocks - 1).bit_length(), 2), **common,
     )  # fmt: skip
 
-
-def _cap(registers: int | None) -> dict:
-    return {} if registers is None else {"backend_options": dict(maxnreg=registers)}
