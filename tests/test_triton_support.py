@@ -57,7 +57,9 @@ def test_paper_configuration_is_supported(installed):
         "gated_sum": (*arrays[:3], arrays[-1]),
     }.items():
         assert reason(operation, operands) is None
-        assert dispatch.choose(operation, *operands, config=CONFIG, platform="cuda").implementation == "triton"
+        assert (
+            dispatch.choose(operation, *operands, config=CONFIG, platform="cuda").implementation == "triton"
+        )
 
 
 @pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256])
@@ -79,6 +81,16 @@ def test_dims_of_two_powers_of_two_are_supported(installed, dim):
             shapes(),
             dataclasses.replace(CONFIG, selection_block_size=48),
             "need a selection_block_size of 16, 32, 64 or 128, got 48",
+        ),
+        (
+            shapes(),
+            dataclasses.replace(CONFIG, compression_stride=1),
+            "need at most 32 compression strides in a selection block, got 64 / 1",
+        ),
+        (
+            shapes(),
+            dataclasses.replace(CONFIG, num_selected_blocks=257),
+            "need a num_selected_blocks of at most 256, got 257",
         ),
     ],
 )

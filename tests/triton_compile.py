@@ -44,9 +44,7 @@ def compile_for_h100(function, *arguments):
     """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s."""
     mesh = _mesh()
     whole = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments
-    )
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*arguments)
     return lowered.compile()

@@ -73,10 +73,6 @@ class QuerySizes(NamedTuple):
         rows = tile_rows(heads_per_kv_head, itemsize)
         wide, room = key_dim + value_dim, shared_bytes(capability)
         keys, num_stages = (min(block_size, 64), 2) if itemsize < 4 else (min(block_size, 32), 1)
-        # A third program a processor hides more than a second stage, whose loads start when a step ends.
-        three = capability >= 90 and rows == 64 and itemsize == 2 and value_dim <= 128 and key_dim <= 128
-        if three:
-            return cls(rows, keys, 4, 1, 168)
 
         def used():  # float32 products split both operands, hence half as much again
             return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6)

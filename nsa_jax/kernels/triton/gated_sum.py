@@ -59,9 +59,7 @@ def gated_sum(
     gates: Float[Array, "B T N 3"],
 ) -> Float[Array, "B T N V"]:
     """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win`, summed in float32."""
-    return launch(
-        _gated_sum_kernel, out_cmp, out_slc, out_win, gates, out=like(out_cmp), **_sizes(out_cmp)
-    )
+    return launch(_gated_sum_kernel, out_cmp, out_slc, out_win, gates, out=like(out_cmp), **_sizes(out_cmp))
 
 
 def gated_sum_backward(

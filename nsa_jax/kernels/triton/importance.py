@@ -52,7 +52,17 @@ def _score_sequence(
             local = first_block * OWN + column
             inside = local >= 0
             k0, k1 = load_keys(
-                k0_source, k1_source, b, start + first_block * OWN, k, num_compressed, KV_HEADS, COLUMNS, H0, H1, TMA
+                k0_source,
+                k1_source,
+                b,
+                start + first_block * OWN,
+                k,
+                num_compressed,
+                KV_HEADS,
+                COLUMNS,
+                H0,
+                H1,
+                TMA,
             )
         else:
             local = (first_block + column // PADDED) * OWN + column % PADDED

@@ -22,14 +22,14 @@ def launch(
     Args:
       kernel: a function under `triton.jit`: pointers to the operands, then to the results, then integers and
         `tl.constexpr`s.
-      *operands: arrays, contiguous; None for one that the kernel does without.
+      *operands: arrays, contiguous, or descriptors of them; None for one that the kernel does without.
       out: `jax.ShapeDtypeStruct` of the result, or a pytree of them.
       grid: programs along x, y and z; x may be long, y and z end at 65535.
       num_warps: warps of a program.
       num_stages: tiles that a loop loads ahead.
       **constants: the kernel's other parameters by name.
     """
-    return jax_triton.triton_call(
+    results = jax_triton.triton_call(
         *operands,
         kernel=kernel,
         out_type=out,
@@ -39,8 +39,21 @@ def launch(
         num_stages=num_stages,
         **constants,
     )
+    # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
+    axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: _vary(x, axes - _varying_axes(x)), results)
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    return getattr(getattr(jax.typeof(array), "manual_axis_type", None), "varying", frozenset())
+
+
+def _vary(array: Array, axes: frozenset[str]) -> Array:
+    return jax.lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
 
 
 def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a result, by default those of `array`."""
-    return jax.ShapeDtypeStruct(array.shape if shape is None else shape, array.dtype if dtype is None else dtype)
+    return jax.ShapeDtypeStruct(
+        array.shape if shape is None else shape, array.dtype if dtype is None else dtype
+    )

@@ -247,7 +247,9 @@ def _native_forward(
         return _saved(*attend(query, key, value, *limits))
 
     blocks = folds_vmap(partial(attend_blocks, config=config, scale=scale, first_position=first_position))
-    cmp = ranges(key_cmp, value_cmp, placed.compression_range(config), _compression_edges(config, first_position))
+    cmp = ranges(
+        key_cmp, value_cmp, placed.compression_range(config), _compression_edges(config, first_position)
+    )
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placed, config, scale, packed)
         block_indices = checkpoint_name(block_indices, "nsa_block_indices")

@@ -72,13 +72,17 @@ class RangeKeySizes(NamedTuple):
     registers: int | None = None
 
     @classmethod
-    def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeKeySizes":
-        """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+    def choose(
+        cls, key_dim: int, value_dim: int, itemsize: int, segmented: bool, capability: int = 90
+    ) -> "RangeKeySizes":
+        """Sizes by dims, bytes of a float, whether the queries go in segments, and compute capability."""
         if itemsize == 4:
             return cls(32, 32, 4, 1, keys_first=capability != 90)
         wide = key_dim + value_dim > 256
+        if capability == 90 and wide:
+            return cls(64, 32 if key_dim + value_dim > 384 else 64, 8, 2)
         if capability == 90:
-            return cls(64, 32 if key_dim + value_dim > 384 else 64, 8, 2) if wide else cls(128, 64, 8, 2)
+            return cls(64, 64, 4, 2) if segmented else cls(128, 64, 8, 2)
         return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
 
 
@@ -182,7 +186,9 @@ def range_key_gradients(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = RangeKeySizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
+        sizes = RangeKeySizes.choose(
+            key_dim, value_dim, query.dtype.itemsize, num_keys < num_queries, target()
+        )
     tokens = tokens_of(sizes.rows, heads)
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys

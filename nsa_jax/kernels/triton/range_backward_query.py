@@ -32,7 +32,7 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.range_forward import options
-from nsa_jax.kernels.triton.range_tiles import Edges, is_seen, tile_limits, tokens_of
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, tile_limits, tokens_of
 from nsa_jax.kernels.triton.support import target
 
 
@@ -69,7 +69,7 @@ def range_query_gradient(
     previous: Float[Array, "B T N H"] | None,
     scale: float,
     *,
-    edges: Edges = Edges(),
+    edges: Edges = NOTHING_KNOWN,
     sizes: RangeQuerySizes | None = None,
 ) -> Float[Array, "B T N H"]:
     """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32.

@@ -36,7 +36,7 @@ from nsa_jax.kernels.triton.pieces import (
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_tiles import Edges, is_seen, tile_limits, tokens_of
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, tile_limits, tokens_of
 from nsa_jax.kernels.triton.support import target
 
 
@@ -82,7 +82,7 @@ def attend_ranges(
     end: Int32[Array, "B T"],
     scale: float,
     *,
-    edges: Edges = Edges(),
+    edges: Edges = NOTHING_KNOWN,
     sizes: RangeForwardSizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of each query over keys `start .. end - 1`; `start >= end` sees nothing.

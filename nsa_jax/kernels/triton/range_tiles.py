@@ -35,12 +35,17 @@ class Edges(NamedTuple):
         """
         if self.first_position is None:
             return True, True
-        if self.window is None:  # ends within a tile of queries differ by one at most: then one tile holds them
+        if (
+            self.window is None
+        ):  # ends within a tile of queries differ by one at most: then one tile holds them
             return False, -(-(tokens - 1) // self.tokens_per_key) > 1
         # Tiles of queries that do not cross a multiple of `keys` have all their ends in one tile of keys; further
         # on, ranges that begin behind 0 leave `window % keys` keys to the last tile.
         aligned = tokens <= 2 or (keys % tokens == 0 and self.first_position % tokens == 0)
         return True, not (aligned and tokens <= keys and self.window % keys + tokens - 1 <= keys)
+
+
+NOTHING_KNOWN = Edges()
 
 
 @triton.jit

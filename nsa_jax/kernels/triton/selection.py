@@ -36,7 +36,7 @@ class SelectionSizes(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     registers: int | None = None
-    best_columns: int = 1024
+    best_columns: int = 256
     buffer_bytes: int = 256 * 2**20
 
     @classmethod
@@ -44,7 +44,8 @@ class SelectionSizes(NamedTuple):
         """Sizes by key dim, bytes of a float and the GPU's compute capability (80, 89, 90)."""
         room = (96 if capability == 89 else 160 if capability == 80 else 224) * 1024
         for tokens, columns, stages in ((64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2)):
-            if (columns + stages * tokens) * key_dim * itemsize <= room:
+            split = tokens + columns if itemsize == 4 else 0  # float32 products split both operands
+            if (columns + stages * tokens + split) * key_dim * itemsize <= room:
                 break
         warps = 4 if capability >= 90 or tokens * columns < 8192 else 8
         return cls(tokens=tokens, columns=columns, num_warps=warps, num_stages=stages)
@@ -57,22 +58,6 @@ class _Chunks(NamedTuple):
     tokens: int
     per_row: int
     number: int
-
-
-def unsupported_config(config: NSAConfig) -> str | None:
-    """Why the kernels cannot select blocks of this structure, or None if they can."""
-    own = config.selection_block_size // config.compression_stride
-    if own > 32:
-        return (
-            "the Triton selection needs selection_block_size / compression_stride of at most 32, got "
-            f"{config.selection_block_size} / {config.compression_stride}. Use implementation='xla'."
-        )
-    if config.num_selected_blocks > 1024:
-        return (
-            "the Triton selection needs num_selected_blocks of at most 1024, got "
-            f"{config.num_selected_blocks}. Use implementation='xla'."
-        )
-    return None
 
 
 def choose_blocks(
@@ -182,4 +167,3 @@ def _choose(scores, position, chunk, num_blocks, config, sizes, common) -> Int32
         COLUMNS=min(1 << (num_blocks - 1).bit_length(), sizes.best_columns),
         SLOTS=max(1 << (config.num_selected_blocks - 1).bit_length(), 2), **common,
     )  # fmt: skip
-

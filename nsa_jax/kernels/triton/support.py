@@ -10,6 +10,7 @@ from nsa_jax.config import NSAConfig
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
+_MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 _VERSIONS = {
     "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
     "jax-triton": ((0, 4, 1), (0, 5), "0.4 launches through the FFI"),
@@ -59,18 +60,26 @@ def _gates(operation: str, arrays: tuple) -> object:
 
 
 def _blocks(operation: str, config: NSAConfig) -> str | None:
-    sizes = {
-        "selected_attention": ("selection_block_size",),
-        "select_blocks": ("compression_block_size", "compression_stride", "selection_block_size"),
-    }
-    sizes["native_sparse_attention"] = sizes["select_blocks"]
-    for name in sizes.get(operation, ()):
-        size = getattr(config, name)
-        if size not in (16, 32, 64, 128):
-            return (
-                f"the Triton kernels need a {name} of 16, 32, 64 or 128, got {size}. Choose one of them, or "
-                "use implementation='xla'."
-            )
+    block, stride, number = (
+        config.selection_block_size,
+        config.compression_stride,
+        config.num_selected_blocks,
+    )
+    if operation in ("selected_attention", "native_sparse_attention") and block not in (16, 32, 64, 128):
+        return (
+            f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one of "
+            "them, or use implementation='xla'."
+        )
+    if operation in ("select_blocks", "native_sparse_attention") and block > 32 * stride:
+        return (
+            "the Triton kernels need at most 32 compression strides in a selection block, got "
+            f"{block} / {stride}. Enlarge the stride, or use implementation='xla'."
+        )
+    if operation not in ("compressed_attention", "window_attention") and number > _MOST_SELECTED:
+        return (
+            f"the Triton kernels need a num_selected_blocks of at most {_MOST_SELECTED}, got {number}. Use "
+            "implementation='xla'."
+        )
     return None
 
 
@@ -110,6 +119,6 @@ def capability() -> tuple[int, int] | None:
 def target() -> int:
     """The kind of GPU whose tile sizes fit: 80 (A100), 89 (consumer cards, less shared memory) or 90 (Hopper)."""
     found = capability() or (9, 0)
-    if found[0] == 9 or found >= (10, 0) and found < (12, 0):
+    if (9, 0) <= found < (12, 0):
         return 90
     return 80 if found == (8, 0) else 89

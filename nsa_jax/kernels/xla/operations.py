@@ -171,7 +171,11 @@ def native_sparse_attention(
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5)."""
     arguments = dict(
-        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale, tiles=tiles,
+        config=config,
+        query_positions=query_positions,
+        segment_ids=segment_ids,
+        scale=scale,
+        tiles=tiles,
         first_position=first_position,
     )
     out_cmp, lse_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)

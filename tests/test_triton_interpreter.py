@@ -1,0 +1,53 @@
+"""The bodies of the Triton kernels in Triton's interpreter, on the CPU, in float32, against the oracles.
+
+Each program runs in a process of its own, for the interpreter is chosen when Triton is imported.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+pytest.importorskip("torch", reason="the interpreter runs on torch, installed by `tox -e test`")
+
+# Every check that a program must report; a dropped one fails.
+CHECKS = {
+    "range": (
+        *(f"case {x}" for x in ("window", "compressed", "packed", "scattered", "all", "known_window")),
+        *("case known_strides", "case nothing", "case zero_scale", "hidden keys", "bounds", "edges"),
+    ),
+    "block": (
+        *("one_head", "two_heads_split_blocks", "six_heads_seven_slots", "sixteen_heads"),
+        *("block_of_two_steps", "packed", "packed_in_segments", "packed_anywhere", "anywhere"),
+        *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block"),
+    ),
+    "selection": (
+        *("check_random_scores", "check_odd_configs_of_the_suite", "check_heads_and_dims"),
+        *("check_chunks_and_tiles", "check_paper_config", "check_packed_rows", "check_few_tokens"),
+        *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
+        *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
+    ),
+    "operations": ("case consecutive", "case packed", "case anywhere", "whole"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topic", CHECKS)
+def test_kernels_equal_the_oracle(topic):
+    program = pathlib.Path(__file__).with_name(f"triton_{topic}_program.py")
+    root = program.parent.parent
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    passed = [line.split(": ok")[0] for line in done.stdout.splitlines() if ": ok" in line]
+    assert sorted(passed) == sorted(CHECKS[topic])

@@ -1,0 +1,220 @@
+"""What the Triton kernels store at 64k tokens, as XLA compiles the whole program for an H100 without having one.
+
+Also what remat runs twice, and that vmap, export and shards become programs for CUDA.
+"""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.export
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHERE}", exc_type=ImportError)
+pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}", exc_type=ImportError)
+
+import triton_compile  # noqa: E402
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
+
+from nsa_jax import attention, layout  # noqa: E402
+from nsa_jax.config import NSAConfig  # noqa: E402
+from nsa_jax.kernels.triton import operations  # noqa: E402
+from nsa_jax.kernels.triton.block_backward_key import KeySizes  # noqa: E402
+from nsa_jax.kernels.triton.block_items import num_segments  # noqa: E402
+from nsa_jax.kernels.triton.selection import SelectionSizes  # noqa: E402
+
+CONFIG = NSAConfig()
+LENGTH, HEADS, KV_HEADS, DIM = 65536, 64, 4, 128
+MOST = 5.5e9  # bytes beside inputs, output and gradients
+SLACK = 1.15
+
+
+def operands(length=LENGTH, batch=1):
+    def array(*last):
+        return jax.ShapeDtypeStruct((batch, *last), jnp.bfloat16)
+
+    compressed = layout.num_compression_blocks(length, CONFIG)
+    keys = [array(n, KV_HEADS, DIM) for n in (compressed, compressed, *[length] * 4)]
+    return array(length, HEADS, DIM), *keys, array(length, HEADS, 3)
+
+
+def attend(*operands):
+    return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
+
+
+def forward_and_backward(function, d_out, *operands):
+    out, pull_back = jax.vjp(function, *operands)
+    return out, pull_back(d_out)
+
+
+def pull_back(residuals, d_out):
+    return residuals(d_out)
+
+
+def program(kind):
+    """A function and the shapes of its arguments; residuals of the forward are arguments of the backward."""
+    arguments = operands()
+    if kind == "forward":
+        return attend, arguments
+    if kind == "forward and backward":
+        return functools.partial(forward_and_backward, attend), (arguments[0], *arguments)
+    with triton_compile.device(90):
+        residuals = jax.eval_shape(lambda *x: jax.vjp(attend, *x)[1], *arguments)
+    return pull_back, (residuals, arguments[0])
+
+
+def formula(kind) -> float:
+    """Bytes beside inputs, output and gradients, at the fullest moment."""
+    branch = LENGTH * HEADS * DIM * 2
+    row = LENGTH * HEADS * 4  # a float32 for each row
+    indices = LENGTH * KV_HEADS * CONFIG.num_selected_blocks * 4
+    scores = SelectionSizes().buffer_bytes
+    # The selection, before two of the branches exist; before the gated sum, all three do. A list takes two
+    # numbers for each pair, and `selection` arranges the log-sum-exps anew.
+    selecting = branch + 2 * row + 2 * indices + scores
+    forward = max(selecting, 3 * branch + 3 * row + indices)
+
+    # A branch reads the gradient of the query that the one before left and writes another: of the two, one is
+    # the result. Delta and gate are numbers of each row. Later, the gradient of the selected keys sorts pairs by
+    # block and leaves partial sums: at most a slot for each item of queries that is full, and one for each run
+    # of a block and segment.
+    sizes = KeySizes.choose(HEADS // KV_HEADS, DIM, DIM, 2, CONFIG.selection_block_size, 90)
+    pairs = LENGTH * KV_HEADS * CONFIG.num_selected_blocks
+    blocks = LENGTH // CONFIG.selection_block_size
+    settings = dict(item=sizes.item, segment=sizes.segment)
+    segments = num_segments(LENGTH, blocks, CONFIG.num_selected_blocks, **settings)
+    slots = pairs // sizes.item + KV_HEADS * segments * blocks
+    partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
+    d_query = branch
+    backward = max(d_query + 6 * row + 2 * indices, 6 * row + 4 * indices + partials)
+    if kind == "forward":
+        return forward
+    if kind == "backward":
+        return backward
+    # When the gated sum is differentiated there is no gradient of the query yet: a branch is in its place.
+    return max(forward - d_query + 3 * row, backward + 3 * row + indices)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "forward and backward"])
+def test_memory_follows_the_formula(kind):
+    function, arguments = program(kind)
+
+    executable = triton_compile.compile_for_h100(function, *arguments)
+
+    found = executable.memory_analysis().temp_size_in_bytes
+    assert found <= SLACK * formula(kind), (
+        f"{found / 1e9:.3f} GB, by the formula {formula(kind) / 1e9:.3f} GB"
+    )
+    assert found <= MOST
+    shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", executable.as_text()))
+    elements = {shape: int(np.prod([int(x) for x in shape.split(",")])) for shape in shapes}
+    assert elements[f"1,{LENGTH},{HEADS},{DIM}"] == max(elements.values()) < LENGTH * LENGTH / 4
+
+
+def equations(jaxpr):
+    """All equations of a program and of those inside it."""
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+        yield equation
+
+
+def traced(function, *arguments):
+    with triton_compile.device(90):
+        return list(equations(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def launches(function) -> collections.Counter:
+    """How often each kernel is launched by `function` and its gradient."""
+    arguments = operands(4096)
+    program = traced(functools.partial(forward_and_backward, function), arguments[0], *arguments)
+    return collections.Counter(x.params["name"] for x in program if x.primitive.name == "triton_kernel_call")
+
+
+FORWARD = {
+    "_attend_ranges_kernel": 2,
+    "_attend_blocks_kernel": 1,
+    "importance_kernel": 1,
+    "best_blocks_kernel": 1,
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "saved", "nothing saved"])
+def test_remat_runs_the_forward_kernels(kind):
+    """Once where the named results are saved, twice where nothing is; each backward kernel once."""
+    policies = {
+        "saved": jax.checkpoint_policies.save_only_these_names(*operations.SAVED_NAMES),
+        "nothing saved": jax.checkpoint_policies.nothing_saveable,
+    }
+    found = launches(attend if kind == "plain" else jax.checkpoint(attend, policy=policies[kind]))
+
+    times = 2 if kind == "nothing saved" else 1
+    assert {name: found[name] for name in FORWARD} == {name: times * n for name, n in FORWARD.items()}
+    backward = {name: n for name, n in found.items() if "gradient" in name or "backward" in name}
+    assert backward == {
+        "_query_gradient_kernel": 3,
+        "_key_gradients_kernel": 3,
+        "_gated_sum_backward_kernel": 1,
+    }
+
+
+def with_gradients(d_out, *operands):
+    return forward_and_backward(attend, d_out, *operands)
+
+
+def test_vmap_becomes_a_larger_batch():
+    arguments = operands(4096)
+    mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (arguments[0], *arguments)]
+
+    program = traced(jax.vmap(with_gradients), *mapped)
+    text = triton_compile.lower(jax.vmap(with_gradients), *mapped).as_text()
+
+    calls = [x for x in program if x.primitive.name == "triton_kernel_call"]
+    assert len(calls) == len(
+        [
+            x
+            for x in traced(with_gradients, arguments[0], *arguments)
+            if x.primitive.name == "triton_kernel_call"
+        ]
+    )
+    assert "triton_kernel_call_ffi" in text
+
+
+def test_export_for_cuda():
+    arguments = operands(4096)
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    with triton_compile.device(90):
+        export = jax.export.export(jax.jit(with_gradients), platforms=["cuda"], disabled_checks=[check])
+        exported = export(arguments[0], *arguments)
+
+    restored = jax.export.deserialize(exported.serialize())
+
+    assert restored.platforms == ("cuda",)
+    assert "triton_kernel_call_ffi" in restored.mlir_module()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_of_kv_heads_exchange_nothing(check_vma):
+    device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
+    shard = PartitionSpec(None, None, "x")
+    arguments = operands(4096)
+    in_shards = jax.shard_map(
+        with_gradients, mesh=mesh, in_specs=shard, out_specs=(shard, shard), check_vma=check_vma
+    )
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = (
+            jax.jit(in_shards).trace(arguments[0], *arguments).lower(lowering_platforms=("cuda",)).as_text()
+        )
+
+    assert "triton_kernel_call_ffi" in text
+    assert f"tensor<1x4096x{HEADS // 2}x{DIM}xbf16>" in text
+    exchanges = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_scatter)"
+    assert not re.findall(exchanges, text)
