@@ -51,6 +51,8 @@ def gate_shape(shape: Shape, config: NSAConfig) -> Shape:
 def check_small(operation: str, implementation: str, mode: str, shape: Shape, config: NSAConfig) -> Verdict:
     """Compares all results of one mode at `gate_shape`."""
     shape = gate_shape(shape, config)
+    if operation == "dense_attention":  # cuDNN has a gradient of even lengths only
+        shape = dataclasses.replace(shape, length=shape.length // 64 * 64)
     choose = jax.jit(programs.function("select_blocks", implementation, config))
     if operation == "selected_attention":
         draw = draw_blocks(shape, config, "random")

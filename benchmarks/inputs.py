@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax import layout
+from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 
@@ -35,7 +35,7 @@ ARGUMENTS = {
         "gates",
     ),
     "compressed_attention": ("query", "key_cmp", "value_cmp"),
-    "select_blocks": ("query", "key_cmp"),
+    "select_blocks": ("query", "key_cmp", "lse_cmp"),
     "selected_attention": ("query", "key_slc", "value_slc", "block_indices"),
     "window_attention": ("query", "key_win", "value_win"),
     "gated_sum": ("out_cmp", "out_slc", "out_win", "gates"),
@@ -101,7 +101,7 @@ def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
         return batch, length, shape.query_heads, shape.key_dim
     if name == "gates":
         return batch, length, shape.query_heads, 3
-    if name == "lse":
+    if name.startswith("lse"):
         return batch, length, shape.query_heads
     if name == "block_indices":
         return batch, length, shape.kv_heads, config.num_selected_blocks
@@ -123,9 +123,17 @@ def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tu
     drawn = {"query": draw.query}
     if draw.block_indices is not None:
         drawn["block_indices"] = draw.block_indices
+    if "lse_cmp" in ARGUMENTS[operation]:
+        drawn["lse_cmp"] = _lse_cmp(draw.query, tensor("key_cmp", shape, config), config)
     return tuple(
         drawn[name] if name in drawn else tensor(name, shape, config) for name in ARGUMENTS[operation]
     )
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _lse_cmp(query: Array, key_cmp: Array, config: NSAConfig) -> Float[Array, "B T N"]:
+    """What the compressed branch hands to the selection: with it, nothing is computed twice."""
+    return attention.compressed_attention(query, key_cmp, key_cmp, config=config)[1]
 
 
 def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Choose | None) -> Draw:

@@ -23,6 +23,10 @@ def function(operation: str, implementation: str, config: NSAConfig) -> Function
         )
     run = getattr(attention, operation)
     settings = {} if operation == "gated_sum" else {"config": config}
+    if operation == "select_blocks":
+        return lambda query, key_cmp, lse_cmp=None: run(
+            query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, config=config
+        )
     return lambda *arguments: run(*arguments, implementation=implementation, **settings)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels store at 64k tokens, as XLA compiles the whole program for an H100 without having one.
+"""What the Triton kernels store at 64k tokens, as XLA compiles the program for an H100 without having one.
 
 Also what remat runs twice, and that vmap, export and shards become programs for CUDA.
 """
@@ -80,10 +80,10 @@ def formula(kind) -> float:
     selecting = branch + 2 * row + 2 * indices + scores
     forward = max(selecting, 3 * branch + 3 * row + indices)
 
-    # A branch reads the gradient of the query that the one before left and writes another: of the two, one is
-    # the result. Delta and gate are numbers of each row. Later, the gradient of the selected keys sorts pairs by
-    # block and leaves partial sums: at most a slot for each item of queries that is full, and one for each run
-    # of a block and segment.
+    # A branch reads the gradient of the query that the one before left and writes another: of the two, one
+    # is the result. Delta and gate are numbers of each row. Later, the gradient of the selected keys sorts
+    # pairs by block and leaves partial sums: at most a slot for each full item of queries, and one for each
+    # run of a block and segment.
     sizes = KeySizes.choose(HEADS // KV_HEADS, DIM, DIM, 2, CONFIG.selection_block_size, 90)
     pairs = LENGTH * KV_HEADS * CONFIG.num_selected_blocks
     blocks = LENGTH // CONFIG.selection_block_size

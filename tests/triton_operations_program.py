@@ -11,11 +11,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import Case, Operands
+from programs import distance, evaluate, random_cotangents, size
 
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
-from cases import Case, Operands
-from programs import distance, evaluate, random_cotangents, size
 
 CONFIG = NSAConfig(
     compression_block_size=8,
@@ -29,16 +29,16 @@ CONFIG = NSAConfig(
 RUNS = (((0, 3), (7, 24), (2, 3), (9, 9), (1, 1)), ((3, 5), (4, 1), (8, 2), (1, 27), (0, 5)))
 CASES = {
     "consecutive": Case(
-        name="triton_consecutive", config=CONFIG, batch=1, num_keys=43, num_heads=8, num_kv_heads=1, key_dim=16,
-        value_dim=16,
+        name="triton_consecutive", config=CONFIG, batch=1, num_keys=43, num_heads=8, num_kv_heads=1,
+        key_dim=16, value_dim=16,
     ),
     "packed": Case(
-        name="triton_packed", config=CONFIG, num_keys=40, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=32,
-        runs=RUNS,
+        name="triton_packed", config=CONFIG, num_keys=40, num_heads=4, num_kv_heads=2, key_dim=16,
+        value_dim=32, runs=RUNS,
     ),
     "anywhere": Case(
-        name="triton_anywhere", config=CONFIG, num_keys=40, num_heads=3, num_kv_heads=1, key_dim=48, value_dim=16,
-        positions=(39, -1, 0, 26, 7, 8, 31, 38), scale=0.3, runs=RUNS,
+        name="triton_anywhere", config=CONFIG, num_keys=40, num_heads=3, num_kv_heads=1, key_dim=48,
+        value_dim=16, positions=(39, -1, 0, 26, 7, 8, 31, 38), scale=0.3, runs=RUNS,
     ),
 }  # fmt: skip
 # float32 sums of at most 100 terms: an error of 50 eps of the largest value, on either side
@@ -75,7 +75,7 @@ def _select(query, key_cmp, case):
 
 
 def check_whole() -> float:
-    """`native_sparse_attention`, its own selection included, and `vmap` of it, equal the branches of `xla`."""
+    """`native_sparse_attention`, its own selection included, and `vmap` of it, equal those of `xla`."""
     case = CASES["consecutive"]
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     num_keys: int = 53
     weighted: bool = False
     scale: float | None = None
-    edges: Edges = Edges()  # noqa: RUF009
+    edges: Edges = Edges()
     segments: int = 1
     keys_first: bool = True
 

@@ -80,10 +80,8 @@ class ForwardSizes(NamedTuple):
         while used() > room and keys > 16:
             keys //= 2
         num_warps = 8 if rows > 64 or wide > 384 else 4 if rows == 64 or itemsize == 4 else 2
-        # Triton 3.6 takes 146 registers where 128, a fourth program a processor, do without a spill.
-        four = capability >= 90 and rows == 64 and itemsize == 2 and value_dim <= 128 and key_dim <= 128
         peel = itemsize < 4 and capability >= 90  # without wgmma it costs registers
-        return cls(rows, keys, num_warps, num_stages, 128 if four else None, peel)
+        return cls(rows, keys, num_warps, num_stages, None, peel)
 
     def tokens(self, heads_per_kv_head: int) -> int:
         """Queries of a tile, as `union_lists` wants them."""

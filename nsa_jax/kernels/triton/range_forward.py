@@ -58,13 +58,17 @@ class RangeForwardSizes(NamedTuple):
     registers: int | None = None
 
     @classmethod
-    def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeForwardSizes":
-        """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+    def choose(
+        cls, key_dim: int, value_dim: int, itemsize: int, front: bool, capability: int = 90
+    ) -> "RangeForwardSizes":
+        """Sizes by dims, bytes of a float, whether tiles may need a mask in front, and compute capability."""
         if itemsize == 4:
             return cls(64, 32, 4, 1 if capability == 89 else 2)
+        if capability == 90 and value_dim > 128:
+            return cls(64, 64, 8, 1)
         wide = max(key_dim, value_dim) > 128
-        if capability == 90:
-            return cls(64, 64, 8, 1) if wide and value_dim > 128 else cls(64, 64, 4, 1, None if wide else 128)
+        if capability == 90:  # at 128 registers four programs share a processor
+            return cls(64, 64, 4, 1, 128 if front and not wide else None)
         return cls(64 if wide else 128, 32 if wide and capability == 89 else 64, 4 if wide else 8, 2)
 
 
@@ -99,7 +103,8 @@ def attend_ranges(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = RangeForwardSizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
+        front = edges.first_position is None or edges.window is not None
+        sizes = RangeForwardSizes.choose(key_dim, value_dim, query.dtype.itemsize, front, target())
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     tokens = tokens_of(sizes.rows, heads)

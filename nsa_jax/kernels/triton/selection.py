@@ -42,7 +42,7 @@ class SelectionSizes(NamedTuple):
     @classmethod
     def of(cls, key_dim: int, itemsize: int, capability: int = 90) -> "SelectionSizes":
         """Sizes by key dim, bytes of a float and the GPU's compute capability (80, 89, 90)."""
-        room = (96 if capability == 89 else 160 if capability == 80 else 224) * 1024
+        room = (84 if capability == 89 else 148 if capability == 80 else 212) * 1024  # less 12 KB for the sums
         for tokens, columns, stages in ((64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2)):
             split = tokens + columns if itemsize == 4 else 0  # float32 products split both operands
             if (columns + stages * tokens + split) * key_dim * itemsize <= room:
