@@ -9,7 +9,8 @@ import gpu_evidence
 
 
 def test_evidence_is_of_this_code():
-    """If it is not: run `python -m pytest -m gpu --evidence tests/gpu_evidence.json` on a GPU and commit it."""
+    """If it is not: run `python -m pytest -m gpu --evidence tests/gpu_evidence.json` on a GPU and commit
+    it."""
     evidence = json.loads(gpu_evidence.FILE.read_text())
 
     assert evidence["code_sha256"] == gpu_evidence.code_hash()

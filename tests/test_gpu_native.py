@@ -1,4 +1,5 @@
-"""On a GPU: the whole operation by the Triton kernels - deterministic, transformable, right at full length."""
+"""On a GPU: the whole operation by the Triton kernels - deterministic, transformable, right at full
+length."""
 
 import functools
 

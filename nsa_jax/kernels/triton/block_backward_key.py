@@ -46,8 +46,8 @@ from nsa_jax.kernels.triton.pieces import (
 )
 from nsa_jax.kernels.triton.support import target
 
-
-# Queries in segments that fit into the L2 cache were no faster (13.0 to 13.1 ms at 64k), and leave more to add up.
+# Queries in segments that fit into the L2 cache were no faster (13.0 to 13.1 ms at 64k), and leave more to
+# add up.
 _ONE_SEGMENT = 2**30
 
 

@@ -25,7 +25,8 @@ from nsa_jax.kernels.triton.pieces import LOG2_E, inner, load_keys
 
 @triton.jit
 def _score_sequence(
-    q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, here, current, visible, exists,
+    q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, here, current, visible,
+    exists,
     first_token, first_tile, num_queries, num_compressed, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
@@ -107,7 +108,7 @@ def importance_kernel(
     ROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
     TILES_EACH: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of chunk number `chunk`; queries and keys by `key_tiles`."""
+    """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk; queries and keys by `key_tiles`."""
     NEVER: tl.constexpr = 2147483647
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
@@ -127,7 +128,8 @@ def importance_kernel(
     scores += (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + tile * TOKENS) * ROW
     if compression_start is None:
         _score_sequence(
-            q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, 0, scored, current, visible, exists,
+            q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, 0, scored, current,
+            visible, exists,
             first_token, first_tile, num_queries, num_compressed, scale, HEADS, KV_HEADS, H0, H1, SIZE,
             STRIDE, BLOCK, LOCAL, ROW, TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
         )  # fmt: skip
@@ -136,7 +138,8 @@ def importance_kernel(
         start = tl.min(begin, 0)
         while start < NEVER:
             _score_sequence(
-                q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, begin == start, current,
+                q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, begin == start,
+                current,
                 visible, exists, first_token, first_tile, num_queries, num_compressed, scale, HEADS,
                 KV_HEADS, H0, H1, SIZE, STRIDE, BLOCK, LOCAL, ROW, TOKENS, COLUMNS, PADDED, TILES_EACH,
                 PRECISION, TMA,

@@ -93,7 +93,8 @@ def range_query_gradient(
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
-        _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma), start,
+        _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        start,
         end, lse, delta, d_out, weight, previous,
         out=like(query), grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
@@ -104,7 +105,8 @@ def range_query_gradient(
 
 @triton.jit
 def _add_tile(
-    q0, q1, do0, do1, dq0, dq1, lse, delta, weight, keys0, keys1, values0, values1, b, head, length, first, start,
+    q0, q1, do0, do1, dq0, dq1, lse, delta, weight, keys0, keys1, values0, values1, b, head, length, first,
+    start,
     count, SCALE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -125,7 +127,8 @@ def _add_tile(
 @triton.jit
 def _query_gradient_kernel(
     query, keys0, keys1, values0, values1, starts, ends, lse, delta, d_out, weight, previous, d_query,
-    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS:
+    tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -160,30 +163,39 @@ def _query_gradient_kernel(
     dq0, dq1 = zeros(ROWS, H0, H1)
     # As in the forward, the first step stands before the loops.
     dq0, dq1 = _add_tile(
-        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
-        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
+        num_keys,
+        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None,
+        True,
     )  # fmt: skip
     if FRONT:
         some = tl.where(low < full_low, count, 0)
         dq0, dq1 = _add_tile(
-            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
+            num_keys,
             low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         dq0, dq1 = _add_tile(
-            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
-            first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, False,
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
+            num_keys,
+            first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None,
+            False,
         )  # fmt: skip
     if REST:
         for first in tl.range(low + KEYS, full_low, KEYS):
             dq0, dq1 = _add_tile(
-                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
-                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b,
+                kv_head, num_keys,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not
+                None, True,
             )  # fmt: skip
         for first in tl.range(full_high + KEYS, high, KEYS):
             dq0, dq1 = _add_tile(
-                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head, num_keys,
-                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b,
+                kv_head, num_keys,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not
+                None, True,
             )  # fmt: skip
 
     dq0 = tl.where(sees[:, None], dq0 * SCALE, 0.0)

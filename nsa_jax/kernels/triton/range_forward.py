@@ -112,7 +112,8 @@ def attend_ranges(
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     return launch(
-        _attend_ranges_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma), start,
+        _attend_ranges_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        start,
         end,
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
@@ -175,7 +176,8 @@ def _attend_ranges_kernel(
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out0, out1 = zeros(ROWS, V0, V1)
-    # The first step stands before the loops: then the copy of the queries in shared memory, made for it, serves
+    # The first step stands before the loops: then the copy of the queries in shared memory, made for it,
+    # serves
     # them too, and no loop holds the queries in registers.
     out0, out1, largest, total = _attend_tile(
         q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, full_high,
@@ -195,12 +197,14 @@ def _attend_ranges_kernel(
     if REST:
         for first in tl.range(low + KEYS, full_low, KEYS):
             out0, out1, largest, total = _attend_tile(
-                q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, first,
+                q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+                first,
                 start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
         for first in tl.range(full_high + KEYS, high, KEYS):
             out0, out1, largest, total = _attend_tile(
-                q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, first,
+                q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+                first,
                 start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
 

@@ -67,8 +67,8 @@ def _blocks(operation: str, config: NSAConfig) -> str | None:
     )
     if operation in ("selected_attention", "native_sparse_attention") and block not in (16, 32, 64, 128):
         return (
-            f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one of "
-            "them, or use implementation='xla'."
+            f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one "
+            "of them, or use implementation='xla'."
         )
     if operation in ("select_blocks", "native_sparse_attention") and block > 32 * stride:
         return (
@@ -117,7 +117,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def target() -> int:
-    """The kind of GPU whose tile sizes fit: 80 (A100), 89 (consumer cards, less shared memory) or 90 (Hopper)."""
+    """The kind of GPU whose tile sizes fit: 80 (A100), 89 (consumer cards, less memory) or 90 (Hopper)."""
     found = capability() or (9, 0)
     if (9, 0) <= found < (12, 0):
         return 90
