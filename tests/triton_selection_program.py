@@ -6,10 +6,12 @@ Run it as a program: `python tests/triton_selection_program.py [check ...]`.
 from triton_interpreter import interpreted  # isort: skip
 
 import dataclasses
+import functools
 import sys
 import time
 
 import cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,16 +52,23 @@ def _select(case: cases.Case, operands: cases.Operands, sizes: SelectionSizes, l
     where = dict(query_positions=jnp.asarray(case.query_positions))
     where["segment_ids"] = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
     placed = layout.query_layout(config, **where)
-    if lse is None:
-        lse = reference.compressed_attention(query, key, key, config=config, **where)[1]
+    normaliser, expected, scores = _oracle(query, key, where, config)
+    lse = normaliser if lse is None else lse
     with interpreted():
         found = selection.choose_blocks(
             query, key, lse, placed, config, case.key_dim**-0.5, packed=case.runs is not None, sizes=sizes
         )
         found = np.asarray(found)
-    expected = np.asarray(reference.select_blocks(query, key, config=config, **where))
-    scores = np.asarray(reference.importance_scores(query, key, config=config, **where))
-    return found, expected, scores
+    return found, np.asarray(expected), np.asarray(scores)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _oracle(query, key, where, config):
+    return (
+        reference.compressed_attention(query, key, key, config=config, **where)[1],
+        reference.select_blocks(query, key, config=config, **where),
+        reference.importance_scores(query, key, config=config, **where),
+    )
 
 
 def _agree(found, expected, scores, most_swapped: float = 0.02) -> None:
