@@ -29,7 +29,7 @@ _patched: list = []  # modules
 
 
 def _patch_language_once(function) -> object:
-    """Triton's own patches all of its language at each call of a function: half the time. Here it stays so."""
+    """Triton's own patches all of its language at each call of a function, half the time; here once."""
     modules = [x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)]
     if any(x not in _patched for x in modules):
         _patch_language(function)
