@@ -1,18 +1,13 @@
 """The best blocks of every query (Eq. 11), exact: the top-n kernel of the block selection.
 
 Grid: x = tokens of the chunk, y = batch rows of the chunk times KV heads; one warp a program. It reads the
-row of
-scores in pieces of `COLUMNS` and keeps the best so far: as long as the piece's largest score beats the worst
-one
-kept, it takes that one's place. Of equal scores the piece yields the lower block first and the kept one with
-the
-highest block gives way, so ties go to the lower block. Initial and local blocks stand in slots that nothing
-can
-take; a sort of the slots gives the ascending order.
+row of scores in pieces of `COLUMNS` and keeps the best so far: as long as the piece's largest score beats the
+worst one kept, it takes that one's place. Of equal scores the piece yields the lower block first and the kept
+one with the highest block gives way, so ties go to the lower block. Initial and local blocks stand in slots
+that nothing can take; a sort of the slots gives the ascending order.
 
 Floor at 64k tokens and 4 KV heads: 0.5 GB of scores, 0.17 ms at 3 TB/s; 13 rounds of some 180 instructions a
-row
-of 1024 blocks are 0.6 G warp instructions, 0.7 ms.
+row of 1024 blocks are 0.6 G warp instructions, 0.7 ms.
 """
 
 import triton

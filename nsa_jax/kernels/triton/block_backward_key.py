@@ -7,10 +7,10 @@ by KV head, segment of queries and block, and tokens ascend in an item, so that 
 read the same queries from L2. Queries that do not see the whole block, mostly the block's own, stand first in
 a run and are masked in a loop of their own.
 
-No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K, block
-/ 16), adds them in the order of the items and copies the blocks that were one item (270 MB at 64k, 0.1 ms;
-Triton calls cannot write into an operand without a deprecated option). Gradients are the same bit for bit at
-every run.
+No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
+block / 16), adds them in the order of the items and copies the blocks that were one item (270 MB at 64k,
+0.1 ms; Triton calls cannot write into an operand without a deprecated option). Gradients are the same bit
+for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
@@ -46,8 +46,8 @@ from nsa_jax.kernels.triton.pieces import (
 )
 from nsa_jax.kernels.triton.support import target
 
-# Queries in segments that fit into the L2 cache were no faster (13.0 to 13.1 ms at 64k), and leave more to
-# add up.
+# Queries in segments that fit into the L2 cache were no faster (13.0 to 13.1 ms at 64k),
+# and leave more to add up.
 _ONE_SEGMENT = 2**30
 
 
@@ -135,15 +135,15 @@ def block_key_gradients(
     slots = max(items.num_slots, 1)
     dims = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
     part_key, part_value, d_key, d_value = launch(
-        _key_gradients_kernel, query, key, value, items.tokens, items.items, last_rows(placed), lse, delta,
-        d_out, weight,
+        _key_gradients_kernel,
+        query, key, value, items.tokens, items.items, last_rows(placed), lse, delta, d_out, weight,
         out=(like(query, (slots, block_size, key_dim), "float32"),
              like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // sizes.keys), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, **register_limit(sizes.registers), num_queries=num_queries,
-        num_keys=num_keys, FIELDS=ITEM_FIELDS, HEADS=heads, TOKENS=max(sizes.rows // padded_heads(heads), 1),
-        PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, SCALE=float(scale),
-        PRECISION=precision(query.dtype),
+        num_stages=sizes.num_stages, **register_limit(sizes.registers),
+        num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, HEADS=heads,
+        TOKENS=max(sizes.rows // padded_heads(heads), 1), PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
+        SCALE=float(scale), PRECISION=precision(query.dtype),
         WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
     )  # fmt: skip
     if items.num_slots:
@@ -169,10 +169,10 @@ def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims)
 
 @triton.jit
 def _add_steps(
-    query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1, first, last, end,
-    key_row, ROW_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+    first, last, end, key_row, ROW_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, TOKENS * PADDED_HEADS)
     head = r % PADDED_HEADS
@@ -244,14 +244,14 @@ def _key_gradients_kernel(
     dv0, dv1 = zeros(KEYS, V0, V1)
     middle = first + tl.cdiv(masked - first, TOKENS) * TOKENS
     dk0, dk1, dv0, dv1 = _add_steps(
-        query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1, first, middle,
-        end, start + n, ROW_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, V0, V1, SCALE, PRECISION, WIDE,
-        True,
+        query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+        first, middle, end, start + n, ROW_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, V0, V1,
+        SCALE, PRECISION, WIDE, True,
     )  # fmt: skip
     dk0, dk1, dv0, dv1 = _add_steps(
-        query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1, middle, end, end,
-        start + n, ROW_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, V0, V1, SCALE, PRECISION, WIDE,
-        False,
+        query, d_out, tokens, rows, lse, delta, weight, k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+        middle, end, end, start + n, ROW_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, V0, V1,
+        SCALE, PRECISION, WIDE, False,
     )  # fmt: skip
     dk0 *= SCALE
     if H1 > 0:
@@ -268,8 +268,8 @@ def _key_gradients_kernel(
 
 @triton.jit
 def _add_slots(
-    part, to, slots, partials, runs, segments, num_blocks, BLOCK: tl.constexpr, D0: tl.constexpr, D1:
-    tl.constexpr,
+    part, to, slots, partials, runs, segments, num_blocks,
+    BLOCK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, 16)
     inside = n >= 0
@@ -286,9 +286,9 @@ def _add_slots(
 
 @triton.jit
 def _add_partials_kernel(
-    part_key, part_value, slots, partials, starts, limits, old_key, old_value, d_key, d_value, num_keys,
-    segments, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0:
-    tl.constexpr, V1: tl.constexpr,
+    part_key, part_value, slots, partials, starts, limits, old_key, old_value, d_key, d_value,
+    num_keys, segments, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)

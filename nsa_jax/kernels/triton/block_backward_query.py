@@ -2,8 +2,8 @@
 
 grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries times the query heads of a KV
 head. It walks the union of their blocks; p comes back from the stored lse, so a block that a query did not
-choose needs no mask either: its rows subtract +inf. `previous`, another branch's gradient, is added before
-rounding.
+choose needs no mask either: its rows subtract +inf. `previous`, another branch's gradient, is added
+before rounding.
 
 Registers: `rows (2 keys + H) / 128` floats a thread at 4 warps (128 at 64 rows, 64 keys, H = 128). Shared
 memory: `(rows + stages keys) (H + V) itemsize` (64 KB in bfloat16 at one stage). Three programs a processor
@@ -129,13 +129,13 @@ def block_query_gradient(
     tma = has_tma()
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, lse, delta, d_out, weight,
-        previous, out=like(query), grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, **register_limit(sizes.registers), num_queries=num_queries,
-        num_keys=num_keys, SIZE=size, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
-        PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, STEPS=block_size // sizes.keys, H0=h0, H1=h1,
-        V0=v0, V1=v1, SCALE=float(scale), PEEL=sizes.peel,
-        ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),
+        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
+        lse, delta, d_out, weight, previous, out=like(query),
+        grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        **register_limit(sizes.registers), num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
+        STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
+        PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
@@ -203,25 +203,25 @@ def _query_gradient_kernel(
     if PEEL:
         start, member = load_entry(starts, members, last, count > 0, token, KEYS, STEPS)
         dq0, dq1 = _add_step(
-            q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-            num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA, WEIGHTED,
-            True,
+            q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1,
+            b, kv_head, num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1,
+            PRECISION, TMA, WEIGHTED, True,
         )  # fmt: skip
     free = (count - 1) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
     for i in tl.range(0, free):
         start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
         dq0, dq1 = _add_step(
-            q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-            num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA, WEIGHTED,
-            False,
+            q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1,
+            b, kv_head, num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1,
+            PRECISION, TMA, WEIGHTED, False,
         )  # fmt: skip
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(free, last):
             start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
             dq0, dq1 = _add_step(
-                q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-                num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA,
-                WEIGHTED, True,
+                q0, q1, do0, do1, dq0, dq1, lse_2, shift, gate, keys0, keys1, values0, values1,
+                b, kv_head, num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1,
+                PRECISION, TMA, WEIGHTED, True,
             )  # fmt: skip
 
     dq0 *= SCALE

@@ -91,8 +91,8 @@ class ForwardSizes(NamedTuple):
 def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
     """Tokens times padded query heads of a tile of queries: 64 for one wgmma.
 
-    Fewer where a KV head has few query heads: the union of many tokens is mostly blocks that the mask throws
-    away.
+    Fewer where a KV head has few query heads: the union of many tokens is mostly blocks
+    that the mask throws away.
     """
     heads = padded_heads(heads_per_kv_head)
     few = 16 if heads == 1 else 32

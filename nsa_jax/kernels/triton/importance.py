@@ -25,9 +25,8 @@ from nsa_jax.kernels.triton.pieces import LOG2_E, inner, load_keys
 
 @triton.jit
 def _score_sequence(
-    q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, here, current, visible,
-    exists,
-    first_token, first_tile, num_queries, num_compressed, scale,
+    q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k,
+    start, here, current, visible, exists, first_token, first_tile, num_queries, num_compressed, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
@@ -53,18 +52,9 @@ def _score_sequence(
             local = first_block * OWN + column
             inside = local >= 0
             k0, k1 = load_keys(
-                k0_source,
-                k1_source,
-                b,
-                start + first_block * OWN,
-                k,
-                num_compressed,
-                KV_HEADS,
-                COLUMNS,
-                H0,
-                H1,
-                TMA,
-            )
+                k0_source, k1_source, b, start + first_block * OWN, k, num_compressed,
+                KV_HEADS, COLUMNS, H0, H1, TMA,
+            )  # fmt: skip
         else:
             local = (first_block + column // PADDED) * OWN + column % PADDED
             inside = (local >= 0) & (column % PADDED < OWN)
@@ -104,9 +94,9 @@ def importance_kernel(
     CHUNKS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr, LOCAL: tl.constexpr,
-    ROW: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
-    TILES_EACH: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECTED: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
+    GROUPS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk; queries and keys by `key_tiles`."""
     NEVER: tl.constexpr = 2147483647
@@ -128,20 +118,19 @@ def importance_kernel(
     scores += (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + tile * TOKENS) * ROW
     if compression_start is None:
         _score_sequence(
-            q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, 0, scored, current,
-            visible, exists,
-            first_token, first_tile, num_queries, num_compressed, scale, HEADS, KV_HEADS, H0, H1, SIZE,
-            STRIDE, BLOCK, LOCAL, ROW, TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
+            q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k,
+            0, scored, current, visible, exists, first_token, first_tile,
+            num_queries, num_compressed, scale, HEADS, KV_HEADS, H0, H1, SIZE, STRIDE, BLOCK, LOCAL, ROW,
+            TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
         )  # fmt: skip
     else:
         begin = tl.where(scored, tl.load(compression_start + place, mask=exists, other=0), NEVER)
         start = tl.min(begin, 0)
         while start < NEVER:
             _score_sequence(
-                q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k, start, begin == start,
-                current,
-                visible, exists, first_token, first_tile, num_queries, num_compressed, scale, HEADS,
-                KV_HEADS, H0, H1, SIZE, STRIDE, BLOCK, LOCAL, ROW, TOKENS, COLUMNS, PADDED, TILES_EACH,
-                PRECISION, TMA,
+                q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k,
+                start, begin == start, current, visible, exists, first_token, first_tile,
+                num_queries, num_compressed, scale, HEADS, KV_HEADS, H0, H1, SIZE, STRIDE, BLOCK, LOCAL, ROW,
+                TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
             )  # fmt: skip
             start = tl.min(tl.where(begin > start, begin, NEVER), 0)

@@ -20,8 +20,8 @@ def launch(
     """Runs `kernel` on the grid and returns the arrays that it wrote.
 
     Args:
-      kernel: a function under `triton.jit`: pointers to the operands, then to the results, then integers and
-        `tl.constexpr`s.
+      kernel: a function under `triton.jit`: pointers to the operands, then to the results,
+        then integers and `tl.constexpr`s.
       *operands: arrays, contiguous, or descriptors of them; None for one that the kernel does without.
       out: `jax.ShapeDtypeStruct` of the result, or a pytree of them.
       grid: programs along x, y and z; x may be long, y and z end at 65535.

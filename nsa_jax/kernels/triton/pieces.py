@@ -1,14 +1,11 @@
 """Tiles of keys and queries, whose head dim is one or two powers of two: 96 = 64 + 32, 192 = 128 + 64.
 
 Powers of two are the only lengths that Triton knows, so a tile is held as two tensors. Where there is no
-second
-piece its size is 0 and a copy of the first stands for it, which the compiler drops.
+second piece its size is 0 and a copy of the first stands for it, which the compiler drops.
 
 On Hopper the tensor memory accelerator (TMA) fetches tiles, through descriptors that the host makes: those
-that
-a kernel makes for itself need memory that jaxlib allocates at every launch, which no CUDA graph may do, and
-XLA
-runs whole programs as CUDA graphs. Older GPUs load through pointers.
+that a kernel makes for itself need memory that jaxlib allocates at every launch, which no CUDA graph may do,
+and XLA runs whole programs as CUDA graphs. Older GPUs load through pointers.
 """
 
 import jax_triton

@@ -246,9 +246,8 @@ def _sum_tiles(
     k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
     b, kv_head, num_queries, rows, low, high, first_key, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, PRECISION:
-    tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TOKENS * PADDED_HEADS
     if KEYS_FIRST:
@@ -257,14 +256,12 @@ def _sum_tiles(
         ROW_AXIS: tl.constexpr = 1
     for i in tl.range(low, high):
         q0, q1 = load_queries(
-            queries0, queries1, b, i * TOKENS, kv_head, num_queries, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
-            H0,
-            H1, TMA,
+            queries0, queries1, b, i * TOKENS, kv_head, num_queries,
+            KV_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, TMA,
         )  # fmt: skip
         do0, do1 = load_queries(
-            gradients0, gradients1, b, i * TOKENS, kv_head, num_queries, KV_HEADS, HEADS, TOKENS,
-            PADDED_HEADS,
-            V0, V1, TMA,
+            gradients0, gradients1, b, i * TOKENS, kv_head, num_queries,
+            KV_HEADS, HEADS, TOKENS, PADDED_HEADS, V0, V1, TMA,
         )  # fmt: skip
         if KEYS_FIRST:
             logits = inner(k0, k1, q0, q1, H1, PRECISION)
@@ -327,25 +324,19 @@ def _key_gradients_kernel(
     dk0, dk1 = zeros(KEYS, H0, H1)
     dv0, dv1 = zeros(KEYS, V0, V1)
     dk0, dk1, dv0, dv1 = _sum_tiles(
-        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars, b,
-        kv_head,
-        num_queries, rows, low, full_low, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS, KEYS, H0, H1, V0,
-        V1,
-        SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
+        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
+        b, kv_head, num_queries, rows, low, full_low, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
+        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
     )  # fmt: skip
     dk0, dk1, dv0, dv1 = _sum_tiles(
-        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars, b,
-        kv_head,
-        num_queries, rows, full_low, full_high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS, KEYS, H0,
-        H1, V0, V1,
-        SCALE, KEYS_FIRST, PRECISION, False, WEIGHTED, TMA,
+        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
+        b, kv_head, num_queries, rows, full_low, full_high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
+        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, False, WEIGHTED, TMA,
     )  # fmt: skip
     dk0, dk1, dv0, dv1 = _sum_tiles(
-        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars, b,
-        kv_head,
-        num_queries, rows, full_high, high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS, KEYS, H0, H1,
-        V0, V1,
-        SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
+        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
+        b, kv_head, num_queries, rows, full_high, high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
+        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
     )  # fmt: skip
 
     dk0 *= SCALE

@@ -6,8 +6,8 @@ branch's gradient (`previous`) are taken in, so neither costs a pass of its own.
 
 Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits. Shared memory:
 `(rows (H + V) + num_stages keys (H + V)) itemsize` (128 KB at 128 rows, 64 keys, 2 stages, 128/128,
-bfloat16). Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP,
-2.1 ms.
+bfloat16). Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s;
+window 1.6 TFLOP, 2.1 ms.
 """
 
 from typing import NamedTuple
@@ -94,8 +94,7 @@ def range_query_gradient(
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        start,
-        end, lse, delta, d_out, weight, previous,
+        start, end, lse, delta, d_out, weight, previous,
         out=like(query), grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
@@ -105,11 +104,10 @@ def range_query_gradient(
 
 @triton.jit
 def _add_tile(
-    q0, q1, do0, do1, dq0, dq1, lse, delta, weight, keys0, keys1, values0, values1, b, head, length, first,
-    start,
-    count, SCALE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTED: tl.constexpr,
-    MASKED: tl.constexpr,
+    q0, q1, do0, do1, dq0, dq1, lse, delta, weight, keys0, keys1, values0, values1, b, head, length,
+    first, start, count, SCALE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     k0, k1 = load_keys(keys0, keys1, b, first, head, length, HEADS, KEYS, H0, H1, TMA)
     v0, v1 = load_keys(values0, values1, b, first, head, length, HEADS, KEYS, V0, V1, TMA)
@@ -127,10 +125,10 @@ def _add_tile(
 @triton.jit
 def _query_gradient_kernel(
     query, keys0, keys1, values0, values1, starts, ends, lse, delta, d_out, weight, previous, d_query,
-    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS:
-    tl.constexpr,
-    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
@@ -163,39 +161,35 @@ def _query_gradient_kernel(
     dq0, dq1 = zeros(ROWS, H0, H1)
     # As in the forward, the first step stands before the loops.
     dq0, dq1 = _add_tile(
-        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-        num_keys,
-        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None,
-        True,
+        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+        b, kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+        PRECISION, TMA, weight is not None, True,
     )  # fmt: skip
     if FRONT:
         some = tl.where(low < full_low, count, 0)
         dq0, dq1 = _add_tile(
-            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-            num_keys,
-            low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None, True,
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+            b, kv_head, num_keys, low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+            PRECISION, TMA, weight is not None, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         dq0, dq1 = _add_tile(
-            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b, kv_head,
-            num_keys,
-            first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not None,
-            False,
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+            b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+            PRECISION, TMA, weight is not None, False,
         )  # fmt: skip
     if REST:
         for first in tl.range(low + KEYS, full_low, KEYS):
             dq0, dq1 = _add_tile(
-                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b,
-                kv_head, num_keys,
-                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not
-                None, True,
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+                b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+                PRECISION, TMA, weight is not None, True,
             )  # fmt: skip
         for first in tl.range(full_high + KEYS, high, KEYS):
             dq0, dq1 = _add_tile(
-                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1, b,
-                kv_head, num_keys,
-                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, weight is not
-                None, True,
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+                b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+                PRECISION, TMA, weight is not None, True,
             )  # fmt: skip
 
     dq0 = tl.where(sees[:, None], dq0 * SCALE, 0.0)

@@ -113,8 +113,7 @@ def attend_ranges(
     tma = has_tma()
     return launch(
         _attend_ranges_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        start,
-        end,
+        start, end,
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
@@ -177,35 +176,32 @@ def _attend_ranges_kernel(
     total = tl.zeros([ROWS], tl.float32)
     out0, out1 = zeros(ROWS, V0, V1)
     # The first step stands before the loops: then the copy of the queries in shared memory, made for it,
-    # serves
-    # them too, and no loop holds the queries in registers.
+    # serves them too, and no loop holds the queries in registers.
     out0, out1, largest, total = _attend_tile(
-        q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, full_high,
-        start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+        q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
     )  # fmt: skip
     if FRONT:
         some = tl.where(low < full_low, count, 0)
         out0, out1, largest, total = _attend_tile(
-            q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, low,
-            start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+            q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+            low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         out0, out1, largest, total = _attend_tile(
-            q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, first,
-            start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, False,
+            q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+            first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, False,
         )  # fmt: skip
     if REST:
         for first in tl.range(low + KEYS, full_low, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-                first,
-                start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
         for first in tl.range(full_high + KEYS, high, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-                first,
-                start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+                first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
 
     sees = count > 0

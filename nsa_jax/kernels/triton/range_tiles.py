@@ -20,8 +20,8 @@ class Edges(NamedTuple):
     """What is known, when a program is compiled, of the ranges of consecutive queries of one sequence.
 
     Attributes:
-      first_position: position of the first query, where the queries are consecutive and not packed; else
-      None.
+      first_position: position of the first query, where the queries are consecutive and not packed;
+        else None.
       window: longest range, for ranges that end with their query; None for ranges that all start at 0.
       tokens_per_key: tokens by which ranges grow by one key.
     """
@@ -38,13 +38,11 @@ class Edges(NamedTuple):
         """
         if self.first_position is None:
             return True, True
-        if (
-            self.window is None
-        ):  # ends within a tile of queries differ by one at most: then one tile holds them
+        if self.window is None:
+            # ends within a tile of queries differ by one at most: then one tile holds them
             return False, -(-(tokens - 1) // self.tokens_per_key) > 1
         # Tiles of queries that do not cross a multiple of `keys` have all their ends in one tile of keys;
-        # further
-        # on, ranges that begin behind 0 leave `window % keys` keys to the last tile.
+        # further on, ranges that begin behind 0 leave `window % keys` keys to the last tile.
         aligned = tokens <= 2 or (keys % tokens == 0 and self.first_position % tokens == 0)
         return True, not (aligned and tokens <= keys and self.window % keys + tokens - 1 <= keys)
 
