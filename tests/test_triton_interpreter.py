@@ -18,7 +18,15 @@ pytest.importorskip("torch", reason="the interpreter runs on torch, installed by
 CHECKS = {
     "range": (
         *(f"case {x}" for x in ("window", "compressed", "packed", "scattered", "all", "known_window")),
-        *("case known_strides", "case nothing", "case zero_scale", "hidden keys", "bounds", "edges"),
+        *(
+            "case known_later",
+            "case known_strides",
+            "case nothing",
+            "case zero_scale",
+            "hidden keys",
+            "bounds",
+            "edges",
+        ),
     ),
     "block": (
         *("one_head", "two_heads_split_blocks", "six_heads_seven_slots", "sixteen_heads"),

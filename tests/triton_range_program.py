@@ -43,14 +43,15 @@ CASES = {
     "scattered": Case(1, 48, 16, "scattered", num_keys=35, batch=2, segments=2, weighted=True),
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
     "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
-    "known_strides": Case(8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 4)),
+    "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16)),
+    "known_strides": Case(8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4)),
     "nothing": Case(4, 16, 16, "nothing", kv_heads=1, num_queries=5),
     "zero_scale": Case(1, 16, 16, "window", scale=0.0, num_queries=20),
 }
 
 
 def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
-    t = np.arange(case.num_queries)
+    t = np.arange(case.num_queries) + (case.edges.first_position or 0)
     shape = (case.batch, case.num_queries)
     if case.ranges == "window":
         start, end = np.maximum(t - 10, 0), np.minimum(t + 1, case.num_keys)
@@ -172,10 +173,10 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
 def check_edges_of_the_paper() -> dict[str, float]:
     """Training on plain rows needs neither loop beside the one without a mask."""
     assert Edges(0, 512).of_tiles(4, 64) == (True, False)
-    assert Edges(0, None, 16).of_tiles(4, 64) == (False, False)
+    assert Edges(0, None, 32, 16).of_tiles(4, 64) == (False, False)
     assert Edges(0, 510).of_tiles(4, 64) == (True, True)  # 62 + 3 keys at the end
     assert Edges(2, 512).of_tiles(4, 64) == (True, True)
-    assert Edges(0, None, 4).of_tiles(8, 64) == (False, True)
+    assert Edges(0, None, 8, 4).of_tiles(8, 64) == (False, True)
     assert Edges().of_tiles(4, 64) == (True, True)
     return {}
 

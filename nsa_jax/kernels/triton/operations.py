@@ -295,7 +295,7 @@ _native.defvjp(_native_forward, _native_backward)
 
 
 def _compression_edges(config: NSAConfig, first_position: int | None) -> Edges:
-    return Edges(first_position, None, config.compression_stride)
+    return Edges(first_position, None, config.compression_block_size, config.compression_stride)
 
 
 def _attend_range(query, key, value, limits, scale, edges) -> Attended:

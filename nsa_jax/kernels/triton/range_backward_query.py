@@ -32,7 +32,7 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.range_forward import options
-from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, tile_limits, tokens_of
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits, tokens_of
 from nsa_jax.kernels.triton.support import target
 
 
@@ -90,15 +90,16 @@ def range_query_gradient(
         sizes = RangeQuerySizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
     tokens = tokens_of(sizes.rows, heads)
     front, rest = edges.of_tiles(tokens, sizes.keys)
+    known = edges.first_position is not None
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        start, end, lse, delta, d_out, weight, previous,
+        None if known else start, None if known else end, lse, delta, d_out, weight, previous,
         out=like(query), grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        FRONT=front, REST=rest, PRECISION=precision(query.dtype), TMA=tma,
+        FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -128,6 +129,7 @@ def _query_gradient_kernel(
     num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -140,15 +142,16 @@ def _query_gradient_kernel(
     first_token = tile * TOKENS
     inside = (first_token + token < num_queries) & (head < HEADS)
     first_query = b.to(tl.int64) * num_queries
-    starts += first_query
-    ends += first_query
+    if FIRST is None:
+        starts += first_query
+        ends += first_query
     first_row = (first_query + first_token) * (KV_HEADS * HEADS) + kv_head * HEADS
     offset = token * (KV_HEADS * HEADS) + head
 
     q0, q1 = load_rows(query + first_row * (H0 + H1), offset * (H0 + H1), inside, H0, H1)
     do0, do1 = load_rows(d_out + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
-    start = tl.load(starts + first_token + token, mask=inside, other=0)
-    count = tl.maximum(tl.load(ends + first_token + token, mask=inside, other=0) - start, 0)
+    start, end = range_of(first_token + token, inside, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+    count = tl.maximum(end - start, 0)
     sees = count > 0
     # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
     normaliser = tl.load(lse + first_row + offset, mask=sees, other=float("inf")) * LOG2_E
@@ -156,7 +159,9 @@ def _query_gradient_kernel(
     gate = shift
     if weight is not None:
         gate = tl.load(weight + first_row + offset, mask=inside, other=0.0)
-    low, full_low, full_high, high = tile_limits(starts, ends, first_token, num_queries, TOKENS, KEYS)
+    low, full_low, full_high, high = tile_limits(
+        first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS
+    )
 
     dq0, dq1 = zeros(ROWS, H0, H1)
     # As in the forward, the first step stands before the loops.

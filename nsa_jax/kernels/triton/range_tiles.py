@@ -19,16 +19,21 @@ def tokens_of(rows: int, heads_per_kv_head: int) -> int:
 class Edges(NamedTuple):
     """What is known, when a program is compiled, of the ranges of consecutive queries of one sequence.
 
+    A query at position p has `(p + 1 - size) // stride + 1` keys before its end, and sees the last `window`
+    of them.
+
     Attributes:
       first_position: position of the first query, where the queries are consecutive and not packed;
-        else None.
-      window: longest range, for ranges that end with their query; None for ranges that all start at 0.
-      tokens_per_key: tokens by which ranges grow by one key.
+        None where nothing is known.
+      window: longest range; None for ranges that all start at 0.
+      size: tokens that a key stands for; a query sees it when it has passed the last of them.
+      stride: tokens between the first ones of two neighbouring keys.
     """
 
     first_position: int | None = None
     window: int | None = None
-    tokens_per_key: int = 1
+    size: int = 1
+    stride: int = 1
 
     def of_tiles(self, tokens: int, keys: int) -> tuple[bool, bool]:
         """Returns `(front, rest)`, what tiles of queries need beside whole tiles of keys.
@@ -39,12 +44,16 @@ class Edges(NamedTuple):
         if self.first_position is None:
             return True, True
         if self.window is None:
-            # ends within a tile of queries differ by one at most: then one tile holds them
-            return False, -(-(tokens - 1) // self.tokens_per_key) > 1
+            # Ends within a tile of queries that differ by one at most lie in one tile of keys.
+            return False, -(-(tokens - 1) // self.stride) > 1
         # Tiles of queries that do not cross a multiple of `keys` have all their ends in one tile of keys;
         # further on, ranges that begin behind 0 leave `window % keys` keys to the last tile.
         aligned = tokens <= 2 or (keys % tokens == 0 and self.first_position % tokens == 0)
         return True, not (aligned and tokens <= keys and self.window % keys + tokens - 1 <= keys)
+
+    def constants(self) -> dict[str, int | None]:
+        """What the kernels are told."""
+        return dict(FIRST=self.first_position, WINDOW=self.window, SIZE=self.size, STRIDE=self.stride)
 
 
 NOTHING_KNOWN = Edges()
@@ -58,21 +67,46 @@ def is_seen(first, start, count, KEYS: tl.constexpr):
 
 
 @triton.jit
-def tile_limits(starts, ends, first_token, length, TOKENS: tl.constexpr, KEYS: tl.constexpr):
+def range_of(
+    token, inside, starts, ends,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """`(start, end)` of the keys that each token sees: by `Edges` where these are known, else as loaded."""
+    if FIRST is None:
+        start = tl.load(starts + token, mask=inside, other=0)
+        end = tl.load(ends + token, mask=inside, other=0)
+    else:
+        past = FIRST + 1 + token
+        end = tl.where(past >= SIZE, (past - SIZE) // STRIDE + 1, 0)
+        if WINDOW is None:
+            start = end * 0
+        else:
+            start = tl.maximum(end - WINDOW, 0)
+    return start, end
+
+
+@triton.jit
+def tile_limits(
+    first_token, length, starts, ends, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Keys that some token of the tile sees, `low .. high - 1`, and a middle that all of them see.
 
     Returns `(low, full_low, full_high, high)`: the two inner limits lie whole tiles of KEYS behind `low`, and
-    tokens that see nothing have no say.
+    loaded ranges that are empty have no say.
     """
-    token = first_token + tl.arange(0, TOKENS)
-    inside = token < length
-    start = tl.load(starts + token, mask=inside, other=0)
-    end = tl.load(ends + token, mask=inside, other=0)
-    some = start < end
-    high = tl.max(tl.where(some, end, 0), 0)
-    low = tl.minimum(tl.min(tl.where(some, start, LARGEST_INT), 0), high)
-    last_start = tl.max(tl.where(some, start, low), 0)
-    first_end = tl.min(tl.where(some, end, high), 0)
+    if FIRST is None:
+        token = first_token + tl.arange(0, TOKENS)
+        start, end = range_of(token, token < length, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+        some = start < end
+        high = tl.max(tl.where(some, end, 0), 0)
+        low = tl.minimum(tl.min(tl.where(some, start, LARGEST_INT), 0), high)
+        last_start = tl.max(tl.where(some, start, low), 0)
+        first_end = tl.min(tl.where(some, end, high), 0)
+    else:
+        last_token = tl.minimum(first_token + TOKENS, length) - 1
+        low, first_end = range_of(first_token, True, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+        last_start, high = range_of(last_token, True, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
     full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
     full_high = full_low + tl.maximum(first_end - full_low, 0) // KEYS * KEYS
     return low, full_low, full_high, high
