@@ -50,7 +50,7 @@ WITHOUT_PRODUCTS = {
     "block_items._count_below_kernel",
     "block_lists._union_lists_kernel",
     "gated_sum._gated_sum_kernel",
-    "gated_sum._gated_sum_backward_kernel",
+    "gated_sum._gate_gradients_kernel",
 }
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS
 
@@ -81,7 +81,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "range_forward._attend_ranges_kernel": 4,
         "range_backward_query._query_gradient_kernel": 972,
         "block_backward_key._key_gradients_kernel": 28,
-        "gated_sum._gated_sum_backward_kernel": 24,
+        "gated_sum._gate_gradients_kernel": 24,
     },
     (89, "main"): {
         "range_forward._attend_ranges_kernel": 4,

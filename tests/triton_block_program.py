@@ -143,10 +143,8 @@ def check_case(case: Case) -> dict[str, float]:
         out, lse = attend_blocks(
             query, key, value, lists, config, case.scale, first_position=first, sizes=forward
         )
-        delta = (d_out * out).sum(-1)
-        delta = (delta if weight is None else delta * weight) - d_lse
-        d_query = block_query_gradient(
-            query, key, value, lists, config, lse, delta, d_out, weight, previous, case.scale,
+        d_query, _, delta = block_query_gradient(
+            query, key, value, lists, config, out, lse, d_out, d_lse, weight, previous, case.scale,
             first_position=first, sizes=QuerySizes(case.rows, case.keys, 4, 1, peel=case.peel),
         )  # fmt: skip
         d_key, d_value = block_key_gradients(

@@ -75,7 +75,10 @@ def _select(query, key_cmp, case):
 
 
 def check_whole() -> float:
-    """`native_sparse_attention`, its own selection included, and `vmap` of it, equal those of `xla`."""
+    """`native_sparse_attention`, its own selection included, and `vmap` of it, equal those of `xla`.
+
+    First without and then with gradients, which are different kernels.
+    """
     case = CASES["consecutive"]
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
@@ -86,7 +89,7 @@ def check_whole() -> float:
 
         def run(cotangent, *operands):
             out, pull_back = jax.vjp(attend, *operands)
-            return out, *pull_back(cotangent)
+            return attend(*operands), out, *pull_back(cotangent)
 
         return run
 

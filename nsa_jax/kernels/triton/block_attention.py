@@ -40,9 +40,10 @@ def block_gradients(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placed: layout.QueryLayout,
+    out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
     *,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
@@ -50,8 +51,8 @@ def block_gradients(
     scale: float,
     packed: bool,
     first_position: int | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Gradients of query, key and value where the cotangent of the output is `weight * d_out`.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
+    """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
 
     Arguments as in `attend_blocks` and `range_attention.range_gradients`; `packed` says whether a row may
     hold several sequences.
@@ -59,14 +60,14 @@ def block_gradients(
     heads = query.shape[2] // key.shape[2]
     sizes = QuerySizes.choose(heads, *_dims(query, value, config), target())
     lists = union_lists(block_indices, placed, config, key.shape[1], tokens=sizes.tokens(heads))
-    rest = (lse, delta, d_out, weight)
-    d_query = block_query_gradient(
-        query, key, value, lists, config, *rest, previous, scale, first_position=first_position, sizes=sizes
-    )
+    d_query, products, delta = block_query_gradient(
+        query, key, value, lists, config, out, lse, d_out, d_lse, weight, previous, scale,
+        first_position=first_position, sizes=sizes,
+    )  # fmt: skip
     d_keys = block_key_gradients(
-        query, key, value, block_indices, placed, config, *rest, scale, packed=packed
+        query, key, value, block_indices, placed, config, lse, delta, d_out, weight, scale, packed=packed
     )
-    return d_query, *d_keys
+    return d_query, *d_keys, products
 
 
 def _dims(query, value, config: NSAConfig) -> tuple[int, int, int, int]:

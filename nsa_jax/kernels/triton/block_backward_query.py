@@ -37,6 +37,7 @@ from nsa_jax.kernels.triton.pieces import (
     load_rows,
     padded_heads,
     precision,
+    row_shift,
     split_dim,
     store_rows,
     zeros,
@@ -95,26 +96,30 @@ def block_query_gradient(
     value: Float[Array, "B S K V"],
     lists: UnionLists,
     config: NSAConfig,
+    out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
     *,
     first_position: int | None = None,
     sizes: QuerySizes | None = None,
-) -> Float[Array, "B T N H"]:
-    """Gradient of the queries, plus `previous`.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """Gradient of the queries, plus `previous`; with what the rows know.
 
     Args:
       query, key, value, config, scale, first_position: see `attend_blocks`.
       lists: made with `sizes.tokens(N // K)` tokens.
-      lse: what the forward returned.
-      delta: per row `weight * (d_out . out) - d_lse`.
+      out, lse: what the forward returned.
       d_out: cotangent of the weighted output.
+      d_lse: cotangent of `lse`; None for 0.
       weight: weight of each row in that output, 1 when None.
       previous: a gradient to add, in any float dtype.
+
+    Returns:
+      `(d_query, products, delta)`, as `range_query_gradient`.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -130,7 +135,7 @@ def block_query_gradient(
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
-        lse, delta, d_out, weight, previous, out=like(query),
+        out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         **register_limit(sizes.registers), num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
@@ -169,9 +174,10 @@ def _add_step(
 
 @triton.jit
 def _query_gradient_kernel(
-    query, keys0, keys1, values0, values1, starts, members, counts, unmasked, rows, lse, delta, d_out, weight,
-    previous, d_query, num_queries, num_keys, SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
+    query, keys0, keys1, values0, values1, starts, members, counts, unmasked, rows, out, lse, d_out, d_lse,
+    weight, previous, d_query, products, delta, num_queries, num_keys,
+    SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +197,7 @@ def _query_gradient_kernel(
     do0, do1 = load_rows(d_out + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
     row = tl.load(rows + first_query + token, mask=inside, other=-1)
     lse_2 = load_lse(lse + first_row, offset, inside)
-    shift = tl.load(delta + first_row + offset, mask=inside, other=0.0)
-    gate = tl.load(weight + first_row + offset, mask=inside, other=0.0) if WEIGHTED else shift
+    shift, gate = row_shift(out, do0, do1, d_lse, weight, products, delta, first_row, offset, inside, V0, V1)
 
     this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     starts += this * SIZE

@@ -33,10 +33,6 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, "nsa_out"), checkpoint_name(lse, "nsa_lse")
 
 
-def _delta(out: Array, d_out: Array, d_lse: Array) -> Float[Array, "B T N"]:
-    return (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1) - d_lse
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _range_attention(query, key, value, start, end, scale, edges):
     return folds_vmap(partial(attend_ranges, scale=scale, edges=edges))(query, key, value, start, end)
@@ -48,13 +44,11 @@ def _range_forward(query, key, value, start, end, scale, edges):
 
 
 def _range_backward(scale, edges, residuals, cotangents):
-    *operands, out, lse = residuals
-    delta = _delta(out, *cotangents)
-
     def gradients(*arrays):
         return range_gradients(*arrays, weight=None, previous=None, scale=scale, edges=edges)
 
-    return *folds_vmap(gradients)(*operands, lse, delta, cotangents[0]), None, None
+    *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
+    return *gradients_of_operands, None, None
 
 
 _range_attention.defvjp(_range_forward, _range_backward)
@@ -73,14 +67,13 @@ def _block_forward(query, key, value, block_indices, placed, *settings):
 
 
 def _block_backward(config, scale, packed, first_position, residuals, cotangents):
-    *operands, out, lse = residuals
-    delta = _delta(out, *cotangents)
     settings = dict(config=config, scale=scale, packed=packed, first_position=first_position)
 
     def gradients(*arrays):
         return block_gradients(*arrays, weight=None, previous=None, **settings)
 
-    return *folds_vmap(gradients)(*operands, lse, delta, cotangents[0]), None, None
+    *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
+    return *gradients_of_operands, None, None
 
 
 _block_attention.defvjp(_block_forward, _block_backward)
@@ -194,7 +187,7 @@ def _gated_sum_forward(*operands):
 
 def _gated_sum_backward(operands, d_out):
     gates = operands[3].astype(jnp.float32)
-    d_gates, _ = folds_vmap(gating.gated_sum_backward)(*operands, d_out)
+    d_gates = folds_vmap(gating.gate_gradients)(*operands, d_out)
     d_branches = (gates[..., branch, None] * d_out.astype(jnp.float32) for branch in range(3))
     return *(d_branch.astype(d_out.dtype) for d_branch in d_branches), d_gates
 
@@ -234,60 +227,74 @@ def native_sparse_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(10, 11, 12, 13))
-def _native(*arguments):
-    return _native_forward(*arguments)[0]
+def _native(
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
+    config, scale, packed, first_position,
+):  # fmt: skip
+    """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
+    settings = (config, scale, packed, first_position)
+    keys_values = (key_cmp, value_cmp, key_slc, value_slc)
+    cmp, slc, _ = _first_two_branches(query, *keys_values, block_indices, placed, *settings)
+    attend = partial(attend_ranges, scale=scale, edges=Edges(first_position, config.window_size))
+    limits, others = placed.window_range(config), (cmp[0], slc[0], gates)
+    return folds_vmap(attend)(query, key_win, value_win, *limits, others)[0]
 
 
 def _native_forward(
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
     config, scale, packed, first_position,
 ):  # fmt: skip
-    def ranges(key, value, limits, edges):
-        attend = folds_vmap(partial(attend_ranges, scale=scale, edges=edges))
-        return _saved(*attend(query, key, value, *limits))
+    settings = (config, scale, packed, first_position)
+    keys_values = (key_cmp, value_cmp, key_slc, value_slc)
+    cmp, slc, block_indices = _first_two_branches(query, *keys_values, block_indices, placed, *settings)
+    attend = partial(attend_ranges, scale=scale, edges=Edges(first_position, config.window_size))
+    win = _saved(*folds_vmap(attend)(query, key_win, value_win, *placed.window_range(config)))
+    out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
+    return out, (query, *keys_values, key_win, value_win, gates, block_indices, placed, cmp, slc, win)
 
-    blocks = folds_vmap(partial(attend_blocks, config=config, scale=scale, first_position=first_position))
-    cmp = ranges(
-        key_cmp, value_cmp, placed.compression_range(config), _compression_edges(config, first_position)
-    )
+
+def _first_two_branches(
+    query, key_cmp, value_cmp, key_slc, value_slc, block_indices, placed,
+    config, scale, packed, first_position,
+):  # fmt: skip
+    """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
+    attend = partial(attend_ranges, scale=scale, edges=_compression_edges(config, first_position))
+    cmp = _saved(*folds_vmap(attend)(query, key_cmp, value_cmp, *placed.compression_range(config)))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placed, config, scale, packed)
         block_indices = checkpoint_name(block_indices, "nsa_block_indices")
-    slc = _saved(*blocks(query, key_slc, value_slc, block_indices, placed))
-    edges = Edges(first_position, config.window_size)
-    win = ranges(key_win, value_win, placed.window_range(config), edges)
-    out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
-    keys_values = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    return out, (query, *keys_values, gates, block_indices, placed, cmp, slc, win)
+    attend = partial(attend_blocks, config=config, scale=scale, first_position=first_position)
+    slc = _saved(*folds_vmap(attend)(query, key_slc, value_slc, block_indices, placed))
+    return cmp, slc, block_indices
 
 
 def _native_backward(config, scale, packed, first_position, residuals, d_out):
     (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
      cmp, slc, win) = residuals  # fmt: skip
-    d_gates, deltas = folds_vmap(gating.gated_sum_backward)(cmp[0], slc[0], win[0], gates, d_out)
-    weights = [gates[..., branch].astype(jnp.float32) for branch in range(3)]
 
-    def of_ranges(key, value, limits, edges, lse, branch, previous):
-        def gradients(query, key, value, start, end, lse, delta, d_out, weight, previous):
-            shared = (query, key, value, start, end, lse, delta, d_out)
-            return range_gradients(*shared, weight=weight, previous=previous, scale=scale, edges=edges)
+    def of_ranges(key, value, limits, edges, saved, branch, previous):
+        def gradients(query, key, value, start, end, out, lse, d_out, weight, previous):
+            operands = (query, key, value, start, end, out, lse, d_out, None)
+            return range_gradients(*operands, weight=weight, previous=previous, scale=scale, edges=edges)
 
-        last = (lse, deltas[branch], d_out, weights[branch], previous)
-        return folds_vmap(gradients)(query, key, value, *limits, *last)
+        weight = gates[..., branch].astype(jnp.float32)
+        return folds_vmap(gradients)(query, key, value, *limits, *saved, d_out, weight, previous)
 
-    def of_blocks(query, key, value, block_indices, placed, lse, delta, d_out, weight, previous):
+    def of_blocks(query, key, value, block_indices, placed, out, lse, d_out, weight, previous):
         return block_gradients(
-            query, key, value, block_indices, placed, lse, delta, d_out, weight=weight, previous=previous,
+            query, key, value, block_indices, placed, out, lse, d_out, None, weight=weight, previous=previous,
             config=config, scale=scale, packed=packed, first_position=first_position,
         )  # fmt: skip
 
     limits, edges = placed.compression_range(config), _compression_edges(config, first_position)
-    d_query, *d_cmp = of_ranges(key_cmp, value_cmp, limits, edges, cmp[1], 0, None)
-    d_query, *d_slc = folds_vmap(of_blocks)(
-        query, key_slc, value_slc, block_indices, placed, slc[1], deltas[1], d_out, weights[1], d_query
+    d_query, *d_cmp, d_gate_cmp = of_ranges(key_cmp, value_cmp, limits, edges, cmp, 0, None)
+    gate_slc = gates[..., 1].astype(jnp.float32)
+    d_query, *d_slc, d_gate_slc = folds_vmap(of_blocks)(
+        query, key_slc, value_slc, block_indices, placed, *slc, d_out, gate_slc, d_query
     )
     limits, edges = placed.window_range(config), Edges(first_position, config.window_size)
-    d_query, *d_win = of_ranges(key_win, value_win, limits, edges, win[1], 2, d_query)
+    d_query, *d_win, d_gate_win = of_ranges(key_win, value_win, limits, edges, win, 2, d_query)
+    d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, *d_cmp, *d_slc, *d_win, d_gates, None, None
 
 

@@ -134,6 +134,42 @@ def store_rows(pointer, offset, x0, x1, inside, D0: tl.constexpr, D1: tl.constex
 
 
 @triton.jit
+def row_shift(
+    out,
+    do0,
+    do1,
+    d_lse,
+    weight,
+    products,
+    delta,
+    first_row,
+    offset,
+    inside,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+):
+    """`(shift, gate)` of the rows: `delta = gate (out . d_out) - d_lse`, and what stands in for no gate.
+
+    Stores `out . d_out` in `products`, and `delta`.
+    """
+    o0, o1 = load_rows(out + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
+    product = tl.sum(o0.to(tl.float32) * do0.to(tl.float32), 1)
+    if V1 > 0:
+        product += tl.sum(o1.to(tl.float32) * do1.to(tl.float32), 1)
+    tl.store(products + first_row + offset, product, mask=inside)
+    if weight is None:
+        gate = product
+        shift = product
+    else:
+        gate = tl.load(weight + first_row + offset, mask=inside, other=0.0)
+        shift = gate * product
+    if d_lse is not None:
+        shift -= tl.load(d_lse + first_row + offset, mask=inside, other=0.0)
+    tl.store(delta + first_row + offset, shift, mask=inside)
+    return shift, gate
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     """Both pieces of an accumulator."""
     x0 = tl.zeros([ROWS, D0], tl.float32)

@@ -15,15 +15,21 @@ def attend_ranges(
     value: Float[Array, "B S K V"],
     start: Int[Array, "B T"],
     end: Int[Array, "B T"],
+    others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
     scale: float,
     edges: Edges,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` of each query over keys `start .. end - 1`; `edges` is what is known of these."""
+    """`(out, lse)` of each query over keys `start .. end - 1`; `edges` is what is known of these.
+
+    With `others`, which are the outputs of the compressed and the selected branch and the gates, `out` is the
+    gated sum. There must be keys then.
+    """
     if key.shape[1] == 0:
+        assert others is None
         rows = query.shape[:3]
         return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
-    return range_forward.attend_ranges(query, key, value, start, end, scale, edges=edges)
+    return range_forward.attend_ranges(query, key, value, start, end, scale, others, edges=edges)
 
 
 def range_gradients(
@@ -32,28 +38,31 @@ def range_gradients(
     value: Float[Array, "B S K V"],
     start: Int[Array, "B T"],
     end: Int[Array, "B T"],
+    out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
     *,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
     edges: Edges,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Gradients of query, key and value where the cotangent of the output is `weight * d_out`.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
+    """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
 
     Args:
       query, key, value, start, end, scale, edges: see `attend_ranges`.
-      lse: what it returned.
-      delta: `weight * sum(out * d_out)` over V, less the cotangent of `lse`.
+      out, lse: what it returned.
       d_out: cotangent of the output, before the weight.
+      d_lse: cotangent of `lse`, None for 0.
       weight: one factor a row, None for 1.
       previous: gradient of the query from elsewhere, which is added; None for none.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if previous is None else previous
-        return d_query, jnp.zeros_like(key), jnp.zeros_like(value)
-    shared = (query, key, value, start, end, lse, delta, d_out, weight)
-    d_query = range_query_gradient(*shared, previous, scale, edges=edges)
-    return d_query, *range_key_gradients(*shared, scale)
+        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(lse)
+    operands = (query, key, value, start, end)
+    d_query, products, delta = range_query_gradient(
+        *operands, out, lse, d_out, d_lse, weight, previous, scale, edges=edges
+    )
+    return d_query, *range_key_gradients(*operands, lse, delta, d_out, weight, scale), products

@@ -1,8 +1,8 @@
 """Range attention backward to the queries: the loop of the forward with the saved normaliser.
 
 grid = (ceil(T / tokens), B K), tiles and order as in `range_forward`. A step takes three products: the
-logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`) and an earlier
-branch's gradient (`previous`) are taken in, so neither costs a pass of its own.
+logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`), an earlier
+branch's gradient (`previous`) and the deltas (`row_shift`) are taken in, so none costs a pass of its own.
 
 Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits. Shared memory:
 `(rows (H + V) + num_stages keys (H + V)) itemsize` (128 KB at 128 rows, 64 keys, 2 stages, 128/128,
@@ -27,6 +27,7 @@ from nsa_jax.kernels.triton.pieces import (
     load_rows,
     padded_heads,
     precision,
+    row_shift,
     split_dim,
     store_rows,
     zeros,
@@ -62,26 +63,31 @@ def range_query_gradient(
     value: Float[Array, "B S K V"],
     start: Int32[Array, "B T"],
     end: Int32[Array, "B T"],
+    out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
     *,
     edges: Edges = NOTHING_KNOWN,
     sizes: RangeQuerySizes | None = None,
-) -> Float[Array, "B T N H"]:
-    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; with what the rows know.
 
     Args:
       query, key, value, start, end, scale, edges: as `attend_ranges` had them.
-      lse: what it returned.
-      delta: sum over V of out times the gradient of this branch's out, less the gradient of lse.
+      out, lse: what it returned.
       d_out: gradient of the gated sum, or of `out` where `weight` is None.
+      d_lse: gradient of `lse`; None for 0.
       weight: gate of this branch.
       previous: gradient from other branches.
       sizes: overrides the choice.
+
+    Returns:
+      `(d_query, products, delta)`. For each row, in float32: `products` is the sum of `out * d_out` over V,
+      which is the gradient of the gate, and `delta = weight products - d_lse`.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -95,8 +101,9 @@ def range_query_gradient(
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        None if known else start, None if known else end, lse, delta, d_out, weight, previous,
-        out=like(query), grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
+        None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
+        out=(like(query), like(lse), like(lse)),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
@@ -125,9 +132,10 @@ def _add_tile(
 
 @triton.jit
 def _query_gradient_kernel(
-    query, keys0, keys1, values0, values1, starts, ends, lse, delta, d_out, weight, previous, d_query,
-    num_queries, num_keys, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    query, keys0, keys1, values0, values1, starts, ends, out, lse, d_out, d_lse, weight, previous,
+    d_query, products, delta, num_queries, num_keys,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -155,10 +163,7 @@ def _query_gradient_kernel(
     sees = count > 0
     # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
     normaliser = tl.load(lse + first_row + offset, mask=sees, other=float("inf")) * LOG2_E
-    shift = tl.load(delta + first_row + offset, mask=sees, other=0.0)
-    gate = shift
-    if weight is not None:
-        gate = tl.load(weight + first_row + offset, mask=inside, other=0.0)
+    shift, gate = row_shift(out, do0, do1, d_lse, weight, products, delta, first_row, offset, inside, V0, V1)
     low, full_low, full_high, high = tile_limits(
         first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS
     )

@@ -85,6 +85,7 @@ def attend_ranges(
     start: Int32[Array, "B T"],
     end: Int32[Array, "B T"],
     scale: float,
+    others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
     edges: Edges = NOTHING_KNOWN,
     sizes: RangeForwardSizes | None = None,
@@ -93,6 +94,7 @@ def attend_ranges(
 
     Args:
       query, key, value, start, end, scale: as above.
+      others: outputs of the compressed and the selected branch, and the gates; then `out` is the gated sum.
       edges: what is known of the ranges of neighbouring queries.
       sizes: overrides the choice.
 
@@ -114,7 +116,7 @@ def attend_ranges(
     tma = has_tma()
     return launch(
         _attend_ranges_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
-        None if known else start, None if known else end,
+        None if known else start, None if known else end, *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
@@ -147,8 +149,31 @@ def _attend_tile(
 
 
 @triton.jit
+def _gated_sum(
+    out0, out1, out_cmp, out_slc, gates, first_row, offset, inside, V0: tl.constexpr, V1: tl.constexpr
+):
+    """What `gated_sum` makes of the branches; the window's own output is rounded as if it had been stored."""
+    dtype = out_cmp.dtype.element_ty
+    gates += first_row * 3
+    gate = tl.load(gates + offset * 3 + 2, mask=inside, other=0.0).to(tl.float32)[:, None]
+    out0 = gate * out0.to(dtype).to(tl.float32)
+    if V1 > 0:
+        out1 = gate * out1.to(dtype).to(tl.float32)
+    for branch in tl.static_range(2):
+        source = out_cmp if branch == 0 else out_slc
+        gate = tl.load(gates + offset * 3 + branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+        tl.debug_barrier()  # keeps the second tile from being loaded beside the first, which costs registers
+        x0, x1 = load_rows(source + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
+        out0 += gate * x0.to(tl.float32)
+        if V1 > 0:
+            out1 += gate * x1.to(tl.float32)
+    return out0, out1
+
+
+@triton.jit
 def _attend_ranges_kernel(
-    query, keys0, keys1, values0, values1, starts, ends, out, lse, num_queries, num_keys,
+    query, keys0, keys1, values0, values1, starts, ends, out_cmp, out_slc, gates, out, lse,
+    num_queries, num_keys,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
@@ -216,4 +241,6 @@ def _attend_ranges_kernel(
     out0 = tl.where(sees[:, None], out0 * part[:, None], 0.0)
     if V1 > 0:
         out1 = tl.where(sees[:, None], out1 * part[:, None], 0.0)
+    if gates is not None:
+        out0, out1 = _gated_sum(out0, out1, out_cmp, out_slc, gates, first_row, offset, inside, V0, V1)
     store_rows(out + first_row * (V0 + V1), offset * (V0 + V1), out0, out1, inside, V0, V1)

@@ -71,13 +71,16 @@ def range_of(
     token, inside, starts, ends,
     FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """`(start, end)` of the keys that each token sees: by `Edges` where these are known, else as loaded."""
+    """`(start, end)` of the keys that each token sees: by `Edges` where these are known, else as loaded.
+
+    Tokens that are not `inside` see nothing.
+    """
     if FIRST is None:
         start = tl.load(starts + token, mask=inside, other=0)
         end = tl.load(ends + token, mask=inside, other=0)
     else:
         past = FIRST + 1 + token
-        end = tl.where(past >= SIZE, (past - SIZE) // STRIDE + 1, 0)
+        end = tl.where(inside & (past >= SIZE), (past - SIZE) // STRIDE + 1, 0)
         if WINDOW is None:
             start = end * 0
         else:
