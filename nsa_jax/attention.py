@@ -18,7 +18,8 @@ What all operations share:
 * **Errors.** `ValueError` and `TypeError` for shapes and dtypes, at trace time; values of index arrays are
   not checked here but by `nsa_jax.debug`. `NotImplementedError` if the named implementation cannot run the
   call.
-* **Transformations.** jit, grad, vmap, scan, remat and export; reverse-mode gradients, deterministic.
+* **Transformations.** jit, grad, vmap, scan, remat and export (of Triton kernels with a safety check
+  disabled, see the README); reverse-mode gradients, deterministic.
 """
 
 from typing import Any

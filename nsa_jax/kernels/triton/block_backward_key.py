@@ -15,7 +15,7 @@ for bit at every run.
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
 Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs with one
-segment (at 64k and 1024: 0.54 GB), `P / item + runs <= 5 P / item` with more (1.34 GB). Floor at 64k, 16
+segment (at 64k and 2048: 0.27 GB), `P / item + runs <= 5 P / item` with more (0.67 GB). Floor at 64k, 16
 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
 """
 
