@@ -299,7 +299,8 @@ def native_sparse_attention(
     arguments.check_blocks(sizes, config)
     run = resolve("native_sparse_attention", implementation, *arrays.values(), gates, config=config)
     return run(
-        *arrays.values(), gates, block_indices=block_indices,
+        *arrays.values(), gates,
+        block_indices=None if block_indices is None else jnp.asarray(block_indices, jnp.int32),
         **_resolved(sizes, config, query_positions, segment_ids, scale, tiles, sizes["S"]),
     )  # fmt: skip
 

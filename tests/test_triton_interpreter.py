@@ -30,7 +30,15 @@ CHECKS = {
     ),
     "block": (
         *("one_head", "two_heads_split_blocks", "six_heads_seven_slots", "sixteen_heads"),
-        *("block_of_two_steps", "packed", "packed_in_segments", "packed_anywhere", "anywhere"),
+        *(
+            "block_of_two_steps",
+            "packed",
+            "packed_one_head",
+            "repeated",
+            "empty_tiles",
+            "packed_anywhere",
+            "anywhere",
+        ),
         *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block"),
     ),
     "selection": (

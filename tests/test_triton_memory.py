@@ -26,7 +26,6 @@ from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton import operations  # noqa: E402
 from nsa_jax.kernels.triton.block_backward_key import KeySizes  # noqa: E402
-from nsa_jax.kernels.triton.block_items import num_segments  # noqa: E402
 from nsa_jax.kernels.triton.selection import SelectionSizes  # noqa: E402
 
 CONFIG = NSAConfig()
@@ -81,15 +80,10 @@ def formula(kind) -> float:
     forward = max(selecting, 3 * branch + 3 * row + indices)
 
     # A branch reads the gradient of the query that the one before left and writes another: of the two, one
-    # is the result. Delta and gate are numbers of each row. Later, the gradient of the selected keys sorts
-    # pairs by block and leaves partial sums: at most a slot for each full item of queries, and one for each
-    # run of a block and segment.
+    # is the result. Delta, products and gate are numbers of each row. Later, the gradient of the selected
+    # keys sorts pairs by block and leaves partial sums: at most two slots for each full item of queries.
     sizes = KeySizes.choose(HEADS // KV_HEADS, DIM, DIM, 2, CONFIG.selection_block_size, 90)
-    pairs = LENGTH * KV_HEADS * CONFIG.num_selected_blocks
-    blocks = LENGTH // CONFIG.selection_block_size
-    settings = dict(item=sizes.item, segment=sizes.segment)
-    segments = num_segments(LENGTH, blocks, CONFIG.num_selected_blocks, **settings)
-    slots = pairs // sizes.item + KV_HEADS * segments * blocks
+    slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // sizes.item
     partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
     d_query = branch
     backward = max(d_query + 6 * row + 2 * indices, 6 * row + 4 * indices + partials)

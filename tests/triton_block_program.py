@@ -33,7 +33,8 @@ class Case(NamedTuple):
     rows: int = 16
     keys: int = 16
     item: int = 1024
-    segment: int = 1024
+    empty: bool = False  # whether whole tiles of queries choose nothing
+    repeated: bool = False  # whether a query names a block twice, which is not allowed but harmless
     packed: bool = False
     positions: str = "all"
     batch: int = 1
@@ -49,18 +50,18 @@ class Case(NamedTuple):
 CASES = {
     "one_head": Case(1, weighted=True),
     "two_heads_split_blocks": Case(2, 48, 16, item=5, rows=32, previous=True),
-    "six_heads_seven_slots": Case(6, 16, 48, slots=7, item=7, segment=13, weighted=True, num_keys=33),
+    "six_heads_seven_slots": Case(6, 16, 48, slots=7, item=7, weighted=True, num_keys=33),
     "sixteen_heads": Case(16, 32, 16, rows=64, weighted=True, previous=True, item=9, peel=False),
     "block_of_two_steps": Case(2, block=32, batch=2, item=6, positions="last", num_keys=49),
     "packed": Case(2, packed=True, num_keys=75, item=4, weighted=True, rows=32),
-    "packed_in_segments": Case(1, 16, 32, packed=True, num_keys=75, item=3, segment=15, rows=32),
+    "packed_one_head": Case(1, 16, 32, packed=True, num_keys=75, item=3, rows=32),
+    "empty_tiles": Case(2, block=32, slots=2, item=4, empty=True),
     "packed_anywhere": Case(
         6, packed=True, batch=2, num_keys=75, positions="shuffled", item=5, rows=64, peel=False
     ),
-    "anywhere": Case(
-        3, positions="shuffled", kv_heads=2, block=32, slots=2, item=4, segment=11, num_stages=3
-    ),
+    "anywhere": Case(3, positions="shuffled", kv_heads=2, block=32, slots=2, item=4, num_stages=3),
     "more_slots_than_blocks": Case(2, slots=9, num_keys=30, scale=-0.4),
+    "repeated": Case(2, item=20, num_keys=100, repeated=True),
     "nothing": Case(4, positions="none", num_keys=20, peel=False),
     "one_query": Case(16, positions="one", num_keys=40, kv_heads=2),
     "fewer_keys_than_a_block": Case(2, num_keys=5, block=32, slots=1, keys=32, rows=32),
@@ -95,6 +96,10 @@ def inputs(case: Case):
         visible = min(max(int(placed.position[at[:2]]), 0) // case.block + 2, blocks)
         some = random.permutation(visible)[: random.integers(0, case.slots + 1)]
         indices[at][: len(some)] = np.sort(some)
+    if case.repeated:
+        indices[..., 1] = indices[..., 0]
+    if case.empty:
+        indices[:, 8:24] = -1
 
     def normal(*shape):
         return jnp.asarray(random.standard_normal(shape), jnp.float32)
@@ -129,11 +134,11 @@ def check_case(case: Case) -> dict[str, float]:
             return (out if weight is None else out * weight[..., None], lse), out
 
         (_, lse), pull, out = jax.vjp(weighted, query, key, value, has_aux=True)
-        d_query, d_key, d_value = pull((d_out, d_lse))
+        d_query, d_key, d_value = pull((d_out, jnp.where(lse > -jnp.inf, d_lse, 0)))
         return out, lse, d_query if previous is None else d_query + previous, d_key, d_value
 
     forward = ForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
-    keys = KeySizes(case.rows, case.keys, case.item, case.segment, 4, case.num_stages)
+    keys = KeySizes(case.rows, case.keys, case.item, 4, case.num_stages)
     neighbours = not case.packed and case.positions in ("all", "last", "one")
     first = int(plain["query_positions"][0, 0]) if neighbours else None
 
@@ -143,8 +148,9 @@ def check_case(case: Case) -> dict[str, float]:
         out, lse = attend_blocks(
             query, key, value, lists, config, case.scale, first_position=first, sizes=forward
         )
+        d_lse_of_all = jnp.where(lse > -jnp.inf, d_lse, jnp.nan)
         d_query, _, delta = block_query_gradient(
-            query, key, value, lists, config, out, lse, d_out, d_lse, weight, previous, case.scale,
+            query, key, value, lists, config, out, lse, d_out, d_lse_of_all, weight, previous, case.scale,
             first_position=first, sizes=QuerySizes(case.rows, case.keys, 4, 1, peel=case.peel),
         )  # fmt: skip
         d_key, d_value = block_key_gradients(
@@ -189,7 +195,7 @@ def check_items(case: Case) -> None:
 
     @jax.jit
     def turned(indices):
-        sizes = dict(item=case.item, segment=case.segment, packed=case.packed)
+        sizes = dict(item=case.item, packed=case.packed)
         return invert(indices, placed, config, case.num_keys, **sizes)
 
     with interpreted():
@@ -201,7 +207,7 @@ def check_items(case: Case) -> None:
         if indices[b, t, k, r] >= 0 and indices[b, t, k, r] * case.block <= placed.position[b, t]
     }
     got, slots = [], []
-    for head, start, limit, first, masked, end, slot, _ in np.asarray(found.items):
+    for head, start, limit, first, masked, end, slot in np.asarray(found.items):
         if head < 0:
             continue
         assert first <= masked <= end <= first + case.item
@@ -221,8 +227,8 @@ def main() -> None:
         began = time.time()
         check_lists(case)
         check_items(case)
-        errors = check_case(case)
-        assert max(errors.values()) < TOLERANCE, (name, errors)
+        errors = {} if case.repeated else check_case(case)
+        assert max(errors.values(), default=0) < TOLERANCE, (name, errors)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
 

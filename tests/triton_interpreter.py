@@ -65,7 +65,7 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
 
 def _poisoned(shape: jax.ShapeDtypeStruct) -> torch.Tensor:
     dtype = np.dtype(shape.dtype)
-    poison = np.nan if dtype.kind == "f" else np.iinfo(dtype).min
+    poison = np.nan if dtype.kind == "f" else np.iinfo(dtype).min + 85  # low bits, which may be flags, too
     return torch.from_numpy(np.full(shape.shape, poison, dtype))
 
 

@@ -3,8 +3,8 @@
 grid = (items, block / keys): one program per item of up to `item` queries that chose one block
 (`block_items`). It holds the block's keys and values and the two sums; each step gathers the rows of a few
 tokens, tokens times query heads of the KV head = `rows`, whose `N H` floats lie together. Items are ordered
-by KV head, segment of queries and block, and tokens ascend in an item, so that programs that run together
-read the same queries from L2. Queries that do not see the whole block, mostly the block's own, stand first in
+by KV head and block, and tokens ascend in an item, so that programs that run together read the same queries
+from L2. Queries that do not see the whole block, mostly the block's own, stand first in
 a run and are masked in a loop of their own.
 
 No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
@@ -14,8 +14,8 @@ for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
-Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs with one
-segment (at 64k and 2048: 0.27 GB), `P / item + runs <= 5 P / item` with more (0.67 GB). Floor at 64k, 16
+Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs (at 64k and
+2048: 0.27 GB). Floor at 64k, 16
 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
 """
 
@@ -29,7 +29,7 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_backward_query import load_lse
-from nsa_jax.kernels.triton.block_forward import register_limit, shared_bytes
+from nsa_jax.kernels.triton.block_forward import shared_bytes
 from nsa_jax.kernels.triton.block_items import ITEM_FIELDS, BlockItems, invert
 from nsa_jax.kernels.triton.block_lists import last_rows
 from nsa_jax.kernels.triton.launch import launch, like
@@ -46,10 +46,6 @@ from nsa_jax.kernels.triton.pieces import (
 )
 from nsa_jax.kernels.triton.support import target
 
-# Queries in segments that fit into the L2 cache were no faster (13.0 to 13.1 ms at 64k),
-# and leave more to add up.
-_ONE_SEGMENT = 2**30
-
 
 class KeySizes(NamedTuple):
     """What changes the speed and the order of summation only.
@@ -58,7 +54,6 @@ class KeySizes(NamedTuple):
       rows: tokens times padded query heads of a step, at least 16.
       keys: keys of a program; divides the block size.
       item: queries of a program at most.
-      segment: queries whose rows the L2 cache should hold; at least T for one segment.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight. From 3 on tokens are loaded a step early, so that rows are
         loaded two steps early; at 2 Triton issues them at the end of the step before.
@@ -68,7 +63,6 @@ class KeySizes(NamedTuple):
     rows: int
     keys: int
     item: int
-    segment: int
     num_warps: int
     num_stages: int
     registers: int | None = None
@@ -85,7 +79,7 @@ class KeySizes(NamedTuple):
             rows, keys, num_stages = max(32, heads), min(block_size, 32), 1
             while (rows + keys) * wide * 6 > room and max(rows, keys) > max(16, heads):
                 rows, keys = (rows, keys // 2) if keys > 16 else (max(rows // 2, heads), keys)
-            return cls(rows, keys, item, _ONE_SEGMENT, 8, num_stages)
+            return cls(rows, keys, item, 8, num_stages)
         # With wider sums a step of 64 rows spills, the sooner where operands are in registers too.
         rows = max(64 if wide <= 256 or (capability >= 90 and wide <= 320) else 32, heads)
         keys = min(block_size, 64 if wide <= 256 or capability >= 90 else 32)
@@ -94,7 +88,7 @@ class KeySizes(NamedTuple):
             held = keys * wide if capability >= 90 else 0  # in registers where there is no wgmma
             return (stages * rows * wide + held + 2 * rows * keys) * itemsize
 
-        return cls(rows, keys, item, _ONE_SEGMENT, 4 if wide <= 256 else 8, 2 if used(2) <= room else 1)
+        return cls(rows, keys, item, 4 if wide <= 256 else 8, 2 if used(2) <= room else 1)
 
 
 def block_key_gradients(
@@ -128,9 +122,7 @@ def block_key_gradients(
     if sizes is None:
         sizes = KeySizes.choose(heads, key_dim, value_dim, query.dtype.itemsize, block_size, target())
     assert block_size % sizes.keys == 0
-    items = invert(
-        block_indices, placed, config, num_keys, item=sizes.item, segment=sizes.segment, packed=packed
-    )
+    items = invert(block_indices, placed, config, num_keys, item=sizes.item, packed=packed)
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     slots = max(items.num_slots, 1)
     dims = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
@@ -140,7 +132,7 @@ def block_key_gradients(
         out=(like(query, (slots, block_size, key_dim), "float32"),
              like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // sizes.keys), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, **register_limit(sizes.registers),
+        num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, HEADS=heads,
         TOKENS=max(sizes.rows // padded_heads(heads), 1), PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         SCALE=float(scale), PRECISION=precision(query.dtype),
@@ -156,14 +148,14 @@ def block_key_gradients(
 
 def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
     """Copies the gradients of the blocks that are one item and adds up the others."""
-    heads, segments, num_blocks = items.partials.shape
+    heads, num_blocks = items.partials.shape
     operands = (
         part_key, part_value, items.slots, items.partials, items.starts, items.limits, d_key, d_value
     )  # fmt: skip
     return launch(
         _add_partials_kernel, *operands,
         out=(like(d_key), like(d_value)), grid=(num_blocks, heads, dims["BLOCK"] // 16),
-        num_keys=d_key.shape[1], segments=segments, **dims,
+        num_keys=d_key.shape[1], **dims,
     )  # fmt: skip
 
 
@@ -267,37 +259,28 @@ def _key_gradients_kernel(
 
 
 @triton.jit
-def _add_slots(
-    part, to, slots, partials, runs, segments, num_blocks,
-    BLOCK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-):  # fmt: skip
+def _add_slots(part, slot, count, within, BLOCK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     n = tl.arange(0, 16)
-    inside = n >= 0
     x0, x1 = zeros(16, D0, D1)
-    for segment in range(segments):
-        slot = tl.load(slots + runs + segment * num_blocks).to(tl.int64)
-        for i in range(tl.load(partials + runs + segment * num_blocks)):
-            y0, y1 = load_rows(part, ((slot + i) * BLOCK + to + n) * (D0 + D1), inside, D0, D1)
-            x0 += y0
-            if D1 > 0:
-                x1 += y1
+    for i in range(count):
+        y0, y1 = load_rows(part, ((slot + i) * BLOCK + within + n) * (D0 + D1), n >= 0, D0, D1)
+        x0 += y0
+        if D1 > 0:
+            x1 += y1
     return x0, x1
 
 
 @triton.jit
 def _add_partials_kernel(
     part_key, part_value, slots, partials, starts, limits, old_key, old_value, d_key, d_value,
-    num_keys, segments, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    num_keys, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
-    runs = tl.program_id(1) * segments * num_blocks + block
-    count = 0
-    for segment in range(segments):
-        count += tl.load(partials + runs + segment * num_blocks)
+    count = tl.load(partials + tl.program_id(1) * num_blocks + block)
     n = tl.arange(0, 16)
     within = tl.program_id(2) * 16
     key = tl.load(starts + b * num_blocks + block) + within + n
@@ -309,7 +292,8 @@ def _add_partials_kernel(
         v0, v1 = load_rows(old_value, to * (V0 + V1), mine, V0, V1)
         store_rows(d_value, to * (V0 + V1), v0, v1, mine, V0, V1)
     else:
-        x0, x1 = _add_slots(part_key, within, slots, partials, runs, segments, num_blocks, BLOCK, H0, H1)
+        slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
+        x0, x1 = _add_slots(part_key, slot, count, within, BLOCK, H0, H1)
         store_rows(d_key, to * (H0 + H1), x0, x1, mine, H0, H1)
-        y0, y1 = _add_slots(part_value, within, slots, partials, runs, segments, num_blocks, BLOCK, V0, V1)
+        y0, y1 = _add_slots(part_value, slot, count, within, BLOCK, V0, V1)
         store_rows(d_value, to * (V0 + V1), y0, y1, mine, V0, V1)

@@ -21,7 +21,6 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_forward import (
     in_one_block,
     load_entry,
-    register_limit,
     shared_bytes,
     tile_rows,
 )
@@ -137,7 +136,7 @@ def block_query_gradient(
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        **register_limit(sizes.registers), num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),
@@ -197,6 +196,7 @@ def _query_gradient_kernel(
     do0, do1 = load_rows(d_out + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
     row = tl.load(rows + first_query + token, mask=inside, other=-1)
     lse_2 = load_lse(lse + first_row, offset, inside)
+    sees = lse_2 < float("inf")
     shift, gate = row_shift(out, do0, do1, d_lse, weight, products, delta, first_row, offset, inside, V0, V1)
 
     this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
@@ -212,7 +212,9 @@ def _query_gradient_kernel(
             b, kv_head, num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1,
             PRECISION, TMA, WEIGHTED, True,
         )  # fmt: skip
-    free = (count - 1) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
+    free = (
+        tl.maximum(count - 1, 0) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
+    )
     for i in tl.range(0, free):
         start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
         dq0, dq1 = _add_step(
@@ -229,9 +231,9 @@ def _query_gradient_kernel(
                 PRECISION, TMA, WEIGHTED, True,
             )  # fmt: skip
 
-    dq0 *= SCALE
+    dq0 = tl.where(sees[:, None], dq0 * SCALE, 0.0)
     if H1 > 0:
-        dq1 *= SCALE
+        dq1 = tl.where(sees[:, None], dq1 * SCALE, 0.0)
     if previous is not None:
         old0, old1 = load_rows(previous + first_row * (H0 + H1), offset * (H0 + H1), inside, H0, H1)
         dq0 += old0

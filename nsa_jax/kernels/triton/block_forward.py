@@ -104,11 +104,6 @@ def shared_bytes(capability: int) -> int:
     return {80: 163, 86: 99, 87: 163, 89: 99, 120: 99}.get(capability, 227) * 1024
 
 
-def register_limit(registers: int | None) -> dict[str, dict[str, int]]:
-    """The option of `launch` that says so."""
-    return {} if registers is None else {"backend_options": {"maxnreg": registers}}
-
-
 def in_one_block(first_position: int | None, tokens: int, block_size: int) -> bool:
     """Whether the queries of every tile lie in one block, hence only a list's last entry needs the mask.
 
@@ -156,7 +151,7 @@ def attend_blocks(
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        **register_limit(sizes.registers), num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),
@@ -237,7 +232,9 @@ def _attend_blocks_kernel(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, start,
             member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
         )  # fmt: skip
-    free = (count - 1) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
+    free = (
+        tl.maximum(count - 1, 0) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
+    )
     for i in tl.range(0, free):
         start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
         out0, out1, largest, total = _attend_step(
@@ -252,7 +249,7 @@ def _attend_blocks_kernel(
                 start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
 
-    sees = total > 0
+    sees = total != 0  # of queries that are not a number, too
     part = 1 / tl.where(sees, total, 1.0)
     natural = tl.where(sees, (largest + tl.log2(total)) * LN_2, float("-inf"))
     tl.store(lse + first_row + offset, natural, mask=inside)

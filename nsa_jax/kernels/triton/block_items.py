@@ -1,9 +1,8 @@
 """The selection turned round: for each key block the queries that chose it, cut into pieces of work.
 
-The (query, block) pairs of a KV head are sorted by block. With `segment` below `T`, first by the segment of
-queries: what runs at one time then reads the queries of one segment, which the L2 cache holds. The pairs of
-one block and segment are a run; a run is cut into items of at most `item` pairs. A block whose pairs fit one
-item is written at once; the items of any other block store partial sums, which are added in order.
+The (query, block) pairs of a KV head are sorted by block. The pairs of one block are a run, which is cut into
+items of at most `item` pairs. A block whose pairs fit one item is written at once; the items of any other
+block store partial sums, which are added in order.
 
 Blocks have dense numbers in their row: in a plain row their index, in a packed one, where blocks begin
 anywhere, `start // l' + sequences that begin before`, which grows from block to block.
@@ -24,7 +23,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_lists import last_rows
 from nsa_jax.kernels.triton.launch import launch, like
 
-ITEM_FIELDS = 8
+ITEM_FIELDS = 7
 
 
 class BlockItems(NamedTuple):
@@ -34,9 +33,9 @@ class BlockItems(NamedTuple):
       tokens: queries in order of their blocks; ascending in a run, those that need the causal mask first.
       items: batch times K plus KV head (-1: no item), row index of the block's first key, row index behind
         the last key to write, first pair, pair behind the last that needs the causal mask, pair behind the
-        last, slot for the partial sums or -1, unused.
-      slots: first slot of each run.
-      partials: slots of each run; 0 where the block is one item.
+        last, slot for the partial sums or -1.
+      slots: first slot of each block.
+      partials: slots of each block; 0 where it is one item.
       starts: row index of each block's first key.
       limits: row index behind the last key of each block that may be written.
       written: keys whose gradient is written; None where all are.
@@ -44,9 +43,9 @@ class BlockItems(NamedTuple):
     """
 
     tokens: Int32[Array, " pairs"]
-    items: Int32[Array, "items 8"]
-    slots: Int32[Array, "heads segments blocks"]
-    partials: Int32[Array, "heads segments blocks"]
+    items: Int32[Array, "items 7"]
+    slots: Int32[Array, "heads blocks"]
+    partials: Int32[Array, "heads blocks"]
     starts: Int32[Array, "B blocks"]
     limits: Int32[Array, "B blocks"]
     written: Bool[Array, "B S K"] | None
@@ -61,12 +60,6 @@ class _Numbering(NamedTuple):
     limits: Int32[Array, "B blocks"]
 
 
-def num_segments(num_queries: int, num_blocks: int, slots: int, *, item: int, segment: int) -> int:
-    """Segments of at least `segment` queries, so few that runs stay below four times the full items."""
-    most = max(4 * num_queries * slots // (item * num_blocks), 1)
-    return max(min(-(-num_queries // segment), most), 1)
-
-
 def invert(
     block_indices: Int[Array, "B T K R"],
     placed: layout.QueryLayout,
@@ -74,27 +67,34 @@ def invert(
     num_keys: int,
     *,
     item: int,
-    segment: int,
     packed: bool,
 ) -> BlockItems:
-    """Groups the pairs by block; `packed` where sequences may begin behind row index 0."""
-    batch, num_queries, num_kv_heads, slots = block_indices.shape
+    """Groups the pairs by block; `packed` where sequences may begin behind row index 0.
+
+    Raises:
+      NotImplementedError: more pairs or blocks than 32-bit numbers count.
+    """
+    batch, num_queries, num_kv_heads, _ = block_indices.shape
     size = config.selection_block_size
     numbering = (_number_packed if packed else _number_plain)(placed, config, num_keys)
     num_blocks = numbering.starts.shape[1]
-    segments = num_segments(num_queries, num_blocks, slots, item=item, segment=segment)
     heads = batch * num_kv_heads
-    num_pairs, num_runs = block_indices.size, heads * segments * num_blocks
+    num_pairs, num_runs = block_indices.size, heads * num_blocks
     if max(2 * num_runs + 2, num_pairs) >= 2**31:
-        raise ValueError(f"{num_runs} runs of {num_pairs} (query, block) pairs do not fit 32-bit numbers.")
+        raise NotImplementedError(
+            f"the Triton kernels need fewer than 2^31 pairs of a query and a block, got {num_pairs} of "
+            f"{num_runs} blocks. Split the batch or the heads, or use implementation='xla'."
+        )
 
     row = last_rows(placed)[:, :, None, None]
     start = placed.sequence_start[:, :, None, None] + block_indices * size
-    exists = (block_indices >= 0) & (start <= row)
+    before = jnp.pad(block_indices[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=-1)
+    exists = (
+        (block_indices >= 0) & (start <= row) & (block_indices != before)
+    )  # a block said twice counts once
     query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
     head = jnp.arange(heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
-    run = (head * segments + query // -(-num_queries // segments)) * num_blocks
-    run = run + numbering.first[:, :, None, None] + block_indices
+    run = head * num_blocks + numbering.first[:, :, None, None] + block_indices
     needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
     place = jnp.where(exists, 2 * run + needs_no_mask, 2 * num_runs)
     query = jnp.broadcast_to(query, block_indices.shape)
@@ -103,15 +103,12 @@ def invert(
     first, masked, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
 
     count = -(-(end - first) // item)
-    per_block = count.reshape(heads, segments, num_blocks)
-    total = per_block.sum(1, keepdims=True)
-    partials = jnp.where(total > 1, per_block, 0)
+    chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
+    partials = jnp.where(count > 1, count, 0)
     if not packed:  # a block nobody chose is an item too: it writes zeros
-        empty = jnp.where(total == 0, jnp.arange(segments, dtype=jnp.int32)[:, None] == 0, 0)
-        count = count + empty.astype(jnp.int32).reshape(-1)
+        count = jnp.maximum(count, 1)
     item_ends = jnp.cumsum(count, dtype=jnp.int32)
-    slot_ends = jnp.cumsum(partials.reshape(-1), dtype=jnp.int32)
-    run_slots = slot_ends - partials.reshape(-1)
+    run_slots = jnp.cumsum(partials, dtype=jnp.int32) - partials
 
     num_items = num_pairs // item + (min(num_runs, num_pairs) if packed else num_runs)
     number = jnp.arange(num_items, dtype=jnp.int32)
@@ -120,22 +117,20 @@ def invert(
     index = number - (item_ends - count)[run]
     item_first = first[run] + index * item
     item_end = jnp.minimum(item_first + item, end[run])
-    head, block = run // (segments * num_blocks), run % num_blocks
+    head, block = run // num_blocks, run % num_blocks
     b = head // num_kv_heads
     items = (
         jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
         jnp.clip(masked[run], item_first, item_end), item_end,
-        jnp.where(partials.reshape(-1)[run] > 0, run_slots[run] + index, -1), jnp.zeros_like(run),
+        jnp.where(partials[run] > 0, run_slots[run] + index, -1),
     )  # fmt: skip
-    # With one segment, a block of several items has more than `item` pairs: at most twice the full items.
-    num_slots = min(num_items, 2 * num_pairs // item) if segments == 1 else num_items
-    written = None
-    if packed:
-        written = _written(numbering, total.reshape(batch, num_kv_heads, num_blocks), num_keys, size)
+    # A block of several items has more than `item` pairs: in all at most twice the full items.
+    num_slots = 0 if num_queries <= item else max(min(num_items, 2 * num_pairs // item), 1)
+    written = _written(numbering, chosen, num_keys, size) if packed else None
+    slots, partials = (x.reshape(heads, num_blocks) for x in (run_slots, partials))
     return BlockItems(
-        tokens, jnp.stack(items, -1), run_slots.reshape(per_block.shape), partials, numbering.starts,
-        numbering.limits, written, 0 if segments == 1 and num_queries <= item else max(num_slots, 1),
-    )  # fmt: skip
+        tokens, jnp.stack(items, -1), slots, partials, numbering.starts, numbering.limits, written, num_slots
+    )
 
 
 def _number_plain(placed, config, num_keys) -> _Numbering:
@@ -171,7 +166,7 @@ def _number_packed(placed, config, num_keys) -> _Numbering:
     )
 
 
-def _written(numbering: _Numbering, items: Int32[Array, "B K blocks"], num_keys: int, size: int):
+def _written(numbering: _Numbering, chosen: Bool[Array, "B K blocks"], num_keys: int, size: int):
     """Keys of blocks that some query chose: starts ascend with the numbers and blocks do not overlap."""
     batch, num_blocks = numbering.starts.shape
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -180,7 +175,7 @@ def _written(numbering: _Numbering, items: Int32[Array, "B K blocks"], num_keys:
     at_key = jax.lax.cummax(at_key, axis=1)
     inside = jnp.arange(num_keys) < jnp.take_along_axis(numbering.limits, jnp.maximum(at_key, 0), axis=1)
     inside &= at_key >= 0
-    chosen = jnp.take_along_axis(items > 0, jnp.maximum(at_key, 0)[:, None], axis=2)
+    chosen = jnp.take_along_axis(chosen, jnp.maximum(at_key, 0)[:, None], axis=2)
     return inside[:, :, None] & chosen.swapaxes(1, 2)
 
 

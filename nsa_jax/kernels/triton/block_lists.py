@@ -60,7 +60,10 @@ def union_lists(
     if tokens not in (1, 2, 4, 8, 16, 32):
         raise ValueError(f"tokens must be a power of two up to 32, got {tokens}.")
     if num_keys * tokens >= _LARGEST:
-        raise ValueError(f"num_keys * tokens must be below 2^31 - 1, got {num_keys} * {tokens}.")
+        raise NotImplementedError(
+            "the Triton kernels need fewer than 2^31 keys times tokens of a tile, got "
+            f"{num_keys} * {tokens}. Use implementation='xla'."
+        )
     rows = last_rows(placed)
     tiles = triton.cdiv(num_queries, tokens)
     padded_slots = triton.next_power_of_2(slots)

@@ -7,6 +7,8 @@ import jax_triton
 
 from nsa_jax.array_typing import Array
 
+MOST_PROGRAMS_Y = 65535
+
 
 def launch(
     kernel: Any,
@@ -15,6 +17,7 @@ def launch(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 2,
+    registers: int | None = None,
     **constants: Any,
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
@@ -24,11 +27,22 @@ def launch(
         then integers and `tl.constexpr`s.
       *operands: arrays, contiguous, or descriptors of them; None for one that the kernel does without.
       out: `jax.ShapeDtypeStruct` of the result, or a pytree of them.
-      grid: programs along x, y and z; x may be long, y and z end at 65535.
+      grid: programs along x, y and z; x may be long.
       num_warps: warps of a program.
       num_stages: tiles that a loop loads ahead.
+      registers: most registers of a thread; None leaves it to the compiler.
       **constants: the kernel's other parameters by name.
+
+    Raises:
+      NotImplementedError: the grid is too long along y, where batch rows times KV heads stand.
     """
+    if max(grid[1:], default=0) > MOST_PROGRAMS_Y:
+        raise NotImplementedError(
+            f"the Triton kernels run at most {MOST_PROGRAMS_Y} batch rows times KV heads, got "
+            f"{max(grid[1:])}. Split the batch (jax.lax.map), or use implementation='xla'."
+        )
+    if registers is not None:
+        constants["backend_options"] = dict(maxnreg=registers)
     results = jax_triton.triton_call(
         *operands,
         kernel=kernel,

@@ -138,7 +138,8 @@ def select_blocks(
     if lse_cmp is None:
         limits, edges = placed.compression_range(config), _compression_edges(config, first_position)
         _, lse_cmp = _range_attention(query, key_cmp, key_cmp, *limits, scale, edges)
-    return _select(query, key_cmp, lse_cmp, placed, config, scale, packed=segment_ids is not None)
+    blocks = _select(query, key_cmp, lse_cmp, placed, config, scale, packed=segment_ids is not None)
+    return checkpoint_name(blocks, "nsa_block_indices")
 
 
 @partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))

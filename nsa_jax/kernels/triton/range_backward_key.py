@@ -40,7 +40,6 @@ from nsa_jax.kernels.triton.pieces import (
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_forward import options
 from nsa_jax.kernels.triton.range_tiles import tokens_of
 from nsa_jax.kernels.triton.support import target
 
@@ -137,7 +136,8 @@ def row_numbers(start, end, lse, delta, weight, heads: int, tokens: int) -> tupl
       `ranges [B, 2, rows]`: start and count of the keys that a row sees; `scalars [B, K, 2 or 3, rows]`:
       normaliser, shift and, with a weight, gate, such that `p = exp2(logits - normaliser)`, `dv` sums
       `gate p` and `dk` sums `gate p (dp - shift)`. This form spares the kernel a number an element. Rows that
-      see nothing have normaliser inf: exp2(x - inf) = 0. A gate of 0 becomes one that is lost in any sum.
+      see nothing, or whose gate is 0, have normaliser inf: exp2(x - inf) = 0. Smaller gates than 1e-18
+      become 1e-18.
     """
     batch, num_queries, num_heads = lse.shape
     padding = -num_queries % tokens
@@ -153,6 +153,8 @@ def row_numbers(start, end, lse, delta, weight, heads: int, tokens: int) -> tupl
         return jnp.repeat(x, heads + padding_heads, axis=1)
 
     seen = lse > -jnp.inf
+    if weight is not None:
+        seen &= (weight != 0) | (delta != 0)
     normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
     shift = jnp.where(seen, delta, 0)
     if weight is None:
@@ -209,7 +211,8 @@ def range_key_gradients(
         _key_gradients_kernel, *query_tiles(query, num_kv_heads, tokens, tma),
         *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), ranges, scalars, bounds,
-        out=out, grid=(segments * bounds.shape[1], batch * num_kv_heads), **options(sizes),
+        out=out, grid=(segments * bounds.shape[1], batch * num_kv_heads),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,

@@ -32,7 +32,6 @@ from nsa_jax.kernels.triton.pieces import (
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_forward import options
 from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits, tokens_of
 from nsa_jax.kernels.triton.support import target
 
@@ -103,7 +102,8 @@ def range_query_gradient(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
         out=(like(query), like(lse), like(lse)),
-        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,

@@ -72,12 +72,6 @@ class RangeForwardSizes(NamedTuple):
         return cls(64 if wide else 128, 32 if wide and capability == 89 else 64, 4 if wide else 8, 2)
 
 
-def options(sizes) -> dict:
-    """Keyword arguments of `launch` that every kind of sizes has."""
-    found = dict(num_warps=sizes.num_warps, num_stages=sizes.num_stages)
-    return found if sizes.registers is None else {**found, "backend_options": dict(maxnreg=sizes.registers)}
-
-
 def attend_ranges(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -119,7 +113,8 @@ def attend_ranges(
         None if known else start, None if known else end, *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
-        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads), **options(sizes),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,

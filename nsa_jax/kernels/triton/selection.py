@@ -10,11 +10,9 @@ from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.importance import importance_kernel
-from nsa_jax.kernels.triton.launch import launch
+from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton.pieces import LOG2_E, has_tma, key_tiles, precision, split_dim
 from nsa_jax.kernels.triton.support import target
-
-_MOST_PROGRAMS_Y = 65535
 
 
 class SelectionSizes(NamedTuple):
@@ -121,7 +119,7 @@ def _split(
 ) -> _Chunks:
     """Chunks of whole batch rows as long as one fits, else even pieces of a row in whole tiles of tokens."""
     room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
-    most_rows = min(room // num_queries, _MOST_PROGRAMS_Y // num_kv_heads)
+    most_rows = min(room // num_queries, MOST_PROGRAMS_Y // num_kv_heads)
     if most_rows >= 1:
         number = -(-batch // most_rows)
         return _Chunks(-(-batch // number), num_queries, 1, number)
@@ -144,7 +142,6 @@ def _score(
     last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
     groups = -(-last // ((columns // padded - early) * sizes.column_tiles))
     shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])
-    cap = {} if sizes.registers is None else {"backend_options": dict(maxnreg=sizes.registers)}
     tma = has_tma() and padded == own  # else keys are loaded one by one
     return launch(
         importance_kernel,
@@ -152,11 +149,11 @@ def _score(
         placed.compression_start if packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(-(-shape[2] // sizes.tokens) * groups, shape[0] * shape[1]),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_compressed=num_compressed, scale=scale, HEADS=num_heads, H0=first, H1=second,
         SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
         COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, GROUPS=groups,
-        PRECISION=precision(query.dtype), TMA=tma, **common, **cap,
+        PRECISION=precision(query.dtype), TMA=tma, **common,
     )  # fmt: skip
 
 
