@@ -212,9 +212,10 @@ def _query_gradient_kernel(
             b, kv_head, num_keys, start, member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1,
             PRECISION, TMA, WEIGHTED, True,
         )  # fmt: skip
-    free = (
-        tl.maximum(count - 1, 0) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
-    )
+    if ONE_BLOCK:
+        free = tl.maximum(count - 1, 0) * STEPS
+    else:
+        free = tl.minimum(tl.load(unmasked + this) * STEPS, last)
     for i in tl.range(0, free):
         start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
         dq0, dq1 = _add_step(

@@ -232,9 +232,10 @@ def _attend_blocks_kernel(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys, start,
             member, row, KV_HEADS, SCALE, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
         )  # fmt: skip
-    free = (
-        tl.maximum(count - 1, 0) * STEPS if ONE_BLOCK else tl.minimum(tl.load(unmasked + this) * STEPS, last)
-    )
+    if ONE_BLOCK:
+        free = tl.maximum(count - 1, 0) * STEPS
+    else:
+        free = tl.minimum(tl.load(unmasked + this) * STEPS, last)
     for i in tl.range(0, free):
         start, member = load_entry(starts, members, i, True, token, KEYS, STEPS)
         out0, out1, largest, total = _attend_step(
