@@ -1,7 +1,9 @@
 """What the Triton kernels can run, and why not, without importing Triton: that may be missing."""
 
+import functools
 import importlib
 import importlib.metadata
+import inspect
 
 import jax
 
@@ -14,7 +16,7 @@ _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one progr
 _VERSIONS = {
     "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
     "jax-triton": ((0, 4, 1), (0, 5), "0.4 launches through the FFI"),
-    "triton": ((3, 6), (3, 9), "3.9 emits PTX that the ptxas of CUDA 13.0 refuses"),
+    "triton": ((3, 6), (3, 9), "older ones lack host descriptors, newer ones emit PTX that ptxas of CUDA 13.0 refuses"),
 }
 
 
@@ -83,6 +85,7 @@ def _blocks(operation: str, config: NSAConfig) -> str | None:
     return None
 
 
+@functools.cache
 def _installation() -> str | None:
     """Why the kernels cannot be lowered here: what is missing, or of a version that does not work."""
     for package, (oldest, newest, why) in _VERSIONS.items():
@@ -100,6 +103,9 @@ def _installation() -> str | None:
         return f"the Triton kernels need jax-triton, got {type(error).__name__} at its import: {error}."
     if lowering.triton_kernel_call_lib is None:
         return "the Triton kernels need jax-cuda13-plugin, got a jaxlib without it."
+    if not inspect.ismodule(lowering.cb):  # it stands in for a compiler that it could not import
+        found = importlib.metadata.version("triton")
+        return f"the Triton kernels need a Triton that jax-triton compiles with (3.7 and newer), got {found}."
     return None
 
 
