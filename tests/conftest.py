@@ -35,6 +35,11 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests first: one that begins last would run while the other workers have nothing left to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not _has_gpu():
         pytest.skip("JAX sees no GPU")
