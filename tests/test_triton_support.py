@@ -29,7 +29,7 @@ def shapes(dtype="bfloat16", key_dim=128, value_dim=128):
 def installed(monkeypatch):
     """A machine on which all packages are there, in versions that work, with a GPU of capability 9.0."""
     versions = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.8.0"}
-    lowering = types.SimpleNamespace(triton_kernel_call_lib=object())
+    lowering = types.SimpleNamespace(triton_kernel_call_lib=object(), cb=types)  # any module
 
     def version(name):
         if name not in versions:
@@ -39,7 +39,9 @@ def installed(monkeypatch):
     monkeypatch.setattr(support.importlib.metadata, "version", version)
     monkeypatch.setattr(support.importlib, "import_module", lambda name: lowering)
     monkeypatch.setattr(support, "capability", lambda: (9, 0))
-    return types.SimpleNamespace(versions=versions, lowering=lowering)
+    support._installation.cache_clear()
+    yield types.SimpleNamespace(versions=versions, lowering=lowering)
+    support._installation.cache_clear()
 
 
 def reason(operation="native_sparse_attention", arrays=None, config=CONFIG, platform="cuda"):
@@ -147,6 +149,13 @@ def test_lowering_support_is_probed_too(installed):
     installed.lowering.triton_kernel_call_lib = None
 
     assert "need jax-cuda13-plugin, got a jaxlib without it" in reason()
+
+
+def test_compiler_that_jax_triton_could_not_import(installed):
+    installed.versions["triton"] = "3.6.0"
+    installed.lowering.cb = types.SimpleNamespace()  # what stands in for it
+
+    assert "need a Triton that jax-triton compiles with (3.7 and newer), got 3.6.0" in reason()
 
 
 def test_old_gpu(installed, monkeypatch):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def folds_vmap[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def folds_vmap[R](function: Callable[..., R]) -> Callable[..., R]:
     """Makes `function` mappable; each array that it takes and returns has the batch as its first axis."""
     mapped = jax.custom_batching.custom_vmap(function)
 

@@ -69,14 +69,14 @@ def union_lists(
     padded_slots = triton.next_power_of_2(slots)
     entries = like(rows, (batch, num_kv_heads, tiles, tokens * slots))
     per_tile = like(rows, entries.shape[:3])
-    lists = launch(
+    starts, members, counts, unmasked = launch(
         _union_lists_kernel, block_indices.astype(jnp.int32), rows, placed.sequence_start,
         out=(entries, entries, per_tile, per_tile),
         grid=(tiles, batch * num_kv_heads), num_warps=max(1, min(8, tokens * padded_slots // 64)),
         num_queries=num_queries, HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
         BLOCK=config.selection_block_size, LARGEST=_LARGEST,
     )  # fmt: skip
-    return UnionLists(*lists, rows)
+    return UnionLists(starts, members, counts, unmasked, rows)
 
 
 @triton.jit

@@ -197,10 +197,7 @@ def range_key_gradients(
     )
     bounds = query_bounds(start, end, num_keys, sizes.keys, tokens)
     ranges, scalars = row_numbers(start, end, lse, delta, weight, heads, tokens)
-    if segments == 1:
-        out = like(key), like(value)
-    else:
-        out = tuple(like(x, (segments, *x.shape), "float32") for x in (key, value))
+    out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     if tma:
@@ -253,10 +250,7 @@ def _sum_tiles(
     PRECISION: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TOKENS * PADDED_HEADS
-    if KEYS_FIRST:
-        ROW_AXIS: tl.constexpr = 0
-    else:
-        ROW_AXIS: tl.constexpr = 1
+    ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     for i in tl.range(low, high):
         q0, q1 = load_queries(
             queries0, queries1, b, i * TOKENS, kv_head, num_queries,

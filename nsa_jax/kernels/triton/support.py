@@ -16,7 +16,7 @@ _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one progr
 _VERSIONS = {
     "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
     "jax-triton": ((0, 4, 1), (0, 5), "0.4 launches through the FFI"),
-    "triton": ((3, 6), (3, 9), "older ones lack host descriptors, newer ones emit PTX that ptxas of CUDA 13.0 refuses"),
+    "triton": ((3, 6), (3, 9), "3.6 has host descriptors, 3.9 emits PTX that CUDA 13.0 refuses"),
 }
 
 
@@ -40,7 +40,7 @@ def unsupported_reason(
     if operation == "gated_sum":
         return None
     dims = sorted({x.shape[-1] for x in floats if len(x.shape) == 4 and x is not _gates(operation, arrays)})
-    if unsupported := [dim for dim in dims if split_dim(dim) is None]:
+    if unsupported := [dim for dim in dims if not _splits(dim)]:
         return (
             "the Triton kernels need key and value dims that are a power of two or the sum of two, of at "
             f"least 16 each and 256 together, got {unsupported[0]}. Pad them, or use implementation='xla'."
@@ -48,13 +48,25 @@ def unsupported_reason(
     return None if config is None else _blocks(operation, config)
 
 
-def split_dim(dim: int) -> tuple[int, int] | None:
-    """`(first, second)`: powers of two of at least 16 that add up to `dim`, the second maybe 0, or None."""
+def split_dim(dim: int) -> tuple[int, int]:
+    """`(first, second)`: powers of two of at least 16 that add up to `dim`, the second maybe 0.
+
+    Raises:
+      ValueError: there are none, or `dim` is above 256.
+    """
     first = 1 << (dim.bit_length() - 1) if dim > 0 else 0
     second = dim - first
     if first < 16 or dim > 256 or (second and (second < 16 or second & (second - 1))):
-        return None
+        raise ValueError(f"dim must be a power of two or the sum of two, 16 to 256, got {dim}. Pad it.")
     return first, second
+
+
+def _splits(dim: int) -> bool:
+    try:
+        split_dim(dim)
+    except ValueError:
+        return False
+    return True
 
 
 def _gates(operation: str, arrays: tuple) -> object:
