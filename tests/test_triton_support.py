@@ -13,15 +13,15 @@ from messages import has_form
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton import support
+from nsa_jax.kernels.triton import dims, gpu, support
 
 CONFIG = NSAConfig()
 
 
-def shapes(dtype="bfloat16", key_dim=128, value_dim=128):
+def shapes(dtype="bfloat16", key_dim=128, value_dim=128, heads=4):
     struct = jax.ShapeDtypeStruct
-    query, key = struct((1, 99, 4, key_dim), dtype), struct((1, 99, 2, key_dim), dtype)
-    value, gates = struct((1, 99, 2, value_dim), dtype), struct((1, 99, 4, 3), dtype)
+    query, key = struct((1, 99, heads, key_dim), dtype), struct((1, 99, 2, key_dim), dtype)
+    value, gates = struct((1, 99, 2, value_dim), dtype), struct((1, 99, heads, 3), dtype)
     return query, key, value, key, value, key, value, gates
 
 
@@ -38,7 +38,7 @@ def installed(monkeypatch):
 
     monkeypatch.setattr(support.importlib.metadata, "version", version)
     monkeypatch.setattr(support.importlib, "import_module", lambda name: lowering)
-    monkeypatch.setattr(support, "capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda: (9, 0))
     support._installation.cache_clear()
     yield types.SimpleNamespace(versions=versions, lowering=lowering)
     support._installation.cache_clear()
@@ -67,7 +67,7 @@ def test_paper_configuration_is_supported(installed):
 @pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 256])
 def test_dims_of_two_powers_of_two_are_supported(installed, dim):
     assert reason(arrays=shapes(key_dim=dim)) is None
-    first, second = support.split_dim(dim)
+    first, second = dims.split_dim(dim)
     assert first + second == dim
 
 
@@ -158,8 +158,38 @@ def test_compiler_that_jax_triton_could_not_import(installed):
     assert "need a Triton that jax-triton compiles with (3.7 and newer), got 3.6.0" in reason()
 
 
+@pytest.mark.parametrize(
+    ("capability", "arrays", "stride", "rule"),
+    [
+        (
+            (8, 9),
+            shapes("float32", 192),
+            2,
+            "compressed keys of two selection blocks to fit into shared memory",
+        ),
+        ((8, 9), shapes("float32", 256, 256, heads=64), 16, "query heads of one KV head"),
+        (
+            (8, 9),
+            shapes("bfloat16", 256, 256, heads=128),
+            16,
+            "query heads of one KV head to fit into shared",
+        ),
+        ((8, 0), shapes("float32", 192, heads=128), 16, "query heads of one KV head"),
+    ],
+)
+def test_tiles_that_a_gpu_cannot_hold(installed, monkeypatch, capability, arrays, stride, rule):
+    config = dataclasses.replace(CONFIG, compression_stride=stride)
+    monkeypatch.setattr(gpu, "capability", lambda: capability)
+    text = reason(arrays=arrays, config=config)
+    assert rule in text
+    assert has_form(text)
+
+    monkeypatch.setattr(gpu, "capability", lambda: (9, 0))
+    assert reason(arrays=arrays, config=config) is None
+
+
 def test_old_gpu(installed, monkeypatch):
-    monkeypatch.setattr(support, "capability", lambda: (7, 5))
+    monkeypatch.setattr(gpu, "capability", lambda: (7, 5))
 
     assert "need compute capability 8.0, got 7.5" in reason()
 

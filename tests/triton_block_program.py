@@ -20,6 +20,7 @@ from nsa_jax.kernels.triton.block_backward_query import QuerySizes, block_query_
 from nsa_jax.kernels.triton.block_forward import ForwardSizes, attend_blocks
 from nsa_jax.kernels.triton.block_items import invert
 from nsa_jax.kernels.triton.block_lists import union_lists
+from nsa_jax.kernels.triton.dims import tokens_of
 
 TOLERANCE = 2e-5  # float32 sums of at most 100 terms of size 1
 
@@ -144,7 +145,7 @@ def check_case(case: Case) -> dict[str, float]:
 
     @jax.jit
     def kernels(query, key, value):
-        lists = union_lists(indices, placed, config, case.num_keys, tokens=forward.tokens(case.heads))
+        lists = union_lists(indices, placed, config, case.num_keys, tokens=tokens_of(case.rows, case.heads))
         out, lse = attend_blocks(
             query, key, value, lists, config, case.scale, first_position=first, sizes=forward
         )

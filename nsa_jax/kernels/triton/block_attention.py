@@ -7,7 +7,8 @@ from nsa_jax.kernels.triton import block_forward
 from nsa_jax.kernels.triton.block_backward_key import block_key_gradients
 from nsa_jax.kernels.triton.block_backward_query import QuerySizes, block_query_gradient
 from nsa_jax.kernels.triton.block_lists import union_lists
-from nsa_jax.kernels.triton.support import target
+from nsa_jax.kernels.triton.dims import tokens_of
+from nsa_jax.kernels.triton.gpu import target
 
 
 def attend_blocks(
@@ -28,7 +29,7 @@ def attend_blocks(
     """
     heads = query.shape[2] // key.shape[2]
     sizes = block_forward.ForwardSizes.choose(heads, *_dims(query, value, config), target())
-    lists = union_lists(block_indices, placed, config, key.shape[1], tokens=sizes.tokens(heads))
+    lists = union_lists(block_indices, placed, config, key.shape[1], tokens=tokens_of(sizes.rows, heads))
     return block_forward.attend_blocks(
         query, key, value, lists, config, scale, first_position=first_position, sizes=sizes
     )
@@ -59,7 +60,7 @@ def block_gradients(
     """
     heads = query.shape[2] // key.shape[2]
     sizes = QuerySizes.choose(heads, *_dims(query, value, config), target())
-    lists = union_lists(block_indices, placed, config, key.shape[1], tokens=sizes.tokens(heads))
+    lists = union_lists(block_indices, placed, config, key.shape[1], tokens=tokens_of(sizes.rows, heads))
     d_query, products, delta = block_query_gradient(
         query, key, value, lists, config, out, lse, d_out, d_lse, weight, previous, scale,
         first_position=first_position, sizes=sizes,

@@ -29,22 +29,20 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_backward_query import load_lse
-from nsa_jax.kernels.triton.block_forward import shared_bytes
 from nsa_jax.kernels.triton.block_items import ITEM_FIELDS, BlockItems, invert
 from nsa_jax.kernels.triton.block_lists import last_rows
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
+from nsa_jax.kernels.triton.gpu import shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     add_product,
     inner,
     load_rows,
-    padded_heads,
     precision,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.support import target
 
 
 class KeySizes(NamedTuple):

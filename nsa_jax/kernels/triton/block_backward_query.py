@@ -21,27 +21,24 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_forward import (
     in_one_block,
     load_entry,
-    shared_bytes,
     tile_rows,
 )
 from nsa_jax.kernels.triton.block_lists import UnionLists
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     add_product,
-    has_tma,
     inner,
     key_tiles,
     load_keys,
     load_rows,
-    padded_heads,
     precision,
     row_shift,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.support import target
 
 
 class QuerySizes(NamedTuple):
@@ -81,12 +78,10 @@ class QuerySizes(NamedTuple):
             keys //= 2
         if used() > room:
             num_stages = 1
+        while used() > room and rows > max(16, padded_heads(heads_per_kv_head)):
+            rows //= 2
         num_warps = 8 if rows > 64 or wide > 320 or itemsize == 4 else 4
         return cls(rows, keys, num_warps, num_stages, None, itemsize < 4 and capability >= 90)
-
-    def tokens(self, heads_per_kv_head: int) -> int:
-        """Queries of a tile, as `union_lists` wants them."""
-        return max(min(self.rows // padded_heads(heads_per_kv_head), 32), 1)
 
 
 def block_query_gradient(
@@ -110,7 +105,7 @@ def block_query_gradient(
 
     Args:
       query, key, value, config, scale, first_position: see `attend_blocks`.
-      lists: made with `sizes.tokens(N // K)` tokens.
+      lists: made with `tokens_of(sizes.rows, N // K)` tokens.
       out, lse: what the forward returned.
       d_out: cotangent of the weighted output.
       d_lse: cotangent of `lse`; None for 0.
@@ -125,7 +120,7 @@ def block_query_gradient(
     heads, block_size = num_heads // num_kv_heads, config.selection_block_size
     if sizes is None:
         sizes = QuerySizes.choose(heads, key_dim, value_dim, query.dtype.itemsize, block_size, target())
-    tokens = sizes.tokens(heads)
+    tokens = tokens_of(sizes.rows, heads)
     tiles, size = lists.starts.shape[2:]
     assert tiles == triton.cdiv(num_queries, tokens), f"lists of {tiles} tiles, sizes of {tokens} tokens"
     assert block_size % sizes.keys == 0

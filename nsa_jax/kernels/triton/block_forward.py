@@ -23,24 +23,22 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_lists import UnionLists
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LN_2,
     LOG2_E,
     LOWEST,
     add_product,
-    has_tma,
     inner,
     key_tiles,
     load_keys,
     load_rows,
-    padded_heads,
     precision,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.support import target
 
 
 class ForwardSizes(NamedTuple):
@@ -83,10 +81,6 @@ class ForwardSizes(NamedTuple):
         peel = itemsize < 4 and capability >= 90  # without wgmma it costs registers
         return cls(rows, keys, num_warps, num_stages, None, peel)
 
-    def tokens(self, heads_per_kv_head: int) -> int:
-        """Queries of a tile, as `union_lists` wants them."""
-        return max(min(self.rows // padded_heads(heads_per_kv_head), 32), 1)
-
 
 def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
     """Tokens times padded query heads of a tile of queries: 64 for one wgmma.
@@ -97,11 +91,6 @@ def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
     heads = padded_heads(heads_per_kv_head)
     few = 16 if heads == 1 else 32
     return max(few if heads < 8 or itemsize == 4 else 64, heads)
-
-
-def shared_bytes(capability: int) -> int:
-    """Shared memory that one program may have."""
-    return {80: 163, 86: 99, 87: 163, 89: 99, 120: 99}.get(capability, 227) * 1024
 
 
 def in_one_block(first_position: int | None, tokens: int, block_size: int) -> bool:
@@ -123,7 +112,7 @@ def attend_blocks(
     first_position: int | None = None,
     sizes: ForwardSizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of each query over its blocks, `lists` made with `sizes.tokens(N // K)` tokens.
+    """Attention of each query over its blocks, `lists` made with `tokens_of(sizes.rows, N // K)` tokens.
 
     Args:
       query, key, value, lists, config, scale: as above.
@@ -139,7 +128,7 @@ def attend_blocks(
     heads, block_size = num_heads // num_kv_heads, config.selection_block_size
     if sizes is None:
         sizes = ForwardSizes.choose(heads, key_dim, value_dim, query.dtype.itemsize, block_size, target())
-    tokens = sizes.tokens(heads)
+    tokens = tokens_of(sizes.rows, heads)
     tiles, size = lists.starts.shape[2:]
     assert tiles == triton.cdiv(num_queries, tokens), f"lists of {tiles} tiles, sizes of {tokens} tokens"
     assert block_size % sizes.keys == 0

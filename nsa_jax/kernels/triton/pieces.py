@@ -13,23 +13,13 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.triton.support import capability, split_dim
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # a first maximum that no -inf minus -inf can come from
 
 type Source = Array | jax_triton.TensorDescriptor | None
-
-
-def has_tma() -> bool:
-    """Whether the GPU that the kernels are made for fetches tiles by itself."""
-    return (capability() or (0, 0)) >= (9, 0)
-
-
-def padded_heads(heads_per_kv_head: int) -> int:
-    """The power of two that holds the query heads of a KV head."""
-    return 1 << (heads_per_kv_head - 1).bit_length()
 
 
 def precision(dtype) -> str:

@@ -24,24 +24,21 @@ import triton.language as tl
 from jax_triton import TensorDescriptor
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     add_product,
-    has_tma,
     inner,
     key_tiles,
     load_keys,
     load_queries,
-    padded_heads,
     precision,
     query_tiles,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_tiles import tokens_of
-from nsa_jax.kernels.triton.support import target
 
 _PARTIAL_BYTES = 300_000_000  # most memory of the sums of all segments
 _PROGRAMS = 2048  # wanted: 16 turns of a GPU with 132 processors, about half of them empty in the causal case
@@ -76,7 +73,8 @@ class RangeKeySizes(NamedTuple):
     ) -> "RangeKeySizes":
         """Sizes by dims, bytes of a float, whether the queries go in segments, and compute capability."""
         if itemsize == 4:
-            return cls(32, 32, 4, 1, keys_first=capability != 90)
+            size = 32 if 64 * (key_dim + value_dim) * 4 + 2**15 <= shared_bytes(capability) else 16
+            return cls(size, size, 4, 1, keys_first=capability != 90)
         wide = key_dim + value_dim > 256
         if capability == 90 and wide:
             return cls(64, 32 if key_dim + value_dim > 384 else 64, 8, 2)

@@ -16,24 +16,22 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     add_product,
-    has_tma,
     inner,
     key_tiles,
     load_keys,
     load_rows,
-    padded_heads,
     precision,
     row_shift,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits, tokens_of
-from nsa_jax.kernels.triton.support import target
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits
 
 
 class RangeQuerySizes(NamedTuple):
@@ -49,7 +47,8 @@ class RangeQuerySizes(NamedTuple):
     def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeQuerySizes":
         """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
         if itemsize == 4:
-            return cls(32, 32, 4, 1)
+            keys = 32 if 64 * (key_dim + value_dim) * 4 + 2**14 <= shared_bytes(capability) else 16
+            return cls(32, keys, 4, 1)
         wide = max(key_dim, value_dim) > 128
         if capability == 90:
             return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2) if wide else cls(128, 64, 8, 2)

@@ -19,25 +19,23 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LN_2,
     LOG2_E,
     LOWEST,
     add_product,
-    has_tma,
     inner,
     key_tiles,
     load_keys,
     load_rows,
-    padded_heads,
     precision,
-    split_dim,
     store_rows,
     zeros,
 )
-from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits, tokens_of
-from nsa_jax.kernels.triton.support import target
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, is_seen, range_of, tile_limits
 
 
 class RangeForwardSizes(NamedTuple):
@@ -63,7 +61,11 @@ class RangeForwardSizes(NamedTuple):
     ) -> "RangeForwardSizes":
         """Sizes by dims, bytes of a float, whether tiles may need a mask in front, and compute capability."""
         if itemsize == 4:
-            return cls(64, 32, 4, 1 if capability == 89 else 2)
+            for rows, keys, stages in ((64, 32, 2), (64, 32, 1), (32, 32, 1), (32, 16, 1)):
+                held = (rows * key_dim + stages * keys * (key_dim + value_dim)) * 4
+                if held <= shared_bytes(capability) and (stages == 1 or capability != 89):
+                    break
+            return cls(rows, keys, 4, stages)
         if capability == 90 and value_dim > 128:
             return cls(64, 64, 8, 1)
         wide = max(key_dim, value_dim) > 128

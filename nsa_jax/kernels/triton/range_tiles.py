@@ -5,15 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.pieces import padded_heads
-
 LARGEST_INT: tl.constexpr = tl.constexpr(2147483647)
-
-
-def tokens_of(rows: int, heads_per_kv_head: int) -> int:
-    """Query tokens of a tile of `rows` rows, each with the padded heads of one KV head; at least 16 rows."""
-    heads = padded_heads(heads_per_kv_head)
-    return max(rows, 16, heads) // heads
 
 
 class Edges(NamedTuple):

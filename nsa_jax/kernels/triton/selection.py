@@ -9,10 +9,11 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.best_blocks import best_blocks_kernel
+from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.importance import importance_kernel
 from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
-from nsa_jax.kernels.triton.pieces import LOG2_E, has_tma, key_tiles, precision, split_dim
-from nsa_jax.kernels.triton.support import target
+from nsa_jax.kernels.triton.pieces import LOG2_E, key_tiles, precision
 
 
 class SelectionSizes(NamedTuple):
@@ -38,11 +39,13 @@ class SelectionSizes(NamedTuple):
     buffer_bytes: int = 256 * 2**20
 
     @classmethod
-    def of(cls, key_dim: int, itemsize: int, capability: int = 90) -> "SelectionSizes":
-        """Sizes by key dim, bytes of a float and the GPU's compute capability (80, 89, 90)."""
-        # less 12 KB for the sums
-        room = (84 if capability == 89 else 148 if capability == 80 else 212) * 1024
-        for tokens, columns, stages in ((64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2)):
+    def of(cls, key_dim: int, itemsize: int, least: int = 16, capability: int = 90) -> "SelectionSizes":
+        """Sizes by key dim, bytes of a float, fewest columns, and compute capability (80, 89, 90)."""
+        room = shared_bytes(capability) - 15 * 1024  # for the sums
+        for tokens, columns, stages in (
+            (64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2), (32, 32, 1), (16, 32, 1),
+        ):  # fmt: skip
+            columns = max(columns, least)
             split = tokens + columns if itemsize == 4 else 0  # float32 products split both operands
             if (columns + stages * tokens + split) * key_dim * itemsize <= room:
                 break
@@ -84,7 +87,9 @@ def choose_blocks(
     """
     batch, num_queries = query.shape[:2]
     num_compressed, num_kv_heads, key_dim = key_cmp.shape[1:]
-    sizes = sizes or SelectionSizes.of(key_dim, query.dtype.itemsize, target())
+    sizes = sizes or SelectionSizes.of(
+        key_dim, query.dtype.itemsize, 2 * _padded_strides(config), capability=target()
+    )
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
     forced = config.num_initial_blocks + config.num_local_blocks
     all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
@@ -114,6 +119,11 @@ def choose_blocks(
     return chosen[:batch, :num_queries]
 
 
+def _padded_strides(config: NSAConfig) -> int:
+    """Columns of scores that a selection block takes: the power of two that holds its strides."""
+    return 1 << (config.selection_block_size // config.compression_stride - 1).bit_length()
+
+
 def _split(
     batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: SelectionSizes
 ) -> _Chunks:
@@ -135,7 +145,7 @@ def _score(
     num_heads, num_compressed = query.shape[2], key_cmp.shape[1]
     first, second = split_dim(query.shape[3])
     own = config.selection_block_size // config.compression_stride
-    padded = 1 << (own - 1).bit_length()
+    padded = _padded_strides(config)
     columns = max(sizes.columns, 2 * padded)
     early = config.compression_block_size > config.compression_stride
     # Blocks at or behind the local ones get no score, nor does a tile that begins behind them.

@@ -9,6 +9,8 @@ import jax
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import gpu
+from nsa_jax.kernels.triton.dims import padded_heads, splits
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -28,7 +30,7 @@ def unsupported_reason(
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if reason := _installation():
         return f"{reason} Install nsa_jax[cuda13], or use implementation='xla'."
-    if (found := capability()) is not None and found < OLDEST_CAPABILITY:
+    if (found := gpu.capability()) is not None and found < OLDEST_CAPABILITY:
         got = ".".join(map(str, found))
         return f"the Triton kernels need compute capability 8.0, got {got}. Use implementation='xla'."
     floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
@@ -40,33 +42,42 @@ def unsupported_reason(
     if operation == "gated_sum":
         return None
     dims = sorted({x.shape[-1] for x in floats if len(x.shape) == 4 and x is not _gates(operation, arrays)})
-    if unsupported := [dim for dim in dims if not _splits(dim)]:
+    if unsupported := [dim for dim in dims if not splits(dim)]:
         return (
             "the Triton kernels need key and value dims that are a power of two or the sum of two, of at "
             f"least 16 each and 256 together, got {unsupported[0]}. Pad them, or use implementation='xla'."
         )
+    if reason := _tiles(operation, floats, config):
+        return reason
     return None if config is None else _blocks(operation, config)
 
 
-def split_dim(dim: int) -> tuple[int, int]:
-    """`(first, second)`: powers of two of at least 16 that add up to `dim`, the second maybe 0.
-
-    Raises:
-      ValueError: there are none, or `dim` is above 256.
-    """
-    first = 1 << (dim.bit_length() - 1) if dim > 0 else 0
-    second = dim - first
-    if first < 16 or dim > 256 or (second and (second < 16 or second & (second - 1))):
-        raise ValueError(f"dim must be a power of two or the sum of two, 16 to 256, got {dim}. Pad it.")
-    return first, second
-
-
-def _splits(dim: int) -> bool:
-    try:
-        split_dim(dim)
-    except ValueError:
-        return False
-    return True
+def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:
+    """Refuses tiles that shared memory cannot hold: many heads, wide rows, float32, small GPUs."""
+    if len(floats) < 2 or len(floats[0].shape) != 4:
+        return None
+    query, key, *value = floats[:3]
+    room, width = gpu.shared_bytes(gpu.target()), query.dtype.itemsize
+    if operation in ("select_blocks", "native_sparse_attention") and config is not None and width == 4:
+        strides = config.selection_block_size // config.compression_stride
+        columns = 2 * (1 << (strides - 1).bit_length())
+        if 2 * (columns + 16) * key.shape[-1] * 4 > room:
+            return (
+                "the Triton kernels need the compressed keys of two selection blocks to fit into shared "
+                f"memory, got {strides} strides a block of dim {key.shape[-1]} in float32. Enlarge the "
+                "stride, cast, or use implementation='xla'."
+            )
+    if operation == "select_blocks" or not value:
+        return None
+    heads = padded_heads(max(query.shape[2] // key.shape[2], 1))
+    dims = key.shape[-1] + value[0].shape[-1]
+    if ((max(heads, 16) + 16) * 8 if width == 4 else heads * 4) * dims > room:
+        return (
+            "the Triton kernels need a token's query heads of one KV head to fit into shared memory, got "
+            f"{query.shape[2]} / {key.shape[2]} heads of dims {key.shape[-1]} and {value[0].shape[-1]} in "
+            f"{query.dtype.name}. Cast, or use implementation='xla'."
+        )
+    return None
 
 
 def _gates(operation: str, arrays: tuple) -> object:
@@ -119,24 +130,3 @@ def _installation() -> str | None:
         found = importlib.metadata.version("triton")
         return f"the Triton kernels need a Triton that jax-triton compiles with (3.7 and newer), got {found}."
     return None
-
-
-def capability() -> tuple[int, int] | None:
-    """Compute capability of the GPU that a program is made for, None where none is known."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if jax.default_backend() == "gpu":
-        major, minor = jax.local_devices()[0].compute_capability.split(".")
-        return int(major), int(minor)
-    if abstract is None or abstract.platform != "gpu":
-        return None
-    # jax-triton knows what it compiles for where JAX has no GPU but lowers for one.
-    info = importlib.import_module("jax_triton.triton_lib").gpu_info
-    return divmod(info.get_gpu_info().compute_capability, 10)
-
-
-def target() -> int:
-    """The kind of GPU whose tile sizes fit: 80 (A100), 89 (consumer cards, less memory) or 90 (Hopper)."""
-    found = capability() or (9, 0)
-    if (9, 0) <= found < (12, 0):
-        return 90
-    return 80 if found == (8, 0) else 89

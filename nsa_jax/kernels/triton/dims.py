@@ -1,0 +1,34 @@
+"""Head dims and head counts as the powers of two that Triton knows, without importing Triton."""
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """`(first, second)`: powers of two of at least 16 that add up to `dim`, the second maybe 0.
+
+    Raises:
+      ValueError: there are none, or `dim` is above 256.
+    """
+    first = 1 << (dim.bit_length() - 1) if dim > 0 else 0
+    second = dim - first
+    if first < 16 or dim > 256 or (second and (second < 16 or second & (second - 1))):
+        raise ValueError(f"dim must be a power of two or the sum of two, 16 to 256, got {dim}. Pad it.")
+    return first, second
+
+
+def splits(dim: int) -> bool:
+    """Whether `split_dim` can."""
+    try:
+        split_dim(dim)
+    except ValueError:
+        return False
+    return True
+
+
+def padded_heads(heads_per_kv_head: int) -> int:
+    """The power of two that holds the query heads of a KV head."""
+    return 1 << (heads_per_kv_head - 1).bit_length()
+
+
+def tokens_of(rows: int, heads_per_kv_head: int) -> int:
+    """Query tokens of a tile of `rows` rows, each with the padded heads of one KV head; at least 16 rows."""
+    heads = padded_heads(heads_per_kv_head)
+    return max(rows, 16, heads) // heads
