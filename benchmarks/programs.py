@@ -1,5 +1,7 @@
 """Which function is timed: an operation in one implementation, forward, backward or both, dense alike."""
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,6 +23,11 @@ def function(operation: str, implementation: str, config: NSAConfig) -> Function
         return lambda query, key, value: jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=cast(Any, implementation)
         )
+    if implementation == "one_token":
+        if operation == "selected_attention":
+            module = importlib.import_module("benchmarks.one_token")  # needs Triton
+            return functools.partial(module.selected_attention, config=config)
+        implementation = "triton"
     run = getattr(attention, operation)
     settings = {} if operation == "gated_sum" else {"config": config}
     if operation == "select_blocks":
@@ -45,6 +52,10 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
         if implementation == "cudnn" and (shape.dtype == "float32" or shape.key_dim % 8):
             return f"cuDNN needs 16-bit floats and dim % 8 = 0, got {shape.dtype} and {shape.key_dim}"
         return None
+    if implementation == "one_token":
+        if (operation, mode) != ("selected_attention", "fwd"):
+            return "one token a program is there for the forward of selected_attention alone"
+        implementation = "triton"
     arrays = (
         jax.ShapeDtypeStruct(
             tensor_shape(name, shape, config), "int32" if name == "block_indices" else shape.dtype

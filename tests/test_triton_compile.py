@@ -135,16 +135,19 @@ def operands(shape: Shape, length: int = LENGTH, kv_heads: int = 4) -> tuple[jax
     return array(length, heads, shape.key_dim), *keys, array(length, heads, 3)
 
 
-def forward_and_backward(*operands):
+def everything(*operands):
+    """The whole operation without and with gradients, and the gated sum alone: all have their kernels."""
+
     def attend(*operands):
         return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
 
     out, pull_back = jax.vjp(attend, *operands)
-    return out, pull_back(out)
+    _, pull_back_gates = jax.vjp(lambda gates: attention.gated_sum(out, out, out, gates), operands[-1])
+    return attend(*operands), pull_back(out), pull_back_gates(out)
 
 
 def compiled(capability: int, shape: Shape) -> list[Kernel]:
-    """All kernels of a forward and backward, as machine code."""
+    """All kernels, as machine code."""
     found = []
     to_ptx = triton_lib.compile_ttir_to_ptx_inplace
 
@@ -159,7 +162,7 @@ def compiled(capability: int, shape: Shape) -> list[Kernel]:
         concurrent.futures.ThreadPoolExecutor(2) as pool,
         mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", spy),
     ):
-        triton_compile.lower(forward_and_backward, *operands(shape), capability=capability)
+        triton_compile.lower(everything, *operands(shape), capability=capability)
     return [kernel.result() for kernel in found]
 
 

@@ -74,10 +74,10 @@ def formula(kind) -> float:
     row = LENGTH * HEADS * 4  # a float32 for each row
     indices = LENGTH * KV_HEADS * CONFIG.num_selected_blocks * 4
     scores = SelectionSizes().buffer_bytes
-    # The selection, before two of the branches exist; before the gated sum, all three do. A list takes two
-    # numbers for each pair, and `selection` arranges the log-sum-exps anew.
+    # The selection stands beside the first branch: a list takes two numbers for each pair, and `selection`
+    # arranges the log-sum-exps anew. Without gradients the window's kernel adds two stored branches up.
     selecting = branch + 2 * row + 2 * indices + scores
-    forward = max(selecting, 3 * branch + 3 * row + indices)
+    forward = max(selecting, 2 * branch + 3 * row + indices)
 
     # A branch reads the gradient of the query that the one before left and writes another: of the two, one
     # is the result. Delta, products and gate are numbers of each row. Later, the gradient of the selected
@@ -91,8 +91,9 @@ def formula(kind) -> float:
         return forward
     if kind == "backward":
         return backward
-    # When the gated sum is differentiated there is no gradient of the query yet: a branch is in its place.
-    return max(forward - d_query + 3 * row, backward + 3 * row + indices)
+    # The first gradient of the query is written while the outputs of all branches are stored, the second
+    # while two are and the first one, too.
+    return 3 * branch + d_query + 6 * row + indices
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "forward and backward"])

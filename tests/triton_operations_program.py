@@ -14,7 +14,8 @@ import numpy as np
 from cases import Case, Operands
 from programs import distance, evaluate, random_cotangents, size
 
-from nsa_jax import attention
+from benchmarks import one_token
+from nsa_jax import attention, reference
 from nsa_jax.config import NSAConfig
 
 CONFIG = NSAConfig(
@@ -65,8 +66,6 @@ def check_case(name: str) -> float:
 
 
 def _select(query, key_cmp, case):
-    from nsa_jax import reference
-
     settings = dict(config=case.config, scale=case.scale, query_positions=jnp.asarray(case.query_positions))
     segment_ids = case.segment_ids
     return reference.select_blocks(
@@ -109,7 +108,24 @@ def check_whole() -> float:
     return worst
 
 
-CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {"whole": check_whole}
+def check_one_token() -> float:
+    """The kernel that the benchmark sets beside ours."""
+    case = CASES["consecutive"]
+    query, key_cmp, _, key, value = (jnp.asarray(x, jnp.float32) for x in case.draw()[:5])
+    settings = dict(config=CONFIG, query_positions=jnp.asarray(case.query_positions), segment_ids=None)
+    blocks = reference.select_blocks(query, key_cmp, **settings)
+    expected = reference.selected_attention(query, key, value, blocks, **settings)
+    with interpreted():
+        found = one_token.selected_attention(query, key, value, blocks, config=CONFIG)
+    worst = max(distance(*map(np.asarray, pair)) for pair in zip(found, expected, strict=True))
+    assert worst <= TOLERANCE * max(1.0, size(np.asarray(expected[0]))), worst
+    return worst
+
+
+CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {
+    "whole": check_whole,
+    "one token": check_one_token,
+}
 
 
 def main(names: list[str]) -> None:

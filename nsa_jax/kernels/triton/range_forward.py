@@ -156,10 +156,11 @@ def _gated_sum(
     out0 = gate * out0.to(dtype).to(tl.float32)
     if V1 > 0:
         out1 = gate * out1.to(dtype).to(tl.float32)
-    for branch in tl.static_range(2):
-        source = out_cmp if branch == 0 else out_slc
+    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at a time would cost registers
+        source = out_cmp
+        if branch == 1:
+            source = out_slc
         gate = tl.load(gates + offset * 3 + branch, mask=inside, other=0.0).to(tl.float32)[:, None]
-        tl.debug_barrier()  # keeps the second tile from being loaded beside the first, which costs registers
         x0, x1 = load_rows(source + first_row * (V0 + V1), offset * (V0 + V1), inside, V0, V1)
         out0 += gate * x0.to(tl.float32)
         if V1 > 0:

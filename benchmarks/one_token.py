@@ -1,0 +1,101 @@
+"""Selected attention as public kernels have it, one query token a program: what ours is measured against.
+
+grid = (T, B K): one program per query token and KV head. It reads the token's blocks one after the other
+and attends with the G query heads of the KV head, padded to the 16 rows of the smallest matrix product;
+nothing is shared between tokens. Forward only. The tiles come by the same loads as in our kernels, so that
+what differs is the schedule.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
+from nsa_jax.kernels.triton.gpu import has_tma
+from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.pieces import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    add_product,
+    inner,
+    key_tiles,
+    load_keys,
+    load_rows,
+    precision,
+    store_rows,
+    zeros,
+)
+
+
+def selected_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`(out, lse)` as `nsa_jax.attention.selected_attention`, of the last `T` of `S` tokens."""
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads, block = num_heads // num_kv_heads, config.selection_block_size
+    (h0, h1), (v0, v1), tma = split_dim(key_dim), split_dim(value_dim), has_tma()
+    return launch(
+        _one_token_kernel, query, *key_tiles(key, block, tma), *key_tiles(value, block, tma), block_indices,
+        out=(like(query, (batch, num_queries, num_heads, value_dim)),
+             like(query, (batch, num_queries, num_heads), "float32")),
+        grid=(num_queries, batch * num_kv_heads), num_warps=num_warps, num_stages=num_stages,
+        num_keys=num_keys, first_position=num_keys - num_queries, SLOTS=block_indices.shape[-1], BLOCK=block,
+        KV_HEADS=num_kv_heads, HEADS=heads, ROWS=max(padded_heads(heads), 16), H0=h0, H1=h1, V0=v0, V1=v1,
+        SCALE=key_dim**-0.5, PRECISION=precision(query.dtype), TMA=tma,
+    )  # fmt: skip
+
+
+@triton.jit
+def _one_token_kernel(
+    query, keys0, keys1, values0, values1, block_indices, out, lse, num_keys, first_position,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    token = tl.program_id(0)
+    position = first_position + token
+    head = tl.arange(0, ROWS)
+    inside = head < HEADS
+    at = (b.to(tl.int64) * tl.num_programs(0) + token) * KV_HEADS + kv_head
+    block_indices += at * SLOTS
+    q0, q1 = load_rows(query + at * HEADS * (H0 + H1), head * (H0 + H1), inside, H0, H1)
+    largest = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out0, out1 = zeros(ROWS, V0, V1)
+    for slot in tl.range(0, SLOTS):
+        start = tl.load(block_indices + slot) * BLOCK
+        seen = (start >= 0) & (start + tl.arange(0, BLOCK) <= position)
+        first = tl.maximum(start, 0)
+        k0, k1 = load_keys(keys0, keys1, b, first, kv_head, num_keys, KV_HEADS, BLOCK, H0, H1, TMA)
+        logits = inner(q0, q1, k0, k1, H1, PRECISION) * (SCALE * LOG2_E)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        top = tl.maximum(largest, tl.max(logits, 1))
+        p = tl.exp2(logits - top[:, None])
+        decay = tl.exp2(largest - top)
+        largest = top
+        total = total * decay + tl.sum(p, 1)
+        out0 = out0 * decay[:, None]
+        if V1 > 0:
+            out1 = out1 * decay[:, None]
+        v0, v1 = load_keys(values0, values1, b, first, kv_head, num_keys, KV_HEADS, BLOCK, V0, V1, TMA)
+        out0, out1 = add_product(p.to(v0.dtype), v0, v1, out0, out1, V1, PRECISION)
+    sees = total > 0
+    part = 1 / tl.where(sees, total, 1.0)
+    natural = tl.where(sees, (largest + tl.log2(total)) * LN_2, float("-inf"))
+    tl.store(lse + at * HEADS + head, natural, mask=inside)
+    out0 = out0 * part[:, None]
+    if V1 > 0:
+        out1 = out1 * part[:, None]
+    store_rows(out + at * HEADS * (V0 + V1), head * (V0 + V1), out0, out1, inside, V0, V1)
