@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, decode, decode_steps, gate, inputs, plot, records, roofline, timing
+from benchmarks import (
+    attention,
+    decode,
+    decode_steps,
+    gate,
+    inputs,
+    plot,
+    records,
+    roofline,
+    timing,
+    training,
+)
 from benchmarks.inputs import Overlap, Shape
 from nsa_jax import attention as operations
 from nsa_jax import layout
@@ -489,3 +500,22 @@ def test_decoding_starts_again_before_the_cache_overflows():
     seen = [int(decoding.run()[0][0]) for _ in range(decode_steps.NEW_TOKENS + 2)]
 
     assert seen == [*range(5, 5 + decode_steps.NEW_TOKENS), 5, 6]
+
+
+def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    sizes = ["--layers", "1", "--model-dim", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+
+    status = training.main(
+        ["--lengths", "70", "--dtype", "float32", *sizes, "--budget-s", "0.01", "--output", str(path)]
+    )
+
+    _, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert [row["attention"] for row in rows] == ["nsa", "dense"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(70 / row["median_ms"] * 1e3)
+        assert row["model"]["attention"] == row["attention"]
+    ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
+    assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)

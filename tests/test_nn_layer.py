@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.nn import DenseAttention, NSAAttention
+from nsa_jax.nn import DenseAttention, NSAAttention, dense
 
 CONFIG = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
 HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
@@ -287,3 +287,19 @@ def test_a_named_implementation_never_falls_back():
 
     with pytest.raises(NotImplementedError, match="triton"):
         nnx.eval_shape(lambda layer, x: layer(x), layer, X)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "backend", "expected"),
+    [
+        ((1, 64, 4, 128), "bfloat16", "gpu", "cudnn"),
+        ((1, 64, 4, 128), "bfloat16", "cpu", None),
+        ((1, 64, 4, 128), "float32", "gpu", None),
+        ((1, 63, 4, 128), "bfloat16", "gpu", None),
+        ((1, 64, 4, 20), "float16", "gpu", None),
+    ],
+)
+def test_dense_attention_takes_cudnn_where_it_can(monkeypatch, shape, dtype, backend, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+    assert dense._implementation(jax.ShapeDtypeStruct(shape, dtype)) == expected

@@ -1,7 +1,7 @@
 """The layers that NSA is compared with: full causal attention, and a sliding window alone."""
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
 class DenseAttention(nnx.Module):
     """Causal self-attention with rotary embedding and grouped queries, for comparisons with `NSAAttention`.
 
-    Full attention is `jax.nn.dot_product_attention`; with `window_size` a query sees that many most recent
-    tokens, its own included, through `nsa_jax.attention.window_attention`. Both have the same parameters:
-    `query_proj`, `key_proj`, `value_proj`, `out_proj`.
+    Full attention is `jax.nn.dot_product_attention`, by cuDNN where that runs; with `window_size` a query
+    sees that many most recent tokens, its own included, through `nsa_jax.attention.window_attention`. Both
+    have the same parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj`.
 
     Args:
       num_heads: query heads.
@@ -116,10 +116,19 @@ class DenseAttention(nnx.Module):
                 implementation=self.implementation,
             )
         elif segment_ids is None:
-            out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+            out = jax.nn.dot_product_attention(
+                query, key, value, is_causal=True, implementation=_implementation(query)
+            )
         else:
             same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
             out = jax.nn.dot_product_attention(query, key, value, mask=same_sequence, is_causal=True)
             # Padding attends to padding here, so that no row is empty; it shows nothing of it.
             out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
         return self.out_proj(out)
+
+
+def _implementation(query: Float[Array, "B T N H"]) -> Literal["cudnn"] | None:
+    """Takes cuDNN for 16-bit floats, dims of eights up to 128 and even lengths; XLA stores `[T, T]`."""
+    length, dim = query.shape[1], query.shape[3]
+    fits = query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 128 and length % 2 == 0
+    return "cudnn" if fits and jax.default_backend() == "gpu" else None

@@ -1,0 +1,143 @@
+"""How many tokens a second does a training step of the example's language model take, with NSA and dense?
+
+`python -m benchmarks.training` times forward, backward and AdamW of `nsa_jax.model.Transformer` on random
+tokens, one row of each length, layers rematerialised; all but the attention is the same. Rows go to a JSONL
+file of their own kind; the last line is JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from benchmarks import records, timing
+from benchmarks.inputs import key
+from nsa_jax import dispatch
+from nsa_jax.array_typing import Array
+from nsa_jax.model import Transformer, TransformerConfig
+
+OPTIMIZER = optax.adamw(1e-4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """One measurement: a step of one model at one length. `peak_bytes` is temporary memory."""
+
+    run_id: str
+    benchmark: str
+    attention: str
+    implementation: str
+    batch: int
+    length: int
+    model: dict[str, Any]
+    parameters: int
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    tokens_per_s: float
+    compile_s: float
+    peak_bytes: int
+    device: str
+    jax: str
+    jaxlib: str
+    commit: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attention:6}{self.implementation:8}T={self.length:<7}{self.median_ms:10.1f} ms "
+            f"[{self.p20_ms:.1f}, {self.p80_ms:.1f}]  {self.samples:3} samples  "
+            f"{self.tokens_per_s:10.0f} tokens/s  temp {self.peak_bytes / 1e9:.2f} GB  "
+            f"{self.parameters / 1e6:.1f} M parameters  compile {self.compile_s:.1f} s"
+        )
+
+
+def compile_step(config: TransformerConfig, batch: int, length: int) -> tuple[timing.Compiled, int]:
+    """The compiled step on its arguments, and the number of parameters."""
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(key("tokens"), (batch, length + 1), 0, config.vocab_size)
+
+    def loss(state: Any, tokens: Array) -> Array:
+        logits = nnx.merge(graph, state)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(state: Any, moments: Any, tokens: Array) -> tuple[Any, Any, Array]:
+        value, gradient = jax.value_and_grad(loss)(state, tokens)
+        updates, moments = OPTIMIZER.update(gradient, moments, state)
+        return optax.apply_updates(state, updates), moments, value
+
+    parameters = sum(x.size for x in jax.tree.leaves(state))
+    return timing.compile_for(step, (state, OPTIMIZER.init(state), tokens)), parameters
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; the defaults are the rows of the README."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536], metavar="T")
+    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa", "dense"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--model-dim", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=64, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds of samples a row, at least 3")
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark."""
+    options = parse(argv)
+    environment = records.environment()
+    environment.print()
+    model = TransformerConfig(
+        vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
+        num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
+    )  # fmt: skip
+    ratios = {}
+    rows = 0
+    for length in options.lengths:
+        steps, sizes = {}, {}
+        for attention in options.attention:
+            config = dataclasses.replace(model, attention=attention)
+            steps[attention], sizes[attention] = compile_step(config, options.batch, length)
+        runs = {attention: step.run for attention, step in steps.items()}
+        times = timing.measure(runs, budget_s=options.budget_s)
+        for attention, step in steps.items():
+            taken = times[attention]
+            row = TrainingRow(
+                **dataclasses.asdict(environment), benchmark="training", attention=attention,
+                implementation=_implementation(attention), batch=options.batch, length=length,
+                model=dataclasses.asdict(dataclasses.replace(model, attention=attention)),
+                parameters=sizes[attention], median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
+                p80_ms=taken.percentile_ms(80), samples=len(taken.samples_ms),
+                tokens_per_s=options.batch * length / taken.median_ms * 1e3, compile_s=step.compile_s,
+                peak_bytes=step.peak_bytes,
+            )  # fmt: skip
+            rows += 1
+            print(row, flush=True)
+            if options.output is not None:
+                with options.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        if {"nsa", "dense"} <= times.keys():
+            ratios[length] = round(times["dense"].median_ms / times["nsa"].median_ms, 3)
+    print(json.dumps({"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}))
+    return 0
+
+
+def _implementation(attention: str) -> str:
+    if attention == "nsa":
+        return dispatch.choose("native_sparse_attention").implementation
+    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
