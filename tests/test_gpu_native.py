@@ -83,6 +83,44 @@ def test_results_of_poisoned_memory_are_finite(length):
         assert jnp.isfinite(x).all(), name
 
 
+def test_the_sum_at_the_end_of_the_window_is_that_of_the_branches():
+    """Without gradients the window's kernel ends in the gated sum; with them that is a kernel of its own."""
+    arrays = operands(1500, heads=32, kv_heads=2)
+    out = jax.jit(attend)(*arrays)
+    expected, _ = jax.jit(lambda *arrays: jax.vjp(attend, *arrays))(*arrays)
+    assert relative_distance(out, expected) < 2e-3  # half a unit in the last place of bfloat16
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_tokens_that_select_nothing(block_size):
+    """Whole tiles, in poisoned memory: out 0, lse -inf and no gradient, whatever the cotangent of lse."""
+    config = NSAConfig(selection_block_size=block_size)
+    query, _, _, key, value, *_ = operands(1024)
+    own = jnp.arange(1024, dtype=jnp.int32) // block_size
+    blocks = jnp.full((1, 1024, 1, 16), -1, jnp.int32).at[0, :, 0, 0].set(own)
+    blocks = blocks.at[:, 100:300].set(-1)
+    empty = (blocks[..., 0, 0] < 0)[..., None]
+    cotangents = jnp.ones_like(query), jnp.where(empty, jnp.nan, jnp.ones((1, 1024, 16)))
+
+    def run(implementation):
+        def attend(query, key, value):
+            settings = dict(config=config, implementation=implementation)
+            return attention.selected_attention(query, key, value, blocks, **settings)
+
+        results, pull_back = jax.vjp(attend, query, key, value)
+        return *results, *pull_back(cotangents)
+
+    poison_memory()
+    out, lse, d_query, d_key, d_value = jax.jit(run, static_argnums=0)("triton")
+    assert not jnp.where(empty[..., None], out, 0).any()
+    assert (jnp.isneginf(lse) == empty).all()
+    assert not jnp.where(empty[..., None], d_query, 0).any()
+    for found, expected in zip(
+        (d_query, d_key, d_value), jax.jit(run, static_argnums=0)("xla")[2:], strict=True
+    ):
+        assert relative_distance(found, expected) < 2e-2
+
+
 @pytest.mark.parametrize("length", [700, 2100])
 def test_values_and_gradients_equal_those_of_xla(length):
     """In float32, with the same selection on both sides."""
@@ -204,3 +242,19 @@ def test_offsets_beyond_two_to_the_31():
     alone = selected(query[:, -last:], key, value, blocks[:, -last:], query_positions=positions)
     assert relative_distance(lse[:, -last:], alone[1]) < 1e-6
     assert relative_distance(jnp.float32(out[:, -last:]), jnp.float32(alone[0])) < 4e-3
+
+    def gradients(query, key, value, blocks, **more):
+        def attend(*operands):
+            return attention.selected_attention(*operands, blocks, **settings, **more)[0]
+
+        out, pull_back = jax.vjp(attend, query, key, value)
+        return pull_back(out)
+
+    # The last block is chosen by its own queries alone.
+    own = length % 64 or 64
+    positions = jnp.arange(length - own, length, dtype=jnp.int32)[None]
+    of_all = jax.jit(gradients)(query, key, value, blocks)
+    alone = jax.jit(gradients)(query[:, -own:], key, value, blocks[:, -own:], query_positions=positions)
+    assert relative_distance(of_all[0][:, -own:], alone[0]) < 4e-3
+    for ours, theirs in zip(of_all[1:], alone[1:], strict=True):
+        assert relative_distance(ours[:, -own:], theirs[:, -own:]) < 4e-3
