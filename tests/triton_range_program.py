@@ -44,7 +44,9 @@ CASES = {
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
     "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
     "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16)),
-    "known_strides": Case(8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4)),
+    "known_strides": Case(
+        8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4), segments=3
+    ),
     "nothing": Case(4, 16, 16, "nothing", kv_heads=1, num_queries=5),
     "zero_scale": Case(1, 16, 16, "window", scale=0.0, num_queries=20),
 }
@@ -137,14 +139,9 @@ def check_case(name: str) -> dict[str, float]:
             sizes=RangeQuerySizes(32, 16, 4, 2), edges=case.edges,
         )  # fmt: skip
         found["d_key"], found["d_value"] = range_key_gradients(
-            *operands,
-            found["lse"],
-            delta,
-            d_out,
-            weight,
-            scale,
+            *operands, found["lse"], delta, d_out, weight, scale, edges=case.edges,
             sizes=RangeKeySizes(16, 16, 4, 2, case.segments, case.keys_first),
-        )
+        )  # fmt: skip
         return found
 
     with interpreted():

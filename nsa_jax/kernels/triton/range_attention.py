@@ -65,4 +65,5 @@ def range_gradients(
     d_query, products, delta = range_query_gradient(
         *operands, out, lse, d_out, d_lse, weight, previous, scale, edges=edges
     )
-    return d_query, *range_key_gradients(*operands, lse, delta, d_out, weight, scale), products
+    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight, scale, edges=edges)
+    return d_query, *d_keys, products

@@ -2,8 +2,8 @@
 
 grid = (segments ceil(S / keys), B K): one program per tile of keys and segment of the queries. It holds the
 sums of its keys in registers and walks the tiles of queries, `rows` = tokens x heads each, from the first
-to the last that sees one of its keys (found beforehand from the ranges); where all see all, nothing is
-masked. Four products a step: logits, `d_out v^T`, and the two sums.
+to the last that sees one of its keys (known, or found beforehand from the ranges); where all see all, nothing
+is masked. Four products a step: logits, `d_out v^T`, and the two sums.
 
 A compressed branch has few keys and very many queries, so its queries are cut into segments: each leaves
 float32 sums `[segments, B, S, K, H + V]` (at most 300 MB), which are added in order. Programs of one
@@ -39,6 +39,7 @@ from nsa_jax.kernels.triton.pieces import (
     store_rows,
     zeros,
 )
+from nsa_jax.kernels.triton.range_tiles import NOTHING_KNOWN, Edges, query_limits, range_of
 
 _PARTIAL_BYTES = 300_000_000  # most memory of the sums of all segments
 _PROGRAMS = 2048  # wanted: 16 turns of a GPU with 132 processors, about half of them empty in the causal case
@@ -127,28 +128,30 @@ def query_bounds(
     return jnp.stack([first, full_first, full_last, last], axis=-1)
 
 
-def row_numbers(start, end, lse, delta, weight, heads: int, tokens: int) -> tuple[Array, Array]:
-    """What a step needs to know of its rows, laid out as it reads it: whole tiles, with padded heads.
+def row_ranges(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 rows"]:
+    """Start and count of the keys that each row sees, as a step reads them: whole tiles, padded heads."""
+    padding = ((0, 0), (0, -start.shape[1] % tokens))
 
-    Returns:
-      `ranges [B, 2, rows]`: start and count of the keys that a row sees; `scalars [B, K, 2 or 3, rows]`:
-      normaliser, shift and, with a weight, gate, such that `p = exp2(logits - normaliser)`, `dv` sums
-      `gate p` and `dk` sums `gate p (dp - shift)`. This form spares the kernel a number an element. Rows that
-      see nothing, or whose gate is 0, have normaliser inf: exp2(x - inf) = 0. Smaller gates than 1e-18
-      become 1e-18.
+    def by_token(x):
+        return jnp.repeat(jnp.pad(x, padding), padded_heads(heads), axis=1)
+
+    return jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
+
+
+def row_scalars(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
+    """Normaliser, shift and, with a weight, gate of each row, as a step reads them.
+
+    Such that `p = exp2(logits - normaliser)`, `dv` sums `gate p` and `dk` sums `gate p (dp - shift)`: this
+    form spares the kernel a number an element. Rows that see nothing, or whose gate is 0, have normaliser
+    inf: exp2(x - inf) = 0. Smaller gates than 1e-18 become 1e-18.
     """
     batch, num_queries, num_heads = lse.shape
-    padding = -num_queries % tokens
-    padding_heads = padded_heads(heads) - heads
+    padding = ((0, 0), (0, -num_queries % tokens), (0, 0), (0, padded_heads(heads) - heads))
 
     def by_head(x, fill):
         x = x.reshape(batch, num_queries, num_heads // heads, heads)
-        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, padding_heads)), constant_values=fill)
+        x = jnp.pad(x, padding, constant_values=fill)
         return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
-
-    def by_token(x):
-        x = jnp.pad(x, ((0, 0), (0, padding)))
-        return jnp.repeat(x, heads + padding_heads, axis=1)
 
     seen = lse > -jnp.inf
     if weight is not None:
@@ -160,8 +163,7 @@ def row_numbers(start, end, lse, delta, weight, heads: int, tokens: int) -> tupl
     else:
         gate = jnp.where(jnp.abs(weight) < _SMALLEST_GATE, _SMALLEST_GATE, weight)
         scalars = [by_head(normaliser, jnp.inf), by_head(shift / gate, 0), by_head(gate, 1)]
-    ranges = jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
-    return ranges, jnp.stack(scalars, axis=2)
+    return jnp.stack(scalars, axis=2)
 
 
 def range_key_gradients(
@@ -176,6 +178,7 @@ def range_key_gradients(
     weight: Float[Array, "B T N"] | None,
     scale: float,
     *,
+    edges: Edges = NOTHING_KNOWN,
     sizes: RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
@@ -193,26 +196,29 @@ def range_key_gradients(
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
-    bounds = query_bounds(start, end, num_keys, sizes.keys, tokens)
-    ranges, scalars = row_numbers(start, end, lse, delta, weight, heads, tokens)
+    scalars = row_scalars(lse, delta, weight, heads, tokens)
+    bounds = ranges = None
+    if edges.first_position is None:
+        bounds = query_bounds(start, end, num_keys, sizes.keys, tokens)
+        ranges = row_ranges(start, end, heads, tokens)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     if tma:
         block = tokens * padded_heads(heads)
-        ranges = TensorDescriptor.from_array(ranges, (1, 1, block))
+        ranges = None if ranges is None else TensorDescriptor.from_array(ranges, (1, 1, block))
         scalars = TensorDescriptor.from_array(scalars, (1, 1, 1, block))
     d_key, d_value = launch(
         _key_gradients_kernel, *query_tiles(query, num_kv_heads, tokens, tma),
         *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), ranges, scalars, bounds,
-        out=out, grid=(segments * bounds.shape[1], batch * num_kv_heads),
+        out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
-        WEIGHTED=weight is not None, PRECISION=precision(query.dtype), TMA=tma,
+        WEIGHTED=weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     if segments == 1:
         return d_key, d_value
@@ -242,14 +248,18 @@ def _load_scalar(scalars, b, kv_head, which, i, rows, ROWS: tl.constexpr, TMA: t
 @triton.jit
 def _sum_tiles(
     k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
-    b, kv_head, num_queries, rows, low, high, first_key, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr,
+    b, kv_head, num_queries, rows, low, gap, skipped, high, first_key,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    WEIGHTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """Adds the tiles of queries `low .. high - 1`, less the `skipped` ones that begin at `gap`."""
     ROWS: tl.constexpr = TOKENS * PADDED_HEADS
     ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
-    for i in tl.range(low, high):
+    for step in tl.range(low, high - skipped):
+        i = tl.where(step < gap, step, step + skipped)
         q0, q1 = load_queries(
             queries0, queries1, b, i * TOKENS, kv_head, num_queries,
             KV_HEADS, HEADS, TOKENS, PADDED_HEADS, H0, H1, TMA,
@@ -268,10 +278,17 @@ def _sum_tiles(
         normaliser = _load_scalar(scalars, b, kv_head, 0, i, rows, ROWS, TMA)
         p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(normaliser, ROW_AXIS))
         if MASKED:
-            ahead = tl.expand_dims(first_key - _load_range(ranges, b, 0, i, rows, ROWS, TMA), ROW_AXIS)
+            if FIRST is None:
+                start = _load_range(ranges, b, 0, i, rows, ROWS, TMA)
+                count = _load_range(ranges, b, 1, i, rows, ROWS, TMA)
+            else:
+                token = i * TOKENS + tl.arange(0, ROWS) // PADDED_HEADS
+                start, end = range_of(token, True, None, None, FIRST, WINDOW, SIZE, STRIDE)
+                count = end - start
+            ahead = tl.expand_dims(first_key - start, ROW_AXIS)
             ahead += tl.expand_dims(tl.arange(0, KEYS), 1 - ROW_AXIS)
-            count = _load_range(ranges, b, 1, i, rows, ROWS, TMA).to(tl.uint32, bitcast=True)
-            p = tl.where(ahead.to(tl.uint32, bitcast=True) < tl.expand_dims(count, ROW_AXIS), p, 0.0)
+            count = tl.expand_dims(count.to(tl.uint32, bitcast=True), ROW_AXIS)
+            p = tl.where(ahead.to(tl.uint32, bitcast=True) < count, p, 0.0)
         if WEIGHTED:
             p = p * tl.expand_dims(_load_scalar(scalars, b, kv_head, 2, i, rows, ROWS, TMA), ROW_AXIS)
         gated = p.to(do0.dtype)
@@ -293,7 +310,8 @@ def _key_gradients_kernel(
     d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, PRECISION: tl.constexpr, WEIGHTED: tl.constexpr, TMA: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TOKENS * PADDED_HEADS
     key_tiles = tl.num_programs(0) // SEGMENTS
@@ -303,35 +321,41 @@ def _key_gradients_kernel(
     kv_head = tl.program_id(1) % KV_HEADS
     first_key = tile * KEYS
 
-    bounds += (b.to(tl.int64) * key_tiles + tile) * 4
-    low = tl.maximum(tl.load(bounds), segment * segment_tiles)
-    high = tl.maximum(tl.minimum(tl.load(bounds + 3), (segment + 1) * segment_tiles), low)
-    full_low = tl.minimum(tl.maximum(tl.load(bounds + 1), low), high)
-    full_high = tl.minimum(tl.maximum(tl.load(bounds + 2), full_low), high)
+    if FIRST is None:
+        bounds += (b.to(tl.int64) * key_tiles + tile) * 4
+        low, high = tl.load(bounds), tl.load(bounds + 3)
+        full_low, full_high = tl.load(bounds + 1), tl.load(bounds + 2)
+    else:
+        past_key = tl.minimum(first_key + KEYS, num_keys)
+        low, full_low, full_high, high = query_limits(
+            first_key, past_key, num_queries, FIRST, WINDOW, SIZE, STRIDE, TOKENS
+        )
+    low = tl.maximum(low, segment * segment_tiles)
+    high = tl.maximum(tl.minimum(high, (segment + 1) * segment_tiles), low)
+    full_low = tl.minimum(tl.maximum(full_low, low), high)
+    full_high = tl.minimum(tl.maximum(full_high, full_low), high)
 
     k0, k1 = load_keys(keys0, keys1, b, first_key, kv_head, num_keys, KV_HEADS, KEYS, H0, H1, TMA)
     v0, v1 = load_keys(values0, values1, b, first_key, kv_head, num_keys, KV_HEADS, KEYS, V0, V1, TMA)
     rows = (num_queries + TOKENS - 1) // TOKENS * ROWS
     if not TMA:
-        ranges += b.to(tl.int64) * 2 * rows
+        if FIRST is None:
+            ranges += b.to(tl.int64) * 2 * rows
         scalars += tl.program_id(1).to(tl.int64) * (3 if WEIGHTED else 2) * rows
 
     dk0, dk1 = zeros(KEYS, H0, H1)
     dv0, dv1 = zeros(KEYS, V0, V1)
     dk0, dk1, dv0, dv1 = _sum_tiles(
         k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
-        b, kv_head, num_queries, rows, low, full_low, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
-        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
+        b, kv_head, num_queries, rows, low, full_low, full_high - full_low, high, first_key,
+        KV_HEADS, HEADS, TOKENS, PADDED_HEADS, KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST,
+        FIRST, WINDOW, SIZE, STRIDE, PRECISION, True, WEIGHTED, TMA,
     )  # fmt: skip
     dk0, dk1, dv0, dv1 = _sum_tiles(
         k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
-        b, kv_head, num_queries, rows, full_low, full_high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
-        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, False, WEIGHTED, TMA,
-    )  # fmt: skip
-    dk0, dk1, dv0, dv1 = _sum_tiles(
-        k0, k1, v0, v1, dk0, dk1, dv0, dv1, queries0, queries1, gradients0, gradients1, ranges, scalars,
-        b, kv_head, num_queries, rows, full_high, high, first_key, KV_HEADS, HEADS, TOKENS, PADDED_HEADS,
-        KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST, PRECISION, True, WEIGHTED, TMA,
+        b, kv_head, num_queries, rows, full_low, full_high, 0, full_high, first_key,
+        KV_HEADS, HEADS, TOKENS, PADDED_HEADS, KEYS, H0, H1, V0, V1, SCALE, KEYS_FIRST,
+        FIRST, WINDOW, SIZE, STRIDE, PRECISION, False, WEIGHTED, TMA,
     )  # fmt: skip
 
     dk0 *= SCALE

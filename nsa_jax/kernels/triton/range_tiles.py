@@ -105,3 +105,29 @@ def tile_limits(
     full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
     full_high = full_low + tl.maximum(first_end - full_low, 0) // KEYS * KEYS
     return low, full_low, full_high, high
+
+
+@triton.jit
+def query_limits(
+    first_key, past_key, num_queries, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The same seen from a tile of keys, where ranges are known: tiles of TOKENS queries.
+
+    Returns `(low, full_low, full_high, high)`: tiles `low .. high - 1` hold all queries that see one of the
+    keys `first_key .. past_key - 1`; in `full_low .. full_high - 1` every query sees every key. Where there
+    are none, the limits are in no order.
+    """
+    tiles = (num_queries + TOKENS - 1) // TOKENS
+    first_query = first_key * STRIDE + (SIZE - 1) - FIRST  # that sees the first key
+    all_begin = first_query + (past_key - 1 - first_key) * STRIDE  # the first that sees the last key
+    low = tl.maximum(first_query, 0) // TOKENS
+    full_low = (tl.maximum(all_begin, 0) + TOKENS - 1) // TOKENS
+    if WINDOW is None:
+        full_high = tiles
+        high = tiles
+    else:
+        # behind the last query that sees the first key, and behind the last that sees the last one
+        full_high = tl.maximum(first_query + WINDOW * STRIDE, 0) // TOKENS
+        high = (tl.maximum(all_begin + WINDOW * STRIDE, 0) + TOKENS - 1) // TOKENS
+    return low, full_low, tl.minimum(full_high, tiles), tl.minimum(high, tiles)
