@@ -298,3 +298,24 @@ def test_numpy_arrays_are_welcome():
     )
 
     assert out.shape == (B, T, N, V)
+
+
+def test_narrow_block_indices_are_numbers_like_others():
+    """Their products with the block size do not fit int8: 11 * 16 = 176."""
+    config = NSAConfig(
+        compression_block_size=8, compression_stride=4, selection_block_size=16, num_selected_blocks=2,
+        window_size=16, num_local_blocks=1,
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    shapes = [(1, 190, 2, 8), *[(1, 46, 1, 8)] * 2, *[(1, 190, 1, 8)] * 4, (1, 190, 2, 3)]
+    operands = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+    own = np.arange(190) // 16
+    blocks = jnp.asarray(np.stack([np.maximum(own - 1, 0), np.where(own > 0, own, -1)], -1)[None, :, None])
+
+    def run(blocks):
+        attend = functools.partial(attention.native_sparse_attention, config=config, block_indices=blocks)
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(out)
+
+    for narrow, wide in zip(run(blocks.astype(jnp.int8)), run(blocks.astype(jnp.int32)), strict=True):
+        assert np.array_equal(narrow, wide)

@@ -24,6 +24,7 @@ pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHER
 import triton  # noqa: E402
 import triton_compile  # noqa: E402
 from jax_triton import triton_lib  # noqa: E402
+from messages import has_form  # noqa: E402
 
 import nsa_jax.kernels.triton as kernels  # noqa: E402
 from nsa_jax import attention, dispatch, layout  # noqa: E402
@@ -284,3 +285,16 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         "gated_sum": (out, out, out, gates),
         "native_sparse_attention": operands(MAIN, length),
     }
+
+
+def test_more_heads_than_a_grid_holds_are_refused():
+    query, key, value = (jax.ShapeDtypeStruct((33_000, 64, 2, 64), jnp.bfloat16) for _ in range(3))
+
+    with pytest.raises(
+        NotImplementedError, match="at most 65535 batch rows times KV heads, got 66000"
+    ) as error:
+        triton_compile.lower(
+            lambda *arrays: attention.window_attention(*arrays, config=CONFIG, implementation="triton"),
+            query, key, value,
+        )  # fmt: skip
+    assert has_form(str(error.value))
