@@ -42,7 +42,7 @@ class SelectionSizes(NamedTuple):
     @classmethod
     def of(cls, key_dim: int, itemsize: int, capability: int = 90) -> "SelectionSizes":
         """Sizes by key dim, bytes of a float and the GPU's compute capability (80, 89, 90)."""
-        # less 12 KB for the sums
+        # What a program may have, less 15 KB for the sums.
         room = (84 if capability == 89 else 148 if capability == 80 else 212) * 1024
         for tokens, columns, stages in ((64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2)):
             split = tokens + columns if itemsize == 4 else 0  # float32 products split both operands
@@ -93,8 +93,7 @@ def choose_blocks(
     row = -(-num_blocks // 32) * 32
     chunks = _split(batch, num_queries, num_kv_heads, 0 if all_forced else row * 4, sizes)
 
-    # Each head's numbers of neighbouring tokens side by side; rows that see nothing subtract inf:
-    # exp2(-inf) = 0.
+    # Each head's numbers stand side by side; rows that see nothing subtract inf, for exp2(-inf) = 0.
     normalisers = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp * LOG2_E.value).swapaxes(1, 2)
 
     def choose_chunk(chunk: Int32[Array, "1"]) -> Int32[Array, "B T K R"]:
