@@ -112,6 +112,13 @@ def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
     return batch, compressed if branch == "cmp" else length, shape.kv_heads, last
 
 
+def tensor_dtype(name: str, shape: Shape) -> str:
+    """Dtype of the argument or result called `name`; block indices and log-sum-exps have their own."""
+    if name == "block_indices":
+        return "int32"
+    return "float32" if name.startswith("lse") else shape.dtype
+
+
 def tensor(name: str, shape: Shape, config: NSAConfig) -> Array:
     """Standard normal values, or uniform ones for gates; the same for one name and shape on one platform."""
     draw = jax.random.uniform if name == "gates" else jax.random.normal

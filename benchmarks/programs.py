@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_shape
+from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_dtype, tensor_shape
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
 from nsa_jax.array_typing import Array, DType
@@ -32,7 +32,7 @@ def function(operation: str, implementation: str, config: NSAConfig) -> Function
     settings = {} if operation == "gated_sum" else {"config": config}
     if operation == "select_blocks":
         return lambda query, key_cmp, lse_cmp=None: run(
-            query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, config=config
+            query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, **settings
         )
     return lambda *arguments: run(*arguments, implementation=implementation, **settings)
 
@@ -57,9 +57,7 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
             return "one token a program is there for the forward of selected_attention alone"
         implementation = "triton"
     arrays = (
-        jax.ShapeDtypeStruct(
-            tensor_shape(name, shape, config), "int32" if name == "block_indices" else shape.dtype
-        )
+        jax.ShapeDtypeStruct(tensor_shape(name, shape, config), tensor_dtype(name, shape))
         for name in ARGUMENTS[operation]
     )
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)

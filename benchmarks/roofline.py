@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_shape
+from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_dtype, tensor_shape
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 
@@ -133,9 +133,10 @@ def _results(operation: str) -> tuple[str, ...]:
 
 
 def _bytes(names: tuple[str, ...], shape: Shape, config: NSAConfig) -> int:
-    itemsize = {"block_indices": 4, "lse": 4}
-    own = jnp.dtype(shape.dtype).itemsize
-    return sum(math.prod(tensor_shape(name, shape, config)) * itemsize.get(name, own) for name in names)
+    return sum(
+        math.prod(tensor_shape(name, shape, config)) * jnp.dtype(tensor_dtype(name, shape)).itemsize
+        for name in names
+    )
 
 
 def _best_s(step: Callable[[Any], Array], x: Any) -> float:

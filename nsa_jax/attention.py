@@ -321,7 +321,6 @@ def _resolved(sizes, config, query_positions, segment_ids, scale, tiles, length)
         segment_ids=segment_ids,
         scale=arguments.resolve_scale(scale, sizes["H"]),
         tiles=arguments.resolve_tiles(tiles),
-        # Where the first query stands, if it is known that the queries are consecutive tokens of one
-        # sequence.
+        # Where the first query stands, if the queries are known to be consecutive tokens of one sequence.
         first_position=length - sizes["T"] if query_positions is None and segment_ids is None else None,
     )

@@ -262,6 +262,18 @@ def test_coherent_queries_give_a_coherent_selection():
     assert draw.noise in inputs.NOISES
 
 
+@pytest.mark.parametrize("operation", inputs.OPERATIONS)
+def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation):
+    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8, dtype="bfloat16")
+    draw = inputs.draw_blocks(shape, SMALL, "random")
+
+    found = inputs.arguments(operation, draw, shape, SMALL)
+
+    for name, array in zip(inputs.ARGUMENTS[operation], found, strict=True):
+        assert array.shape == inputs.tensor_shape(name, shape, SMALL), name
+        assert array.dtype == inputs.tensor_dtype(name, shape), name
+
+
 def pairs_by_definition(operation: str, length: int, config: NSAConfig) -> int:
     c, total = config, 0
     for t in range(length):

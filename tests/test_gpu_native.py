@@ -1,5 +1,4 @@
-"""On a GPU: the whole operation by the Triton kernels - deterministic, transformable, right at full
-length."""
+"""On a GPU: the whole operation by the Triton kernels is deterministic, transformable, right at 64k."""
 
 import functools
 

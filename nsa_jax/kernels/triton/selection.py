@@ -96,8 +96,7 @@ def choose_blocks(
     row = -(-num_blocks // 32) * 32
     chunks = _split(batch, num_queries, num_kv_heads, 0 if all_forced else row * 4, sizes)
 
-    # Each head's numbers of neighbouring tokens side by side; rows that see nothing subtract inf:
-    # exp2(-inf) = 0.
+    # Each head's numbers stand side by side; rows that see nothing subtract inf, for exp2(-inf) = 0.
     normalisers = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp * LOG2_E.value).swapaxes(1, 2)
 
     def choose_chunk(chunk: Int32[Array, "1"]) -> Int32[Array, "B T K R"]:
