@@ -34,6 +34,7 @@ class Case(NamedTuple):
     edges: Edges = Edges()
     segments: int = 1
     keys_first: bool = True
+    keys: int = 16  # of a step of the queries' kernels
 
 
 CASES = {
@@ -43,7 +44,11 @@ CASES = {
     "scattered": Case(1, 48, 16, "scattered", num_keys=35, batch=2, segments=2, weighted=True),
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
     "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
-    "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16)),
+    "known_odd": Case(4, 16, 16, "window_18", num_queries=45, edges=Edges(0, 18), weighted=True, keys=32),
+    "known_long": Case(8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32),
+    "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=Edges(0, 3), keys=32),
+    "known_end": Case(2, 16, 16, "window_18", num_queries=40, edges=Edges(None, 18), batch=2, keys=32),
+    "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16), keys=32),
     "known_strides": Case(
         8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4), segments=3
     ),
@@ -57,8 +62,8 @@ def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
     shape = (case.batch, case.num_queries)
     if case.ranges == "window":
         start, end = np.maximum(t - 10, 0), np.minimum(t + 1, case.num_keys)
-    elif case.ranges == "window_16":
-        start, end = np.maximum(t - 15, 0), t + 1
+    elif case.ranges.startswith("window_"):
+        start, end = np.maximum(t + 1 - int(case.ranges[7:]), 0), t + 1
     elif case.ranges == "strides":
         start, end = 0 * t, np.maximum((t - 7) // 4 + 1, 0)
     elif case.ranges == "compressed":
@@ -131,12 +136,19 @@ def check_case(name: str) -> dict[str, float]:
     def kernels():
         found = {}
         found["out"], found["lse"] = attend_ranges(
-            query, key, value, start, end, scale, sizes=RangeForwardSizes(32, 16, 4, 2), edges=case.edges
+            query,
+            key,
+            value,
+            start,
+            end,
+            scale,
+            sizes=RangeForwardSizes(32, case.keys, 4, 2),
+            edges=case.edges,
         )
         operands = query, key, value, start, end
         found["d_query"], found["products"], delta = range_query_gradient(
             *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
-            sizes=RangeQuerySizes(32, 16, 4, 2), edges=case.edges,
+            sizes=RangeQuerySizes(32, case.keys, 4, 2), edges=case.edges,
         )  # fmt: skip
         found["d_key"], found["d_value"] = range_key_gradients(
             *operands, found["lse"], delta, d_out, weight, scale, edges=case.edges,
@@ -170,12 +182,15 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
 
 def check_edges_of_the_paper() -> dict[str, float]:
     """Training on plain rows needs neither loop beside the one without a mask."""
-    assert Edges(0, 512).of_tiles(4, 64) == (True, False)
-    assert Edges(0, None, 32, 16).of_tiles(4, 64) == (False, False)
-    assert Edges(0, 510).of_tiles(4, 64) == (True, True)  # 62 + 3 keys at the end
-    assert Edges(2, 512).of_tiles(4, 64) == (True, True)
-    assert Edges(0, None, 8, 4).of_tiles(8, 64) == (False, True)
-    assert Edges().of_tiles(4, 64) == (True, True)
+    assert Edges(0, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
+    assert Edges(0, None, 32, 16).of_tiles(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
+    assert Edges(0, 514).of_tiles(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
+    assert not Edges(2, 510).of_tiles(4, 64)["REST"]
+    assert Edges(0, 512).of_tiles(64, 32)["REST"]  # 63 keys behind the first query
+    assert Edges(0, 512).of_tiles(64, 64)["TAIL"] == 64
+    assert Edges(0, None, 8, 4).of_tiles(8, 64)["REST"]
+    assert Edges(None, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=True)
+    assert Edges().of_tiles(4, 64) == dict(TAIL=64, FRONT=True, REST=True)
     return {}
 
 

@@ -93,19 +93,21 @@ def range_query_gradient(
     if sizes is None:
         sizes = RangeQuerySizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
     tokens = tokens_of(sizes.rows, heads)
-    front, rest = edges.of_tiles(tokens, sizes.keys)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys)
+    tail = edge_tiles["TAIL"]
     known = edges.first_position is not None
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         _query_gradient_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
         out=(like(query), like(lse), like(lse)),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -131,13 +133,13 @@ def _add_tile(
 
 @triton.jit
 def _query_gradient_kernel(
-    query, keys0, keys1, values0, values1, starts, ends, out, lse, d_out, d_lse, weight, previous,
-    d_query, products, delta, num_queries, num_keys,
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
+    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
-    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr,
-    FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
@@ -170,15 +172,16 @@ def _query_gradient_kernel(
     dq0, dq1 = zeros(ROWS, H0, H1)
     # As in the forward, the first step stands before the loops.
     dq0, dq1 = _add_tile(
-        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
-        b, kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate,
+        tail_keys0, tail_keys1, tail_values0, tail_values1,
+        b, kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1,
         PRECISION, TMA, weight is not None, True,
     )  # fmt: skip
     if FRONT:
         some = tl.where(low < full_low, count, 0)
         dq0, dq1 = _add_tile(
             q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
-            b, kv_head, num_keys, low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+            b, kv_head, num_keys, full_low - KEYS, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
             PRECISION, TMA, weight is not None, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
@@ -188,13 +191,13 @@ def _query_gradient_kernel(
             PRECISION, TMA, weight is not None, False,
         )  # fmt: skip
     if REST:
-        for first in tl.range(low + KEYS, full_low, KEYS):
+        for first in tl.range(low, full_low - KEYS, KEYS):
             dq0, dq1 = _add_tile(
                 q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
                 b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
                 PRECISION, TMA, weight is not None, True,
             )  # fmt: skip
-        for first in tl.range(full_high + KEYS, high, KEYS):
+        for first in tl.range(full_high + TAIL, high, KEYS):
             dq0, dq1 = _add_tile(
                 q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
                 b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,

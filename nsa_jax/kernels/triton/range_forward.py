@@ -1,9 +1,9 @@
 """Range attention forward: a tile of neighbouring queries walks the keys that some of them sees.
 
 grid = (ceil(T / tokens), B K): one program per `tokens` queries times the query heads of a KV head, `rows`
-rows in all (8 tokens x 16 heads = 128). Tiles of keys start at the first key that the tile sees, so a
-window of w keys costs w + tokens - 1 keys, rounded up. In the middle every query sees every key and nothing
-is masked; only the tiles before and behind it compare. Late queries see most keys in the causal case: they
+rows in all (4 tokens x 16 heads = 64). In the middle every query sees every key and nothing is masked; only
+the tiles before and behind it compare. Behind the middle of a window lie the tokens - 1 keys that follow the
+first query: a step of 16 keys. Late queries see most keys in the causal case: they
 start first. Head-major order keeps the keys and values of one KV head in L2.
 
 Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 64 + 32 at 128
@@ -106,12 +106,14 @@ def attend_ranges(
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     tokens = tokens_of(sizes.rows, heads)
-    front, rest = edges.of_tiles(tokens, sizes.keys)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys)
+    tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     known = edges.first_position is not None
     tma = has_tma()
     return launch(
         _attend_ranges_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         None if known else start, None if known else end, *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
@@ -119,7 +121,7 @@ def attend_ranges(
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        FRONT=front, REST=rest, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -170,12 +172,13 @@ def _gated_sum(
 
 @triton.jit
 def _attend_ranges_kernel(
-    query, keys0, keys1, values0, values1, starts, ends, out_cmp, out_slc, gates, out, lse,
-    num_queries, num_keys,
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
+    out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    SCALE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
@@ -206,14 +209,14 @@ def _attend_ranges_kernel(
     # The first step stands before the loops: then the copy of the queries in shared memory, made for it,
     # serves them too, and no loop holds the queries in registers.
     out0, out1, largest, total = _attend_tile(
-        q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-        full_high, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+        q0, q1, out0, out1, largest, total, tail_keys0, tail_keys1, tail_values0, tail_values1, b, kv_head,
+        num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1, PRECISION, TMA, True,
     )  # fmt: skip
     if FRONT:
         some = tl.where(low < full_low, count, 0)
         out0, out1, largest, total = _attend_tile(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-            low, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+            full_low - KEYS, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         out0, out1, largest, total = _attend_tile(
@@ -221,12 +224,12 @@ def _attend_ranges_kernel(
             first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, False,
         )  # fmt: skip
     if REST:
-        for first in tl.range(low + KEYS, full_low, KEYS):
+        for first in tl.range(low, full_low - KEYS, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
                 first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
-        for first in tl.range(full_high + KEYS, high, KEYS):
+        for first in tl.range(full_high + TAIL, high, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
                 first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,

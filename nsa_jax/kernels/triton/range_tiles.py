@@ -27,21 +27,20 @@ class Edges(NamedTuple):
     size: int = 1
     stride: int = 1
 
-    def of_tiles(self, tokens: int, keys: int) -> tuple[bool, bool]:
-        """Returns `(front, rest)`, what tiles of queries need beside whole tiles of keys.
+    def of_tiles(self, tokens: int, keys: int) -> dict[str, bool | int]:
+        """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
 
-        `front`: they may see less than whole tiles at their front; `rest`: more than one tile of keys may
-        need a mask at either end.
+        `TAIL`: keys of the step behind the middle; `FRONT`: keys may stand in front of it; `REST`: one step
+        at either end may not be enough.
         """
-        if self.first_position is None:
-            return True, True
+        known = self.first_position is not None
         if self.window is None:
             # Ends within a tile of queries that differ by one at most lie in one tile of keys.
-            return False, -(-(tokens - 1) // self.stride) > 1
-        # Tiles of queries that do not cross a multiple of `keys` have all their ends in one tile of keys;
-        # further on, ranges that begin behind 0 leave `window % keys` keys to the last tile.
-        aligned = tokens <= 2 or (keys % tokens == 0 and self.first_position % tokens == 0)
-        return True, not (aligned and tokens <= keys and self.window % keys + tokens - 1 <= keys)
+            rest = not known or -(-(tokens - 1) // self.stride) > 1
+            return dict(TAIL=keys, FRONT=not known, REST=rest)
+        tail = min(keys, max(16, triton.next_power_of_2(tokens - 1)))
+        rest = not known or tail < tokens - 1 or 0 < self.window % keys < tokens - 1
+        return dict(TAIL=tail, FRONT=True, REST=rest)
 
     def constants(self) -> dict[str, int | None]:
         """What the kernels are told."""
@@ -87,8 +86,10 @@ def tile_limits(
 ):  # fmt: skip
     """Keys that some token of the tile sees, `low .. high - 1`, and a middle that all of them see.
 
-    Returns `(low, full_low, full_high, high)`: the two inner limits lie whole tiles of KEYS behind `low`, and
-    loaded ranges that are empty have no say.
+    Returns `(low, full_low, full_high, high)`. `low` and `full_high` lie whole tiles of KEYS from `full_low`:
+    so `low` may lie before the first key, even before 0. The middle of a window ends with the range of the
+    first query; without a window it begins with the first whole tile. Loaded ranges that are empty have no
+    say.
     """
     if FIRST is None:
         token = first_token + tl.arange(0, TOKENS)
@@ -102,8 +103,13 @@ def tile_limits(
         last_token = tl.minimum(first_token + TOKENS, length) - 1
         low, first_end = range_of(first_token, True, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
         last_start, high = range_of(last_token, True, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
-    full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
-    full_high = full_low + tl.maximum(first_end - full_low, 0) // KEYS * KEYS
+    if WINDOW is None:
+        full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
+        full_high = full_low + tl.maximum(first_end - full_low, 0) // KEYS * KEYS
+    else:
+        full_high = first_end
+        full_low = first_end - tl.maximum(first_end - last_start, 0) // KEYS * KEYS
+        low = full_low - tl.maximum(full_low - low + KEYS - 1, 0) // KEYS * KEYS
     return low, full_low, full_high, high
 
 
