@@ -178,10 +178,9 @@ def _query_gradient_kernel(
         PRECISION, TMA, weight is not None, True,
     )  # fmt: skip
     if FRONT:
-        some = tl.where(low < full_low, count, 0)
         dq0, dq1 = _add_tile(
             q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
-            b, kv_head, num_keys, full_low - KEYS, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+            b, kv_head, num_keys, full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
             PRECISION, TMA, weight is not None, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):

@@ -213,10 +213,9 @@ def _attend_ranges_kernel(
         num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1, PRECISION, TMA, True,
     )  # fmt: skip
     if FRONT:
-        some = tl.where(low < full_low, count, 0)
         out0, out1, largest, total = _attend_tile(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-            full_low - KEYS, start, some, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+            full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
         )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         out0, out1, largest, total = _attend_tile(
