@@ -77,20 +77,17 @@ class ForwardSizes(NamedTuple):
 
         while used() > room and keys > 16:
             keys //= 2
-        num_warps = 8 if rows > 64 or wide > 384 else 4 if rows == 64 or itemsize == 4 else 2
+        num_warps = 8 if rows > 64 or wide > 384 else 4 if rows == 64 or itemsize == 4 else 1
         peel = itemsize < 4 and capability >= 90  # without wgmma it costs registers
         return cls(rows, keys, num_warps, num_stages, None, peel)
 
 
 def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
-    """Tokens times padded query heads of a tile of queries: 64 for one wgmma.
-
-    Fewer where a KV head has few query heads: the union of many tokens is mostly blocks
-    that the mask throws away.
-    """
+    """Tokens times padded query heads of a tile of queries: 64 for one wgmma, of at most 32 tokens."""
     heads = padded_heads(heads_per_kv_head)
-    few = 16 if heads == 1 else 32
-    return max(few if heads < 8 or itemsize == 4 else 64, heads)
+    if itemsize == 4:
+        return max(16 if heads == 1 else 32, heads)
+    return max(min(64, 32 * heads), heads)
 
 
 def in_one_block(first_position: int | None, tokens: int, block_size: int) -> bool:

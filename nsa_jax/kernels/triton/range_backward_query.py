@@ -50,8 +50,10 @@ class RangeQuerySizes(NamedTuple):
             keys = 32 if 64 * (key_dim + value_dim) * 4 + 2**14 <= shared_bytes(capability) else 16
             return cls(32, keys, 4, 1)
         wide = max(key_dim, value_dim) > 128
-        if capability == 90:
-            return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2) if wide else cls(128, 64, 8, 2)
+        if capability == 90 and wide:
+            return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2)
+        if capability == 90:  # at 168 registers three programs share a processor
+            return cls(64, 64, 4, 1, 168)
         return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2)
 
 
