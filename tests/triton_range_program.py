@@ -35,18 +35,23 @@ class Case(NamedTuple):
     segments: int = 1
     keys_first: bool = True
     keys: int = 16  # of a step of the queries' kernels
+    peel: bool = True
 
 
 CASES = {
     "window": Case(2, 16, 16, "window", num_queries=53, weighted=True),
     "compressed": Case(16, 16, 32, "compressed", kv_heads=1, num_keys=13, segments=3, weighted=True),
-    "packed": Case(6, 32, 16, "packed", batch=2, kv_heads=1, keys_first=False, segments=2, num_queries=33),
+    "packed": Case(
+        6, 32, 16, "packed", batch=2, kv_heads=1, keys_first=False, segments=2, num_queries=33, peel=False
+    ),
     "scattered": Case(1, 48, 16, "scattered", num_keys=35, batch=2, segments=2, weighted=True),
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
     "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
     "known_odd": Case(4, 16, 16, "window_18", num_queries=45, edges=Edges(0, 18), weighted=True, keys=32),
-    "known_long": Case(8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32),
-    "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=Edges(0, 3), keys=32),
+    "known_long": Case(
+        8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32, peel=False
+    ),
+    "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=Edges(0, 3), keys=32, peel=False),
     "known_end": Case(2, 16, 16, "window_18", num_queries=40, edges=Edges(None, 18), batch=2, keys=32),
     "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16), keys=32),
     "known_strides": Case(
@@ -142,13 +147,13 @@ def check_case(name: str) -> dict[str, float]:
             start,
             end,
             scale,
-            sizes=RangeForwardSizes(32, case.keys, 4, 2),
+            sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel),
             edges=case.edges,
         )
         operands = query, key, value, start, end
         found["d_query"], found["products"], delta = range_query_gradient(
             *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
-            sizes=RangeQuerySizes(32, case.keys, 4, 2), edges=case.edges,
+            sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel), edges=case.edges,
         )  # fmt: skip
         found["d_key"], found["d_value"] = range_key_gradients(
             *operands, found["lse"], delta, d_out, weight, scale, edges=case.edges,

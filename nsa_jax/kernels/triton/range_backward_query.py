@@ -42,13 +42,14 @@ class RangeQuerySizes(NamedTuple):
     num_warps: int
     num_stages: int
     registers: int | None = None
+    peel: bool = True
 
     @classmethod
     def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeQuerySizes":
         """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
         if itemsize == 4:
             keys = 32 if 64 * (key_dim + value_dim) * 4 + 2**14 <= shared_bytes(capability) else 16
-            return cls(32, keys, 4, 1)
+            return cls(32, keys, 4, 1, peel=False)
         wide = max(key_dim, value_dim) > 128
         if capability == 90 and wide:
             return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2)
@@ -109,7 +110,7 @@ def range_query_gradient(
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        PEEL=sizes.peel, **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -139,9 +140,9 @@ def _query_gradient_kernel(
     out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
@@ -172,33 +173,33 @@ def _query_gradient_kernel(
     )
 
     dq0, dq1 = zeros(ROWS, H0, H1)
-    # As in the forward, the first step stands before the loops.
-    dq0, dq1 = _add_tile(
-        q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate,
-        tail_keys0, tail_keys1, tail_values0, tail_values1,
-        b, kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1,
-        PRECISION, TMA, weight is not None, True,
-    )  # fmt: skip
-    if FRONT:
+    if PEEL:
         dq0, dq1 = _add_tile(
-            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
-            b, kv_head, num_keys, full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+            q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate,
+            tail_keys0, tail_keys1, tail_values0, tail_values1,
+            b, kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1,
             PRECISION, TMA, weight is not None, True,
         )  # fmt: skip
+        if FRONT:
+            dq0, dq1 = _add_tile(
+                q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
+                b, kv_head, num_keys, full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
+                PRECISION, TMA, weight is not None, True,
+            )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         dq0, dq1 = _add_tile(
             q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
             b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
             PRECISION, TMA, weight is not None, False,
         )  # fmt: skip
-    if REST:
-        for first in tl.range(low, full_low - KEYS, KEYS):
+    if REST or not PEEL:
+        for first in tl.range(low, full_low - PEEL * KEYS, KEYS):
             dq0, dq1 = _add_tile(
                 q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
                 b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,
                 PRECISION, TMA, weight is not None, True,
             )  # fmt: skip
-        for first in tl.range(full_high + TAIL, high, KEYS):
+        for first in tl.range(full_high + PEEL * TAIL, high, KEYS):
             dq0, dq1 = _add_tile(
                 q0, q1, do0, do1, dq0, dq1, normaliser, shift, gate, keys0, keys1, values0, values1,
                 b, kv_head, num_keys, first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1,

@@ -47,6 +47,9 @@ class RangeForwardSizes(NamedTuple):
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
       registers: most registers of a thread; None leaves it to the compiler.
+      peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
+        queries in shared memory, made for them, then serves the loop too, and it holds no queries in
+        registers; without wgmma it is the other way round.
     """
 
     rows: int
@@ -54,6 +57,7 @@ class RangeForwardSizes(NamedTuple):
     num_warps: int
     num_stages: int
     registers: int | None = None
+    peel: bool = True
 
     @classmethod
     def choose(
@@ -65,7 +69,7 @@ class RangeForwardSizes(NamedTuple):
                 held = (rows * key_dim + stages * keys * (key_dim + value_dim)) * 4
                 if held <= shared_bytes(capability) and (stages == 1 or capability != 89):
                     break
-            return cls(rows, keys, 4, stages)
+            return cls(rows, keys, 4, stages, peel=False)
         if capability == 90 and value_dim > 128:
             return cls(64, 64, 8, 1)
         wide = max(key_dim, value_dim) > 128
@@ -121,7 +125,7 @@ def attend_ranges(
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens,
         PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        PEEL=sizes.peel, **edge_tiles, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -176,9 +180,9 @@ def _attend_ranges_kernel(
     out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = tl.program_id(1) // KV_HEADS
@@ -206,29 +210,29 @@ def _attend_ranges_kernel(
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out0, out1 = zeros(ROWS, V0, V1)
-    # The first step stands before the loops: then the copy of the queries in shared memory, made for it,
-    # serves them too, and no loop holds the queries in registers.
-    out0, out1, largest, total = _attend_tile(
-        q0, q1, out0, out1, largest, total, tail_keys0, tail_keys1, tail_values0, tail_values1, b, kv_head,
-        num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1, PRECISION, TMA, True,
-    )  # fmt: skip
-    if FRONT:
+    if PEEL:
         out0, out1, largest, total = _attend_tile(
-            q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
-            full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+            q0, q1, out0, out1, largest, total, tail_keys0, tail_keys1, tail_values0, tail_values1, b,
+            kv_head, num_keys, full_high, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1, PRECISION,
+            TMA, True,
         )  # fmt: skip
+        if FRONT:
+            out0, out1, largest, total = _attend_tile(
+                q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
+                full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
+            )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         out0, out1, largest, total = _attend_tile(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
             first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, False,
         )  # fmt: skip
-    if REST:
-        for first in tl.range(low, full_low - KEYS, KEYS):
+    if REST or not PEEL:
+        for first in tl.range(low, full_low - PEEL * KEYS, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
                 first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
-        for first in tl.range(full_high + TAIL, high, KEYS):
+        for first in tl.range(full_high + PEEL * TAIL, high, KEYS):
             out0, out1, largest, total = _attend_tile(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
                 first, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
