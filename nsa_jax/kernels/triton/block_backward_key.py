@@ -72,12 +72,12 @@ class KeySizes(NamedTuple):
     ) -> "KeySizes":  # fmt: skip
         """Sizes by heads, dims, bytes of a float, block size and compute capability (80, 89, 90)."""
         heads, wide, room = padded_heads(heads_per_kv_head), key_dim + value_dim, shared_bytes(capability)
-        item = max(2048, 16384 // heads)
+        item = max(2048, 8192 // heads)
         if itemsize == 4:
             rows, keys, num_stages = max(32, heads), min(block_size, 32), 1
             while (rows + keys) * wide * 6 > room and max(rows, keys) > max(16, heads):
                 rows, keys = (rows, keys // 2) if keys > 16 else (max(rows // 2, heads), keys)
-            return cls(rows, keys, item, 8, num_stages)
+            return cls(rows, keys, item, 4, num_stages)
         # With wider sums a step of 64 rows spills, the sooner where operands are in registers too.
         rows = max(64 if wide <= 256 or (capability >= 90 and wide <= 320) else 32, heads)
         keys = min(block_size, 64 if wide <= 256 or capability >= 90 else 32)

@@ -6,9 +6,9 @@ choose needs no mask either: its rows subtract +inf. `previous`, another branch'
 before rounding.
 
 Registers: `rows (2 keys + H) / 128` floats a thread at 4 warps (128 at 64 rows, 64 keys, H = 128). Shared
-memory: `(rows + stages keys) (H + V) itemsize` (64 KB in bfloat16 at one stage). Three programs a processor
-at 168 registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 3.3 TFLOP where neighbours agree, 4.1 ms
-at 800 TFLOP/s.
+memory: `(rows + stages keys) (H + V) itemsize` (112 KB in bfloat16 at two stages, with what the last product
+still reads): two programs a processor. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 3.3 TFLOP where
+neighbours agree, 4.1 ms at 800 TFLOP/s.
 """
 
 from typing import NamedTuple
@@ -80,7 +80,9 @@ class QuerySizes(NamedTuple):
             num_stages = 1
         while used() > room and rows > max(16, padded_heads(heads_per_kv_head)):
             rows //= 2
-        num_warps = 8 if rows > 64 or wide > 320 or itemsize == 4 else 4
+        num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4) else 4
+        if rows == 32 and num_stages == 2:  # few heads: more keys would spill
+            keys, num_warps = min(keys, 32), 2
         return cls(rows, keys, num_warps, num_stages, None, itemsize < 4 and capability >= 90)
 
 

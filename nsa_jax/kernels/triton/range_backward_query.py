@@ -4,10 +4,10 @@ grid = (ceil(T / tokens), B K), tiles and order as in `range_forward`. A step ta
 logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`), an earlier
 branch's gradient (`previous`) and the deltas (`row_shift`) are taken in, so none costs a pass of its own.
 
-Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits. Shared memory:
-`(rows (H + V) + num_stages keys (H + V)) itemsize` (128 KB at 128 rows, 64 keys, 2 stages, 128/128,
-bfloat16). Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s;
-window 1.6 TFLOP, 2.1 ms.
+Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits: 168 at 64 rows, 64
+keys, 4 warps, three programs a processor. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB
+at 128/128, bfloat16). Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window
+1.6 TFLOP, 2.1 ms.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
+from nsa_jax.kernels.triton.gpu import has_tma, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
@@ -47,15 +47,17 @@ class RangeQuerySizes(NamedTuple):
     @classmethod
     def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeQuerySizes":
         """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+        largest = max(key_dim, value_dim)
+        wide = largest > 128
+        if itemsize == 4 and capability == 90 and largest <= 64:
+            return cls(64, 32, 4, 1)
         if itemsize == 4:
-            keys = 32 if 64 * (key_dim + value_dim) * 4 + 2**14 <= shared_bytes(capability) else 16
-            return cls(32, keys, 4, 1, peel=False)
-        wide = max(key_dim, value_dim) > 128
+            return cls(16 if wide else 32, 32, 4, 1, peel=False)
         if capability == 90 and wide:
             return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2)
         if capability == 90:  # at 168 registers three programs share a processor
             return cls(64, 64, 4, 1, 168)
-        return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2)
+        return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2, peel=False)
 
 
 def range_query_gradient(

@@ -6,11 +6,11 @@ the tiles before and behind it compare. Behind the middle of a window lie the to
 first query: a step of 16 keys. Late queries see most keys in the causal case: they
 start first. Head-major order keeps the keys and values of one KV head in L2.
 
-Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 64 + 32 at 128
-rows, 128 keys, 8 warps, V = 128). Shared memory: `(rows H + num_stages keys (H + V)) itemsize` (160 KB at 2
-stages; 96 KB with 64 keys). Floor at 64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s;
-window 1.1 TFLOP, 1.4 ms, and 1.24 TFLOP with what the tiles hold too much. L2 reads `keys (H + V) itemsize`
-per tile: 34 GB compressed at 128 rows.
+Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 32 + 16 at 64 rows,
+64 keys, 4 warps, V = 128): 128 in all, so that four programs share a processor. Shared memory: `(rows H +
+keys max(H, V)) itemsize` at one stage (32 KB), since keys and values are not there at the same time. Floor at
+64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; window 1.1 TFLOP, 1.4 ms, 3 % more with
+what the tiles hold too much. L2 reads `keys (H + V) itemsize` per step: 68 GB compressed.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
+from nsa_jax.kernels.triton.gpu import has_tma, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
     LN_2,
@@ -64,18 +64,18 @@ class RangeForwardSizes(NamedTuple):
         cls, key_dim: int, value_dim: int, itemsize: int, front: bool, capability: int = 90
     ) -> "RangeForwardSizes":
         """Sizes by dims, bytes of a float, whether tiles may need a mask in front, and compute capability."""
+        largest = max(key_dim, value_dim)
+        if itemsize == 4 and capability == 90 and largest <= 64:
+            return cls(64, 64, 4, 1)
         if itemsize == 4:
-            for rows, keys, stages in ((64, 32, 2), (64, 32, 1), (32, 32, 1), (32, 16, 1)):
-                held = (rows * key_dim + stages * keys * (key_dim + value_dim)) * 4
-                if held <= shared_bytes(capability) and (stages == 1 or capability != 89):
-                    break
-            return cls(rows, keys, 4, stages, peel=False)
+            return cls(32 if largest <= 128 else 16, 32, 4, 1, peel=False)
         if capability == 90 and value_dim > 128:
             return cls(64, 64, 8, 1)
-        wide = max(key_dim, value_dim) > 128
+        wide = largest > 128
         if capability == 90:  # at 128 registers four programs share a processor
             return cls(64, 64, 4, 1, 128 if front and not wide else None)
-        return cls(64 if wide else 128, 32 if wide and capability == 89 else 64, 4 if wide else 8, 2)
+        keys = 32 if wide and capability == 89 else 64
+        return cls(64 if wide else 128, keys, 4 if wide else 8, 2, peel=False)
 
 
 def attend_ranges(
