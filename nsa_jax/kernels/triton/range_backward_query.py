@@ -50,7 +50,7 @@ class RangeQuerySizes(NamedTuple):
         largest = max(key_dim, value_dim)
         wide = largest > 128
         if itemsize == 4 and capability == 90 and largest <= 64:
-            return cls(64, 32, 4, 1)
+            return cls(64, 32, 4, 1, peel=False)
         if itemsize == 4:
             return cls(16 if wide else 32, 32, 4, 1, peel=False)
         if capability == 90 and wide:

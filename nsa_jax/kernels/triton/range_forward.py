@@ -66,7 +66,7 @@ class RangeForwardSizes(NamedTuple):
         """Sizes by dims, bytes of a float, whether tiles may need a mask in front, and compute capability."""
         largest = max(key_dim, value_dim)
         if itemsize == 4 and capability == 90 and largest <= 64:
-            return cls(64, 64, 4, 1)
+            return cls(64, 64, 4, 1, peel=False)
         if itemsize == 4:
             return cls(32 if largest <= 128 else 16, 32, 4, 1, peel=False)
         if capability == 90 and value_dim > 128:
