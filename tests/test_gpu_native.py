@@ -82,6 +82,25 @@ def test_results_of_poisoned_memory_are_finite(length):
         assert jnp.isfinite(x).all(), name
 
 
+@pytest.mark.parametrize("part", ["row", "head"])
+def test_what_is_not_a_number_stays_where_it_is(part):
+    """A row of the batch, or a KV head, that is NaN leaves the others bitwise as they are."""
+    arrays = operands(700, batch=3, heads=18, kv_heads=3)  # six query heads in tiles of eight
+    cotangent = jax.random.normal(jax.random.key(9), (3, 700, 18, 128), "bfloat16")
+
+    def middle(x):
+        third = x.shape[0 if part == "row" else 2] // 3
+        return (slice(third, 2 * third),) if part == "row" else (..., slice(third, 2 * third), slice(None))
+
+    run = jax.jit(with_gradients)
+    found, expected = (
+        run(*(x.at[middle(x)].set(value) for x in (cotangent, *arrays))) for value in (jnp.nan, 0)
+    )
+    for ours, plain in zip(found, expected, strict=True):
+        ours, plain = (np.asarray(x.at[middle(x)].set(0), np.float32) for x in (ours, plain))
+        assert np.array_equal(ours, plain)
+
+
 def test_the_sum_at_the_end_of_the_window_is_that_of_the_branches():
     """Without gradients the window's kernel ends in the gated sum; with them that is a kernel of its own."""
     arrays = operands(1500, heads=32, kv_heads=2)

@@ -90,6 +90,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "main"): {
         "range_forward._attend_ranges_kernel": 216,
+        "range_backward_key._key_gradients_kernel": 4,
         "block_backward_key._key_gradients_kernel": 60,
     },
     (90, "192/128"): {"block_backward_key._key_gradients_kernel": 88},
@@ -101,6 +102,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "float32"): {
         "range_backward_key._key_gradients_kernel": 464,
+        "block_backward_query._query_gradient_kernel": 4,
         "block_backward_key._key_gradients_kernel": 284,
     },
 }

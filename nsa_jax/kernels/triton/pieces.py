@@ -32,16 +32,17 @@ def key_tiles(array: Array, rows: int, tma: bool) -> tuple[Source, Source]:
     if not tma:
         return array, None
     batch, length, heads, dim = array.shape
-    return _descriptors(array.reshape(batch * length, heads * dim), (rows,), dim)
+    return _descriptors(array.reshape(batch, length, heads * dim), (1, rows), dim)
 
 
 def query_tiles(array: Array, num_kv_heads: int, tokens: int, tma: bool) -> tuple[Source, Source]:
     """The same for `tokens` tokens and the padded heads of one KV head of `[B, T, N, D]`."""
     if not tma:
         return array, None
-    batch, length, heads, dim = array.shape
-    rows = tokens, padded_heads(heads // num_kv_heads)
-    return _descriptors(array.reshape(batch * length, heads, dim), rows, dim)
+    batch, length, num_heads, dim = array.shape
+    heads = num_heads // num_kv_heads
+    array = array.reshape(batch, length, num_kv_heads, heads, dim)
+    return _descriptors(array, (1, tokens, 1, padded_heads(heads)), dim)
 
 
 def _descriptors(array: Array, block: tuple[int, ...], dim: int) -> tuple[Source, Source]:
@@ -57,14 +58,11 @@ def load_keys(
     first, second, b, token, head, length,
     HEADS: tl.constexpr, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Both pieces of the tile of keys that starts at `token`.
-
-    Rows outside of the sequence `0 .. length - 1` are finite and mean nothing.
-    """
+    """Both pieces of the tile of keys that starts at `token`, 0 outside of the row's `0 .. length - 1`."""
     if TMA:
-        x0 = first.load([b * length + token, head * (D0 + D1)])
+        x0 = first.load([b, token, head * (D0 + D1)]).reshape(ROWS, D0)
         if D1 > 0:
-            x1 = second.load([b * length + token, head * (D0 + D1) + D0])
+            x1 = second.load([b, token, head * (D0 + D1) + D0]).reshape(ROWS, D1)
         else:
             x1 = x0
     else:
@@ -81,15 +79,12 @@ def load_queries(
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Both pieces of the tile of queries that starts at `token`.
-
-    Rows without a token or without a head of this KV head are finite and mean nothing.
-    """
+    """Both pieces of the tile of queries that starts at `token`, 0 where there is no token or no head."""
     ROWS: tl.constexpr = TOKENS * PADDED_HEADS
     if TMA:
-        x0 = first.load([b * length + token, kv_head * HEADS, 0]).reshape(ROWS, D0)
+        x0 = first.load([b, token, kv_head, 0, 0]).reshape(ROWS, D0)
         if D1 > 0:
-            x1 = second.load([b * length + token, kv_head * HEADS, D0]).reshape(ROWS, D1)
+            x1 = second.load([b, token, kv_head, 0, D0]).reshape(ROWS, D1)
         else:
             x1 = x0
     else:
