@@ -19,6 +19,10 @@ CHECKS = {
     "range": (
         *(f"case {x}" for x in ("window", "compressed", "packed", "scattered", "all", "known_window")),
         *(
+            "case known_odd",
+            "case known_long",
+            "case known_short",
+            "case known_end",
             "case known_later",
             "case known_strides",
             "case nothing",
