@@ -1,9 +1,9 @@
 """Pictures and tables from committed rows, so that no figure is ever typed by hand.
 
-`python -m benchmarks.plot benchmarks/results/*.jsonl` draws, beside each file, time against length and the
-ratio to dense attention; `--markdown` prints the tables instead. Of a file with several runs the newest is
-taken, or that of `--run-id`. A table in a document stands behind a line `<!-- benchmarks/results/NAME.jsonl
--->`; a test holds it to the file.
+`python -m benchmarks.plot benchmarks/results/*.jsonl` draws, beside each file of several lengths, time
+against length and the ratio to dense attention; `--markdown` prints the tables instead. Of a file with
+several runs the newest is taken, or that of `--run-id`. A table in a document stands behind a line
+`<!-- benchmarks/results/NAME.jsonl -->`; a test holds it to the file.
 """
 
 import argparse
@@ -12,13 +12,14 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import records
-from benchmarks.records import Row
+from benchmarks.records import Row, TrainingRow
 
 DENSE = "dense_attention"
 WHOLE = "native_sparse_attention"
+type AnyRow = Row | TrainingRow
 
 
-def one_run(rows: Sequence[Row], run_id: str | None = None) -> list[Row]:
+def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
     """The rows of one run, the newest by default.
 
     Raises:
@@ -32,8 +33,13 @@ def one_run(rows: Sequence[Row], run_id: str | None = None) -> list[Row]:
     return chosen
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Tables of one run: the whole operation beside dense attention, then single operations."""
+def markdown(rows: Sequence[AnyRow]) -> str:
+    """Tables of one run: the whole operation beside dense attention, then single operations; or its steps."""
+    steps = [row for row in rows if isinstance(row, TrainingRow)]
+    return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
+
+
+def _of_operations(rows: Sequence[Row]) -> str:
     first = rows[0]
     heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
     dims = f"dim {first.key_dim}/{first.value_dim}"
@@ -47,6 +53,30 @@ def markdown(rows: Sequence[Row]) -> str:
     paired = {id(row) for pair in pairs for row in pair}
     lines += _table(operation_cells(row) for row in rows if id(row) not in paired)
     return "\n".join(lines).strip()
+
+
+def _of_steps(rows: Sequence[TrainingRow]) -> str:
+    first = rows[0]
+    names = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim")
+    sizes = ", ".join(f"`{name}` {first.model[name]}" for name in names)
+    dense = {row.length: row.median_ms for row in rows if row.attention == "dense"}
+    cells = (
+        {
+            "T": f"{row.length}",
+            "attention": f"{row.attention} ({row.implementation})",
+            "ms (p20-p80)": _milliseconds(row),
+            "tokens/s": f"{row.tokens_per_s:.0f}",
+            "dense / this": f"**{dense[row.length] / row.median_ms:.2f}**" if row.length in dense else "-",
+            "MB": f"{row.peak_bytes / 1e6:.1f}",
+            "parameters": f"{row.parameters / 1e6:.0f} M",
+        }
+        for row in rows
+    )
+    head = (
+        f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; "
+        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`."
+    )
+    return "\n".join([head, "", *_table(cells)]).strip()
 
 
 def whole_cells(row: Row, dense: Row) -> dict[str, str]:
@@ -129,7 +159,7 @@ def _where(row: Row) -> dict[str, str]:
     return {"T": f"{row.length}", "mode": row.mode, "distribution": row.distribution}
 
 
-def _milliseconds(row: Row) -> str:
+def _milliseconds(row: AnyRow) -> str:
     digits = 1 if row.median_ms >= 10 else 3
     return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"
 
@@ -159,9 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = one_run(records.read(path), options.run_id)
         if options.markdown:
             print(f"<!-- {path.as_posix()} -->\n{markdown(rows)}\n")
-        else:
+            continue
+        drawn = [row for row in rows if isinstance(row, Row)]
+        if len({row.length for row in drawn}) > 1:
             picture = path.with_suffix(".png")
-            draw(rows, picture)
+            draw(drawn, picture)
             print(picture)
     return 0
 

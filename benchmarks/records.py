@@ -9,6 +9,7 @@ import platform
 import secrets
 import subprocess
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jaxlib
@@ -94,6 +95,39 @@ class Row:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """One measurement: a step of one model at one length. `peak_bytes` is temporary memory."""
+
+    run_id: str
+    benchmark: str
+    attention: str
+    implementation: str
+    batch: int
+    length: int
+    model: dict[str, Any]
+    parameters: int
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    tokens_per_s: float
+    compile_s: float
+    peak_bytes: int
+    device: str
+    jax: str
+    jaxlib: str
+    commit: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attention:6}{self.implementation:8}T={self.length:<7}{self.median_ms:10.1f} ms "
+            f"[{self.p20_ms:.1f}, {self.p80_ms:.1f}]  {self.samples:3} samples  "
+            f"{self.tokens_per_s:10.0f} tokens/s  temp {self.peak_bytes / 1e9:.2f} GB  "
+            f"{self.parameters / 1e6:.1f} M parameters  compile {self.compile_s:.1f} s"
+        )
+
+
 def environment() -> Environment:
     """Device, versions and commit of this run, under a new id."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -174,7 +208,7 @@ def make_row(
     )
 
 
-def append(path: pathlib.Path | None, rows: Iterable[Row]) -> None:
+def append(path: pathlib.Path | None, rows: Iterable[Row | TrainingRow]) -> None:
     """Adds rows to a JSONL file at once, so that an interrupted run keeps what it measured."""
     rows = list(rows)
     if path is None or not rows:
@@ -184,9 +218,10 @@ def append(path: pathlib.Path | None, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
 
-def read(path: pathlib.Path) -> list[Row]:
+def read(path: pathlib.Path) -> list[Row | TrainingRow]:
     """All rows of a JSONL file."""
-    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [(TrainingRow if line["benchmark"] == "training" else Row)(**line) for line in lines]
 
 
 def ratio(row: Row, dense: Row) -> tuple[float, float]:

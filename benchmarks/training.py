@@ -25,39 +25,6 @@ from nsa_jax.model import Transformer, TransformerConfig
 OPTIMIZER = optax.adamw(1e-4)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingRow:
-    """One measurement: a step of one model at one length. `peak_bytes` is temporary memory."""
-
-    run_id: str
-    benchmark: str
-    attention: str
-    implementation: str
-    batch: int
-    length: int
-    model: dict[str, Any]
-    parameters: int
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    samples: int
-    tokens_per_s: float
-    compile_s: float
-    peak_bytes: int
-    device: str
-    jax: str
-    jaxlib: str
-    commit: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.attention:6}{self.implementation:8}T={self.length:<7}{self.median_ms:10.1f} ms "
-            f"[{self.p20_ms:.1f}, {self.p80_ms:.1f}]  {self.samples:3} samples  "
-            f"{self.tokens_per_s:10.0f} tokens/s  temp {self.peak_bytes / 1e9:.2f} GB  "
-            f"{self.parameters / 1e6:.1f} M parameters  compile {self.compile_s:.1f} s"
-        )
-
-
 def compile_step(config: TransformerConfig, batch: int, length: int) -> tuple[timing.Compiled, int]:
     """The compiled step on its arguments, and the number of parameters."""
     graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
@@ -113,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         times = timing.measure(runs, budget_s=options.budget_s)
         for attention, step in steps.items():
             taken = times[attention]
-            row = TrainingRow(
+            row = records.TrainingRow(
                 **dataclasses.asdict(environment), benchmark="training", attention=attention,
                 implementation=_implementation(attention), batch=options.batch, length=length,
                 model=dataclasses.asdict(dataclasses.replace(model, attention=attention)),
@@ -124,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # fmt: skip
             rows += 1
             print(row, flush=True)
-            if options.output is not None:
-                with options.output.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            records.append(options.output, [row])
         if {"nsa", "dense"} <= times.keys():
             ratios[length] = round(times["dense"].median_ms / times["nsa"].median_ms, 3)
     print(json.dumps({"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}))

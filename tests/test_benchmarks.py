@@ -397,15 +397,20 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
         operation="dense_attention", median_ms=50.0, p20_ms=49.0, p80_ms=51.0, peak_bytes=40_000_000
     )
     window = make_row(operation="window_attention")
-    rows = [make_row(median_ms=20.0, adjacent_share=0.9, mean_union_4=19.0), dense, window]
+    longer = make_row(operation="window_attention", length=8192)
+    rows = [longer, make_row(median_ms=20.0, adjacent_share=0.9, mean_union_4=19.0), dense, window]
     older = [dataclasses.replace(row, run_id="0", median_ms=1.0) for row in rows]
     records.append(path, [*rows, *older])
 
-    plot.main([str(path)])
+    alone = path.with_name("alone.jsonl")
+    records.append(alone, [window])
+
+    plot.main([str(path), str(alone)])
     plot.main([str(path), "--markdown"])
 
     printed = capsys.readouterr().out
     assert path.with_suffix(".png").stat().st_size > 10_000
+    assert not alone.with_suffix(".png").exists()  # one length is no curve
     assert "| 4096 | fwd | random | 20.0 (1.0-3.0) | 50.0 (49.0-51.0) | **2.50** |" in printed
     assert "0.90 / 19.0" in printed
     assert "| `window_attention` | xla | 4096 | fwd |" in printed
@@ -440,6 +445,9 @@ def test_tables_in_documents_are_those_of_the_rows(tmp_path):
 def test_committed_rows_have_the_paper_configuration():
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         for row in records.read(path):
+            if isinstance(row, records.TrainingRow):
+                assert row.model["nsa"] == dataclasses.asdict(NSAConfig()), path
+                continue
             assert row.config == dataclasses.asdict(NSAConfig()), path
             if row.distribution == "coherent":
                 assert row.adjacent_share is not None
@@ -529,5 +537,6 @@ def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(70 / row["median_ms"] * 1e3)
         assert row["model"]["attention"] == row["attention"]
+    assert "| 70 | nsa (xla) | " in plot.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
