@@ -1,8 +1,8 @@
 """How many tokens a second does a training step of the example's language model take, with NSA and dense?
 
 `python -m benchmarks.training` times forward, backward and AdamW of `nsa_jax.model.Transformer` on random
-tokens, one row of each length, layers rematerialised; all but the attention is the same. Rows go to a JSONL
-file of their own kind; the last line is JSON.
+tokens, one row of each length and attention, layers rematerialised; all but the attention is the same. Rows
+go to a JSONL file of their own kind; the last line is JSON.
 """
 
 import argparse
@@ -18,9 +18,10 @@ from flax import nnx
 
 from benchmarks import records, timing
 from benchmarks.inputs import key
-from nsa_jax import dispatch
+from nsa_jax import dispatch, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn.dense import choose_implementation
 
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -44,7 +45,7 @@ def compile_step(config: TransformerConfig, batch: int, length: int) -> tuple[ti
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; the defaults are the rows of the README."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536], metavar="T")
     parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa", "dense"])
@@ -69,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
         num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
     )  # fmt: skip
+    configs = {name: dataclasses.replace(model, attention=name) for name in options.attention}
     ratios = {}
     rows = 0
     for length in options.lengths:
         steps, sizes = {}, {}
-        for attention in options.attention:
-            config = dataclasses.replace(model, attention=attention)
+        for attention, config in configs.items():
             steps[attention], sizes[attention] = compile_step(config, options.batch, length)
         runs = {attention: step.run for attention, step in steps.items()}
         times = timing.measure(runs, budget_s=options.budget_s)
@@ -82,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             taken = times[attention]
             row = records.TrainingRow(
                 **dataclasses.asdict(environment), benchmark="training", attention=attention,
-                implementation=_implementation(attention), batch=options.batch, length=length,
-                model=dataclasses.asdict(dataclasses.replace(model, attention=attention)),
+                implementation=implementation(configs[attention], options.batch, length),
+                batch=options.batch, length=length, model=dataclasses.asdict(configs[attention]),
                 parameters=sizes[attention], median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
                 p80_ms=taken.percentile_ms(80), samples=len(taken.samples_ms),
                 tokens_per_s=options.batch * length / taken.median_ms * 1e3, compile_s=step.compile_s,
@@ -98,10 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _implementation(attention: str) -> str:
-    if attention == "nsa":
-        return dispatch.choose("native_sparse_attention").implementation
-    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+def implementation(model: TransformerConfig, batch: int, length: int) -> str:
+    """What runs the attention of the model."""
+    query = jax.ShapeDtypeStruct((batch, length, model.num_heads, model.head_dim), model.dtype)
+    if model.attention == "dense":
+        return choose_implementation(query) or "xla"
+    compressed = layout.num_compression_blocks(length, model.nsa)
+    keys = [
+        jax.ShapeDtypeStruct((batch, tokens, model.num_kv_heads, model.head_dim), model.dtype)
+        for tokens in (compressed, compressed, length, length, length, length)
+    ]
+    gates = jax.ShapeDtypeStruct((*query.shape[:3], 3), model.dtype)
+    return dispatch.choose("native_sparse_attention", query, *keys, gates, config=model.nsa).implementation
 
 
 if __name__ == "__main__":

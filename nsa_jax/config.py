@@ -38,6 +38,10 @@ class NSAConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
                 )
+        if self.window_size > 2**30:  # positions are int32, and kernels add the two
+            raise ValueError(
+                f"window_size must be at most 2^30, got {self.window_size}. Pass the longest length."
+            )
         if self.num_initial_blocks < 0:
             raise ValueError(
                 f"num_initial_blocks must be at least 0, got {self.num_initial_blocks}. Pass 0 for none."

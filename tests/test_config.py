@@ -53,6 +53,7 @@ def test_fields_are_frozen_and_named(kind):
         (dict(compression_stride=-16), "compression_stride must be at least 1, got -16"),
         (dict(selection_block_size=0), "selection_block_size must be at least 1, got 0"),
         (dict(window_size=0), "window_size must be at least 1, got 0"),
+        (dict(window_size=2**31 - 1), r"window_size must be at most 2\^30, got 2147483647"),
         (dict(window_size=-512), "window_size must be at least 1, got -512"),
         (dict(num_initial_blocks=-1), "num_initial_blocks must be at least 0, got -1"),
         (dict(num_local_blocks=0), "num_local_blocks must be at least 1, got 0"),

@@ -302,4 +302,9 @@ def test_a_named_implementation_never_falls_back():
 def test_dense_attention_takes_cudnn_where_it_can(monkeypatch, shape, dtype, backend, expected):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
-    assert dense._implementation(jax.ShapeDtypeStruct(shape, dtype)) == expected
+    assert dense.choose_implementation(jax.ShapeDtypeStruct(shape, dtype)) == expected
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert dense.choose_implementation(jax.ShapeDtypeStruct(shape, dtype)) is None
+    with jax.default_device("gpu"):
+        fits = expected or (backend == "cpu" and "cudnn")
+        assert dense.choose_implementation(jax.ShapeDtypeStruct(shape, dtype)) == (fits or None)

@@ -21,6 +21,8 @@ CHECKS = {
         *(
             "case known_odd",
             "case known_long",
+            "case known_peeled",
+            "case known_many",
             "case known_short",
             "case known_end",
             "case known_later",

@@ -51,6 +51,8 @@ CASES = {
     "known_long": Case(
         8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32, peel=False
     ),
+    "known_peeled": Case(8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32),
+    "known_many": Case(1, 16, 16, "window_18", num_queries=50, edges=Edges(0, 18)),
     "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=Edges(0, 3), keys=32, peel=False),
     "known_end": Case(2, 16, 16, "window_18", num_queries=40, edges=Edges(None, 18), batch=2, keys=32),
     "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16), keys=32),

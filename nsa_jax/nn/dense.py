@@ -117,7 +117,7 @@ class DenseAttention(nnx.Module):
             )
         elif segment_ids is None:
             out = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation=_implementation(query)
+                query, key, value, is_causal=True, implementation=choose_implementation(query)
             )
         else:
             same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
@@ -127,8 +127,13 @@ class DenseAttention(nnx.Module):
         return self.out_proj(out)
 
 
-def _implementation(query: Float[Array, "B T N H"]) -> Literal["cudnn"] | None:
-    """Takes cuDNN for 16-bit floats, dims of eights up to 128 and even lengths; XLA stores `[T, T]`."""
+def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:
+    """Takes cuDNN for 16-bit floats, dims of eights up to 128 and even lengths; XLA stores `[T, T]`.
+
+    `query` is `[B, T, N, H]`. Where: on the default device, else on the default backend.
+    """
     length, dim = query.shape[1], query.shape[3]
     fits = query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 128 and length % 2 == 0
-    return "cudnn" if fits and jax.default_backend() == "gpu" else None
+    device = jax.config.jax_default_device
+    platform = getattr(device, "platform", device) or jax.default_backend()
+    return "cudnn" if fits and platform in ("gpu", "cuda") else None
