@@ -119,13 +119,14 @@ def invert(
     item_end = jnp.minimum(item_first + item, end[run])
     head, block = run // num_blocks, run % num_blocks
     b = head // num_kv_heads
-    items = (
-        jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
-        jnp.clip(masked[run], item_first, item_end), item_end,
-        jnp.where(partials[run] > 0, run_slots[run] + index, -1),
-    )  # fmt: skip
     # A block of several items has more than `item` pairs: in all at most twice the full items.
     num_slots = 0 if num_queries <= item else max(min(num_items, 2 * num_pairs // item), 1)
+    # Blocks named twice, which is against the rule, may want more slots: they stay in bounds.
+    slot = jnp.where(partials[run] > 0, jnp.minimum(run_slots[run] + index, num_slots - 1), -1)
+    items = (
+        jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
+        jnp.clip(masked[run], item_first, item_end), item_end, slot,
+    )  # fmt: skip
     written = _written(numbering, chosen, num_keys, size) if packed else None
     slots, partials = (x.reshape(heads, num_blocks) for x in (run_slots, partials))
     return BlockItems(
