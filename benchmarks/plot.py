@@ -12,11 +12,10 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import records
-from benchmarks.records import Row, TrainingRow
+from benchmarks.records import AnyRow, Row, TrainingRow
 
 DENSE = "dense_attention"
 WHOLE = "native_sparse_attention"
-type AnyRow = Row | TrainingRow
 
 
 def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:

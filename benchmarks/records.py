@@ -128,6 +128,9 @@ class TrainingRow:
         )
 
 
+type AnyRow = Row | TrainingRow
+
+
 def environment() -> Environment:
     """Device, versions and commit of this run, under a new id."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -208,7 +211,7 @@ def make_row(
     )
 
 
-def append(path: pathlib.Path | None, rows: Iterable[Row | TrainingRow]) -> None:
+def append(path: pathlib.Path | None, rows: Iterable[AnyRow]) -> None:
     """Adds rows to a JSONL file at once, so that an interrupted run keeps what it measured."""
     rows = list(rows)
     if path is None or not rows:
@@ -218,7 +221,7 @@ def append(path: pathlib.Path | None, rows: Iterable[Row | TrainingRow]) -> None
         file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
 
-def read(path: pathlib.Path) -> list[Row | TrainingRow]:
+def read(path: pathlib.Path) -> list[AnyRow]:
     """All rows of a JSONL file."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [(TrainingRow if line["benchmark"] == "training" else Row)(**line) for line in lines]

@@ -141,18 +141,10 @@ def check_case(name: str) -> dict[str, float]:
 
     @jax.jit
     def kernels():
-        found = {}
+        found, operands = {}, (query, key, value, start, end)
         found["out"], found["lse"] = attend_ranges(
-            query,
-            key,
-            value,
-            start,
-            end,
-            scale,
-            sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel),
-            edges=case.edges,
+            *operands, scale, sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel), edges=case.edges
         )
-        operands = query, key, value, start, end
         found["d_query"], found["products"], delta = range_query_gradient(
             *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
             sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel), edges=case.edges,

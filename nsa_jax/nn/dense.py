@@ -128,9 +128,10 @@ class DenseAttention(nnx.Module):
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:
-    """Takes cuDNN for 16-bit floats, dims of eights up to 128 and even lengths; XLA stores `[T, T]`.
+    """What `jax.nn.dot_product_attention` runs by: cuDNN on a GPU that can, else None: XLA stores `[T, T]`.
 
-    `query` is `[B, T, N, H]`. Where: on the default device, else on the default backend.
+    Args:
+      query: `[B, T, N, H]`; cuDNN takes 16-bit floats, dims of eights up to 128 and even lengths.
     """
     length, dim = query.shape[1], query.shape[3]
     fits = query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 128 and length % 2 == 0
