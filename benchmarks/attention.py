@@ -79,8 +79,9 @@ class Run:
                     compiled[variant] = self._compile(variant, shape)
                 except Refused as reason:
                     print(f"refused: {operation} {implementation} {mode} {distribution} T={length}: {reason}")
-            runs = {str(variant): program.run for variant, program in compiled.items()}
-            timings = timing.measure(runs, budget_s=options.budget_s) if runs else {}
+            runs = {str(variant): program.start for variant, program in compiled.items()}
+            sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
+            timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s) if runs else {}
             rows = [self._row(variant, program, timings, shape) for variant, program in compiled.items()]
             records.append(options.output, rows)
             self.rows += rows

@@ -1,6 +1,7 @@
 """Compile once, warm up, then take turns: samples of what is compared come from the same minutes."""
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,9 @@ import numpy as np
 
 # A first run this long is a sample already: page faults and caches no longer show, and another costs minutes.
 LONG_RUN_S = 20.0
+# A GPU is handed calls ahead, as a training loop does it: starting one and hearing of its end takes the host
+# some 0.06 ms, which would be a fortieth of the shortest operations.
+GPU_SAMPLE_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,9 +33,13 @@ class Compiled:
     compile_s: float
     peak_bytes: int
 
+    def start(self) -> Any:
+        """One call, not waited for."""
+        return self.call(*self.arguments)
+
     def run(self) -> Any:
         """One call, waited for."""
-        return jax.block_until_ready(self.call(*self.arguments))
+        return jax.block_until_ready(self.start())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +69,20 @@ def compile_for(
     return Compiled(compiled, arguments, seconds, 0 if memory is None else memory.temp_size_in_bytes)
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
+def seconds_of(run: Callable[[], Any], calls: int = 1) -> float:
+    """Wall-clock seconds of one of `calls` calls in a row, of which the last is waited for."""
     begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / calls
 
 
 def measure(
     runs: Mapping[str, Callable[[], Any]],
     *,
     budget_s: float,
+    sample_s: float = 0.0,
     min_samples: int = 3,
     max_samples: int = 50,
     max_rounds: int = 50,
@@ -80,17 +91,23 @@ def measure(
 
     Each is warmed up once, which says how many samples fit into `budget_s`. They are spread over as many
     rounds as the slowest has samples, `max_rounds` at most, so that each round holds some of everybody.
+    With `sample_s` a sample is as many calls in a row as that takes: a second call says how many these are,
+    since the first may load the program.
     """
     samples: dict[str, list[float]] = {}
     wanted: dict[str, int] = {}
+    calls: dict[str, int] = {}
     for name, run in runs.items():
         first = seconds_of(run)
         samples[name] = [first] if first >= LONG_RUN_S else []
-        fitting = int(budget_s / max(first, 1e-9))
+        if sample_s and not samples[name]:
+            first = seconds_of(run)
+        calls[name] = max(1, math.ceil(sample_s / max(first, 1e-9)))
+        fitting = int(budget_s / max(first * calls[name], 1e-9))
         wanted[name] = min(max(fitting, min_samples), max_samples) - len(samples[name])
     rounds = max(min(max_rounds, *wanted.values()), 1)
     for turn in range(rounds):
         for name, run in runs.items():
             for _ in range(wanted[name] * turn // rounds, wanted[name] * (turn + 1) // rounds):
-                samples[name].append(seconds_of(run))
+                samples[name].append(seconds_of(run, calls[name]))
     return {name: Timing(tuple(1e3 * second for second in taken)) for name, taken in samples.items()}

@@ -345,7 +345,7 @@ def test_samples_take_turns(monkeypatch):
     order = []
     seconds = {"slow": 2.0, "fast": 0.5}
     runs = {name: (lambda name=name: order.append(name) or seconds[name]) for name in seconds}
-    monkeypatch.setattr(timing, "seconds_of", lambda run: run())
+    monkeypatch.setattr(timing, "seconds_of", lambda run, calls=1: run())
 
     timings = timing.measure(runs, budget_s=3.0)
 
@@ -358,9 +358,26 @@ def test_samples_take_turns(monkeypatch):
     assert order == ["slow", "fast", *["slow"], *["fast"] * 4, *["slow"] * 2, *["fast"] * 4]
 
 
+def test_a_sample_may_be_several_calls(monkeypatch):
+    now = [0.0]
+    waited_for = []
+
+    def run():
+        now[0] += 3.0 if now[0] == 0.0 else 0.25  # the first call loads the program
+        return now[0]
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.jax, "block_until_ready", waited_for.append)
+
+    taken = timing.measure({"short": run}, budget_s=4.0, sample_s=0.9)["short"]
+
+    assert taken.samples_ms == (250.0,) * 4
+    assert waited_for == [3.0, 3.25, 4.25, 5.25, 6.25, 7.25]  # the last of every four calls
+
+
 def test_a_long_first_run_is_a_sample(monkeypatch):
     durations = iter([30.0, 20.0, 25.0])
-    monkeypatch.setattr(timing, "seconds_of", lambda _: next(durations))
+    monkeypatch.setattr(timing, "seconds_of", lambda *_: next(durations))
 
     taken = timing.measure({"long": lambda: None}, budget_s=1.0)["long"]
 

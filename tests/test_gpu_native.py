@@ -154,6 +154,45 @@ def test_values_and_gradients_equal_those_of_xla(length):
         assert relative_distance(ours, theirs) < 1e-5, name
 
 
+def test_many_heads_of_one_kv_head_equal_those_of_xla():
+    """More heads than a tile has rows, and wide ones: the largest tiles that shared memory holds."""
+    arrays = operands(700, heads=100, key_dim=256)
+    blocks = attention.select_blocks(*arrays[:2], config=CONFIG, implementation="xla")
+    cotangent = jax.random.normal(jax.random.key(9), (1, 700, 100, 128), "bfloat16")
+    results = {}
+    for implementation in ("xla", "triton"):
+        function = functools.partial(attend, implementation=implementation, block_indices=blocks)
+        results[implementation] = jax.jit(functools.partial(with_gradients, function=function))(
+            cotangent, *arrays
+        )
+    for name, ours, theirs in zip(("out", *NAMES), results["triton"], results["xla"], strict=True):
+        assert relative_distance(ours, theirs) < 2e-2, name
+
+
+@pytest.mark.parametrize("length", [2000, 6000])
+def test_a_block_named_twice_harms_no_other(length):
+    """Against the rule, by more pairs than an item has: the gradients of the other blocks stay."""
+    query, _, _, key, value, *_ = operands(length, key_dim=64, value_dim=64)
+    own = jnp.arange(length, dtype=jnp.int32) // 64
+    once = jnp.full((1, length, 1, 16), -1, jnp.int32).at[0, :, 0, 0].set(0).at[0, :, 0, 1].set(own)
+    once = once.at[:, :64, :, 1].set(-1)
+    twice = once.at[0, 64:, 0, 2].set(0)
+
+    @jax.jit
+    def gradients(blocks):
+        def attend(key, value):
+            return attention.selected_attention(
+                query, key, value, blocks, config=CONFIG, implementation="triton"
+            )[0]
+
+        return jax.vjp(attend, key, value)[1](query)
+
+    expected = gradients(once)
+    poison_memory()
+    for ours, plain in zip(gradients(twice), expected, strict=True):
+        assert relative_distance(ours[:, 64:], plain[:, 64:]) < 1e-2
+
+
 def test_vmap_equals_the_batch():
     arrays = operands(333, batch=3, dtype="float32", key_dim=64, value_dim=64)
     cotangent = jax.random.normal(jax.random.key(9), (3, 333, 16, 64), "float32")

@@ -89,6 +89,7 @@ def test_dims_of_two_powers_of_two_are_supported(installed, dim):
             dataclasses.replace(CONFIG, compression_stride=1),
             "need at most 32 compression strides in a selection block, got 64 / 1",
         ),
+        (shapes(key_dim=32, value_dim=32, heads=514), CONFIG, "at most 256 query heads of one KV head"),
         (
             shapes(),
             dataclasses.replace(CONFIG, num_selected_blocks=257),

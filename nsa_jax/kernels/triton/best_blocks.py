@@ -27,6 +27,7 @@ def best_blocks_kernel(
 
     `scores` is None where every choice is forced or all blocks fit: nothing but the position matters then.
     """
+    NEVER: tl.constexpr = 2147483647
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
     k = tl.program_id(1) % KV_HEADS
@@ -44,29 +45,32 @@ def best_blocks_kernel(
     forced = initial + count - local_start
     fit = count <= SELECTED  # then all are taken, and no scores were computed
     slot = tl.arange(0, SLOTS)
-    block = tl.where(slot < initial, slot, tl.where(slot < forced, local_start + slot - initial, -1))
-    block = tl.where(fit, tl.where(slot < count, slot, -1), block)
+    free = -1 - slot  # slots stay distinct
+    block = tl.where(slot < initial, slot, tl.where(slot < forced, local_start + slot - initial, free))
+    block = tl.where(fit, tl.where(slot < count, slot, free), block)
     if scores is not None:
-        # Free slots hold a score below all others, slots that are not to be taken one above.
-        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1.0, float("inf"))
+        # Scores are compared by their bits, which order floats from 0 up: a warp reduces integers in one
+        # instruction. Free slots hold less than any score, slots that are not to be taken more.
+        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1, NEVER)
         source = scores + (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + in_chunk) * ROW
         column = tl.arange(0, COLUMNS)
         for first in range(0, tl.where(fit, 0, local_start), COLUMNS):
             j = first + column
             near = j // 4 * 4 < local_start  # the same for 4 neighbours, so that loads stay 16 bytes wide
             score = tl.load(source + j, mask=near, other=0.0)
-            score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0
-            score = tl.where((j >= initial) & (j < local_start), score, -1.0)
-            largest, where = tl.max(score, 0, return_indices=True)
+            score = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)  # NaN counts as 0
+            score = tl.where((j >= initial) & (j < local_start), score, -1)
+            largest = tl.max(score, 0)
             worst = tl.min(kept, 0)
             while largest > worst:
-                order = tl.where(kept == worst, block * SLOTS + slot, -2147483647)
+                where = tl.min(tl.where(score == largest, column, NEVER), 0)
+                order = tl.where(kept == worst, block, -NEVER)
                 given = order == tl.max(order, 0)
                 kept = tl.where(given, largest, kept)
                 block = tl.where(given, first + where, block)
-                score = tl.where(column == where, -1.0, score)
-                largest, where = tl.max(score, 0, return_indices=True)
+                score = tl.where(column == where, -1, score)
+                largest = tl.max(score, 0)
                 worst = tl.min(kept, 0)
-    ascending = tl.sort(tl.where(block >= 0, block, 2147483647))
+    ascending = tl.sort(tl.where(block >= 0, block, NEVER))
     target = chosen + ((row_of_chunk.to(tl.int64) * CHUNK_TOKENS + in_chunk) * KV_HEADS + k) * SELECTED
-    tl.store(target + slot, tl.where(ascending < 2147483647, ascending, -1), mask=slot < SELECTED)
+    tl.store(target + slot, tl.where(ascending < NEVER, ascending, -1), mask=slot < SELECTED)

@@ -102,6 +102,9 @@ def invert(
     bounds = _count_below(place, 0, 2 * num_runs + 1)
     first, masked, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
 
+    several = num_queries > item
+    if not several:  # one item a block, also of a block that a query names twice, against the rule
+        item = max(num_pairs, 1)
     count = -(-(end - first) // item)
     chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
     partials = jnp.where(count > 1, count, 0)
@@ -120,12 +123,11 @@ def invert(
     head, block = run // num_blocks, run % num_blocks
     b = head // num_kv_heads
     # A block of several items has more than `item` pairs: in all at most twice the full items.
-    num_slots = 0 if num_queries <= item else max(min(num_items, 2 * num_pairs // item), 1)
-    # Blocks named twice, which is against the rule, may want more slots: they stay in bounds.
-    slot = jnp.where(partials[run] > 0, jnp.minimum(run_slots[run] + index, num_slots - 1), -1)
+    num_slots = max(min(num_items, 2 * num_pairs // item), 1) if several else 0
     items = (
         jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
-        jnp.clip(masked[run], item_first, item_end), item_end, slot,
+        jnp.clip(masked[run], item_first, item_end), item_end,
+        jnp.where(partials[run] > 0, run_slots[run] + index, -1),
     )  # fmt: skip
     written = _written(numbering, chosen, num_keys, size) if packed else None
     slots, partials = (x.reshape(heads, num_blocks) for x in (run_slots, partials))

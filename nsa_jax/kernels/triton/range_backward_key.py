@@ -70,20 +70,19 @@ class RangeKeySizes(NamedTuple):
 
     @classmethod
     def choose(
-        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, segmented: bool,
-        capability: int = 90,
-    ) -> "RangeKeySizes":  # fmt: skip
-        """Sizes by heads, dims, bytes of a float, whether queries go in segments, and compute capability."""
+        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, capability: int = 90
+    ) -> "RangeKeySizes":
+        """Sizes by heads, dims, bytes of a float, and compute capability (80, 89, 90)."""
         if itemsize == 4:
             size = 32 if 64 * (key_dim + value_dim) * 4 + 2**15 <= shared_bytes(capability) else 16
             return cls(size, size, 4, 1, keys_first=capability != 90)
-        wide = key_dim + value_dim > 256
-        if capability == 90 and wide:
-            rows = max(32 if key_dim + value_dim > 384 else 64, padded_heads(heads_per_kv_head))
-            fits = (64 + 2 * rows) * (key_dim + value_dim) * itemsize + 2**14 <= shared_bytes(capability)
-            return cls(64, rows, 8, 2 if fits else 1)
+        dims = key_dim + value_dim
+        wide = dims > 256
         if capability == 90:
-            return cls(64, 64, 4, 2) if segmented else cls(128, 64, 8, 2)
+            rows = max(32 if dims > 384 else 64, padded_heads(heads_per_kv_head))
+            keys = 64 if wide or rows > 64 else 128
+            fitting = ((shared_bytes(capability) - 2**14) // (dims * itemsize) - keys) // rows
+            return cls(keys, rows, 8, max(1, min(fitting, 2 if wide else 3)))
         return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
 
 
@@ -192,9 +191,7 @@ def range_key_gradients(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = RangeKeySizes.choose(
-            heads, key_dim, value_dim, query.dtype.itemsize, num_keys < num_queries, target()
-        )
+        sizes = RangeKeySizes.choose(heads, key_dim, value_dim, query.dtype.itemsize, target())
     tokens = tokens_of(sizes.rows, heads)
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys

@@ -45,18 +45,22 @@ class RangeQuerySizes(NamedTuple):
     peel: bool = True
 
     @classmethod
-    def choose(cls, key_dim: int, value_dim: int, itemsize: int, capability: int = 90) -> "RangeQuerySizes":
-        """Sizes by dims, bytes of a float and the GPU's compute capability (80, 89, 90)."""
+    def choose(
+        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool,
+        capability: int = 90,
+    ) -> "RangeQuerySizes":  # fmt: skip
+        """Sizes as `RangeForwardSizes.choose` has them."""
         largest = max(key_dim, value_dim)
         wide = largest > 128
         if itemsize == 4 and capability == 90 and largest <= 64:
             return cls(64, 32, 4, 1, peel=False)
         if itemsize == 4:
             return cls(16 if wide else 32, 32, 4, 1, peel=False)
-        if capability == 90 and wide:
-            return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 4, 2)
-        if capability == 90:  # at 168 registers three programs share a processor
-            return cls(64, 64, 4, 1, 168)
+        if capability == 90 and (wide or heads_per_kv_head > 64):
+            keys = 32 if min(key_dim, value_dim) > 128 else 64
+            return cls(64, keys, 8 if heads_per_kv_head > 64 else 4, 2)
+        if capability == 90:  # at 168 registers three programs share a processor; long loops do without
+            return cls(64, 64, 4, 1, 168) if front else cls(64, 64, 4, 2)
         return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2, peel=False)
 
 
@@ -96,7 +100,7 @@ def range_query_gradient(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = RangeQuerySizes.choose(key_dim, value_dim, query.dtype.itemsize, target())
+        sizes = RangeQuerySizes.choose(heads, key_dim, value_dim, query.dtype.itemsize, edges.front, target())
     tokens = tokens_of(sizes.rows, heads)
     edge_tiles = edges.of_tiles(tokens, sizes.keys)
     tail = edge_tiles["TAIL"]
@@ -171,7 +175,7 @@ def _query_gradient_kernel(
     normaliser = tl.load(lse + first_row + offset, mask=sees, other=float("inf")) * LOG2_E
     shift, gate = row_shift(out, do0, do1, d_lse, weight, products, delta, first_row, offset, inside, V0, V1)
     low, full_low, full_high, high = tile_limits(
-        first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS
+        first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS, KEYS
     )
 
     dq0, dq1 = zeros(ROWS, H0, H1)

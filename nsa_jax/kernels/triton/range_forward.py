@@ -50,6 +50,8 @@ class RangeForwardSizes(NamedTuple):
       peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
         queries in shared memory, made for them, then serves the loop too, and it holds no queries in
         registers; without wgmma it is the other way round.
+      half: keys of the shorter steps at both ends of ranges that begin at 0, half of `keys`, with `peel`;
+        None for none.
     """
 
     rows: int
@@ -58,22 +60,26 @@ class RangeForwardSizes(NamedTuple):
     num_stages: int
     registers: int | None = None
     peel: bool = True
+    half: int | None = None
 
     @classmethod
     def choose(
-        cls, key_dim: int, value_dim: int, itemsize: int, front: bool, capability: int = 90
-    ) -> "RangeForwardSizes":
-        """Sizes by dims, bytes of a float, whether tiles may need a mask in front, and compute capability."""
+        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool,
+        capability: int = 90,
+    ) -> "RangeForwardSizes":  # fmt: skip
+        """Sizes by heads, dims, bytes of a float, `Edges.front`, and compute capability (80, 89, 90)."""
         largest = max(key_dim, value_dim)
         if itemsize == 4 and capability == 90 and largest <= 64:
             return cls(64, 64, 4, 1, peel=False)
         if itemsize == 4:
             return cls(32 if largest <= 128 else 16, 32, 4, 1, peel=False)
-        if capability == 90 and value_dim > 128:
+        if capability == 90 and (value_dim > 128 or heads_per_kv_head > 64):
             return cls(64, 64, 8, 1)
         wide = largest > 128
+        if capability == 90 and not wide and not front:  # three programs, with half the turns for 128 keys
+            return cls(64, 128, 4, 1, half=64)
         if capability == 90:  # at 128 registers four programs share a processor
-            return cls(64, 64, 4, 1, 128 if front and not wide else None)
+            return cls(64, 64, 4, 1, None if wide else 128)
         keys = 32 if wide and capability == 89 else 64
         return cls(64 if wide else 128, keys, 4 if wide else 8, 2, peel=False)
 
@@ -105,12 +111,13 @@ def attend_ranges(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        front = edges.first_position is None or edges.window is not None
-        sizes = RangeForwardSizes.choose(key_dim, value_dim, query.dtype.itemsize, front, target())
+        sizes = RangeForwardSizes.choose(
+            heads, key_dim, value_dim, query.dtype.itemsize, edges.front, target()
+        )
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     tokens = tokens_of(sizes.rows, heads)
-    edge_tiles = edges.of_tiles(tokens, sizes.keys)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.half)
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     known = edges.first_position is not None
@@ -204,7 +211,7 @@ def _attend_ranges_kernel(
     start, end = range_of(first_token + token, inside, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
     count = tl.maximum(end - start, 0)
     low, full_low, full_high, high = tile_limits(
-        first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS
+        first_token, num_queries, starts, ends, FIRST, WINDOW, SIZE, STRIDE, TOKENS, KEYS, TAIL
     )
 
     largest = tl.full([ROWS], LOWEST, tl.float32)
@@ -221,6 +228,13 @@ def _attend_ranges_kernel(
                 q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,
                 full_low - KEYS, start, count, SCALE, KV_HEADS, KEYS, H0, H1, V0, V1, PRECISION, TMA, True,
             )  # fmt: skip
+        elif TAIL < KEYS:  # noqa: SIM102 (one is known when this is compiled, the other is not)
+            if full_low > low:
+                out0, out1, largest, total = _attend_tile(
+                    q0, q1, out0, out1, largest, total, tail_keys0, tail_keys1, tail_values0, tail_values1, b,
+                    kv_head, num_keys, low, start, count, SCALE, KV_HEADS, TAIL, H0, H1, V0, V1, PRECISION,
+                    TMA, False,
+                )  # fmt: skip
     for first in tl.range(full_low, full_high, KEYS):
         out0, out1, largest, total = _attend_tile(
             q0, q1, out0, out1, largest, total, keys0, keys1, values0, values1, b, kv_head, num_keys,

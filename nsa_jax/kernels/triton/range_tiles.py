@@ -27,20 +27,26 @@ class Edges(NamedTuple):
     size: int = 1
     stride: int = 1
 
-    def of_tiles(self, tokens: int, keys: int) -> dict[str, bool | int]:
+    @property
+    def front(self) -> bool:
+        """Whether keys that some query of a tile does not see may stand before those that all see."""
+        return self.first_position is None or self.window is not None
+
+    def of_tiles(self, tokens: int, keys: int, half: int | None = None) -> dict[str, bool | int]:
         """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
 
-        `TAIL`: keys of the step behind the middle; `FRONT`: keys may stand in front of it; `REST`: one step
-        at either end may not be enough.
+        `TAIL`: keys of the step behind the middle; `FRONT`: as above; `REST`: one step at either end may not
+        be enough. With `half` ranges that begin at 0 end in a step of so many keys, and may begin with one
+        that all queries see.
         """
         known = self.first_position is not None
         if self.window is None:
             # Ends within a tile of queries that differ by one at most lie in one tile of keys.
             rest = not known or -(-(tokens - 1) // self.stride) > 1
-            return dict(TAIL=keys, FRONT=not known, REST=rest)
+            return dict(TAIL=half if known and half else keys, FRONT=self.front, REST=rest)
         tail = min(keys, max(16, triton.next_power_of_2(tokens - 1)))
         rest = not known or tail < tokens - 1 or 0 < self.window % keys < tokens - 1
-        return dict(TAIL=tail, FRONT=True, REST=rest)
+        return dict(TAIL=tail, FRONT=self.front, REST=rest)
 
     def constants(self) -> dict[str, int | None]:
         """What the kernels are told."""
@@ -82,14 +88,14 @@ def range_of(
 @triton.jit
 def tile_limits(
     first_token, length, starts, ends, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
-    STRIDE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    STRIDE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Keys that some token of the tile sees, `low .. high - 1`, and a middle that all of them see.
 
     Returns `(low, full_low, full_high, high)`. `low` and `full_high` lie whole tiles of KEYS from `full_low`:
     so `low` may lie before the first key, even before 0. The middle of a window ends with the range of the
-    first query; without a window it begins with the first whole tile. Loaded ranges that are empty have no
-    say.
+    first query; without a window it begins with the first whole tile, or behind a step of TAIL. Loaded
+    ranges that are empty have no say.
     """
     if FIRST is None:
         token = first_token + tl.arange(0, TOKENS)
@@ -105,7 +111,8 @@ def tile_limits(
         last_start, high = range_of(last_token, True, starts, ends, FIRST, WINDOW, SIZE, STRIDE)
     if WINDOW is None:
         full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
-        full_high = full_low + tl.maximum(first_end - full_low, 0) // KEYS * KEYS
+        full_high = full_low + tl.maximum(first_end - full_low, 0) // TAIL * TAIL
+        full_low += (full_high - full_low) % KEYS
     else:
         full_high = first_end
         full_low = first_end - tl.maximum(first_end - last_start, 0) // KEYS * KEYS

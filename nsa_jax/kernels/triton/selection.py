@@ -35,7 +35,7 @@ class SelectionSizes(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     registers: int | None = None
-    best_columns: int = 256
+    best_columns: int = 128
     buffer_bytes: int = 256 * 2**20
 
     @classmethod
@@ -173,5 +173,5 @@ def _choose(scores, position, chunk, num_blocks, config, sizes, common) -> Int32
         out=jax.ShapeDtypeStruct(shape, jnp.int32), grid=(shape[1], shape[0] * shape[2]), num_warps=1,
         num_stages=1, num_blocks=num_blocks, INITIAL=config.num_initial_blocks,
         COLUMNS=min(1 << (num_blocks - 1).bit_length(), sizes.best_columns),
-        SLOTS=max(1 << (config.num_selected_blocks - 1).bit_length(), 2), **common,
+        SLOTS=max(1 << (config.num_selected_blocks - 1).bit_length(), 32), **common,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, splits
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
+_MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 _VERSIONS = {
     "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
@@ -70,6 +71,11 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
     if operation == "select_blocks" or not value:
         return None
     heads = padded_heads(max(query.shape[2] // key.shape[2], 1))
+    if heads > _MOST_HEADS:
+        return (
+            f"the Triton kernels need at most {_MOST_HEADS} query heads of one KV head, got "
+            f"{query.shape[2]} / {key.shape[2]}. Use implementation='xla'."
+        )
     dims = key.shape[-1] + value[0].shape[-1]
     if ((max(heads, 16) + 16) * 8 if width == 4 else heads * 4) * dims > room:
         return (
