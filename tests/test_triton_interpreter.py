@@ -27,6 +27,8 @@ CHECKS = {
             "case known_end",
             "case known_later",
             "case known_strides",
+            "case known_halves",
+            "case known_halves_many",
             "case nothing",
             "case zero_scale",
             "hidden keys",
