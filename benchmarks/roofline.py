@@ -53,8 +53,8 @@ class Cost:
 def measure_ceiling(dtype: str, *, matmul_size: int | None = None, copy_bytes: int | None = None) -> Ceiling:
     """Copy bandwidth (read + write) and rate of a square matmul, each the best of 7 runs."""
     on_cpu = jax.default_backend() == "cpu"
-    matmul_size = matmul_size or (2048 if on_cpu else 8192)
-    copy_bytes = copy_bytes or (1 << 28 if on_cpu else 1 << 30)
+    matmul_size = matmul_size or (2048 if on_cpu else 16384)
+    copy_bytes = copy_bytes or (1 << 28 if on_cpu else 1 << 32)
     # A product of f32 inputs is held to f32 accuracy everywhere in this package, so here too.
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     matrix = jax.random.normal(key("matrix"), (matmul_size, matmul_size)).astype(dtype)
