@@ -47,7 +47,7 @@ CHECKS = {
             "packed_anywhere",
             "anywhere",
         ),
-        *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block"),
+        *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block", "named twice"),
     ),
     "selection": (
         *("check_random_scores", "check_odd_configs_of_the_suite", "check_heads_and_dims"),

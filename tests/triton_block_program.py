@@ -223,6 +223,21 @@ def check_items(case: Case) -> None:
     assert len(slots) <= found.num_slots
 
 
+def check_blocks_named_twice() -> None:
+    """Against the rule, and with another block between: more pairs than queries, but slots stay in bounds."""
+    config = NSAConfig(selection_block_size=16, compression_block_size=16, compression_stride=16)
+    own = jnp.arange(60, dtype=jnp.int32) // 16
+    indices = jnp.stack([own * 0, own, own * 0], axis=-1)[None, :, None]
+    placed = layout.query_layout(config, layout.default_query_positions(1, 60, 60))
+    for item in (64, 20):
+        with interpreted():
+            found = jax.jit(lambda item=item: invert(indices, placed, config, 60, item=item, packed=False))()
+        slots = np.asarray(found.items)[:, -1]
+        assert (slots < found.num_slots).all()
+        assert (found.slots + found.partials <= found.num_slots).all()
+        assert (slots >= 0).any() == (item < 60)
+
+
 def main() -> None:
     for name, case in CASES.items():
         began = time.time()
@@ -232,6 +247,8 @@ def main() -> None:
         assert max(errors.values(), default=0) < TOLERANCE, (name, errors)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
+    check_blocks_named_twice()
+    print("named twice: ok", flush=True)
 
 
 if __name__ == "__main__":
