@@ -171,7 +171,10 @@ def test_many_heads_of_one_kv_head_equal_those_of_xla():
 
 @pytest.mark.parametrize("length", [2000, 6000])
 def test_a_block_named_twice_harms_no_other(length):
-    """Against the rule, by more pairs than an item has: the gradients of the other blocks stay."""
+    """Against the rule, by more pairs than an item has: the gradients of the other blocks stay.
+
+    That nothing is written out of bounds is held by `triton_block_program.check_blocks_named_twice`.
+    """
     query, _, _, key, value, *_ = operands(length, key_dim=64, value_dim=64)
     own = jnp.arange(length, dtype=jnp.int32) // 64
     once = jnp.full((1, length, 1, 16), -1, jnp.int32).at[0, :, 0, 0].set(0).at[0, :, 0, 1].set(own)
