@@ -119,6 +119,14 @@ def tensor_dtype(name: str, shape: Shape) -> str:
     return "float32" if name.startswith("lse") else shape.dtype
 
 
+def abstract_arguments(operation: str, shape: Shape, config: NSAConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the positional arguments of `operation`."""
+    return tuple(
+        jax.ShapeDtypeStruct(tensor_shape(name, shape, config), tensor_dtype(name, shape))
+        for name in ARGUMENTS[operation]
+    )
+
+
 def tensor(name: str, shape: Shape, config: NSAConfig) -> Array:
     """Standard normal values, or uniform ones for gates; the same for one name and shape on one platform."""
     draw = jax.random.uniform if name == "gates" else jax.random.normal

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_dtype, tensor_shape
+from benchmarks.inputs import Shape, abstract_arguments, key
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
 from nsa_jax.array_typing import Array, DType
@@ -56,10 +56,7 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
         if (operation, mode) != ("selected_attention", "fwd"):
             return "one token a program is there for the forward of selected_attention alone"
         implementation = "triton"
-    arrays = (
-        jax.ShapeDtypeStruct(tensor_shape(name, shape, config), tensor_dtype(name, shape))
-        for name in ARGUMENTS[operation]
-    )
+    arrays = abstract_arguments(operation, shape, config)
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
 
 

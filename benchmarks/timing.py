@@ -12,8 +12,8 @@ import numpy as np
 
 # A first run this long is a sample already: page faults and caches no longer show, and another costs minutes.
 LONG_RUN_S = 20.0
-# A GPU is handed calls ahead, as a training loop does it: starting one and hearing of its end takes the host
-# some 0.06 ms, up to a sixteenth of the operations that are measured.
+# Least length of a sample on a GPU. It is handed calls ahead, as a training loop does it: starting one and
+# hearing of its end takes the host some 0.06 ms, up to a sixteenth of the operations that are measured.
 GPU_SAMPLE_S = 0.02
 
 

@@ -17,11 +17,12 @@ import optax
 from flax import nnx
 
 from benchmarks import records, timing
-from benchmarks.inputs import key
-from nsa_jax import dispatch, layout
+from benchmarks.inputs import Shape, abstract_arguments, key
+from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn.dense import choose_implementation
+from nsa_jax.nn.projection import head_width
 
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -101,16 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def implementation(model: TransformerConfig, batch: int, length: int) -> str:
     """What runs the attention of the model."""
-    query = jax.ShapeDtypeStruct((batch, length, model.num_heads, model.head_dim), model.dtype)
+    dim = head_width(model.num_heads, model.model_dim, model.num_kv_heads, model.head_dim)
+    shape = Shape(
+        batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads, key_dim=dim,
+        value_dim=dim, dtype=model.dtype,
+    )  # fmt: skip
+    arrays = abstract_arguments("native_sparse_attention", shape, model.nsa)
     if model.attention == "dense":
-        return choose_implementation(query) or "xla"
-    compressed = layout.num_compression_blocks(length, model.nsa)
-    keys = [
-        jax.ShapeDtypeStruct((batch, tokens, model.num_kv_heads, model.head_dim), model.dtype)
-        for tokens in (compressed, compressed, length, length, length, length)
-    ]
-    gates = jax.ShapeDtypeStruct((*query.shape[:3], 3), model.dtype)
-    return dispatch.choose("native_sparse_attention", query, *keys, gates, config=model.nsa).implementation
+        return choose_implementation(arrays[0]) or "xla"
+    return dispatch.choose("native_sparse_attention", *arrays, config=model.nsa).implementation
 
 
 if __name__ == "__main__":
