@@ -8,6 +8,7 @@ left out beats a block taken in by more than such a budget; outputs are then com
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from nsa_jax.config import NSAConfig
 
 SAMPLED_QUERIES = 16
 TINY = 1e-300  # makes 0 of a budget of 0 green and anything else red
+
+# Compiled once for each shape; it runs once or twice, so that a search for its fastest products is time lost.
+_compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +70,10 @@ def check_small(operation: str, implementation: str, mode: str, shape: Shape, co
         return check_rows(operation, got, positions, draw, shape, config)
     named = _named(operation, operands)
 
-    def gradients(x: dict[str, Array]) -> dict[str, Array]:
-        out, pullback = jax.vjp(lambda x: _dense(operation, x, positions, draw.block_indices, config)[0], x)
-        return pullback(programs.cotangent_like(out, shape.dtype).astype(out.dtype))[0]
-
+    gradients = functools.partial(
+        _gradients, positions=positions, blocks=draw.block_indices, operation=operation, config=config,
+        cotangent_dtype=shape.dtype,
+    )  # fmt: skip
     got = got if mode == "bwd" else got[1]
     return _compare(dict(zip(named, got, strict=True)), gradients, named, shape.dtype)
 
@@ -108,10 +112,7 @@ def compare_rows(
     config: NSAConfig,
 ) -> Verdict:
     """Compares `(out,)` or `(out, lse)` of the queries at `positions`, given those queries and all keys."""
-
-    def dense(x: dict[str, Array]) -> dict[str, Array]:
-        return dict(zip(("out", "lse"), _dense(operation, x, positions, blocks, config), strict=False))
-
+    dense = functools.partial(_rows, positions=positions, blocks=blocks, operation=operation, config=config)
     return _compare(dict(zip(("out", "lse"), rows, strict=False)), dense, operands, rows[0].dtype.name)
 
 
@@ -122,11 +123,11 @@ def _named(operation: str, operands: tuple[Array, ...]) -> dict[str, Array]:
 
 
 def _in_both(dense: Callable[..., Any], operands: dict[str, Array], dtype: str) -> tuple[Any, Any]:
-    """`dense` in the input's own precision and in float64, both as float64 arrays of NumPy."""
+    """`dense`, compiled, in the input's own precision and in float64, both as float64 arrays of NumPy."""
     results = []
     for computed_in in (dtype, "float64"):
         with jax.enable_x64(True):
-            result = jax.jit(dense)({name: x.astype(computed_in) for name, x in operands.items()})
+            result = dense({name: x.astype(computed_in) for name, x in operands.items()})
         results.append(jax.tree.map(lambda x: np.asarray(x, np.float64), result))
     return tuple(results)
 
@@ -155,9 +156,7 @@ def _distance(x: np.ndarray, exact: np.ndarray) -> float:
 def _compare_selection(
     got: Any, operands: dict[str, Array], positions: np.ndarray, shape: Shape, config: NSAConfig
 ) -> Verdict:
-    def scores(x: dict[str, Array]) -> Array:
-        return _importance(x, positions, shape.length, config)
-
+    scores = functools.partial(_importance, positions=positions, length=shape.length, config=config)
     same, exact = _in_both(scores, operands, shape.dtype)
     # Scores fall as 1/t, so each query has a budget of its own.
     budget = 2 * np.abs(same - exact).max(-1) + 8 * float(jnp.finfo(shape.dtype).eps) * exact.max(-1)
@@ -174,10 +173,28 @@ def _compare_selection(
     return Verdict(float((np.maximum(best_out - worst_in, 0) / (budget + TINY)).max()), "block_indices")
 
 
-def _visible(
-    operation: str, positions: np.ndarray, num_keys: int, config: NSAConfig
-) -> Bool[np.ndarray, "T S"]:
-    t, s = positions[:, None], np.arange(num_keys)
+@functools.partial(_compiled, static_argnames=("operation", "config"))
+def _rows(
+    x: dict[str, Array], positions: Any, blocks: Any, operation: str, config: NSAConfig
+) -> dict[str, Array]:
+    return dict(zip(("out", "lse"), _dense(operation, x, positions, blocks, config), strict=False))
+
+
+@functools.partial(_compiled, static_argnames=("operation", "config", "cotangent_dtype"))
+def _gradients(
+    x: dict[str, Array],
+    positions: Any,
+    blocks: Any,
+    operation: str,
+    config: NSAConfig,
+    cotangent_dtype: str,
+) -> dict[str, Array]:
+    out, pullback = jax.vjp(lambda x: _dense(operation, x, positions, blocks, config)[0], x)
+    return pullback(programs.cotangent_like(out, cotangent_dtype).astype(out.dtype))[0]
+
+
+def _visible(operation: str, positions: Array, num_keys: int, config: NSAConfig) -> Bool[Array, "T S"]:
+    t, s = positions[:, None], jnp.arange(num_keys)
     if operation == "compressed_attention":
         return s * config.compression_stride + config.compression_block_size - 1 <= t
     if operation == "window_attention":
@@ -185,7 +202,7 @@ def _visible(
     return s <= t
 
 
-def _dense(operation: str, x: dict[str, Array], positions: np.ndarray, blocks: Any, config: NSAConfig) -> Any:
+def _dense(operation: str, x: dict[str, Array], positions: Array, blocks: Any, config: NSAConfig) -> Any:
     """`(out, lse)` or `(out,)` of the operation, from its definition; arrays in the dtype to compute in."""
     if operation == "gated_sum":
         outs = enumerate(("out_cmp", "out_slc", "out_win"))
@@ -198,9 +215,9 @@ def _dense(operation: str, x: dict[str, Array], positions: np.ndarray, blocks: A
             branches[f"out_{branch}"] = _dense(part, own, positions, blocks, config)[0]
         return _dense("gated_sum", branches, positions, None, config)
     key, value = (next(x[name] for name in x if name.startswith(kind)) for kind in ("key", "value"))
-    visible: Any = _visible(operation, positions, key.shape[1], config)[None, :, None]
+    visible = _visible(operation, positions, key.shape[1], config)[None, :, None]
     if operation == "selected_attention":
-        key_block = np.arange(key.shape[1]) // config.selection_block_size
+        key_block = jnp.arange(key.shape[1]) // config.selection_block_size
         visible = visible & (blocks[..., None] == key_block).any(axis=-2)
     weights, lse = _softmax(_logits(x["query"], key), visible[:, :, :, None])
     out = jnp.einsum("btkgs,bskv->btkgv", weights, value, precision="highest")
@@ -219,18 +236,17 @@ def _softmax(logits: Array, visible: Any) -> tuple[Array, Array]:
     return weights, jnp.where(visible.any(axis=-1), jax.nn.logsumexp(masked, axis=-1), -jnp.inf)
 
 
-def _importance(
-    x: dict[str, Array], positions: Int[np.ndarray, "T"], length: int, config: NSAConfig
-) -> Array:
+@functools.partial(_compiled, static_argnames=("length", "config"))
+def _importance(x: dict[str, Array], positions: Int[Array, "T"], length: int, config: NSAConfig) -> Array:
     """Eq. 8-10: probabilities of compressed blocks, weighted by the tokens shared with a selection block."""
     key = x["key_cmp"]
-    visible = jnp.asarray(_visible("compressed_attention", positions, key.shape[1], config))
-    per_block = _softmax(_logits(x["query"], key), visible[None, :, None, None])[0].sum(axis=3)
+    visible = _visible("compressed_attention", positions, key.shape[1], config)[None, :, None, None]
+    per_block = _softmax(_logits(x["query"], key), visible)[0].sum(axis=3)
     num_blocks = -(-length // config.selection_block_size)
-    start, block = np.arange(key.shape[1]) * config.compression_stride, np.arange(num_blocks)
-    first = np.maximum(start[:, None], block * config.selection_block_size)
-    last = np.minimum(
+    start, block = jnp.arange(key.shape[1]) * config.compression_stride, jnp.arange(num_blocks)
+    first = jnp.maximum(start[:, None], block * config.selection_block_size)
+    last = jnp.minimum(
         start[:, None] + config.compression_block_size, (block + 1) * config.selection_block_size
     )
-    weight = np.maximum(last - first, 0) / config.compression_stride
-    return jnp.einsum("btkc,cm->btkm", per_block, weight.astype(per_block.dtype), precision="highest")
+    weight = jnp.maximum(last - first, 0).astype(per_block.dtype) / config.compression_stride
+    return jnp.einsum("btkc,cm->btkm", per_block, weight, precision="highest")
