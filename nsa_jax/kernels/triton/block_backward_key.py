@@ -55,7 +55,6 @@ class KeySizes(NamedTuple):
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight. From 3 on tokens are loaded a step early, so that rows are
         loaded two steps early; at 2 Triton issues them at the end of the step before.
-      registers: most registers of a thread; None for as many as the compiler likes.
     """
 
     rows: int
@@ -63,7 +62,6 @@ class KeySizes(NamedTuple):
     item: int
     num_warps: int
     num_stages: int
-    registers: int | None = None
 
     @classmethod
     def choose(
@@ -130,7 +128,7 @@ def block_key_gradients(
         out=(like(query, (slots, block_size, key_dim), "float32"),
              like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // sizes.keys), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, registers=sizes.registers,
+        num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, HEADS=heads,
         TOKENS=max(sizes.rows // padded_heads(heads), 1), PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         SCALE=float(scale), PRECISION=precision(query.dtype),

@@ -49,7 +49,6 @@ class QuerySizes(NamedTuple):
       keys: keys of a step; divides the block size.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      registers: most registers of a thread; None for as many as the compiler likes.
       peel: whether the last step stands before the loops. On Hopper the copy of the queries in shared memory,
         made for it, then serves the loops too, and no loop holds the queries in registers.
     """
@@ -58,7 +57,6 @@ class QuerySizes(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    registers: int | None = None
     peel: bool = True
 
     @classmethod
@@ -71,8 +69,9 @@ class QuerySizes(NamedTuple):
         wide, room = key_dim + value_dim, shared_bytes(capability)
         keys, num_stages = (min(block_size, 64), 2) if itemsize < 4 else (min(block_size, 32), 1)
 
-        def used():  # float32 products split both operands, hence half as much again
-            return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6)
+        def used():  # float32 products split both operands, hence half as much again; wgmma wants d_logits
+            d_logits = 2 * rows * keys * itemsize if itemsize < 4 and capability >= 90 else 0
+            return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6) + d_logits
 
         while used() > room and keys > 16:
             keys //= 2
@@ -83,7 +82,7 @@ class QuerySizes(NamedTuple):
         num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4) else 4
         if rows == 32 and num_stages == 2:  # few heads: more keys would spill
             keys, num_warps = min(keys, 32), 2
-        return cls(rows, keys, num_warps, num_stages, None, itemsize < 4 and capability >= 90)
+        return cls(rows, keys, num_warps, num_stages, itemsize < 4 and capability >= 90)
 
 
 def block_query_gradient(
@@ -133,7 +132,7 @@ def block_query_gradient(
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),

@@ -49,7 +49,6 @@ class ForwardSizes(NamedTuple):
       keys: keys of a step; divides the block size.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      registers: most registers of a thread; None for as many as the compiler likes.
       peel: whether the last step stands before the loops. On Hopper the copy of the queries in shared memory,
         made for it, then serves the loops too, and no loop holds the queries in registers.
     """
@@ -58,7 +57,6 @@ class ForwardSizes(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    registers: int | None = None
     peel: bool = True
 
     @classmethod
@@ -79,7 +77,7 @@ class ForwardSizes(NamedTuple):
             keys //= 2
         num_warps = 8 if rows > 64 or wide > 384 else 4 if rows == 64 or itemsize == 4 else 1
         peel = itemsize < 4 and capability >= 90  # without wgmma it costs registers
-        return cls(rows, keys, num_warps, num_stages, None, peel)
+        return cls(rows, keys, num_warps, num_stages, peel)
 
 
 def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
@@ -138,7 +136,7 @@ def attend_blocks(
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),

@@ -57,7 +57,6 @@ class RangeKeySizes(NamedTuple):
       num_stages: steps whose loads are in flight.
       segments: parts of the queries; None chooses by shape.
       keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
-      registers: most registers of a thread; None leaves it to the compiler.
     """
 
     keys: int
@@ -66,7 +65,6 @@ class RangeKeySizes(NamedTuple):
     num_stages: int
     segments: int | None = None
     keys_first: bool = True
-    registers: int | None = None
 
     @classmethod
     def choose(
@@ -213,7 +211,7 @@ def range_key_gradients(
         *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), ranges, scalars, bounds,
         out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,

@@ -52,8 +52,7 @@ class RangeForwardSizes(NamedTuple):
       peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
         queries in shared memory, made for them, then serves the loop too, and it holds no queries in
         registers; without wgmma it is the other way round.
-      half: keys of the shorter steps at both ends of ranges that begin at 0, half of `keys`, with `peel`;
-        None for none.
+      halve: whether the steps at both ends of ranges that begin at 0 have half as many keys; with `peel`.
     """
 
     rows: int
@@ -62,7 +61,7 @@ class RangeForwardSizes(NamedTuple):
     num_stages: int
     registers: int | None = None
     peel: bool = True
-    half: int | None = None
+    halve: bool = False
 
     @classmethod
     def choose(
@@ -79,7 +78,7 @@ class RangeForwardSizes(NamedTuple):
             return cls(64, 64, 8, 1)
         wide = largest > 128
         if capability == 90 and not wide and not front:  # three programs, with half the turns for 128 keys
-            return cls(64, 128, 4, 1, half=64)
+            return cls(64, 128, 4, 1, halve=True)
         if capability == 90:  # at 128 registers four programs share a processor
             return cls(64, 64, 4, 1, None if wide else 128)
         keys = 32 if wide and capability == 89 else 64
@@ -118,8 +117,9 @@ def attend_ranges(
         )
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
-    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.half)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     known = edges.first_position is not None
