@@ -24,9 +24,6 @@ from nsa_jax.config import NSAConfig
 SAMPLED_QUERIES = 16
 TINY = 1e-300  # makes 0 of a budget of 0 green and anything else red
 
-# Compiled once for each shape; it runs once or twice, so that a search for its fastest products is time lost.
-_compiled = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
-
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -173,17 +170,17 @@ def _compare_selection(
     return Verdict(float((np.maximum(best_out - worst_in, 0) / (budget + TINY)).max()), "block_indices")
 
 
-@functools.partial(_compiled, static_argnames=("operation", "config"))
+@functools.partial(jax.jit, static_argnames=("operation", "config"))
 def _rows(
-    x: dict[str, Array], positions: Any, blocks: Any, operation: str, config: NSAConfig
+    x: dict[str, Array], positions: Array, blocks: Any, operation: str, config: NSAConfig
 ) -> dict[str, Array]:
     return dict(zip(("out", "lse"), _dense(operation, x, positions, blocks, config), strict=False))
 
 
-@functools.partial(_compiled, static_argnames=("operation", "config", "cotangent_dtype"))
+@functools.partial(jax.jit, static_argnames=("operation", "config", "cotangent_dtype"))
 def _gradients(
     x: dict[str, Array],
-    positions: Any,
+    positions: Array,
     blocks: Any,
     operation: str,
     config: NSAConfig,
@@ -230,13 +227,13 @@ def _logits(query: Array, key: Array) -> Float[Array, "B T K G S"]:
     return jnp.einsum("btkgh,bskh->btkgs", grouped, key, precision="highest") * query.shape[-1] ** -0.5
 
 
-def _softmax(logits: Array, visible: Any) -> tuple[Array, Array]:
+def _softmax(logits: Array, visible: Array) -> tuple[Array, Array]:
     masked = jnp.where(visible, logits, -1e30)  # finite, so that an empty row has finite gradients
     weights = jnp.where(visible, jax.nn.softmax(masked, axis=-1), 0)
     return weights, jnp.where(visible.any(axis=-1), jax.nn.logsumexp(masked, axis=-1), -jnp.inf)
 
 
-@functools.partial(_compiled, static_argnames=("length", "config"))
+@functools.partial(jax.jit, static_argnames=("length", "config"))
 def _importance(x: dict[str, Array], positions: Int[Array, "T"], length: int, config: NSAConfig) -> Array:
     """Eq. 8-10: probabilities of compressed blocks, weighted by the tokens shared with a selection block."""
     key = x["key_cmp"]
@@ -248,5 +245,5 @@ def _importance(x: dict[str, Array], positions: Int[Array, "T"], length: int, co
     last = jnp.minimum(
         start[:, None] + config.compression_block_size, (block + 1) * config.selection_block_size
     )
-    weight = jnp.maximum(last - first, 0).astype(per_block.dtype) / config.compression_stride
-    return jnp.einsum("btkc,cm->btkm", per_block, weight, precision="highest")
+    weight = jnp.maximum(last - first, 0) / config.compression_stride
+    return jnp.einsum("btkc,cm->btkm", per_block, weight.astype(per_block.dtype), precision="highest")
