@@ -38,15 +38,17 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
 
+def _made_by(row: AnyRow) -> str:
+    triton = f"triton {row.triton}, " if row.triton else ""
+    return f"jax {row.jax}, {triton}commit `{row.commit}`, run `{row.run_id}`."
+
+
 def _of_operations(rows: Sequence[Row]) -> str:
     first = rows[0]
     heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
     dims = f"dim {first.key_dim}/{first.value_dim}"
-    lines = [
-        f"{first.device}; {first.dtype}, batch {first.batch}, {heads}, {dims}; "
-        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`.",
-        "",
-    ]
+    sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}"
+    lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
     pairs = records.beside_dense(rows)
     lines += _table(whole_cells(row, dense) for row, dense in pairs)
     paired = {id(row) for pair in pairs for row in pair}
@@ -71,10 +73,7 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
         }
         for row in rows
     )
-    head = (
-        f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; "
-        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`."
-    )
+    head = f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; {_made_by(first)}"
     return "\n".join([head, "", *_table(cells)]).strip()
 
 

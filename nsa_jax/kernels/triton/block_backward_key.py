@@ -76,15 +76,16 @@ class KeySizes(NamedTuple):
             while (rows + keys) * wide * 6 > room and max(rows, keys) > max(16, heads):
                 rows, keys = (rows, keys // 2) if keys > 16 else (max(rows // 2, heads), keys)
             return cls(rows, keys, item, 4, num_stages)
-        # With wider sums a step of 64 rows spills, the sooner where operands are in registers too.
-        rows = max(64 if wide <= 256 or (capability >= 90 and wide <= 320) else 32, heads)
+        # With wider sums a step of as many rows spills.
+        rows = max(128 if wide <= 128 and capability >= 90 else 64 if wide <= 256 else 32, heads)
         keys = min(block_size, 64 if wide <= 256 or capability >= 90 else 32)
 
         def used(stages):
             held = keys * wide if capability >= 90 else 0  # in registers where there is no wgmma
             return (stages * rows * wide + held + 2 * rows * keys) * itemsize
 
-        return cls(rows, keys, item, 4 if wide <= 256 else 8, 2 if used(2) <= room else 1)
+        num_warps = 4 if wide <= 256 or (capability >= 90 and wide <= 384 and rows == 32) else 8
+        return cls(rows, keys, item, num_warps, 2 if used(2) <= room else 1)
 
 
 def block_key_gradients(

@@ -24,7 +24,7 @@ from nsa_jax.kernels.triton.block_forward import (
     tile_rows,
 )
 from nsa_jax.kernels.triton.block_lists import UnionLists
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_stages, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -68,9 +68,12 @@ class QuerySizes(NamedTuple):
         rows = tile_rows(heads_per_kv_head, itemsize)
         wide, room = key_dim + value_dim, shared_bytes(capability)
         keys, num_stages = (min(block_size, 64), 2) if itemsize < 4 else (min(block_size, 32), 1)
+        hopper = itemsize < 4 and capability >= 90
+        if hopper and rows >= 64 and max(key_dim, value_dim) > 128:
+            keys, num_stages = min(block_size, 32), most_stages(key_dim, value_dim)
 
         def used():  # float32 products split both operands, hence half as much again; wgmma wants d_logits
-            d_logits = 2 * rows * keys * itemsize if itemsize < 4 and capability >= 90 else 0
+            d_logits = 2 * rows * keys * itemsize if hopper else 0
             return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6) + d_logits
 
         while used() > room and keys > 16:
@@ -79,10 +82,10 @@ class QuerySizes(NamedTuple):
             num_stages = 1
         while used() > room and rows > max(16, padded_heads(heads_per_kv_head)):
             rows //= 2
-        num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4) else 4
+        num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4 and not hopper) else 4
         if rows == 32 and num_stages == 2:  # few heads: more keys would spill
             keys, num_warps = min(keys, 32), 2
-        return cls(rows, keys, num_warps, num_stages, itemsize < 4 and capability >= 90)
+        return cls(rows, keys, num_warps, num_stages, hopper)
 
 
 def block_query_gradient(

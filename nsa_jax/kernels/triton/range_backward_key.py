@@ -76,12 +76,12 @@ class RangeKeySizes(NamedTuple):
             return cls(size, size, 4, 1, keys_first=capability != 90)
         dims = key_dim + value_dim
         wide = dims > 256
-        if capability == 90:
-            rows = max(32 if dims > 384 else 64, padded_heads(heads_per_kv_head))
-            keys = 64 if wide or rows > 64 else 128
-            fitting = ((shared_bytes(capability) - 2**14) // (dims * itemsize) - keys) // rows
-            return cls(keys, rows, 8, max(1, min(fitting, 2 if wide else 3)))
-        return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
+        if capability < 90:
+            return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
+        rows = max(32 if wide else 64, padded_heads(heads_per_kv_head))
+        keys = 128 if 192 < dims <= 384 and rows <= 64 else 64
+        fitting = ((shared_bytes(capability) - 2**14) // (dims * itemsize) - keys) // rows
+        return cls(keys, rows, 4 if dims <= 192 and rows <= 64 else 8, max(1, min(fitting, 3)))
 
 
 def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, dims: int, keys: int) -> int:

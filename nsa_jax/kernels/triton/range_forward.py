@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_registers, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -65,22 +65,22 @@ class RangeForwardSizes(NamedTuple):
 
     @classmethod
     def choose(
-        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool,
+        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool, gated: bool,
         capability: int = 90,
     ) -> "RangeForwardSizes":  # fmt: skip
-        """Sizes by heads, dims, bytes of a float, `Edges.front`, and compute capability (80, 89, 90)."""
+        """Sizes by heads, dims, bytes of a float, `Edges.front`, `others` or not, and GPU (80, 89, 90)."""
         largest = max(key_dim, value_dim)
         if itemsize == 4 and capability == 90 and largest <= 64:
             return cls(64, 64, 4, 1, peel=False)
         if itemsize == 4:
             return cls(32 if largest <= 128 else 16, 32, 4, 1, peel=False)
-        if capability == 90 and (value_dim > 128 or heads_per_kv_head > 64):
+        if capability == 90 and heads_per_kv_head > 64:
             return cls(64, 64, 8, 1)
+        if capability == 90 and largest <= 192 and value_dim <= 128 and not front:
+            return cls(64, 128, 4, 1, 168, halve=True)  # three programs, with half the turns for 128 keys
+        if capability == 90:
+            return cls(64, 64, 4, 1, most_registers(value_dim, gated))
         wide = largest > 128
-        if capability == 90 and not wide and not front:  # three programs, with half the turns for 128 keys
-            return cls(64, 128, 4, 1, halve=True)
-        if capability == 90:  # at 128 registers four programs share a processor
-            return cls(64, 64, 4, 1, None if wide else 128)
         keys = 32 if wide and capability == 89 else 64
         return cls(64 if wide else 128, keys, 4 if wide else 8, 2, peel=False)
 
@@ -113,7 +113,7 @@ def attend_ranges(
     heads = num_heads // num_kv_heads
     if sizes is None:
         sizes = RangeForwardSizes.choose(
-            heads, key_dim, value_dim, query.dtype.itemsize, edges.front, target()
+            heads, key_dim, value_dim, query.dtype.itemsize, edges.front, others is not None, target()
         )
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
