@@ -112,7 +112,7 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     modes = [mode for mode in records.MODES if any(row.mode == mode for row in rows)]
-    figure, axes = pyplot.subplots(len(modes), 2, figsize=(10, 3.5 * len(modes)), squeeze=False)
+    figure, axes = pyplot.subplots(len(modes), 2, figsize=(13, 3.5 * len(modes)), squeeze=False)
     for mode, (times, ratios) in zip(modes, axes, strict=True):
         of_mode = [row for row in rows if row.mode == mode]
         for name, line in _lines(of_mode):
@@ -132,8 +132,9 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
             panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
             panel.set_xlabel("tokens")
             panel.grid(alpha=0.3)
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend(fontsize="small")
+        times.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside many lines
+        if pairs:
+            ratios.legend(fontsize="small")
     figure.suptitle(f"{rows[0].device}, {rows[0].dtype}, run {rows[0].run_id}", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
