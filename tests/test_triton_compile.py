@@ -71,7 +71,9 @@ SHAPES = {
     "4 heads": Shape(4, 64, 64, "float16"),
     "1 head": Shape(1, 128, 128, "bfloat16"),
     "float32": Shape(4, 64, 64, "float32"),
-    "128 heads": Shape(128, 256, 192, "bfloat16"),
+    "64 heads": Shape(64, 192, 128, "bfloat16"),
+    "128 heads": Shape(128, 256, 128, "bfloat16"),
+    "128 wide heads": Shape(128, 256, 192, "bfloat16"),
 }
 # The main shape everywhere; the others, 15 to 20 s each, on Hopper alone. What is compiled last,
 # `test_operation_launches_kernels` need not compile again.
@@ -108,7 +110,17 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "block_forward._attend_blocks_kernel": 84,
         "block_backward_key._key_gradients_kernel": 60,
     },
+    (90, "64 heads"): {
+        "range_forward._attend_ranges_kernel": 36,
+        "range_backward_key._key_gradients_kernel": 132,
+        "block_forward._attend_blocks_kernel": 32,
+        "block_backward_key._key_gradients_kernel": 48,
+    },
     (90, "128 heads"): {
+        "range_backward_key._key_gradients_kernel": 1652,
+        "block_backward_key._key_gradients_kernel": 52,
+    },
+    (90, "128 wide heads"): {
         "range_backward_key._key_gradients_kernel": 2304,
         "block_backward_key._key_gradients_kernel": 132,
     },

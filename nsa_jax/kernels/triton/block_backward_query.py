@@ -7,8 +7,8 @@ before rounding.
 
 Registers: `rows (2 keys + H) / 128` floats a thread at 4 warps (128 at 64 rows, 64 keys, H = 128). Shared
 memory: `(rows + stages keys) (H + V) itemsize` (112 KB in bfloat16 at two stages, with what the last product
-still reads): two programs a processor. Dims above 128 take 32 keys a step. Floor at 64k, 16 blocks of 64, 64
-heads, 128/128: 3.3 TFLOP where neighbours agree, 4.1 ms at 800 TFLOP/s.
+still reads): two programs a processor. Dims above 128 take 32 keys a step on Hopper. Floor at 64k, 16 blocks
+of 64, 64 heads, 128/128: 3.3 TFLOP where neighbours agree, 4.1 ms at 800 TFLOP/s.
 """
 
 from typing import NamedTuple

@@ -48,8 +48,9 @@ def most_registers(value_dim: int, gated: bool = False) -> int | None:
 
 
 def most_stages(key_dim: int, value_dim: int) -> int:
-    """Stages of a d_query of 64 rows and 32 keys in 16 bits on Hopper.
+    """Stages of a d_query of 64 rows and 32 keys in 16 bits on Hopper, as measured for dims above 128.
 
-    Three, unless one of two programs on a processor would have no shared memory left.
+    Three at 192/128 (two programs a processor with either number) and at 256/256 (one with either); two at
+    192/192, where three would leave room for one program.
     """
     return 2 if 320 < key_dim + value_dim <= 384 else 3

@@ -11,9 +11,10 @@ segment run side by side, so that they read the same queries from L2; the last s
 starts first. With one segment (a window) the results are written at once.
 
 Registers: `(keys (H + V) + 2 rows keys) / (32 num_warps)` floats a thread (128 + 64 at 128 keys, 64 rows, 8
-warps, 128/128); wider dims take 32 rows, beyond 384 together 64 keys as well. Shared memory: `(keys +
-num_stages rows) (H + V) itemsize` (160 KB at 3 stages). Floor, 64k, 64 heads, 128/128: compressed 8.8 TFLOP,
-11 ms at 800 TFLOP/s; window 2.2 TFLOP, 2.75 ms, 25 % more with what the tiles hold too much.
+warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). On Hopper up
+to 96/96 64 keys and 4 warps, beyond 128/128 steps of 32 rows (of a token's heads, where those are more),
+beyond 192/192 64 keys. Floor, 64k, 64 heads, 128/128: compressed 8.8 TFLOP, 11 ms at 800 TFLOP/s; window 2.2
+TFLOP, 2.75 ms, 25 % more with what the tiles hold too much.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,8 @@ branch's gradient (`previous`) and the deltas (`row_shift`) are taken in, so non
 Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits: 168 at 64 rows, 64
 keys, 4 warps. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB at 128/128, bfloat16: three
 programs a processor), `(rows + 2 keys) (H + V) itemsize` and what a product needs at two (112 KB, two
-programs), which long loops want. Dims above 128 take 32 keys a step. Floor at 64k, 64 heads, 128/128:
-compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP, 2.1 ms.
+programs), which long loops want. Dims above 128 take 32 keys a step on Hopper, up to 64 heads. Floor at 64k,
+64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP, 2.1 ms.
 """
 
 from typing import NamedTuple

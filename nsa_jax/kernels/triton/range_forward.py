@@ -9,10 +9,10 @@ order keeps the keys and values of one KV head in L2.
 
 Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 32 + 16 at 64 rows,
 64 keys, 4 warps, V = 128): 128 in all, so that four programs share a processor, and 164 and three at 128
-keys. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and 48 KB), since keys and values
-are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s;
-window 1.1 TFLOP, 1.4 ms, 3 % more with what the tiles hold too much. L2 reads `keys (H + V) itemsize` per
-step: 68 GB compressed.
+keys. Above 128 see `most_registers`. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and
+48 KB), since keys and values are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4
+TFLOP, 5.5 ms at 800 TFLOP/s; window 1.1 TFLOP, 1.4 ms, 3 % more with what the tiles hold too much. L2 reads
+`keys (H + V) itemsize` per step: 68 GB compressed.
 """
 
 from typing import NamedTuple
