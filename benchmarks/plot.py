@@ -38,15 +38,18 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
 
+def _made_by(row: AnyRow) -> str:
+    triton = f"triton {row.triton}, " if row.triton else ""
+    return f"jax {row.jax}, {triton}commit `{row.commit}`, run `{row.run_id}`."
+
+
 def _of_operations(rows: Sequence[Row]) -> str:
     first = rows[0]
     heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
     dims = f"dim {first.key_dim}/{first.value_dim}"
-    lines = [
-        f"{first.device}; {first.dtype}, batch {first.batch}, {heads}, {dims}; "
-        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`.",
-        "",
-    ]
+    sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}"
+    lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
+    rows = sorted(rows, key=lambda row: records.MODES.index(row.mode))
     pairs = records.beside_dense(rows)
     lines += _table(whole_cells(row, dense) for row, dense in pairs)
     paired = {id(row) for pair in pairs for row in pair}
@@ -71,10 +74,7 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
         }
         for row in rows
     )
-    head = (
-        f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; "
-        f"jax {first.jax}, commit `{first.commit}`, run `{first.run_id}`."
-    )
+    head = f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; {_made_by(first)}"
     return "\n".join([head, "", *_table(cells)]).strip()
 
 
@@ -113,7 +113,7 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     modes = [mode for mode in records.MODES if any(row.mode == mode for row in rows)]
-    figure, axes = pyplot.subplots(len(modes), 2, figsize=(10, 3.5 * len(modes)), squeeze=False)
+    figure, axes = pyplot.subplots(len(modes), 2, figsize=(13, 3.5 * len(modes)), squeeze=False)
     for mode, (times, ratios) in zip(modes, axes, strict=True):
         of_mode = [row for row in rows if row.mode == mode]
         for name, line in _lines(of_mode):
@@ -133,8 +133,9 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
             panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
             panel.set_xlabel("tokens")
             panel.grid(alpha=0.3)
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend(fontsize="small")
+        times.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside many lines
+        if pairs:
+            ratios.legend(fontsize="small")
     figure.suptitle(f"{rows[0].device}, {rows[0].dtype}, run {rows[0].run_id}", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -31,11 +32,13 @@ class Environment:
     device: str
     jax: str
     jaxlib: str
+    triton: str | None
     commit: str
 
     def print(self) -> None:
         """Says it all at the head of a run."""
-        print(f"run {self.run_id}, commit {self.commit}\n{self.device}, jax {self.jax}, jaxlib {self.jaxlib}")
+        versions = f"jax {self.jax}, jaxlib {self.jaxlib}, triton {self.triton}"
+        print(f"run {self.run_id}, commit {self.commit}\n{self.device}, {versions}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class Row:
     device: str
     jax: str
     jaxlib: str
+    triton: str | None = None  # None where it is not installed, and in rows of before it was noted
     commit: str
 
     def __post_init__(self):
@@ -117,6 +121,7 @@ class TrainingRow:
     device: str
     jax: str
     jaxlib: str
+    triton: str | None = None  # None where it is not installed, and in rows of before it was noted
     commit: str
 
     def __str__(self) -> str:
@@ -134,8 +139,12 @@ type AnyRow = Row | TrainingRow
 def environment() -> Environment:
     """Device, versions and commit of this run, under a new id."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
     return Environment(
-        f"{now}-{secrets.token_hex(3)}", device(), jax.__version__, jaxlib.__version__, commit()
+        f"{now}-{secrets.token_hex(3)}", device(), jax.__version__, jaxlib.__version__, triton, commit()
     )
 
 

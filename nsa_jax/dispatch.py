@@ -77,7 +77,7 @@ def unsupported_reason(
             f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
         )
     if implementation == "triton":
-        where = platform or _platform()
+        where = platform or default_platform()
         return triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
     return None  # plain JAX runs everything everywhere
 
@@ -159,7 +159,7 @@ def _operations(implementation: str):
     return xla
 
 
-def _platform() -> str:
+def default_platform() -> str:
     """Where a call without further wishes runs: the device lowered for, the default device or backend."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     default = jax.config.jax_default_device

@@ -36,7 +36,7 @@ class Case(NamedTuple):
     keys_first: bool = True
     keys: int = 16  # of a step of the queries' kernels
     peel: bool = True
-    half: int | None = None
+    halve: bool = False
 
 
 CASES = {
@@ -61,10 +61,10 @@ CASES = {
         8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4), segments=3
     ),
     "known_halves": Case(
-        8, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, half=16
+        8, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, halve=True
     ),
     "known_halves_many": Case(
-        1, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, half=16
+        1, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, halve=True
     ),
     "nothing": Case(4, 16, 16, "nothing", kv_heads=1, num_queries=5),
     "zero_scale": Case(1, 16, 16, "window", scale=0.0, num_queries=20),
@@ -151,7 +151,7 @@ def check_case(name: str) -> dict[str, float]:
         found, operands = {}, (query, key, value, start, end)
         found["out"], found["lse"] = attend_ranges(
             *operands, scale, edges=case.edges,
-            sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel, half=case.half),
+            sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
         )  # fmt: skip
         found["d_query"], found["products"], delta = range_query_gradient(
             *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
@@ -191,8 +191,8 @@ def check_edges_of_the_paper() -> dict[str, float]:
     """Training on plain rows needs neither loop beside the one without a mask."""
     assert Edges(0, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
     assert Edges(0, None, 32, 16).of_tiles(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
-    assert Edges(0, None, 32, 16).of_tiles(4, 128, 64) == dict(TAIL=64, FRONT=False, REST=False)
-    assert Edges().of_tiles(4, 128, 64)["TAIL"] == 128
+    assert Edges(0, None, 32, 16).of_tiles(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)
+    assert Edges().of_tiles(4, 128, halve=True)["TAIL"] == 128
     assert Edges(0, 514).of_tiles(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
     assert not Edges(2, 510).of_tiles(4, 64)["REST"]
     assert Edges(0, 512).of_tiles(64, 32)["REST"]  # 63 keys behind the first query

@@ -10,7 +10,7 @@ from flax import nnx
 from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
+from nsa_jax.dispatch import Implementation, default_platform
 from nsa_jax.nn import partitioning
 from nsa_jax.nn.inputs import check_inputs, token_positions
 from nsa_jax.nn.projection import head_width, projection
@@ -135,6 +135,4 @@ def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn
     """
     length, dim = query.shape[1], query.shape[3]
     fits = query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 128 and length % 2 == 0
-    device = jax.config.jax_default_device
-    platform = getattr(device, "platform", device) or jax.default_backend()
-    return "cudnn" if fits and platform in ("gpu", "cuda") else None
+    return "cudnn" if fits and default_platform() == "cuda" else None

@@ -14,6 +14,8 @@ a row of 512 blocks, and what stands around them, are 0.35 G warp instructions, 
 import triton
 import triton.language as tl
 
+from nsa_jax.kernels.triton.pieces import LARGEST_INT
+
 
 @triton.jit
 def best_blocks_kernel(
@@ -28,7 +30,6 @@ def best_blocks_kernel(
 
     `scores` is None where every choice is forced or all blocks fit: nothing but the position matters then.
     """
-    NEVER: tl.constexpr = 2147483647
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
     k = tl.program_id(1) % KV_HEADS
@@ -52,7 +53,7 @@ def best_blocks_kernel(
     if scores is not None:
         # Scores are compared by their bits, which order floats from 0 up: a warp reduces integers in one
         # instruction. Free slots hold less than any score, slots that are not to be taken more.
-        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1, NEVER)
+        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1, LARGEST_INT)
         source = scores + (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + in_chunk) * ROW
         column = tl.arange(0, COLUMNS)
         for first in range(0, tl.where(fit, 0, local_start), COLUMNS):
@@ -64,14 +65,14 @@ def best_blocks_kernel(
             largest = tl.max(score, 0)
             worst = tl.min(kept, 0)
             while largest > worst:
-                where = tl.min(tl.where(score == largest, column, NEVER), 0)
-                order = tl.where(kept == worst, block, -NEVER)
+                where = tl.min(tl.where(score == largest, column, LARGEST_INT), 0)
+                order = tl.where(kept == worst, block, -LARGEST_INT)
                 given = order == tl.max(order, 0)
                 kept = tl.where(given, largest, kept)
                 block = tl.where(given, first + where, block)
                 score = tl.where(column == where, -1, score)
                 largest = tl.max(score, 0)
                 worst = tl.min(kept, 0)
-    ascending = tl.sort(tl.where(block >= 0, block, NEVER))
+    ascending = tl.sort(tl.where(block >= 0, block, LARGEST_INT))
     target = chosen + ((row_of_chunk.to(tl.int64) * CHUNK_TOKENS + in_chunk) * KV_HEADS + k) * SELECTED
-    tl.store(target + slot, tl.where(ascending < NEVER, ascending, -1), mask=slot < SELECTED)
+    tl.store(target + slot, tl.where(ascending < LARGEST_INT, ascending, -1), mask=slot < SELECTED)

@@ -14,9 +14,10 @@ for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
-Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs (at 64k and
-2048: 0.27 GB). Floor at 64k, 16
-blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
+On Hopper steps have 128 rows up to 64/64 and 32 beyond 128/128, of 8 warps beyond 192/192. Partial sums: `4
+block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs (at 64k and 2048: 0.27 GB).
+Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H +
+V)` a pair, 34 GB.
 """
 
 from typing import NamedTuple
@@ -55,7 +56,6 @@ class KeySizes(NamedTuple):
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight. From 3 on tokens are loaded a step early, so that rows are
         loaded two steps early; at 2 Triton issues them at the end of the step before.
-      registers: most registers of a thread; None for as many as the compiler likes.
     """
 
     rows: int
@@ -63,7 +63,6 @@ class KeySizes(NamedTuple):
     item: int
     num_warps: int
     num_stages: int
-    registers: int | None = None
 
     @classmethod
     def choose(
@@ -78,15 +77,16 @@ class KeySizes(NamedTuple):
             while (rows + keys) * wide * 6 > room and max(rows, keys) > max(16, heads):
                 rows, keys = (rows, keys // 2) if keys > 16 else (max(rows // 2, heads), keys)
             return cls(rows, keys, item, 4, num_stages)
-        # With wider sums a step of 64 rows spills, the sooner where operands are in registers too.
-        rows = max(64 if wide <= 256 or (capability >= 90 and wide <= 320) else 32, heads)
+        # Wider sums leave room for fewer rows. At 64/64 the 128 spill a little and still win (7.5 -> 6.5 ms).
+        rows = max(128 if wide <= 128 and capability >= 90 else 64 if wide <= 256 else 32, heads)
         keys = min(block_size, 64 if wide <= 256 or capability >= 90 else 32)
 
         def used(stages):
             held = keys * wide if capability >= 90 else 0  # in registers where there is no wgmma
             return (stages * rows * wide + held + 2 * rows * keys) * itemsize
 
-        return cls(rows, keys, item, 4 if wide <= 256 else 8, 2 if used(2) <= room else 1)
+        num_warps = 4 if wide <= 256 or (capability >= 90 and wide <= 384 and rows == 32) else 8
+        return cls(rows, keys, item, num_warps, 2 if used(2) <= room else 1)
 
 
 def block_key_gradients(
@@ -130,7 +130,7 @@ def block_key_gradients(
         out=(like(query, (slots, block_size, key_dim), "float32"),
              like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // sizes.keys), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, registers=sizes.registers,
+        num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, HEADS=heads,
         TOKENS=max(sizes.rows // padded_heads(heads), 1), PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         SCALE=float(scale), PRECISION=precision(query.dtype),

@@ -7,8 +7,8 @@ before rounding.
 
 Registers: `rows (2 keys + H) / 128` floats a thread at 4 warps (128 at 64 rows, 64 keys, H = 128). Shared
 memory: `(rows + stages keys) (H + V) itemsize` (112 KB in bfloat16 at two stages, with what the last product
-still reads): two programs a processor. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 3.3 TFLOP where
-neighbours agree, 4.1 ms at 800 TFLOP/s.
+still reads): two programs a processor. Dims above 128 take 32 keys a step on Hopper. Floor at 64k, 16 blocks
+of 64, 64 heads, 128/128: 3.3 TFLOP where neighbours agree, 4.1 ms at 800 TFLOP/s.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from nsa_jax.kernels.triton.block_forward import (
     tile_rows,
 )
 from nsa_jax.kernels.triton.block_lists import UnionLists
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_stages, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -49,7 +49,6 @@ class QuerySizes(NamedTuple):
       keys: keys of a step; divides the block size.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      registers: most registers of a thread; None for as many as the compiler likes.
       peel: whether the last step stands before the loops. On Hopper the copy of the queries in shared memory,
         made for it, then serves the loops too, and no loop holds the queries in registers.
     """
@@ -58,7 +57,6 @@ class QuerySizes(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    registers: int | None = None
     peel: bool = True
 
     @classmethod
@@ -70,9 +68,13 @@ class QuerySizes(NamedTuple):
         rows = tile_rows(heads_per_kv_head, itemsize)
         wide, room = key_dim + value_dim, shared_bytes(capability)
         keys, num_stages = (min(block_size, 64), 2) if itemsize < 4 else (min(block_size, 32), 1)
+        hopper = itemsize < 4 and capability >= 90
+        if hopper and rows >= 64 and max(key_dim, value_dim) > 128:
+            keys, num_stages = min(block_size, 32), most_stages(key_dim, value_dim)
 
-        def used():  # float32 products split both operands, hence half as much again
-            return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6)
+        def used():  # float32 products split both operands, hence half as much again; wgmma wants d_logits
+            d_logits = 2 * rows * keys * itemsize if hopper else 0
+            return (rows + num_stages * keys) * wide * (itemsize if itemsize < 4 else 6) + d_logits
 
         while used() > room and keys > 16:
             keys //= 2
@@ -80,10 +82,10 @@ class QuerySizes(NamedTuple):
             num_stages = 1
         while used() > room and rows > max(16, padded_heads(heads_per_kv_head)):
             rows //= 2
-        num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4) else 4
+        num_warps = 8 if rows > 64 or (wide > 320 and itemsize < 4 and not hopper) else 4
         if rows == 32 and num_stages == 2:  # few heads: more keys would spill
             keys, num_warps = min(keys, 32), 2
-        return cls(rows, keys, num_warps, num_stages, None, itemsize < 4 and capability >= 90)
+        return cls(rows, keys, num_warps, num_stages, hopper)
 
 
 def block_query_gradient(
@@ -133,7 +135,7 @@ def block_query_gradient(
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),

@@ -23,7 +23,7 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.block_lists import UnionLists
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_registers, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -49,7 +49,7 @@ class ForwardSizes(NamedTuple):
       keys: keys of a step; divides the block size.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      registers: most registers of a thread; None for as many as the compiler likes.
+      registers: most registers of a thread; None leaves it to the compiler.
       peel: whether the last step stands before the loops. On Hopper the copy of the queries in shared memory,
         made for it, then serves the loops too, and no loop holds the queries in registers.
     """
@@ -70,6 +70,10 @@ class ForwardSizes(NamedTuple):
         rows = tile_rows(heads_per_kv_head, itemsize)
         wide, room = key_dim + value_dim, shared_bytes(capability)
         keys = min(block_size, 64 if itemsize < 4 else 32)
+        if itemsize < 4 and capability >= 90 and rows == 64:
+            return cls(rows, keys, 4, 1, most_registers(value_dim))
+        if itemsize < 4 and capability >= 90 and rows < 64:
+            return cls(rows, keys, 1 if max(key_dim, value_dim) <= 128 else 2, 1)
         num_stages = 1 if capability >= 90 or itemsize == 4 else 2
 
         def used():  # float32 products split both operands, hence half as much again
@@ -79,7 +83,7 @@ class ForwardSizes(NamedTuple):
             keys //= 2
         num_warps = 8 if rows > 64 or wide > 384 else 4 if rows == 64 or itemsize == 4 else 1
         peel = itemsize < 4 and capability >= 90  # without wgmma it costs registers
-        return cls(rows, keys, num_warps, num_stages, None, peel)
+        return cls(rows, keys, num_warps, num_stages, peel=peel)
 
 
 def tile_rows(heads_per_kv_head: int, itemsize: int) -> int:
@@ -138,7 +142,8 @@ def attend_blocks(
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        registers=sizes.registers, num_queries=num_queries, num_keys=num_keys, SIZE=size,
+        registers=sizes.registers,
+        num_queries=num_queries, num_keys=num_keys, SIZE=size,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,
         STEPS=block_size // sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and in_one_block(first_position, tokens, block_size),

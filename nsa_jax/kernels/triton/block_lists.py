@@ -17,8 +17,7 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.launch import launch, like
-
-_LARGEST = 2**31 - 1  # sorts behind every pair
+from nsa_jax.kernels.triton.pieces import LARGEST_INT
 
 
 class UnionLists(NamedTuple):
@@ -59,7 +58,7 @@ def union_lists(
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if tokens not in (1, 2, 4, 8, 16, 32):
         raise ValueError(f"tokens must be a power of two up to 32, got {tokens}.")
-    if num_keys * tokens >= _LARGEST:
+    if num_keys * tokens >= LARGEST_INT.value:
         raise NotImplementedError(
             "the Triton kernels need fewer than 2^31 keys times tokens of a tile, got "
             f"{num_keys} * {tokens}. Use implementation='xla'."
@@ -74,7 +73,7 @@ def union_lists(
         out=(entries, entries, per_tile, per_tile),
         grid=(tiles, batch * num_kv_heads), num_warps=max(1, min(8, tokens * padded_slots // 64)),
         num_queries=num_queries, HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
-        BLOCK=config.selection_block_size, LARGEST=_LARGEST,
+        BLOCK=config.selection_block_size,
     )  # fmt: skip
     return UnionLists(starts, members, counts, unmasked, rows)
 
@@ -88,7 +87,7 @@ def _join(start_a, members_a, start_b, members_b):
 def _union_lists_kernel(
     block_indices, rows, sequence_starts, starts, members, counts, unmasked, num_queries,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1) // HEADS
@@ -105,10 +104,10 @@ def _union_lists_kernel(
         block_indices + (at * HEADS + head) * SLOTS + slot, mask=inside & (slot < SLOTS), other=-1
     )
     start = tl.load(sequence_starts + at, mask=inside, other=0) + block * BLOCK
-    pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, LARGEST))
+    pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, LARGEST_INT))
     start = pairs // TOKENS
     start, member = tl.associative_scan((start, 1 << (pairs % TOKENS)), 0, _join)
-    ends = (pairs != LARGEST) & (
+    ends = (pairs != LARGEST_INT) & (
         (start != tl.gather(start, tl.minimum(i + 1, SIZE - 1), 0)) | (i == SIZE - 1)
     )
     end = ends.to(tl.int32)
@@ -117,5 +116,5 @@ def _union_lists_kernel(
     tl.store(starts + to, start, mask=ends)
     tl.store(members + to, member, mask=ends)
     tl.store(counts + this, tl.sum(end, 0))
-    first_row = tl.min(tl.where(row >= 0, row, LARGEST), 0)
+    first_row = tl.min(tl.where(row >= 0, row, LARGEST_INT), 0)
     tl.store(unmasked + this, tl.sum((ends & (start + (BLOCK - 1) <= first_row)).to(tl.int32), 0))

@@ -20,7 +20,7 @@ l/d/l' = 32/16/64 with the 1/31 that tiles share: 2.3 TFLOP (2.3 ms at 990 TFLOP
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.pieces import LOG2_E, inner, load_keys
+from nsa_jax.kernels.triton.pieces import LARGEST_INT, LOG2_E, inner, load_keys
 
 
 @triton.jit
@@ -99,7 +99,6 @@ def importance_kernel(
     GROUPS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk; queries and keys by `key_tiles`."""
-    NEVER: tl.constexpr = 2147483647
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
     k = tl.program_id(1) % KV_HEADS
@@ -124,13 +123,13 @@ def importance_kernel(
             TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
         )  # fmt: skip
     else:
-        begin = tl.where(scored, tl.load(compression_start + place, mask=exists, other=0), NEVER)
+        begin = tl.where(scored, tl.load(compression_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
-        while start < NEVER:
+        while start < LARGEST_INT:
             _score_sequence(
                 q0_source, q1_source, k0_source, k1_source, normalisers, scores, b, k,
                 start, begin == start, current, visible, exists, first_token, first_tile,
                 num_queries, num_compressed, scale, HEADS, KV_HEADS, H0, H1, SIZE, STRIDE, BLOCK, LOCAL, ROW,
                 TOKENS, COLUMNS, PADDED, TILES_EACH, PRECISION, TMA,
             )  # fmt: skip
-            start = tl.min(tl.where(begin > start, begin, NEVER), 0)
+            start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)

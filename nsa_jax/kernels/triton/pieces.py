@@ -17,6 +17,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST_INT: tl.constexpr = tl.constexpr(2147483647)  # more than any index, or any score by its bits
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # a first maximum that no -inf minus -inf can come from
 
 type Source = Array | jax_triton.TensorDescriptor | None

@@ -11,9 +11,10 @@ segment run side by side, so that they read the same queries from L2; the last s
 starts first. With one segment (a window) the results are written at once.
 
 Registers: `(keys (H + V) + 2 rows keys) / (32 num_warps)` floats a thread (128 + 64 at 128 keys, 64 rows, 8
-warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). Floor, 64k,
-64 heads, 128/128: compressed 8.8 TFLOP, 11 ms at 800 TFLOP/s; window 2.2 TFLOP, 2.75 ms, 25 % more with what
-the tiles hold too much.
+warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). On Hopper up
+to 96/96 64 keys and 4 warps, beyond 128/128 steps of 32 rows (of a token's heads, where those are more),
+beyond 192/192 64 keys. Floor, 64k, 64 heads, 128/128: compressed 8.8 TFLOP, 11 ms at 800 TFLOP/s; window 2.2
+TFLOP, 2.75 ms, 25 % more with what the tiles hold too much.
 """
 
 from typing import NamedTuple
@@ -57,7 +58,6 @@ class RangeKeySizes(NamedTuple):
       num_stages: steps whose loads are in flight.
       segments: parts of the queries; None chooses by shape.
       keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
-      registers: most registers of a thread; None leaves it to the compiler.
     """
 
     keys: int
@@ -66,7 +66,6 @@ class RangeKeySizes(NamedTuple):
     num_stages: int
     segments: int | None = None
     keys_first: bool = True
-    registers: int | None = None
 
     @classmethod
     def choose(
@@ -78,12 +77,12 @@ class RangeKeySizes(NamedTuple):
             return cls(size, size, 4, 1, keys_first=capability != 90)
         dims = key_dim + value_dim
         wide = dims > 256
-        if capability == 90:
-            rows = max(32 if dims > 384 else 64, padded_heads(heads_per_kv_head))
-            keys = 64 if wide or rows > 64 else 128
-            fitting = ((shared_bytes(capability) - 2**14) // (dims * itemsize) - keys) // rows
-            return cls(keys, rows, 8, max(1, min(fitting, 2 if wide else 3)))
-        return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
+        if capability < 90:
+            return cls(32, 32, 8, 1) if wide else cls(64, 32, 4, 1 if capability == 89 else 2)
+        rows = max(32 if wide else 64, padded_heads(heads_per_kv_head))
+        keys = 128 if 192 < dims <= 384 and rows <= 64 else 64
+        fitting = ((shared_bytes(capability) - 2**14) // (dims * itemsize) - keys) // rows
+        return cls(keys, rows, 4 if dims <= 192 and rows <= 64 else 8, max(1, min(fitting, 3)))
 
 
 def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, dims: int, keys: int) -> int:
@@ -213,7 +212,7 @@ def range_key_gradients(
         *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), ranges, scalars, bounds,
         out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys,
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, HEADS=heads, TOKENS=tokens, PADDED_HEADS=padded_heads(heads), KEYS=sizes.keys,

@@ -7,8 +7,8 @@ branch's gradient (`previous`) and the deltas (`row_shift`) are taken in, so non
 Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits: 168 at 64 rows, 64
 keys, 4 warps. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB at 128/128, bfloat16: three
 programs a processor), `(rows + 2 keys) (H + V) itemsize` and what a product needs at two (112 KB, two
-programs), which long loops want. Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800
-TFLOP/s; window 1.6 TFLOP, 2.1 ms.
+programs), which long loops want. Dims above 128 take 32 keys a step on Hopper, up to 64 heads. Floor at 64k,
+64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP, 2.1 ms.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_stages, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -57,11 +57,14 @@ class RangeQuerySizes(NamedTuple):
             return cls(64, 32, 4, 1, peel=False)
         if itemsize == 4:
             return cls(16 if wide else 32, 32, 4, 1, peel=False)
-        if capability == 90 and (wide or heads_per_kv_head > 64):
-            keys = 32 if min(key_dim, value_dim) > 128 else 64
-            return cls(64, keys, 8 if heads_per_kv_head > 64 else 4, 2)
-        if capability == 90:  # at 168 registers three programs share a processor; long loops do without
-            return cls(64, 64, 4, 1, 168) if front else cls(64, 64, 4, 2)
+        if capability == 90 and heads_per_kv_head > 64:
+            return cls(64, 32 if min(key_dim, value_dim) > 128 else 64, 8, 2)
+        if capability == 90 and wide:
+            return cls(64, 32, 4, most_stages(key_dim, value_dim))
+        if capability == 90 and front:  # for three programs a processor, or four; long loops do without
+            return cls(64, 64, 4, 1, 128 if largest <= 64 else 168)
+        if capability == 90:
+            return cls(64, 64, 4, 2)
         return cls(64, 32 if wide or capability == 89 else 64, 4, 1 if wide else 2, peel=False)
 
 

@@ -9,10 +9,10 @@ order keeps the keys and values of one KV head in L2.
 
 Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 32 + 16 at 64 rows,
 64 keys, 4 warps, V = 128): 128 in all, so that four programs share a processor, and 164 and three at 128
-keys. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and 48 KB), since keys and values
-are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s;
-window 1.1 TFLOP, 1.4 ms, 3 % more with what the tiles hold too much. L2 reads `keys (H + V) itemsize` per
-step: 68 GB compressed.
+keys. Above 128 see `most_registers`. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and
+48 KB), since keys and values are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4
+TFLOP, 5.5 ms at 800 TFLOP/s; window 1.1 TFLOP, 1.4 ms, 3 % more with what the tiles hold too much. L2 reads
+`keys (H + V) itemsize` per step: 68 GB compressed.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.dims import most_registers, padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, target
 from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import (
@@ -52,8 +52,7 @@ class RangeForwardSizes(NamedTuple):
       peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
         queries in shared memory, made for them, then serves the loop too, and it holds no queries in
         registers; without wgmma it is the other way round.
-      half: keys of the shorter steps at both ends of ranges that begin at 0, half of `keys`, with `peel`;
-        None for none.
+      halve: whether the steps at both ends of ranges that begin at 0 have half as many keys; with `peel`.
     """
 
     rows: int
@@ -62,26 +61,26 @@ class RangeForwardSizes(NamedTuple):
     num_stages: int
     registers: int | None = None
     peel: bool = True
-    half: int | None = None
+    halve: bool = False
 
     @classmethod
     def choose(
-        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool,
+        cls, heads_per_kv_head: int, key_dim: int, value_dim: int, itemsize: int, front: bool, gated: bool,
         capability: int = 90,
     ) -> "RangeForwardSizes":  # fmt: skip
-        """Sizes by heads, dims, bytes of a float, `Edges.front`, and compute capability (80, 89, 90)."""
+        """Sizes by heads, dims, bytes of a float, `Edges.front`, `others` or not, and GPU (80, 89, 90)."""
         largest = max(key_dim, value_dim)
         if itemsize == 4 and capability == 90 and largest <= 64:
             return cls(64, 64, 4, 1, peel=False)
         if itemsize == 4:
             return cls(32 if largest <= 128 else 16, 32, 4, 1, peel=False)
-        if capability == 90 and (value_dim > 128 or heads_per_kv_head > 64):
+        if capability == 90 and heads_per_kv_head > 64:
             return cls(64, 64, 8, 1)
+        if capability == 90 and largest <= 192 and value_dim <= 128 and not front:
+            return cls(64, 128, 4, 1, 168, halve=True)  # three programs, with half the turns for 128 keys
+        if capability == 90:
+            return cls(64, 64, 4, 1, most_registers(value_dim, gated))
         wide = largest > 128
-        if capability == 90 and not wide and not front:  # three programs, with half the turns for 128 keys
-            return cls(64, 128, 4, 1, half=64)
-        if capability == 90:  # at 128 registers four programs share a processor
-            return cls(64, 64, 4, 1, None if wide else 128)
         keys = 32 if wide and capability == 89 else 64
         return cls(64 if wide else 128, keys, 4 if wide else 8, 2, peel=False)
 
@@ -114,12 +113,13 @@ def attend_ranges(
     heads = num_heads // num_kv_heads
     if sizes is None:
         sizes = RangeForwardSizes.choose(
-            heads, key_dim, value_dim, query.dtype.itemsize, edges.front, target()
+            heads, key_dim, value_dim, query.dtype.itemsize, edges.front, others is not None, target()
         )
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
-    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.half)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     known = edges.first_position is not None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-LARGEST_INT: tl.constexpr = tl.constexpr(2147483647)
+from nsa_jax.kernels.triton.pieces import LARGEST_INT
 
 
 class Edges(NamedTuple):
@@ -32,18 +32,18 @@ class Edges(NamedTuple):
         """Whether keys that some query of a tile does not see may stand before those that all see."""
         return self.first_position is None or self.window is not None
 
-    def of_tiles(self, tokens: int, keys: int, half: int | None = None) -> dict[str, bool | int]:
+    def of_tiles(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
         """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
 
         `TAIL`: keys of the step behind the middle; `FRONT`: as above; `REST`: one step at either end may not
-        be enough. With `half` ranges that begin at 0 end in a step of so many keys, and may begin with one
+        be enough. With `halve` ranges that begin at 0 end in a step of half the keys, and may begin with one
         that all queries see.
         """
         known = self.first_position is not None
         if self.window is None:
             # Ends within a tile of queries that differ by one at most lie in one tile of keys.
             rest = not known or -(-(tokens - 1) // self.stride) > 1
-            return dict(TAIL=half if known and half else keys, FRONT=self.front, REST=rest)
+            return dict(TAIL=keys // 2 if known and halve else keys, FRONT=self.front, REST=rest)
         tail = min(keys, max(16, triton.next_power_of_2(tokens - 1)))
         rest = not known or tail < tokens - 1 or 0 < self.window % keys < tokens - 1
         return dict(TAIL=tail, FRONT=self.front, REST=rest)

@@ -24,7 +24,6 @@ class SelectionSizes(NamedTuple):
       columns: compressed keys of a tile of scores, a power of two.
       column_tiles: tiles of scores that one program makes, one after the other.
       num_warps, num_stages: of the score kernel.
-      registers: cap on its registers of a thread, None for none.
       best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
       buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
     """
@@ -34,7 +33,6 @@ class SelectionSizes(NamedTuple):
     column_tiles: int = 1
     num_warps: int = 4
     num_stages: int = 3
-    registers: int | None = None
     best_columns: int = 128
     buffer_bytes: int = 256 * 2**20
 
@@ -158,7 +156,7 @@ def _score(
         placed.compression_start if packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(-(-shape[2] // sizes.tokens) * groups, shape[0] * shape[1]),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_compressed=num_compressed, scale=scale, HEADS=num_heads, H0=first, H1=second,
         SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
         COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, GROUPS=groups,

@@ -19,7 +19,11 @@ _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one progr
 _VERSIONS = {
     "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
     "jax-triton": ((0, 4, 1), (0, 5), "0.4 launches through the FFI"),
-    "triton": ((3, 6), (3, 9), "3.6 has host descriptors, 3.9 emits PTX that CUDA 13.0 refuses"),
+    "triton": (
+        (3, 8),
+        (3, 9),
+        "jax-triton lowers no descriptor of 3.7, CUDA 13.0 refuses the PTX of 3.9",
+    ),
 }
 
 
@@ -134,5 +138,5 @@ def _installation() -> str | None:
         return "the Triton kernels need jax-cuda13-plugin, got a jaxlib without it."
     if not inspect.ismodule(lowering.cb):  # it stands in for a compiler that it could not import
         found = importlib.metadata.version("triton")
-        return f"the Triton kernels need a Triton that jax-triton compiles with (3.7 and newer), got {found}."
+        return f"the Triton kernels need a Triton that jax-triton can import, got a broken {found}."
     return None
