@@ -38,6 +38,7 @@ class Row:
     device: str
     jax: str
     jaxlib: str
+    triton: str | None = None  # None where it is not installed, and in rows of before it was noted
     flax: str
     commit: str
 

@@ -49,6 +49,7 @@ def record(settings: Settings, corpus: Corpus, trained: Trained) -> dict[str, An
         "device": here.device,
         "jax": here.jax,
         "jaxlib": here.jaxlib,
+        "triton": here.triton,
         "commit": here.commit,
         "parameters": sum(leaf.size for leaf in leaves),
         "training_bytes": len(corpus.training),
