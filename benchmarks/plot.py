@@ -49,7 +49,7 @@ def _of_operations(rows: Sequence[Row]) -> str:
     dims = f"dim {first.key_dim}/{first.value_dim}"
     sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}"
     lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
-    rows = sorted(rows, key=lambda row: records.MODES.index(row.mode))
+    rows = sorted(rows, key=lambda row: (row.length, records.MODES.index(row.mode)))
     pairs = records.beside_dense(rows)
     lines += _table(whole_cells(row, dense) for row, dense in pairs)
     paired = {id(row) for pair in pairs for row in pair}

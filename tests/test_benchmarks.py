@@ -49,17 +49,8 @@ FIELDS = {
         "p80_ms",
         "compile_s",
     ),
-    *(
-        "peak_bytes",
-        "floor_ms",
-        "device",
-        "jax",
-        "commit",
-        "jaxlib",
-        "triton",
-        "adjacent_share",
-        "mean_union_4",
-    ),
+    *("peak_bytes", "floor_ms", "adjacent_share", "mean_union_4"),
+    *("device", "jax", "jaxlib", "triton", "commit"),
 }
 SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
 

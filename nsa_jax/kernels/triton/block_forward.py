@@ -72,7 +72,7 @@ class ForwardSizes(NamedTuple):
         keys = min(block_size, 64 if itemsize < 4 else 32)
         if itemsize < 4 and capability >= 90 and rows == 64:
             return cls(rows, keys, 4, 1, most_registers(value_dim))
-        if itemsize < 4 and capability >= 90 and rows < 64:
+        if itemsize < 4 and capability >= 90 and rows < 64:  # few heads, without wgmma
             return cls(rows, keys, 1 if max(key_dim, value_dim) <= 128 else 2, 1)
         num_stages = 1 if capability >= 90 or itemsize == 4 else 2
 
