@@ -19,10 +19,9 @@ pytest.importorskip("tqdm", reason="the example needs the extra `train`")
 pytest.importorskip("matplotlib", reason="the example needs the extra `train`")
 
 from examples.train_lm import __main__ as command
-from examples.train_lm import bigram, figures, flops, report, results, run_folder, sampling, text, training
-from examples.train_lm.errors import InputError
+from examples.train_lm import report, run_folder, sampling, text, training
 from examples.train_lm.run_folder import RunFolder
-from examples.train_lm.settings import NSA, Settings
+from examples.train_lm.settings import NSA, InputError, Settings
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import restore
 from nsa_jax.nn import Selection
@@ -124,13 +123,13 @@ def test_bigram_matches_counting_by_hand():
         return -sum(map(math.log2, chance)) / 3
 
     expected = min(bits(strength) for strength in (0.1, 1, 10, 100, 1000))
-    assert bigram.bits_per_byte(training_text, held_out) == pytest.approx(expected, rel=1e-12)
+    assert text.bigram_bits_per_byte(training_text, held_out) == pytest.approx(expected, rel=1e-12)
 
 
 def test_bigram_gives_no_byte_a_probability_of_zero():
     never_seen = np.array([255, 254, 255], np.uint8)
 
-    assert math.isfinite(bigram.bits_per_byte(np.frombuffer(b"abababac", np.uint8), never_seen))
+    assert math.isfinite(text.bigram_bits_per_byte(np.frombuffer(b"abababac", np.uint8), never_seen))
 
 
 def test_flops_count_the_keys_that_each_query_sees():
@@ -139,7 +138,7 @@ def test_flops_count_the_keys_that_each_query_sees():
 
         def of_sequence(length):
             settings = dataclasses.replace(SETTINGS, length=length, attention=attention)
-            return flops.flops_per_trained_token(settings.model, length) * length
+            return training.flops_per_trained_token(settings.model, length) * length
 
         return of_sequence(position + 1) - of_sequence(position) - of_sequence(1)
 
@@ -163,28 +162,28 @@ def test_block_states_name_what_each_query_did():
     chosen[8] = [[0, 1, 3, 4], [0, 2, 3, 4]]  # two KV heads
     chosen[9] = [[0, 1, 3, 4], [0, 1, 3, 4]]
 
-    states = figures.block_states(chosen, config)
+    states = sampling.block_states(chosen, config)
 
-    names = {figures.NOT_SELECTED: ".", figures.FORCED: "f", figures.CHOSEN: "c", figures.FUTURE: " "}
+    names = {sampling.NOT_SELECTED: ".", sampling.FORCED: "f", sampling.CHOSEN: "c", sampling.FUTURE: " "}
     assert ["".join(names[s] for s in row) for row in states[[0, 8, 9]]] == [".    ", "fccff", "fc.ff"]
 
 
 def test_gate_shares_sum_to_one():
     gates = np.random.default_rng(0).uniform(0.01, 1, (5, 4, 3))
 
-    shares = figures.gate_shares(gates)
+    shares = sampling.gate_shares(gates)
 
     np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-12)
     np.testing.assert_allclose(shares[2, 1], np.mean([g[1] / sum(g) for g in gates[2]]), rtol=1e-12)
-    np.testing.assert_allclose(figures.smoothed(shares).sum(-1), 1, rtol=1e-12)
+    np.testing.assert_allclose(sampling.smoothed(shares).sum(-1), 1, rtol=1e-12)
 
 
 def test_pictures_can_be_drawn_of_several_layers(tmp_path):
     layer = Selection(np.zeros((1, 40, 1, 6), np.int32), np.full((1, 40, 2, 3), 0.5))
 
-    figures.draw_selections(tmp_path / "blocks.png", [layer, layer], NSA, prompt_length=20)
+    sampling.draw_selections(tmp_path / "blocks.png", [layer, layer], NSA, prompt_length=20)
     curve = [{"step": 1, "bits_per_byte": 8.0}, {"step": 2, "bits_per_byte": 7.0, "held_out": 7.5}]
-    figures.draw_losses(tmp_path / "loss.png", {"nsa": curve, "dense": curve}, 3.5)
+    report.draw_losses(tmp_path / "loss.png", {"nsa": curve, "dense": curve}, 3.5)
 
     for name in ("blocks.png", "loss.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -375,10 +374,10 @@ def test_dense_run_is_set_beside_the_nsa_run_and_both_are_published(finished, da
     (nsa_row,), (dense_row,) = (run_folder.read_rows(path / "result.jsonl") for path in (nsa, dense))
     assert f"nsa:      {nsa_row['held_out_bits_per_byte']:.4f} bits/byte at equal steps" in printed
     report.publish([dense, nsa], tmp_path)
-    assert [run.row for run in results.committed(tmp_path)] == [nsa_row, dense_row]
-    assert len(results.committed(tmp_path)[1].curve) == STEPS
+    assert [run.row for run in report.committed(tmp_path)] == [nsa_row, dense_row]
+    assert len(report.committed(tmp_path)[1].curve) == STEPS
     assert (tmp_path / report.BLOCKS).read_bytes() == (nsa / "blocks.png").read_bytes()
-    written = report.markdown(report.both(results.committed(tmp_path)))
+    written = report.markdown(report.both(report.committed(tmp_path)))
     assert (
         f"| {nsa_row['held_out_bits_per_byte']:.3f} | {dense_row['held_out_bits_per_byte']:.3f} |" in written
     )
@@ -388,24 +387,24 @@ def test_dense_run_is_set_beside_the_nsa_run_and_both_are_published(finished, da
 
 def test_report_of_one_run_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"a report needs .*, got \[\]") as error:
-        report.both(results.committed(tmp_path))
+        report.both(report.committed(tmp_path))
     assert has_form(str(error.value))
     with pytest.raises(InputError, match="--readme must have the lines"):
         report.inserted("# no marks", "text")
 
 
 def test_readme_says_what_the_committed_runs_measured():
-    if not results.committed():
+    if not report.committed():
         pytest.skip("no committed runs of the example")
-    readme = (results.ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
 
-    assert report.inserted(readme, report.markdown(report.both(results.committed()))) == readme
+    assert report.inserted(readme, report.markdown(report.both(report.committed()))) == readme
 
 
 def test_committed_runs_reach_the_targets():
-    if not results.committed():
+    if not report.committed():
         pytest.skip("no committed runs of the example")
-    pair = report.both(results.committed())
+    pair = report.both(report.committed())
     nsa, dense = pair["nsa"].row, pair["dense"].row
 
     assert nsa["held_out_bits_per_byte"] <= 0.9 * nsa["bigram_bits_per_byte"]

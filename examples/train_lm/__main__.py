@@ -8,11 +8,9 @@ import time
 
 import jax
 
-from examples.train_lm import figures, results, run_folder, sampling, text, training
-from examples.train_lm.errors import InputError
-from examples.train_lm.flops import flops_per_trained_token
+from examples.train_lm import report, run_folder, sampling, text, training
 from examples.train_lm.run_folder import RunFolder
-from examples.train_lm.settings import Settings
+from examples.train_lm.settings import InputError, Settings
 from nsa_jax.model import Transformer
 
 INTERRUPTED = 130
@@ -42,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     corpus = text.load(options.data, settings.length)
     prompt = sampling.choose_prompt(options.prompt, corpus, settings.length)
     folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{settings.attention}")
-    identity = results.identity(settings, corpus)
+    identity = run_folder.identity(settings, corpus)
     (folder.open_again if options.resume else folder.open_new)(identity)
     _introduce(settings, corpus, folder)
 
@@ -50,17 +48,17 @@ def run(options: argparse.Namespace) -> None:
     if trained.step < settings.steps:
         print(f"stopped at step {trained.step} of {settings.steps}; --resume goes on")
         return
-    done = results.in_folder(folder.path)
-    row = done[0].row if done else results.record(settings, corpus, trained) | {"resumed": options.resume}
-    sibling = folder.path.parent / f"train_lm_{results.OTHER[settings.attention]}"
-    other = results.find_other(row, results.in_folder(sibling) + results.committed())
-    print(results.summary(row, other))
+    done = report.finished_in(folder.path)
+    row = done[0].row if done else report.record(settings, corpus, trained) | {"resumed": options.resume}
+    sibling = folder.path.parent / f"train_lm_{report.OTHER[settings.attention]}"
+    other = report.find_other(row, report.finished_in(sibling) + report.committed())
+    print(report.summary(row, other))
 
     if settings.attention == "nsa":
         sample = _write_and_draw(trained.model, prompt, settings, folder)
         row |= {"prompt": sample.text[0], "sample": sample.text[1]}
     curves = {settings.attention: trained.curve} | ({other.row["attention"]: other.curve} if other else {})
-    figures.draw_losses(folder.path / "loss.png", curves, row["bigram_bits_per_byte"])
+    report.draw_losses(folder.path / "loss.png", curves, row["bigram_bits_per_byte"])
     if not done:
         row["seconds"] = round(time.perf_counter() - started, 1)
         run_folder.write_rows(folder.result, [row])
@@ -75,12 +73,12 @@ def _write_and_draw(
     run_folder.write(folder.path / "sample.txt", f"{sample}\n")
     print(f"\n{sample.excerpt()}\n")
     chosen = sampling.selections(model, sample)
-    figures.draw_selections(folder.path / "blocks.png", chosen, settings.nsa, prompt_length=len(prompt))
+    sampling.draw_selections(folder.path / "blocks.png", chosen, settings.nsa, prompt_length=len(prompt))
     return sample
 
 
 def _introduce(settings: Settings, corpus: text.Corpus, folder: RunFolder) -> None:
-    flops = flops_per_trained_token(settings.model, settings.length)
+    flops = training.flops_per_trained_token(settings.model, settings.length)
     tokens = settings.steps * settings.batch * settings.length
     print(
         f"{corpus.name}: {len(corpus.training)} bytes to train on, {len(corpus.held_out)} held out\n"

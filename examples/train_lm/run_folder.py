@@ -1,14 +1,16 @@
 """The folder of a run: what lies in it, how it is written without loss, how it is resumed."""
 
+import io
 import json
 import os
 import pathlib
 from typing import Any
 
 from flax import nnx
+from matplotlib.figure import Figure
 
-from examples.train_lm.errors import InputError
-from examples.train_lm.settings import Settings
+from examples.train_lm.settings import InputError, Settings
+from examples.train_lm.text import Corpus
 from nsa_jax.model import Transformer, restore, restore_training, save
 
 
@@ -96,6 +98,11 @@ class RunFolder:
         return nnx.state(model), training["moments"], step, curve
 
 
+def identity(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """What two runs must share to be the same run."""
+    return settings.to_json() | {"data": corpus.name, "data_sha256": corpus.sha256}
+
+
 def write(path: pathlib.Path, content: str | bytes) -> None:
     """Replaces a file as a whole: a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,3 +127,10 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def write_picture(path: pathlib.Path, figure: Figure) -> None:
+    """Draws a figure into a PNG file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write(path, picture.getvalue())

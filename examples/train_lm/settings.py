@@ -1,11 +1,10 @@
-"""What a run is: everything that decides its numbers, and what a resumed run must share with it."""
+"""What a run is: everything that decides its numbers; and the error for a wrong option."""
 
 import dataclasses
 from typing import Any, Literal
 
 from flax import nnx
 
-from examples.train_lm.errors import InputError
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 
@@ -19,6 +18,10 @@ NSA = NSAConfig(
     num_selected_blocks=6,
     window_size=64,
 )
+
+
+class InputError(Exception):
+    """Bad input, with the message `<rule>, got <values>. <what to do>.`; the command exits with code 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
