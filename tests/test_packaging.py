@@ -1,15 +1,17 @@
-"""Facts that stand in two files and must stay one: version floors, commands and code of the README."""
+"""What the wheel holds, and facts that stand in two places and must stay one: floors, commands, code."""
 
 import configparser
 import pathlib
 import re
 import tomllib
+import zipfile
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES_WITH_TYPES = ("nsa_jax", "nsa_torch_ref", "parity")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def requirements(lines: list[str], operator: str) -> dict[str, str]:
@@ -34,6 +36,12 @@ def test_gpu_extra_shares_the_floor_of_jax():
     assert extra["jax"] == requirements(PROJECT["dependencies"], ">=")["jax"]
 
 
+def test_wheel_of_the_tests_is_built_as_that_of_a_release():
+    extra = requirements(PROJECT["optional-dependencies"]["test"], ">=")
+
+    assert extra["hatchling"] == requirements(PYPROJECT["build-system"]["requires"], ">=")["hatchling"]
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     commands = re.findall(r"```bash\n(.*)\n```", (ROOT / "README.md").read_text())
     (test_command,) = (command for command in commands if command.endswith("tox -e test"))
@@ -50,6 +58,29 @@ def test_example_of_the_readme_runs():
     assert names["loss"] > 0
 
 
-@pytest.mark.parametrize("package", PACKAGES_WITH_TYPES)
-def test_package_says_that_it_is_typed(package):
-    assert (ROOT / package / "py.typed").exists()
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory) -> set[str]:
+    """Paths inside the wheel, built in this process: no network and no environment of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as wheel:
+        return set(wheel.namelist())
+
+
+def test_wheel_holds_the_library_and_the_reference_alone(wheel_files):
+    folders = {name.split("/")[0] for name in wheel_files}
+
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"nsa_jax", "nsa_torch_ref"}
+    assert len(folders) == 3
+
+
+def test_wheel_holds_every_module_and_says_that_it_is_typed(wheel_files):
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("nsa_jax", "nsa_torch_ref")
+        for path in (ROOT / package).rglob("*.py")
+    }
+
+    assert sources | {"nsa_jax/py.typed", "nsa_torch_ref/py.typed"} == {
+        name for name in wheel_files if ".dist-info/" not in name
+    }
