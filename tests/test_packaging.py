@@ -9,6 +9,8 @@ import zipfile
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+import nsa_jax
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -58,6 +60,18 @@ def test_example_of_the_readme_runs():
     assert names["loss"] > 0
 
 
+def test_citation_names_the_version():
+    (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+
+    assert version == nsa_jax.__version__
+
+
+def test_changelog_begins_with_the_version():
+    newest, *_ = re.findall(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert newest == nsa_jax.__version__
+
+
 @pytest.fixture(scope="module")
 def wheel_files(tmp_path_factory) -> set[str]:
     """Paths inside the wheel, built in this process: no network and no environment of its own."""
@@ -71,7 +85,7 @@ def test_wheel_holds_the_library_and_the_reference_alone(wheel_files):
     folders = {name.split("/")[0] for name in wheel_files}
 
     assert {name for name in folders if not name.endswith(".dist-info")} == {"nsa_jax", "nsa_torch_ref"}
-    assert len(folders) == 3
+    assert folders - {"nsa_jax", "nsa_torch_ref"} == {f"nsa_jax-{nsa_jax.__version__}.dist-info"}
 
 
 def test_wheel_holds_every_module_and_says_that_it_is_typed(wheel_files):
