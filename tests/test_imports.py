@@ -17,7 +17,6 @@ FLOORS = (
     ("nsa_jax.config",),
     ("nsa_jax.array_typing",),
     ("nsa_jax.layout",),
-    ("nsa_jax.arguments", "nsa_jax.convert"),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),
@@ -90,10 +89,16 @@ def reads_environment(source: str) -> bool:
     return False
 
 
+def placed_already(floors: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Parts whose place never counts: `floor_of` finds the same name, or a package around it, before them."""
+    parts = [part for floor in floors for part in floor]
+    return [part for number, part in enumerate(parts) if within(part, tuple(parts[:number]))]
+
+
 def violations(files: Mapping[str, str]) -> list[str]:
-    """What is wrong with `files`, path to source, one line each."""
+    """What is wrong with `files`, path to source, and with FLOORS, one line each."""
     modules = {module_name(path) for path in files}
-    wrong = []
+    wrong = [f"FLOORS: {part} has a place already" for part in placed_already(FLOORS)]
     for path, source in files.items():
         module = module_name(path)
         if EMPTY_NAMES & set(module.split(".")):
@@ -151,6 +156,7 @@ BAD = {
     "upwards, in a package": ("nsa_jax/kernels/xla/__init__.py", "from ...nn import Gate", "not stand left"),
     "upwards, late": ("nsa_jax/layout.py", "def f():\n  from nsa_jax import nn", "does not stand left"),
     "upwards, by string": ("nsa_jax/layout.py", "import_module('nsa_jax.nn')", "does not stand left"),
+    "upwards, from kernels": ("nsa_jax/kernels/xla/softmax.py", "import nsa_jax.arguments", "not stand left"),
     "the whole house": ("nsa_jax/layout.py", "import nsa_jax", "does not stand left"),
     "sideways": ("nsa_jax/kernels/xla/softmax.py", "import nsa_jax.kernels.triton", "does not stand left"),
     "no place": ("nsa_jax/extra.py", "from nsa_jax import config", "give nsa_jax.extra a place"),
@@ -179,6 +185,20 @@ def test_checker_rejects(path, source, message):
     assert len(found) >= 1
     assert all(path in line for line in found)
     assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("floors", "found"),
+    [
+        ((("a.low",), ("a.high", "a.low")), ["a.low"]),
+        ((("a.low", "a.low"), ("a.high",)), ["a.low"]),
+        ((("a.kernels",), ("a.high", "a.kernels.xla")), ["a.kernels.xla"]),
+        ((("a.kernels.xla",), ("a.kernels",), ("a.kernels_and_more",)), []),
+    ],
+    ids=["two floors", "one floor", "inside a package", "once each"],
+)
+def test_checker_finds_parts_that_have_a_place_already(floors, found):
+    assert placed_already(floors) == found
 
 
 @pytest.mark.parametrize(
