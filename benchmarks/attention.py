@@ -211,7 +211,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=whole)
     parser.add_argument("--modes", nargs="+", choices=records.MODES[:3], default=["fwd", "fwd_bwd"])
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
-    parser.add_argument("--implementations", nargs="+", choices=records.IMPLEMENTATIONS[:4], default=["xla"])
+    parser.add_argument("--implementations", nargs="+", choices=records.IMPLEMENTATIONS[:3], default=["xla"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=4, help="query heads")

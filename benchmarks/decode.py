@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     lengths = [1 << power for power in range(10, 16)]
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths, metavar="S")
-    parser.add_argument("--implementation", choices=records.IMPLEMENTATIONS[:3], default="xla")
+    parser.add_argument("--implementation", choices=dispatch.IMPLEMENTATIONS, default="xla")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16, help="query heads")

@@ -20,7 +20,7 @@ from benchmarks.timing import Compiled, Timing
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode")
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "one_token", "cudnn")
+IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -22,7 +22,7 @@ from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn.dense import choose_implementation
-from nsa_jax.nn.projection import head_width
+from nsa_jax.nn.projections import head_width
 
 OPTIMIZER = optax.adamw(1e-4)
 

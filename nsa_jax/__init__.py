@@ -8,7 +8,7 @@ from nsa_jax.attention import (
     selected_attention,
     window_attention,
 )
-from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.config import NSAConfig
 from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
 from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
 
@@ -17,7 +17,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "NSAConfig",
-    "Tiles",
     "__version__",
     "block_indices_from_ranges",
     "choose",

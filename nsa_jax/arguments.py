@@ -1,20 +1,85 @@
-"""Shape and dtype rules of the public operations, at trace time; `nsa_jax.debug` checks values."""
+"""Validation of a call, in one step at trace time: shapes, dtypes and options in, its `Placement` out.
 
+The shapes themselves stand in the annotations of the public operations, from where they are read.
+`nsa_jax.debug` checks values.
+"""
+
+import functools
+import inspect
+import math
 import numbers
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Int32
-from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.config import NSAConfig
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
-    """Checks arrays given as `name=(array, "B T N H")` and returns the size of each letter.
+class Call(NamedTuple):
+    """What an implementation is told beside the arrays."""
 
-    An array that may be left out is given as `(array, "B S or None")`.
+    placement: layout.Placement
+    scale: float
+
+
+def check(
+    operation: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | layout.Runs | None,
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float | None,
+    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
+) -> Call:
+    """Validates a call of `operation`, a public one, and places its queries.
+
+    Args:
+      operation: its annotations say what shapes and kinds of numbers `arrays` have.
+      arrays: its arrays by name; None where one is left out.
+      config, query_positions, segment_ids, scale: as given by the caller.
+      first_key_win: row index of the first key of the window branch.
+
+    Raises:
+      TypeError: an argument is of another kind.
+      ValueError: shapes or dtypes disagree, or a number is out of range.
+    """
+    positions_array = None if isinstance(query_positions, layout.Runs) else query_positions
+    arrays = dict(arrays, query_positions=positions_array, segment_ids=segment_ids)
+    annotations = annotations_of(operation)
+    sizes = bind_shapes(annotations, arrays)
+    check_config(config)
+    check_not_empty(sizes)
+    check_heads(sizes)
+    check_selection(sizes, config)
+    check_dtypes(annotations, arrays)
+    if isinstance(query_positions, layout.Runs):
+        check_runs(query_positions, sizes)
+    check_first_key(first_key_win, sizes)
+    placement = layout.place(
+        config,
+        batch=sizes["B"],
+        num_queries=sizes["T"],
+        num_keys=_row_length(sizes, config, query_positions is not None, first_key_win),
+        query_positions=_as_given(query_positions),
+        segment_ids=_as_given(segment_ids),
+        first_keys=layout.FirstKeys(win=layout.Index(first_key_win)),
+    )
+    return Call(placement, resolve_scale(scale, sizes["H"]))
+
+
+def bind_shapes(annotations: "Annotations", arrays: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of the letters in `annotations`, bound to the shapes of `arrays`.
+
+    An array may be None where its annotation says so.
 
     Raises:
       TypeError: something is not an array.
@@ -22,9 +87,10 @@ def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}
-    for name, (array, letters) in arrays.items():
-        axes = letters.removesuffix(" or None").split()
-        if array is None and letters.endswith(" or None"):
+    for name, array in arrays.items():
+        annotation, optional = annotations[name]
+        axes = annotation.dim_str.split()
+        if array is None and optional:
             continue
         if not isinstance(array, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise TypeError(f"{name} must be an array, got {type(array).__name__}. Pass a jax.Array.")
@@ -45,41 +111,75 @@ def bind_shapes(**arrays: tuple[object, str]) -> dict[str, int]:
     return sizes
 
 
-def check_not_empty(sizes: dict[str, int]) -> None:
-    """Only the compressed keys may be none."""
-    if empty := [axis for axis in "BTSHV" if sizes.get(axis) == 0]:
-        raise ValueError(f"no axis but C may be empty, got {empty[0]} = 0. Leave the call out.")
+type Annotations = Mapping[str, tuple[Any, bool]]
 
 
-def check_heads(sizes: dict[str, int]) -> None:
+@functools.cache
+def annotations_of(owner: Callable[..., Any]) -> Annotations:
+    """For each array that a function takes, or a class holds, its jaxtyping annotation; and if it may be None."""
+    if isinstance(owner, type):
+        annotated = inspect.get_annotations(owner)
+    else:
+        annotated = {name: x.annotation for name, x in inspect.signature(owner).parameters.items()}
+    found = {}
+    for name, annotation in annotated.items():
+        parts = typing.get_args(annotation) or (annotation,)
+        if shaped := [part for part in parts if hasattr(part, "dim_str")]:
+            found[name] = (shaped[0], type(None) in parts)
+    return found
+
+
+def check_dtypes(annotations: Annotations, arrays: Mapping[str, Any]) -> None:
+    """Each array is of the kind that its annotation names; queries, keys and values are of one dtype."""
+    present = {name: array for name, array in arrays.items() if array is not None}
+    floats = {name: x for name, x in present.items() if annotations[name][0].dtype is Float}
+    check_floats(**{name: x for name, x in floats.items() if not _own_dtype(name)})
+    for name, array in present.items():
+        if name in floats:
+            check_floats(**{name: array})
+        else:
+            check_integers(**{name: array})
+
+
+def _own_dtype(name: str) -> bool:
+    return name.startswith(("gates", "lse"))
+
+
+def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHV") -> None:
+    """There may be no compressed keys yet; everything else must be there (`check_heads` counts heads)."""
+    if empty := [axis for axis in axes if sizes.get(axis) == 0]:
+        raise ValueError(f"every axis except C must be non-empty, got {empty[0]} = 0. Leave the call out.")
+
+
+def check_heads(sizes: Mapping[str, int]) -> None:
     """Query heads must be a multiple of KV heads, and there must be some of each."""
     if min(sizes["N"], sizes["K"]) < 1 or sizes["N"] % sizes["K"]:
         raise ValueError(
-            f"the number of query heads must be a multiple of the number of KV heads, got N = "
-            f"{sizes['N']} and "
-            f"K = {sizes['K']}. Choose num_kv_heads so that it divides num_heads."
+            "the number of query heads must be a multiple of the number of KV heads, got "
+            f"N = {sizes['N']} and K = {sizes['K']}. Choose num_kv_heads so that it divides num_heads."
         )
 
 
-def check_floats(**arrays: Array | None) -> None:
-    """Queries, keys and values must be floating and of one dtype."""
-    present = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in present.items():
+def check_floats(**arrays: Array) -> None:
+    """All arrays are floats of at least 16 bits, and of one dtype."""
+    for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
                 f"{name} must be floating point, got {array.dtype}. Cast it, for example to bfloat16."
             )
-    if len({array.dtype for array in present.values()}) > 1:
-        got = ", ".join(f"{name} {array.dtype}" for name, array in present.items())
+        if array.dtype.name not in FLOATS:
+            raise TypeError(f"{name} must be one of {FLOATS}, got {array.dtype}. Cast it to bfloat16.")
+    if len({array.dtype for array in arrays.values()}) > 1:
+        got = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
         raise ValueError(
             f"queries, keys and values must have one dtype, got {got}. Cast them to the same dtype."
         )
 
 
-def check_integers(**arrays: Array | None) -> None:
+def check_integers(**arrays: Array) -> None:
     """Positions, segment ids and block indices must be integers."""
     for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} must be an integer array, got {array.dtype}. Cast it to int32.")
 
 
@@ -91,14 +191,7 @@ def check_config(config: NSAConfig) -> None:
         )
 
 
-def resolve_tiles(tiles: Tiles | None) -> Tiles:
-    """The default sizes unless given."""
-    if tiles is not None and not isinstance(tiles, Tiles):
-        raise TypeError(f"tiles must be Tiles, got {type(tiles).__name__}. Build them with Tiles(...).")
-    return Tiles() if tiles is None else tiles
-
-
-def check_selection(sizes: dict[str, int], config: NSAConfig) -> None:
+def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
     """A selection holds `num_selected_blocks` slots a query."""
     if "R" in sizes and sizes["R"] != config.num_selected_blocks:
         raise ValueError(
@@ -107,14 +200,58 @@ def check_selection(sizes: dict[str, int], config: NSAConfig) -> None:
         )
 
 
-def check_blocks(sizes: dict[str, int], config: NSAConfig) -> None:
+def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> None:
     """`C` compressed keys are those of `S` tokens."""
-    expected = layout.num_compression_blocks(sizes["S"], config)
-    if sizes["C"] != expected:
+    expected = layout.num_compression_blocks(num_tokens, config)
+    if num_compressed != expected:
         raise ValueError(
-            f"{sizes['S']} tokens have {expected} compression blocks, got C = {sizes['C']} compressed keys. "
-            "Compress the whole row with the same config, and pass query_positions where the queries are "
-            "only part of it."
+            f"{num_tokens} tokens have {expected} compression blocks, got C = {num_compressed} compressed "
+            "keys. Compress the whole row with the same config, and pass query_positions where the queries "
+            "are only part of it."
+        )
+
+
+def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
+    """Runs cover the `T` queries; what is traced of them is a scalar or one integer a row."""
+    lengths = [run.length for run in runs.runs]
+    if not all(isinstance(x, int) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
+        raise ValueError(
+            f"the lengths of runs must be positive ints that add up to T, got {lengths} and "
+            f"T = {sizes['T']}. Give each query to one run."
+        )
+    if not isinstance(runs.divisor, int) or runs.divisor < 1:
+        raise ValueError(f"divisor must be a positive int, got {runs.divisor!r}. Pass 1 if nothing is known.")
+    for run in runs.runs:
+        _check_row_number("the first of a run", run.first, sizes["B"])
+    if runs.num_queries is not None:
+        _check_row_number("num_queries", runs.num_queries, sizes["B"], scalar=False)
+
+
+def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
+    """An integer, a scalar or one a row; an array that holds the whole row begins at 0."""
+    _check_row_number("first_key", first_key, sizes["B"])
+    if is_zero(first_key) and "W" in sizes and sizes.get("S", sizes["W"]) != sizes["W"]:
+        raise ValueError(
+            f"the keys of the window must be those of all S = {sizes['S']} tokens unless their first is "
+            f"given, got W = {sizes['W']}. Say where they begin."
+        )
+
+
+def is_zero(first_key: int | Array) -> bool:
+    """Whether an index is known to be 0."""
+    return isinstance(first_key, numbers.Integral) and first_key == 0
+
+
+def _check_row_number(name: str, number: Any, batch: int, scalar: bool = True) -> None:
+    if scalar and isinstance(number, numbers.Integral) and not isinstance(number, bool):
+        return
+    shapes = ((), (batch,)) if scalar else ((batch,),)
+    if not isinstance(number, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        raise TypeError(f"{name} must be an integer or an array, got {type(number).__name__}. Pass an int.")
+    if number.shape not in shapes or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be one integer, or one for each of {batch} rows, got {number.dtype} of shape "
+            f"{number.shape}. Reshape or cast it."
         )
 
 
@@ -126,28 +263,35 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
         raise TypeError(
             f"scale must be a Python number, got {type(scale).__name__}. Fold an array into the queries."
         )
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim).")
     return float(scale)
 
 
-def resolve_positions(sizes: dict[str, int], positions, num_keys: int) -> Int32[Array, "B T"]:
-    """Key indices of the queries: the last `T` of `num_keys` tokens unless given."""
-    if positions is not None:
-        return jnp.asarray(positions, jnp.int32)
-    if sizes["T"] > num_keys:
+def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first_key: int | Array) -> Any:
+    """Tokens of a row, as far as the call tells: from `S`, the window's keys, or the compressed ones.
+
+    Where only compressed keys are known, the row has as many tokens as there are queries, or, with positions
+    given, at most as many as have `C` blocks.
+    """
+    if "C" in sizes and ("S" in sizes or not placed):
+        length = sizes.get("S", sizes["T"])
+        check_blocks(sizes["C"], length, config)
+    elif "C" in sizes:
+        length = layout.longest_length(sizes["C"], config)
+    elif "S" in sizes:
+        length = sizes["S"]
+    else:
+        length = first_key + sizes["W"]
+    held = sizes.get("S" if "C" in sizes else "W", length)
+    if not placed and sizes["T"] > held:
         raise ValueError(
-            f"more queries than keys need query_positions, got T = {sizes['T']} and S = {num_keys}. "
+            f"more queries than keys need query_positions, got T = {sizes['T']} and S = {held}. "
             "Pass the key index of each query."
         )
-    return layout.default_query_positions(sizes["B"], sizes["T"], num_keys)
-
-
-def resolve_compressed_length(sizes: dict[str, int], positions, config: NSAConfig) -> int:
-    """Number of tokens `S` behind `C` compressed keys: from `segment_ids`, else the number of queries.
-
-    Raises:
-      ValueError: `C` is not the number of blocks of that length, so the default positions would be wrong.
-    """
-    length = sizes.get("S", sizes["T"])
-    if "S" in sizes or positions is None:
-        check_blocks({**sizes, "S": length}, config)
     return length
+
+
+def _as_given[X](array: X) -> X | Array:
+    """NumPy arrays as JAX arrays; all else as it is."""
+    return jnp.asarray(array) if isinstance(array, np.ndarray) else array

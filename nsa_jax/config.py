@@ -1,6 +1,7 @@
-"""What changes the answer (`NSAConfig`) and what changes only the speed (`Tiles`)."""
+"""What changes the answer: the block structure."""
 
 import dataclasses
+import numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class NSAConfig:
 
     Raises:
       ValueError: a value is out of range, or the sizes do not divide as the block maps need.
-      TypeError: a value is not an int.
+      TypeError: a value is not an integer.
     """
 
     compression_block_size: int = 32
@@ -32,7 +33,11 @@ class NSAConfig:
     num_local_blocks: int = 2
 
     def __post_init__(self):
-        _check_ints(self)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")
+            object.__setattr__(self, field.name, int(value))  # a NumPy integer is one, too
         for name in ("compression_block_size", "compression_stride", "selection_block_size", "window_size"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -70,42 +75,3 @@ class NSAConfig:
                 f"{self.num_selected_blocks} < "
                 f"{self.num_initial_blocks} + {self.num_local_blocks}. Raise it to at least {forced}."
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Sizes of the pieces in which the `xla` implementation works; any choice gives the same answer.
-
-    Attributes:
-      query_chunk: query tokens of one chunk of the compressed and window branches and of the selection.
-      key_tile: keys of one tile of the compressed and window branches.
-      selected_chunk: query tokens whose (token, block) pairs are grouped by block at a time.
-      pairs_per_item: (token, block) pairs of one block that share one matrix product.
-      items_per_step: such products done at once.
-
-    Raises:
-      ValueError: a size is below 1.
-      TypeError: a size is not an int.
-    """
-
-    query_chunk: int = 128
-    key_tile: int = 256
-    selected_chunk: int = 2048
-    pairs_per_item: int = 32
-    items_per_step: int = 32
-
-    def __post_init__(self):
-        _check_ints(self)
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}. Pass a positive "
-                    "number."
-                )
-
-
-def _check_ints(sizes: NSAConfig | Tiles) -> None:
-    for field in dataclasses.fields(sizes):
-        value = getattr(sizes, field.name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")

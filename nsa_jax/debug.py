@@ -10,11 +10,13 @@ Outside `jit` a violated rule raises at once. Inside, wrap the function with `ja
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from nsa_jax import layout
+from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.config import NSAConfig
 
@@ -77,7 +79,13 @@ def check_block_indices(
         "Sort each selection and drop duplicates.",
         count=(~ascending).sum(),
     )
-    position = layout.query_layout(config, query_positions, segment_ids).position[:, :, None, None]
+    batch, num_queries = query_positions.shape
+    rows = layout.place(
+        config, batch=batch, num_queries=num_queries,
+        num_keys=jnp.iinfo(jnp.int32).max if segment_ids is None else segment_ids.shape[1],
+        query_positions=query_positions, segment_ids=segment_ids,
+    )  # fmt: skip
+    position = rows.position[:, :, None, None]
     future = used & (position >= 0) & (block_indices > position // config.selection_block_size)
     checkify.check(
         ~future.any(),
@@ -87,8 +95,25 @@ def check_block_indices(
     )
 
 
+def check_runs(runs: layout.Runs, batch: int) -> None:
+    """Every first index of a run must be a multiple of the divisor that is declared.
+
+    Raises:
+      checkify.JaxRuntimeError: one is not.
+    """
+    for run in runs.runs:
+        first = jnp.asarray(run.first, jnp.int32)
+        checkify.check(
+            (first % runs.divisor == 0).all(),
+            f"divisor must divide the first index of each run, got {runs.divisor} and {{low}} to {{high}}. "
+            "Declare a smaller divisor.",
+            low=first.min(),
+            high=first.max(),
+        )
+
+
 def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
-    """An operation of `nsa_jax.attention` that also checks the values of its index arguments.
+    """An operation of `nsa_jax.attention` that first checks the values of its index arguments.
 
     Example:
       out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
@@ -100,24 +125,34 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(operation)
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = operation(*args, **kwargs)  # first: it refuses the shapes that the checks take for granted
-        given = signature.bind(*args, **kwargs).arguments
-        query, positions, segment_ids = given["query"], given.get("query_positions"), given.get("segment_ids")
-        keys = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
-        num_keys = query.shape[1] if keys is None else keys.shape[1]
-        if segment_ids is not None:
-            check_segment_ids(jnp.asarray(segment_ids))
-        if positions is None:
-            positions = layout.default_query_positions(query.shape[0], query.shape[1], num_keys)
-        elif keys is not None:
-            check_query_positions(positions, num_keys)
-        if (blocks := given.get("block_indices")) is not None:
-            check_block_indices(
-                jnp.asarray(blocks),
-                config=given["config"],
-                query_positions=positions,
-                segment_ids=segment_ids,
-            )
-        return result
+        # Traced, not run: it refuses the shapes and kinds that the checks take for granted.
+        jax.eval_shape(lambda: operation(*args, **kwargs))
+        _check_values(signature.bind(*args, **kwargs).arguments)
+        return operation(*args, **kwargs)
 
     return with_checks
+
+
+def _check_values(given: dict[str, Any]) -> None:
+    batch, num_queries = given["query"].shape[:2]
+    segment_ids, positions = given.get("segment_ids"), given.get("query_positions")
+    first = given.get("first_key", 0)
+    if segment_ids is not None:
+        check_segment_ids(jnp.asarray(segment_ids))
+    rows = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
+    num_keys = None if rows is None else rows.shape[1] if arguments.is_zero(first) else None
+    if isinstance(positions, layout.Runs):
+        check_runs(positions, batch)
+        positions = layout.positions_of(positions, batch)
+    if positions is None:
+        length = num_queries if num_keys is None else num_keys
+        positions = layout.positions_of(layout.default_runs(num_queries, length), batch)
+    elif num_keys is not None:
+        check_query_positions(jnp.asarray(positions), num_keys)
+    if (blocks := given.get("block_indices")) is not None:
+        check_block_indices(
+            jnp.asarray(blocks),
+            config=given["config"],
+            query_positions=jnp.asarray(positions),
+            segment_ids=segment_ids,
+        )

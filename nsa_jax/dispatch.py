@@ -4,18 +4,20 @@
 `use_implementation` forces. A named implementation runs or raises; it never falls back.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
 
-from nsa_jax.array_typing import Array
+from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import support as triton_support
+from nsa_jax.layout import Placement
 
-type Implementation = Literal["xla", "triton", "mosaic_gpu"]
+type Implementation = Literal["xla", "triton"]
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation.__value__)
 OPERATIONS = (
@@ -28,6 +30,41 @@ OPERATIONS = (
 )
 PREFERENCE = ("triton", "xla")
 _forced = jax.make_user_context(default_value=None)
+
+
+@runtime_checkable
+class Operations(Protocol):
+    """What each implementation offers: the operations of `nsa_jax.attention` behind the validation.
+
+    Nothing is defaulted any more; the placement says where the queries stand.
+    """
+
+    def compressed_attention(
+        self, query: Array, key_cmp: Array, value_cmp: Array, placement: Placement, scale: float, *,
+        count_reads: bool,
+    ) -> Attended | AttendedReads: ...  # fmt: skip
+
+    def select_blocks(
+        self, query: Array, key_cmp: Array, lse_cmp: Array | None, placement: Placement, scale: float
+    ) -> Array: ...
+
+    def selected_attention(
+        self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
+        scale: float, *, count_reads: bool,
+    ) -> Attended | AttendedReads: ...  # fmt: skip
+
+    def window_attention(
+        self, query: Array, key_win: Array, value_win: Array, placement: Placement, scale: float, *,
+        count_reads: bool,
+    ) -> Attended | AttendedReads: ...  # fmt: skip
+
+    def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array: ...
+
+    def native_sparse_attention(
+        self, query: Array, key_cmp: Array, value_cmp: Array, key_slc: Array, value_slc: Array,
+        key_win: Array, value_win: Array, gates: Array, block_indices: Array | None, placement: Placement,
+        scale: float,
+    ) -> Array: ...  # fmt: skip
 
 
 class Choice(NamedTuple):
@@ -50,6 +87,7 @@ def unsupported_reason(
     *arrays: Array | jax.ShapeDtypeStruct,
     config: NSAConfig | None = None,
     platform: str | None = None,
+    return_reads: bool = False,
 ) -> str | None:
     """Why an implementation cannot run an operation, or None if it can.
 
@@ -61,6 +99,7 @@ def unsupported_reason(
       *arrays: the operation's arrays or their `jax.ShapeDtypeStruct`s, as far as they are known.
       config: the block structure, where known.
       platform: "cpu", "cuda" or "tpu"; the default backend's if None.
+      return_reads: whether the call also asks for the number of keys that were read.
 
     Raises:
       ValueError: unknown operation or implementation.
@@ -72,11 +111,9 @@ def unsupported_reason(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
             "spelling."
         )
-    if implementation == "mosaic_gpu":
-        return (
-            f"{implementation} has no kernels in this version of nsa_jax. Use implementation='xla' or None."
-        )
     if implementation == "triton":
+        if return_reads:
+            return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
         where = platform or default_platform()
         return triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
     return None  # plain JAX runs everything everywhere
@@ -88,6 +125,7 @@ def choose(
     config: NSAConfig | None = None,
     platform: str | None = None,
     implementation: str | None = None,
+    return_reads: bool = False,
 ) -> Choice:
     """Decides what runs `operation`; pure, works on `jax.ShapeDtypeStruct`s and says why.
 
@@ -95,7 +133,7 @@ def choose(
     first of `PREFERENCE` without an `unsupported_reason`.
 
     Args:
-      operation, *arrays, config, platform: see `unsupported_reason`.
+      operation, *arrays, config, platform, return_reads: see `unsupported_reason`.
       implementation: the one that the caller names.
 
     Raises:
@@ -104,7 +142,8 @@ def choose(
     """
 
     def reason_against(name: str) -> str | None:
-        return unsupported_reason(operation, name, *arrays, config=config, platform=platform)
+        settings = dict(config=config, platform=platform, return_reads=return_reads)
+        return unsupported_reason(operation, name, *arrays, **settings)
 
     named = implementation if implementation is not None else _forced.value
     if named is not None:
@@ -138,24 +177,25 @@ def use_implementation(implementation: Implementation | None):
     return _forced(implementation)
 
 
-def resolve(
-    operation: str, implementation: str | None, *arrays: Array, config: NSAConfig | None = None
-) -> Callable:
-    """The chosen function for `operation`; the lowered program carries its name."""
-    chosen = choose(operation, *arrays, config=config, implementation=implementation).implementation
-    function = getattr(_operations(chosen), operation)
+@contextlib.contextmanager
+def running(
+    operation: str,
+    implementation: str | None,
+    *arrays: Array,
+    config: NSAConfig | None = None,
+    return_reads: bool = False,
+) -> Iterator[Operations]:
+    """Context that gives the chosen implementation; the lowered program carries its name and the operation's."""
+    settings = dict(config=config, implementation=implementation, return_reads=return_reads)
+    chosen = choose(operation, *arrays, **settings).implementation
+    with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
+        yield _operations(chosen)
 
-    def run(*args, **kwargs):
-        with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-            return function(*args, **kwargs)
 
-    return run
-
-
-def _operations(implementation: str):
-    """The module that holds an implementation; Triton is imported only where it runs."""
+def _operations(implementation: str) -> Operations:
+    """The room of an implementation; Triton is imported only where it runs."""
     if implementation == "triton":
-        return importlib.import_module("nsa_jax.kernels.triton.operations")
+        return cast(Operations, importlib.import_module("nsa_jax.kernels.triton.operations"))
     return xla
 
 

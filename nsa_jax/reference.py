@@ -1,8 +1,9 @@
 """The oracle: Native Sparse Attention in its plainest form, for tests and `parity` only.
 
-It stores whole `[T, S]` masks and logits, works in any float dtype up to float64 and differentiates by plain
-AD. Users run `nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and
-conventions of the one of the same name in `nsa_jax.attention`, where they are documented.
+It stores whole `[T, S]` masks, gives every query a copy of the keys that it sees (so that what is hidden takes
+no part, NaN included), works in any float dtype up to float64 and differentiates by plain AD. Users run
+`nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and conventions of
+the one of the same name in `nsa_jax.attention`, where they are documented.
 """
 
 from typing import Any
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
+from nsa_jax.array_typing import Array, Attended, Bool, Float, Int, Int32
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout import FirstKeys, Index, Placement, Runs
 
 
 def compressed_attention(
@@ -21,13 +23,14 @@ def compressed_attention(
     value_cmp: Float[Array, "B C K V"],
     *,
     config: NSAConfig,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+) -> Attended:
     """Attention over the visible compressed blocks (Eq. 7)."""
-    placed = _place(query, query.shape[1], config, query_positions, segment_ids)
-    visible = _in_range(placed.compression_range(config), key_cmp.shape[1])
+    num_compressed = key_cmp.shape[1]
+    placed = _place_compressed(query, num_compressed, config, query_positions, segment_ids)
+    visible = _in_range(placed.compression_range(num_compressed), num_compressed)
     return _attend(query, key_cmp, value_cmp, visible[:, :, None], scale)
 
 
@@ -36,16 +39,16 @@ def importance_scores(
     key_cmp: Float[Array, "B C K H"],
     *,
     config: NSAConfig,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T K M"]:
     """Importance of each selection block (Eq. 8-10), summed over the heads of a KV head."""
-    placed = _place(query, query.shape[1], config, query_positions, segment_ids)
-    start, end = placed.compression_range(config)
     num_compressed = key_cmp.shape[1]
-    logits = _logits(query, key_cmp, scale)
-    probabilities = _softmax(logits, _in_range((start, end), num_compressed)[:, :, None])[0]
+    placed = _place_compressed(query, num_compressed, config, query_positions, segment_ids)
+    start, end = placed.compression_range(num_compressed)
+    visible = _in_range((start, end), num_compressed)[:, :, None]
+    probabilities = _softmax(_logits(query, _seen(key_cmp, visible), scale), visible)[0]
     batch, num_queries, num_kv_heads = probabilities.shape[:3]
     per_block = probabilities.sum(axis=3)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
@@ -70,7 +73,7 @@ def select_blocks(
     *,
     config: NSAConfig,
     lse_cmp: Float[Array, "B T N"] | None = None,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
 ) -> Int32[Array, "B T K R"]:
@@ -80,8 +83,9 @@ def select_blocks(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
     scores = jax.lax.stop_gradient(importance_scores(query, key_cmp, **arguments))
-    position = _place(query, query.shape[1], config, query_positions, segment_ids).position[:, :, None, None]
-    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    placed = _place_compressed(query, key_cmp.shape[1], config, query_positions, segment_ids)
+    position = placed.position[:, :, None, None]
+    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
     forced = layout.is_forced(block, position, config)
     candidate = block * config.selection_block_size <= position
     ranked = jnp.where(candidate, jnp.where(forced, jnp.inf, scores), -jnp.inf)
@@ -101,14 +105,14 @@ def selected_attention(
     block_indices: Int[Array, "B T K R"],
     *,
     config: NSAConfig,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     num_keys = key_slc.shape[1]
     placed = _place(query, num_keys, config, query_positions, segment_ids)
-    key_position = jnp.arange(num_keys) - placed.sequence_start[:, :, None]
+    key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
     causal = (key_position >= 0) & (key_position <= placed.position[:, :, None])
     key_block = (key_position // config.selection_block_size)[:, :, None, None, :]
     selected = (key_block == block_indices[..., None]).any(axis=3)
@@ -121,14 +125,15 @@ def window_attention(
     value_win: Float[Array, "B S K V"],
     *,
     config: NSAConfig,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+) -> Attended:
     """Attention over the last `w` tokens, the query's own included (section 3.3.3)."""
     num_keys = key_win.shape[1]
-    placed = _place(query, num_keys, config, query_positions, segment_ids)
-    visible = _in_range(placed.window_range(config), num_keys)
+    placed = _place(query, num_keys, config, query_positions, segment_ids, first_key)
+    visible = _in_range(placed.window_range(num_keys), num_keys)
     return _attend(query, key_win, value_win, visible[:, :, None], scale)
 
 
@@ -158,13 +163,14 @@ def native_sparse_attention(
     *,
     config: NSAConfig,
     block_indices: Int[Array, "B T K R"] | None = None,
-    query_positions: Int[Array, "B T"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
     scale: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5)."""
     if query_positions is None:
-        query_positions = layout.default_query_positions(query.shape[0], query.shape[1], key_slc.shape[1])
+        query_positions = layout.default_runs(query.shape[1], key_slc.shape[1])
     arguments: dict[str, Any] = dict(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
@@ -172,29 +178,47 @@ def native_sparse_attention(
     if block_indices is None:
         block_indices = select_blocks(query, key_cmp, **arguments)
     out_slc, _ = selected_attention(query, key_slc, value_slc, block_indices, **arguments)
-    out_win, _ = window_attention(query, key_win, value_win, **arguments)
+    out_win, _ = window_attention(query, key_win, value_win, first_key=first_key_win, **arguments)
     return gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-def _place(query, num_keys, config, query_positions, segment_ids) -> layout.QueryLayout:
-    if query_positions is None:
-        length = num_keys if segment_ids is None else segment_ids.shape[1]
-        query_positions = layout.default_query_positions(query.shape[0], query.shape[1], length)
-    return layout.query_layout(config, query_positions, segment_ids)
+def _place(query, num_keys, config, query_positions, segment_ids, first_key=0) -> Placement:
+    """Places queries in rows of `num_keys` tokens, or of as many as `segment_ids` tell."""
+    return layout.place(
+        config,
+        batch=query.shape[0],
+        num_queries=query.shape[1],
+        num_keys=first_key + num_keys if segment_ids is None else segment_ids.shape[1],
+        query_positions=query_positions,
+        segment_ids=segment_ids,
+        first_keys=FirstKeys(win=Index(first_key)),
+    )
+
+
+def _place_compressed(query, num_compressed, config, query_positions, segment_ids) -> Placement:
+    """The same where only compressed keys are known: by default all tokens are queries."""
+    longest = layout.longest_length(num_compressed, config)
+    num_keys = query.shape[1] if query_positions is None else longest
+    return _place(query, num_keys, config, query_positions, segment_ids)
 
 
 def _in_range(start_end: tuple[Int[Array, "B T"], Int[Array, "B T"]], num_keys: int) -> Bool[Array, "B T S"]:
     start, end = start_end
-    key = jnp.arange(num_keys)
+    key = jnp.arange(num_keys, dtype=jnp.int32)[None, None]
     return (key >= start[:, :, None]) & (key < end[:, :, None])
 
 
-def _logits(query, key, scale) -> Float[Array, "B T K G S"]:
+def _seen(x: Float[Array, "B S K X"], visible: Bool[Array, "B T #K S"]) -> Float[Array, "B T K S X"]:
+    """For every query its own copy of keys or values, 0 where it does not see them."""
+    return jnp.where(visible[..., None], x.swapaxes(1, 2)[:, None], 0)
+
+
+def _logits(query, key: Float[Array, "B T K S H"], scale) -> Float[Array, "B T K G S"]:
     batch, num_queries, _, key_dim = query.shape
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, num_queries, key.shape[2], -1, key_dim)
     logits = jnp.einsum(
-        "btkgh,bskh->btkgs", grouped, key, precision="highest", preferred_element_type=accumulate
+        "btkgh,btksh->btkgs", grouped, key, precision="highest", preferred_element_type=accumulate
     )
     return logits * (key_dim**-0.5 if scale is None else scale)
 
@@ -215,11 +239,10 @@ def _softmax(logits: Float[Array, "B T K G S"], visible: Bool[Array, "B T #K S"]
     return weights / total, lse[..., 0]
 
 
-def _attend(query, key, value, visible, scale) -> tuple[Array, Array]:
+def _attend(query, key, value, visible, scale) -> Attended:
     batch, num_queries, num_heads, _ = query.shape
-    probabilities, lse = _softmax(_logits(query, key, scale), visible)
-    out = jnp.einsum(
-        "btkgs,bskv->btkgv", probabilities, value.astype(probabilities.dtype), precision="highest"
-    )
+    probabilities, lse = _softmax(_logits(query, _seen(key, visible), scale), visible)
+    value = _seen(value, visible).astype(probabilities.dtype)
+    out = jnp.einsum("btkgs,btksv->btkgv", probabilities, value, precision="highest")
     shape = (batch, num_queries, num_heads)
-    return out.reshape(*shape, -1).astype(query.dtype), lse.reshape(shape)
+    return Attended(out.reshape(*shape, -1).astype(query.dtype), lse.reshape(shape))

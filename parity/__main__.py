@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parity.budget import Row
 
 DTYPES = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "reference")
+IMPLEMENTATIONS = ("xla", "triton", "reference")
 
 
 class CannotCompare(Exception):

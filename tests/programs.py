@@ -5,6 +5,8 @@ and cotangents as arguments: other numbers of the same case cost nothing.
 """
 
 import functools
+import inspect
+import types
 from typing import Any
 
 import brute_force
@@ -13,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from cases import BY_NAME, Case, Operands
 
-from nsa_jax import attention, layout, reference
-from nsa_jax.config import Tiles
+from nsa_jax import arguments, attention, layout, reference
+from nsa_jax.kernels import xla
+from nsa_jax.kernels.xla.tiles import Tiles
 
 MODULES = {"reference": reference, "xla": attention, "triton": attention}
 
@@ -79,13 +82,33 @@ def random_cotangents(case: Case) -> Results:
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
+def in_tiles(tiles: Tiles) -> types.SimpleNamespace:
+    """The operations of `nsa_jax.attention` by the `xla` implementation with other sizes of its pieces."""
+
+    def run(name, *arrays, config, scale, query_positions, segment_ids, implementation, return_reads=None):
+        assert implementation == "xla"
+        names = [*inspect.signature(getattr(attention, name)).parameters][: len(arrays)]
+        call = arguments.check(
+            getattr(attention, name), dict(zip(names, arrays, strict=True)), config=config, scale=scale,
+            query_positions=query_positions, segment_ids=segment_ids,
+        )  # fmt: skip
+        counts = {} if return_reads is None else dict(count_reads=return_reads)
+        more = (None,) if name == "select_blocks" else ()  # the log-sum-exps
+        return getattr(xla, name)(*arrays, *more, *call, tiles=tiles, **counts)
+
+    names = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
+    operations = {name: functools.partial(run, name) for name in names}
+    return types.SimpleNamespace(**operations, gated_sum=attention.gated_sum)
+
+
 @functools.cache
 def _program(module: str, case: Case, tiles: Tiles | None):
-    operations = MODULES[module]
+    operations = MODULES[module] if tiles is None else in_tiles(tiles)
     settings = dict(config=case.config, scale=case.scale)
     reads = {}
     if module != "reference":
-        settings |= dict(tiles=tiles, implementation=module)
+        settings |= dict(implementation=module)
+    if module == "xla":  # the others count nothing
         reads = dict(return_reads=True)
 
     def forward(operands: Operands, block_indices, query_positions, segment_ids):
@@ -140,7 +163,10 @@ def importance(case: Case, operands: Operands, dtype: Any = "float64") -> np.nda
 def settled(case: Case, scores: np.ndarray, error: float) -> np.ndarray:
     """[B, T, K]: whether no rounding of the scores by `error` can change the choice of the best blocks."""
     with jax.enable_x64(True):
-        placed = layout.query_layout(case.config, case.query_positions, case.segment_ids)
+        placed = layout.place(
+            case.config, batch=case.batch, num_queries=case.query_positions.shape[1], num_keys=case.num_keys,
+            query_positions=jnp.asarray(case.query_positions), segment_ids=case.segment_ids,
+        )  # fmt: skip
         position = np.asarray(placed.position)[:, :, None, None]
     block = np.arange(scores.shape[-1])
     current = position // case.config.selection_block_size

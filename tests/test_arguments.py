@@ -36,8 +36,10 @@ AXES = {
     "query": "BTNH",
     "key_cmp": "BCKH",
     "value_cmp": "BCKV",
-    **{f"key_{branch}": "BSKH" for branch in ("slc", "win")},
-    **{f"value_{branch}": "BSKV" for branch in ("slc", "win")},
+    "key_slc": "BSKH",
+    "value_slc": "BSKV",
+    "key_win": "BWKH",
+    "value_win": "BWKV",
     "gates": "BTN3",
     "block_indices": "BTKR",
 }
@@ -126,7 +128,7 @@ def test_wrong_batch(operation, name):
     ("operation", "name", "shape", "rule"),
     [
         ("window_attention", "key_win", (B, S, K, H + 1), "axis H of key_win must be 6 "),
-        ("window_attention", "value_win", (B, S + 1, K, V), "axis S of value_win must be 70 "),
+        ("window_attention", "value_win", (B, S + 1, K, V), "axis W of value_win must be 70 "),
         ("window_attention", "value_win", (B, S, N, V), "axis K of value_win must be 2 "),
         ("compressed_attention", "value_cmp", (B, C + 1, K, V), "axis C of value_cmp must be 3 "),
         ("selected_attention", "block_indices", (B, T + 1, K, 16), "axis T of block_indices must be 70 "),
@@ -138,7 +140,8 @@ def test_wrong_batch(operation, name):
         ("native_sparse_attention", "gates", (B, T, K, 3), "axis N of gates must be 4 "),
         ("native_sparse_attention", "value_win", (B, S, K, V + 2), "axis V of value_win must be 5 "),
         ("select_blocks", "lse_cmp", (B, T, K), "axis N of lse_cmp must be 4 "),
-        ("window_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
+        ("selected_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
+        ("window_attention", "segment_ids", (B, S + 1), "the keys of the window must be those of all S = 71 "),
         ("window_attention", "query_positions", (B, T + 1), "axis T of query_positions must be 70 "),
     ],
 )  # fmt: skip
@@ -160,14 +163,24 @@ def test_query_heads_that_kv_heads_do_not_divide(operation, heads):
 
 @pytest.mark.parametrize(
     ("operation", "axis"),
-    [(o, axis) for o in ATTENTIONS for axis in "BTSHV" if any(axis in AXES[name] for name in ARRAYS[o])],
+    [(o, axis) for o in ATTENTIONS for axis in "BTSWHV" if any(axis in AXES[name] for name in ARRAYS[o])],
 )
 def test_empty_axes(operation, axis):
     changed = {
         name: array(name, tuple(0 if x == axis else n for x, n in zip(AXES[name], SHAPES[name], strict=True)))
         for name in ARRAYS[operation]
     }
-    refused(ValueError, f"^no axis but C may be empty, got {axis} = 0", operation, **changed)
+    refused(ValueError, f"^every axis except C must be non-empty, got {axis} = 0", operation, **changed)
+
+
+@pytest.mark.parametrize("axis", ["B", "T", "N", "V"])
+def test_empty_axes_of_the_gated_sum(axis):
+    axes = dict.fromkeys(("out_cmp", "out_slc", "out_win"), "BTNV") | {"gates": "BTN3"}
+    changed = {
+        name: array(name, tuple(0 if x == axis else n for x, n in zip(axes[name], SHAPES[name], strict=True)))
+        for name in axes
+    }
+    refused(ValueError, f"^every axis except C must be non-empty, got {axis} = 0", "gated_sum", **changed)
 
 
 @every_attention
@@ -232,9 +245,19 @@ def test_config_of_another_kind(operation, config):
     refused(TypeError, "^config must be an NSAConfig, got ", operation, dict(config=config))
 
 
+@every_operation
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_floats_of_8_bits(operation, dtype):
+    names = [name for name in ARRAYS[operation] if name != "block_indices"]
+    changed = {name: array(name, dtype=dtype) for name in names}
+    rule = f"^{names[0]} must be one of .*'bfloat16'.*, got {jnp.dtype(dtype)}"
+    refused(TypeError, rule, operation, **changed)
+
+
 @every_attention
-def test_tiles_of_another_kind(operation):
-    refused(TypeError, "^tiles must be Tiles, got dict", operation, dict(tiles={}))
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scale_that_is_not_finite(operation, scale):
+    refused(ValueError, f"^scale must be finite, got {scale}", operation, dict(scale=scale))
 
 
 @every_attention

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from messages import has_form
 
-from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.config import NSAConfig
 
 
 def test_defaults_are_those_of_the_paper():
@@ -27,12 +27,20 @@ def test_equal_configs_are_one_static_argument():
     assert NSAConfig(window_size=7) != NSAConfig(window_size=8)
 
 
-@pytest.mark.parametrize("kind", [NSAConfig, Tiles])
-def test_fields_are_frozen_and_named(kind):
+def test_fields_are_frozen_and_named():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(kind(), dataclasses.fields(kind)[0].name, 1)
+        NSAConfig().window_size = 1
     with pytest.raises(TypeError, match="positional"):
-        kind(32)
+        NSAConfig(32)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_numpy_integers_are_integers(kind):
+    config = NSAConfig(window_size=kind(7))
+
+    assert config == NSAConfig(window_size=7)
+    assert hash(config) == hash(NSAConfig(window_size=7))
+    assert type(config.window_size) is int
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_values_out_of_range_are_one_clear_error(changes, rule):
     assert has_form(str(error.value))
 
 
-@pytest.mark.parametrize("value", [32.0, "32", None, True, np.int32(32)], ids=repr)
+@pytest.mark.parametrize("value", [32.0, "32", None, True], ids=repr)
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NSAConfig)])
 def test_values_that_are_no_int_are_refused(field, value):
     with pytest.raises(TypeError, match=f"^{field} must be an int, got ") as error:
@@ -96,20 +104,3 @@ def test_values_that_are_no_int_are_refused(field, value):
 )
 def test_extremes_within_range_are_accepted(sizes):
     NSAConfig(**sizes)
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tiles)])
-def test_tiles_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"^{field} must be at least 1, got 0") as error:
-        Tiles(**{field: 0})
-
-    assert has_form(str(error.value))
-
-
-@pytest.mark.parametrize("value", [1.5, "8", True], ids=repr)
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tiles)])
-def test_tiles_that_are_no_int_are_refused(field, value):
-    with pytest.raises(TypeError, match=f"^{field} must be an int, got ") as error:
-        Tiles(**{field: value})
-
-    assert has_form(str(error.value))

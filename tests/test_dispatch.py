@@ -23,7 +23,7 @@ SHAPES = {
     "native_sparse_attention": ((1, 40, 2, 4), *[(1, 1, 1, 4)] * 2, *[(1, 40, 1, 4)] * 4, (1, 40, 2, 3)),
 }
 every_operation = pytest.mark.parametrize("operation", dispatch.OPERATIONS)
-not_on_this_machine = pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+not_on_this_machine = pytest.mark.parametrize("implementation", ["triton"])
 
 
 def arrays(operation):
@@ -46,7 +46,7 @@ def test_operations_are_those_of_every_module():
     for name in dispatch.OPERATIONS:
         assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
         assert callable(getattr(dispatch._operations("xla"), name))
-    assert dispatch.IMPLEMENTATIONS == ("xla", "triton", "mosaic_gpu")
+    assert dispatch.IMPLEMENTATIONS == ("xla", "triton")
     assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
 
 
@@ -132,22 +132,23 @@ def test_unknown_names_are_one_clear_error(call, rule):
 
 @pytest.fixture
 def constant(monkeypatch):
-    """An implementation under a name that has none: every gated sum is 42."""
+    """A stand-in for an implementation that cannot run here: every gated sum is 42."""
 
     def gated_sum(out_cmp, out_slc, out_win, gates):
         return jnp.full_like(out_cmp, 42)
 
     found, reason = dispatch._operations, dispatch.unsupported_reason
     of_42 = types.SimpleNamespace(gated_sum=gated_sum)
-    monkeypatch.setattr(dispatch, "_operations", lambda name: of_42 if name == "mosaic_gpu" else found(name))
+    monkeypatch.setattr(dispatch, "PREFERENCE", ("xla", "triton"))
+    monkeypatch.setattr(dispatch, "_operations", lambda name: of_42 if name == "triton" else found(name))
     monkeypatch.setattr(
         dispatch,
         "unsupported_reason",
         lambda operation, name, *arrays, **more: (
-            None if name == "mosaic_gpu" else reason(operation, name, *arrays, **more)
+            None if name == "triton" else reason(operation, name, *arrays, **more)
         ),
     )
-    return "mosaic_gpu"
+    return "triton"
 
 
 def test_forced_choice_reaches_functions_that_are_already_traced(constant):

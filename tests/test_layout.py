@@ -1,6 +1,7 @@
 """Index arithmetic against loops over the tokens of a row."""
 
 import brute_force
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from cases import ADJOINING, CASES, MANY_FORCED, ONLY_FORCED, OVERLAPPING, Case
 
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout import FirstKeys, Index, Run, Runs
 
 CONFIGS = {
     "paper": NSAConfig(),
@@ -113,18 +115,38 @@ def test_sequences_of_packed_rows(case):
             assert positions[row, tokens].tolist() == list(range(len(tokens)))
 
 
+def place(case, **changes):
+    settings = dict(
+        batch=case.batch,
+        num_queries=case.query_positions.shape[1],
+        num_keys=case.num_keys,
+        query_positions=jnp.asarray(case.query_positions),
+        segment_ids=case.segment_ids,
+    )
+    return layout.place(case.config, **settings | changes)
+
+
+def ranges(placed, num_keys, num_compressed):
+    """First and one-past-last key of window and compressed branch, [B, T, 2] each."""
+    found = placed.window_range(num_keys), placed.compression_range(num_compressed)
+    return tuple(np.stack(limits, -1) for limits in found)
+
+
 @pytest.mark.parametrize("config", [OVERLAPPING, ADJOINING, MANY_FORCED], ids=["overlap", "adjoin", "forced"])
 def test_queries_of_random_packed_rows_see_what_the_loops_say(config):
     case = random_rows(config, seed=0)
-    placed = layout.query_layout(config, case.query_positions, case.segment_ids)
-    positions, windows = np.asarray(placed.position), np.stack(placed.window_range(config), -1)
-    compressed = np.stack(placed.compression_range(config), -1)
+    placed = place(case)
+    positions, start = np.asarray(placed.position), np.asarray(placed.selection_start())
+    windows, compressed = ranges(placed, case.num_keys, case.num_compressed)
+    end = np.asarray(placed.selection_end(case.num_keys))
     for row, position in np.ndindex(case.batch, case.num_keys):
         seen = brute_force.sight(case, row, position)
 
         assert list(range(*windows[row, position])) == seen.window
         assert list(range(*compressed[row, position])) == seen.compressed
         assert (positions[row, position] == -1) == (not seen.window)
+        assert end[row, position] == (position + 1 if seen.window else 0)
+        assert not seen.window or position - start[row, position] == positions[row, position]
 
 
 @pytest.mark.parametrize("config", [OVERLAPPING, ADJOINING, MANY_FORCED], ids=["overlap", "adjoin", "forced"])
@@ -148,24 +170,159 @@ def test_compression_blocks_of_random_packed_rows_lie_in_sequence_order(config):
 def test_ids_may_have_any_integer_dtype(dtype):
     ids = np.array([[0, 0, 255, 255, 1, 0, 7, 7, 7]], dtype)
     positions = np.arange(9, dtype=np.int32)[None]
-    placed = layout.query_layout(OVERLAPPING, positions, ids)
+    placed = layout.place(
+        OVERLAPPING, batch=1, num_queries=9, num_keys=9, query_positions=positions, segment_ids=ids
+    )
 
     assert layout.sequence_starts(ids).tolist() == [[0, 0, 2, 2, 4, 5, 6, 6, 6]]
     assert placed.position.tolist() == [[-1, -1, 0, 1, 0, -1, 0, 1, 2]]
 
 
-def test_padding_queries_have_empty_ranges():
-    for ids in (None, np.ones((1, 20), np.int32)):
-        placed = layout.query_layout(OVERLAPPING, np.array([[-1, -7, 19]]), ids)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_padding_and_positions_that_the_row_does_not_have_see_nothing(packed):
+    positions = jnp.asarray([[-1, -7, 19, 20, 2**31 - 1]])
+    ids = np.ones((1, 20), np.int32) if packed else None
+    placed = layout.place(
+        OVERLAPPING, batch=1, num_queries=5, num_keys=20, query_positions=positions, segment_ids=ids
+    )
 
-        assert placed.position.tolist() == [[-1, -1, 19]]
-        for start, end in (placed.window_range(OVERLAPPING), placed.compression_range(OVERLAPPING)):
-            assert (start == end).tolist() == [[True, True, False]]
+    assert placed.position.tolist() == [[-1, -1, 19, -1, -1]]
+    assert placed.selection_end(20).tolist() == [[0, 0, 20, 0, 0]]
+    for limits in ranges(placed, 20, 9):
+        assert (limits[..., 0] == limits[..., 1]).tolist() == [[True, True, False, True, True]]
+
+
+def as_positions(runs, batch):
+    return np.asarray(layout.positions_of(runs, batch))
 
 
 def test_default_positions_are_the_last_of_the_row():
-    assert layout.default_query_positions(2, 3, 10).tolist() == [[7, 8, 9]] * 2
-    assert layout.default_query_positions(1, 4, 4).tolist() == [[0, 1, 2, 3]]
+    assert as_positions(layout.default_runs(3, 10), 2).tolist() == [[7, 8, 9]] * 2
+    assert as_positions(layout.default_runs(4, 4), 1).tolist() == [[0, 1, 2, 3]]
+
+
+RUNS = {
+    "one": Runs((Run(7, 5),)),
+    "all": Runs((Run(30, 0),)),
+    "traced": Runs((Run(7, jnp.int32(5)),)),
+    "ragged": Runs((Run(7, jnp.asarray([0, 23])),)),
+    "two": Runs((Run(4, 6), Run(3, 21))),
+    "two ragged": Runs((Run(4, jnp.asarray([4, 0])), Run(3, jnp.int32(20))), divisor=4),
+    "some real": Runs((Run(7, jnp.asarray([3, 9])),), num_queries=jnp.asarray([0, 4])),
+    "some of two real": Runs((Run(4, 6), Run(3, 20)), num_queries=jnp.asarray([2, 6])),
+    "beyond the row": Runs((Run(7, 27),)),
+    "before the row": Runs((Run(7, -3),)),
+    "ragged beyond": Runs((Run(7, jnp.asarray([28, -2])),), num_queries=jnp.asarray([7, 6])),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_runs_are_the_positions_that_they_stand_for(runs, packed):
+    positions = as_positions(runs, 2)
+    ids = np.repeat([[3, 1], [4, 0]], 15, axis=1) if packed else None
+    settings = dict(batch=2, num_queries=positions.shape[1], num_keys=30, segment_ids=ids)
+    by_runs = layout.place(OVERLAPPING, query_positions=runs, **settings)
+    by_array = layout.place(OVERLAPPING, query_positions=jnp.asarray(positions), **settings)
+
+    for ours, theirs in zip(ranges(by_runs, 30, 14), ranges(by_array, 30, 14), strict=True):
+        assert ours.tolist() == theirs.tolist()
+    assert by_runs.position.tolist() == by_array.position.tolist()
+    assert by_array.run_lengths == ()
+    assert by_runs.run_lengths == tuple(run.length for run in runs.runs)
+    before = 0
+    for i, run in enumerate(runs.runs):
+        firsts = np.broadcast_to(run.first, 2)
+        assert by_runs.run_firsts[i].of_rows(2).tolist() == firsts.tolist()
+        within = np.arange(run.length)
+        real = (positions[:, before : before + run.length] >= 0) | (firsts[:, None] + within < 0)
+        real &= firsts[:, None] + within < 30
+        counts = real.sum(axis=1) if by_runs.run_queries is not None else np.full(2, run.length)
+        assert counts.tolist() == real.sum(axis=1).tolist(), run
+        if by_runs.run_queries is not None:
+            assert by_runs.run_queries[:, i].tolist() == counts.tolist()
+        before += run.length
+
+
+def test_what_is_known_of_the_queries_while_tracing():
+    def place(query_positions=None, num_queries=8, segment_ids=None, num_keys=32):
+        return layout.place(
+            NSAConfig(selection_block_size=16, compression_block_size=16), batch=1, num_queries=num_queries,
+            num_keys=num_keys, query_positions=query_positions, segment_ids=segment_ids,
+        )  # fmt: skip
+
+    one = jnp.ones((1, 32), jnp.int32)
+    assert place().first_position == 24  # T < S
+    assert place(num_queries=32).first_position == 0
+    assert place(segment_ids=one).first_position is None  # packed rows: the sequence may begin anywhere
+    assert place(segment_ids=one).run_firsts[0].known == 24
+    assert place(jnp.arange(8, dtype=jnp.int32)[None]).first_position is None
+    assert place(Runs((Run(8, jnp.int32(4)),))).first_position is None
+    assert place(Runs((Run(4, 0), Run(4, 8)))).first_position is None
+    assert place(Runs((Run(8, 0),), num_queries=jnp.asarray([3]))).first_position is None
+    assert place(Runs((Run(8, 28),))).first_position is None  # half of them lie behind the row
+    assert place(Runs((Run(8, 4),))).first_position == 4
+    assert place(Runs((Run(8, np.int64(4)),))).first_position == 4
+
+    def tokens(*arguments, **more):  # of the tiles that lie in one block, of 1, 2, 4, ... 64
+        placed = place(*arguments, **more)
+        return max((2**i for i in range(7) if placed.tile_in_one_block(2**i)), default=0)
+
+    assert tokens() == 8
+    assert tokens(num_queries=32) == 16  # a block
+    assert tokens(segment_ids=one) == 0
+    assert tokens(jnp.arange(8, dtype=jnp.int32)[None]) == 0
+    assert tokens(Runs((Run(8, 5),))) == 1
+    assert tokens(Runs((Run(8, jnp.int32(4)),))) == 1
+    assert tokens(Runs((Run(8, jnp.int32(4)),), divisor=4)) == 4
+    assert tokens(Runs((Run(4, 8), Run(4, 16)))) == 4  # the second run begins with the fifth query
+    assert tokens(Runs((Run(4, jnp.int32(8)), Run(4, jnp.int32(16))), divisor=8)) == 4
+
+
+@pytest.mark.parametrize("first", [0, 9, -5, [3, -4]], ids=str)
+def test_arrays_that_hold_a_part_of_the_row(first):
+    """Keys that an array does not hold are not seen, the others are where they lie in it."""
+    num_keys, num_compressed, held = 30, 14, 11
+    first = first if isinstance(first, int) else jnp.asarray(first)
+    index = Index(first)
+    settings = dict(batch=2, num_queries=num_keys, num_keys=num_keys)
+    whole = layout.place(OVERLAPPING, **settings)
+    part = layout.place(OVERLAPPING, **settings, first_keys=FirstKeys(cmp=index, slc=index, win=index))
+    begins = index.of_rows(2)[:, None, None]
+
+    assert part.first_position == 0
+    for ours, all_of_them in zip(
+        ranges(part, held, held), ranges(whole, num_keys, num_compressed), strict=True
+    ):
+        clipped = np.clip(all_of_them - begins, 0, held)
+        for b, t in np.ndindex(2, num_keys):
+            assert list(range(*ours[b, t])) == list(range(*clipped[b, t]))
+    assert (part.selection_start() == whole.sequence_start - begins[..., 0]).all()
+    assert (
+        part.selection_end(held) == np.clip(whole.selection_end(num_keys) - begins[..., 0], 0, held)
+    ).all()
+
+
+def test_a_placement_keeps_what_it_knows_under_jit_and_vmap():
+    placed = layout.place(OVERLAPPING, batch=3, num_queries=4, num_keys=9)
+    kept = jax.jit(lambda placed: placed)(placed)
+
+    assert kept.first_position == 5
+    assert kept.first_keys == placed.first_keys
+    assert jax.tree.structure(kept) == jax.tree.structure(placed)
+    assert {x.shape[0] for x in jax.tree.leaves(placed)} == {3}
+    ragged = layout.place(
+        OVERLAPPING, batch=3, num_queries=4, num_keys=9,
+        query_positions=Runs((Run(4, jnp.int32(2)),), num_queries=jnp.asarray([4, 3, 0])),
+        first_keys=FirstKeys(win=Index(jnp.int32(-2))),
+    )  # fmt: skip
+    assert {x.shape[0] for x in jax.tree.leaves(ragged)} == {3}
+
+
+def test_blocks_said_twice_count_once():
+    blocks = jnp.asarray([[[[0, 3, 3, -1]], [[2, 0, 2, 0]]]], jnp.int8)
+
+    assert layout.distinct_blocks(blocks).tolist() == [[[[0, 3, -1, -1]], [[2, 0, -1, -1]]]]
 
 
 @every_config

@@ -1,6 +1,5 @@
 """What holds whatever the numbers are: causality, determinism, tiles, dense equality, symmetry."""
 
-import dataclasses
 import functools
 
 import brute_force
@@ -12,7 +11,7 @@ from cases import BY_NAME, PACKED_ROWS, PLAIN, Operands
 from programs import BRANCHES, cached, disagreements, evaluate, random_cotangents
 
 from nsa_jax import attention
-from nsa_jax.config import Tiles
+from nsa_jax.kernels.xla.tiles import Tiles
 
 PER_QUERY = (
     "out",
@@ -86,9 +85,10 @@ def drawn_tiles(seed):
 
 
 TILES = {
-    "ones": Tiles(**{field.name: 1 for field in dataclasses.fields(Tiles)}),
-    "huge": Tiles(**{field.name: 10**6 for field in dataclasses.fields(Tiles)}),
+    "ones": Tiles(*[1] * len(Tiles._fields))._replace(dense_blocks=0),
+    "huge": Tiles(*[10**6] * len(Tiles._fields)),
     "drawn": drawn_tiles(0),
+    "drawn under a mask": drawn_tiles(1)._replace(dense_blocks=100),
 }
 
 

@@ -120,7 +120,7 @@ def test_export_survives_serialisation(operands, cotangent, expected):
 
 
 def test_index_arrays_may_be_traced(operands):
-    positions = layout.default_query_positions(CASE.batch, CASE.num_keys, CASE.num_keys)
+    positions = layout.positions_of(layout.default_runs(CASE.num_keys, CASE.num_keys), CASE.batch)
     segment_ids = jnp.ones_like(positions)
     found = jax.jit(lambda p, s: attend(*operands, query_positions=p, segment_ids=s))(positions, segment_ids)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PACKED_ROWS, PLAIN
-from programs import cached, evaluate
+from programs import cached, evaluate, in_tiles
 
 from nsa_jax import attention, reference
-from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.xla.tiles import Tiles
 
 
 def equal_keys(case, key):
@@ -44,7 +45,7 @@ def test_ties_of_packed_rows_go_to_the_lower_block_of_their_sequence():
 
 
 @pytest.mark.parametrize(
-    "tiles", [None, Tiles(query_chunk=7, key_tile=5)], ids=["default_tiles", "odd_tiles"]
+    "tiles", [Tiles(), Tiles(query_chunk=7, key_tile=5)], ids=["default_tiles", "odd_tiles"]
 )
 def test_ties_among_many_blocks_do_not_depend_on_where_a_tile_ends(tiles):
     """Long enough that products and exponentials run in vectors with a remainder."""
@@ -53,7 +54,15 @@ def test_ties_among_many_blocks_do_not_depend_on_where_a_tile_ends(tiles):
     query = jnp.asarray(rng.standard_normal((1, 9, 4, 64)), jnp.float32)
     key = jnp.broadcast_to(jnp.asarray(rng.standard_normal(64), jnp.float32), (1, 187, 2, 64))
     positions = jnp.asarray([[2999, 2990, 2943, 1536, 1535, 1500, 1022, 600, 63]])
-    found = attention.select_blocks(query, key, config=config, query_positions=positions, tiles=tiles)
+    found = in_tiles(tiles).select_blocks(
+        query,
+        key,
+        config=config,
+        query_positions=positions,
+        segment_ids=None,
+        scale=None,
+        implementation="xla",
+    )
     expected = [sorted({0, *range(1, 6), p // 64 - 1, p // 64} - {-1}) for p in positions[0].tolist()]
 
     for t, blocks in enumerate(expected):

@@ -5,13 +5,22 @@ through a compiled loop, in place. The compressor is passed as a function: nothi
 owns its parameters.
 """
 
-from nsa_jax.cache.reads import Reads, expected_reads
-from nsa_jax.cache.state import NSACache, TokenKeysValues, init_cache
+from nsa_jax.cache.state import (
+    CountedStep,
+    NSACache,
+    Reads,
+    Step,
+    TokenKeysValues,
+    expected_reads,
+    init_cache,
+)
 from nsa_jax.cache.steps import decode_step, prefill
 
 __all__ = [
+    "CountedStep",
     "NSACache",
     "Reads",
+    "Step",
     "TokenKeysValues",
     "decode_step",
     "expected_reads",

@@ -1,5 +1,8 @@
 """What a step refuses: shapes and dtypes at trace time, values where they are concrete."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,24 +12,31 @@ from nsa_jax.cache.state import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
 
 
+# What of a cache has no size in common with the tokens of a step.
+NOT_OF_TOKENS = ("key_win_ring", "value_win_ring", "key_raw_ring", "value_raw_ring", "lengths", "overflowed")
+
+
 def check_operands(
-    cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None
+    step: Callable[..., Any],
+    cache: NSACache,
+    query: Array,
+    tokens: TokenKeysValues,
+    gates: Array,
+    num_tokens: Array | None,
 ) -> None:
-    """Raises TypeError or ValueError unless the new tokens fit one another and the cache."""
-    held = {"cache.key_slc": cache.key_slc, "cache.value_slc": cache.value_slc}
-    new = {f"tokens.{name}": array for name, array in tokens._asdict().items()}
-    floats = held | dict(query=query) | new
-    axes = {name: "B T K H" if ".key" in name else "B T K V" for name in new}
-    axes |= {"cache.key_slc": "B S K H", "cache.value_slc": "B S K V", "query": "B T N H"}
-    sizes = arguments.bind_shapes(
-        **{name: (array, axes[name]) for name, array in floats.items()},
-        gates=(gates, "B T N 3"),
-        num_tokens=(num_tokens, "B or None"),
-    )
+    """Raises TypeError or ValueError unless what `step` is given fits together, and fits the cache."""
+    annotations, arrays = dict(arguments.annotations_of(step)), {}
+    for prefix, holder in (("cache", cache), ("tokens", tokens)):
+        for name, annotation in arguments.annotations_of(type(holder)).items():
+            if name not in NOT_OF_TOKENS:
+                annotations[f"{prefix}.{name}"] = annotation
+                arrays[f"{prefix}.{name}"] = getattr(holder, name)
+        if holder is cache:
+            arrays["query"] = query
+    arrays |= dict(gates=gates, num_tokens=num_tokens)
+    sizes = arguments.bind_shapes(annotations, arrays)
     arguments.check_heads(sizes)
-    arguments.check_floats(**floats)
-    arguments.check_floats(gates=gates)
-    arguments.check_integers(num_tokens=num_tokens)
+    arguments.check_dtypes(annotations, arrays)
     if sizes["T"] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
 

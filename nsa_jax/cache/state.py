@@ -1,4 +1,4 @@
-"""The arrays that one attention layer keeps while decoding."""
+"""What goes into a decoding step and comes out of it: cache, new tokens, and how much was read."""
 
 import dataclasses
 from typing import NamedTuple
@@ -58,6 +58,39 @@ class TokenKeysValues(NamedTuple):
     value_slc: Float[Array, "B T K V"]
     key_win: Float[Array, "B T K H"]
     value_win: Float[Array, "B T K V"]
+
+
+class Reads(NamedTuple):
+    """Keys that each branch gathered, per query and KV head; one compressed key counts one."""
+
+    cmp: Int32[Array, "B T K"]
+    slc: Int32[Array, "B T K"]
+    win: Int32[Array, "B T K"]
+
+
+class Step(NamedTuple):
+    """Attention output [B, T, N, V] of the new tokens, and the cache that holds them."""
+
+    out: Float[Array, "B T N V"]
+    cache: NSACache
+
+
+class CountedStep(NamedTuple):
+    """`Step`, and what each branch gathered."""
+
+    out: Float[Array, "B T N V"]
+    cache: NSACache
+    reads: Reads
+
+
+def expected_reads(length: int, config: NSAConfig) -> int:
+    """Reads of one decode step at `length` tokens by the paper: `((S - l)//d + 1) + n l' + min(w, S)`.
+
+    The formula behind Table 4. It charges `n` whole blocks where fewer exist and where the last is partial,
+    so it bounds what `Reads` counts, and may exceed `length` tokens by far.
+    """
+    selected = config.num_selected_blocks * config.selection_block_size
+    return layout.num_compression_blocks(length, config) + selected + min(config.window_size, length)
 
 
 def init_cache(

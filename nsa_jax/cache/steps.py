@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks, slots
-from nsa_jax.cache.reads import Reads
-from nsa_jax.cache.state import NSACache, TokenKeysValues
+from nsa_jax.cache.state import CountedStep, NSACache, Reads, Step, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.layout import Run, Runs
 
 type Compress = Callable[[Array, Array, Array], tuple[Array, Array]]
 
@@ -29,7 +29,7 @@ def prefill(
     num_tokens: Int[Array, " B"] | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B T N V"], NSACache]:
+) -> Step:
     """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
     The window branch attends over its ring and the chunk together and the ring is written afterwards, so a
@@ -51,7 +51,7 @@ def prefill(
       implementation: as in `nsa_jax.attention`.
 
     Returns:
-      `(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room for all
+      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room for all
       its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
@@ -63,7 +63,7 @@ def prefill(
 
     Gradients: None flows through the selection; a cache is meant for inference.
     """
-    checks.check_operands(cache, query, tokens, gates, num_tokens)
+    checks.check_operands(prefill, cache, query, tokens, gates, num_tokens)
     checks.step_capacity(cache, config)
     checks.check_room(cache, query.shape[1], num_tokens)
     cache, query, tokens, gates, num_tokens = jax.tree.map(
@@ -77,7 +77,39 @@ def prefill(
         rings[name] = slots.write_ring(ring, token, new)
     cache = _append(dataclasses.replace(cache, **rings), tokens, recent, new, config, compress)
     out, _ = _attend(cache, query, gates, recent, new, config, scale, implementation, False)
-    return out, cache
+    return Step(out, cache)
+
+
+@overload
+def decode_step(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    gates: Float[Array, "B T N 3"],
+    *,
+    config: NSAConfig,
+    compress: Compress,
+    num_tokens: Int[Array, " B"] | None = None,
+    count_reads: Literal[False] = False,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Step: ...
+
+
+@overload
+def decode_step(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    gates: Float[Array, "B T N 3"],
+    *,
+    config: NSAConfig,
+    compress: Compress,
+    num_tokens: Int[Array, " B"] | None = None,
+    count_reads: Literal[True],
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> CountedStep: ...
 
 
 def decode_step(
@@ -92,7 +124,7 @@ def decode_step(
     count_reads: bool = False,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> Step | CountedStep:
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward, however the tokens before it came in.
@@ -108,12 +140,13 @@ def decode_step(
       config: as in `prefill`.
       compress: as in `prefill`.
       num_tokens: as in `prefill`; a finished row has 0 and is left as it is.
-      count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers.
+      count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers; on
+        `xla` only.
       scale: as in `prefill`.
       implementation: as in `prefill`.
 
     Returns:
-      `(out, cache)`, or with `count_reads` `(out, cache, Reads)`. Out is as in `prefill`. A row without room
+      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in `prefill`. A row without room
       for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and
       outside.
 
@@ -125,7 +158,7 @@ def decode_step(
 
     Gradients: as `prefill`.
     """
-    checks.check_operands(cache, query, tokens, gates, num_tokens)
+    checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
     capacity = checks.step_capacity(cache, config)
     if query.shape[1] > capacity:
         raise ValueError(
@@ -143,7 +176,7 @@ def decode_step(
         recent[name] = slots.read_ring(rings[name], new.start - history, history + token.shape[1])
     cache = _append(dataclasses.replace(cache, **rings), tokens, recent, new, config, compress)
     out, reads = _attend(cache, query, gates, recent, new, config, scale, implementation, count_reads)
-    return (out, cache, reads) if count_reads else (out, cache)
+    return Step(out, cache) if reads is None else CountedStep(out, cache, reads)
 
 
 def _rings(
@@ -217,30 +250,27 @@ def _attend(
     count_reads: bool,
 ) -> tuple[Array, Reads | None]:
     """The three branches over the cache that holds the new tokens already; the window over `recent`."""
-    offset = jnp.arange(query.shape[1], dtype=jnp.int32)
-    valid = offset < new.num_tokens[:, None]
-    position = jnp.where(valid, new.start[:, None] + offset, -1)
-    arguments: dict[str, Any] = dict(config=config, scale=scale, implementation=implementation)
-    whole = arguments | dict(query_positions=position)
-
-    out_cmp, lse_cmp, *reads_cmp = attention.compressed_attention(
-        query, cache.key_cmp, cache.value_cmp, **whole, return_reads=count_reads
-    )
-    blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=lse_cmp, **whole)
-    out_slc, _, *reads_slc = attention.selected_attention(
-        query, cache.key_slc, cache.value_slc, blocks, **whole, return_reads=count_reads
-    )
     history = config.window_size - 1
-    token = new.start[:, None] - history + jnp.arange(history + len(offset), dtype=jnp.int32)
-    holds_token = (token >= 0) & (token < cache.lengths[:, None])
-    out_win, _, *reads_win = attention.window_attention(
+    where = dict(
+        config=config,
+        query_positions=Runs((Run(query.shape[1], new.start),), num_queries=new.num_tokens),
+        scale=scale,
+        implementation=implementation,
+    )
+    cmp = attention.compressed_attention(
+        query, cache.key_cmp, cache.value_cmp, return_reads=count_reads, **where
+    )
+    blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
+    slc = attention.selected_attention(
+        query, cache.key_slc, cache.value_slc, blocks, return_reads=count_reads, **where
+    )
+    win = attention.window_attention(
         query,
         recent["key_win_ring"],
         recent["value_win_ring"],
-        query_positions=jnp.where(valid, history + offset, -1),
-        segment_ids=holds_token.astype(jnp.int32),
-        **arguments,
+        first_key=new.start - history,
         return_reads=count_reads,
+        **where,
     )
-    out = attention.gated_sum(out_cmp, out_slc, out_win, gates)
-    return out, Reads(*reads_cmp, *reads_slc, *reads_win) if count_reads else None
+    out = attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation)
+    return out, Reads(cmp.reads, slc.reads, win.reads) if count_reads else None

@@ -13,7 +13,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
-from nsa_jax.nn import partitioning
+from nsa_jax.nn.projections import Sharding
 
 # These change how a model computes, not what its parameters are or mean.
 FREE_FIELDS = ("dtype", "remat")
@@ -52,7 +52,7 @@ def restore(
     path: str | os.PathLike[str],
     config: TransformerConfig | None = None,
     *,
-    sharding: partitioning.Sharding | None = None,
+    sharding: Sharding | None = None,
     implementation: Implementation | None = None,
 ) -> Transformer:
     """Reads the model that `save` wrote.

@@ -1,16 +1,17 @@
 """One decoder layer: pre-norm attention and SwiGLU on a residual stream."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.cache import NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
-from nsa_jax.nn import DenseAttention, NSAAttention, partitioning
+from nsa_jax.nn import DenseAttention, NSAAttention
+from nsa_jax.nn.projections import Sharding, sharding_metadata
 
 NORM_EPSILON = 1e-6
 
@@ -18,20 +19,20 @@ NORM_EPSILON = 1e-6
 class SwiGLU(nnx.Module):
     """The gated MLP of arXiv:2002.05202, Eq. 6: `down(silu(gate(x)) * up(x))`, without biases."""
 
-    def __init__(self, config: TransformerConfig, *, sharding: partitioning.Sharding | None, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, sharding: Sharding | None, rngs: nnx.Rngs):
         width = config.model_dim
         inner = -(-8 * width // 24) * 8 if config.mlp_dim is None else config.mlp_dim
         project = functools.partial(
             nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
-        inward = partitioning.metadata(sharding, "model", "mlp")
+        inward = sharding_metadata(sharding, "model", "mlp")
         self.gate_proj = project(width, inner, kernel_metadata=inward)
         self.up_proj = project(width, inner, kernel_metadata=inward)
         self.down_proj = project(
             inner,
             width,
             kernel_init=_residual_init(config),
-            kernel_metadata=partitioning.metadata(sharding, "mlp", "model"),
+            kernel_metadata=sharding_metadata(sharding, "mlp", "model"),
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -46,7 +47,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        sharding: partitioning.Sharding | None,
+        sharding: Sharding | None,
         implementation: Implementation | None,
         rngs: nnx.Rngs,
     ):
@@ -81,14 +82,36 @@ class DecoderLayer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T D"]:
         """One layer of the residual stream."""
-        attend = functools.partial(self.attention, positions=positions, segment_ids=segment_ids)
-        return self.around(lambda normed: (attend(normed),), x)[0]
+        out = self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids)
+        return self._add(x, out)
 
-    def around(self, attend: Callable[[Array], tuple[Any, ...]], x: Float[Array, "B T D"]) -> tuple[Any, ...]:
-        """The layer around `attend`, whose first result is the attention output; the others are passed on."""
-        out, *rest = attend(self.attention_norm(x))
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        """The layer at the tokens of a prompt, which the cache then holds, see `NSAAttention.prefill`."""
+        out, cache = self.attention.prefill(self.attention_norm(x), cache, num_tokens=num_tokens)
+        return self._add(x, out), cache
+
+    def decode_step(
+        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        """The layer at a few new tokens, see `NSAAttention.decode_step`."""
+        out, cache = self.attention.decode_step(self.attention_norm(x), cache, num_tokens=num_tokens)
+        return self._add(x, out), cache
+
+    def counted_step(
+        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]:
+        """`decode_step`, and what each branch gathered."""
+        out, cache, reads = self.attention.decode_step(
+            self.attention_norm(x), cache, num_tokens=num_tokens, count_reads=True
+        )
+        return self._add(x, out), cache, reads
+
+    def _add(self, x: Float[Array, "B T D"], out: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The residual stream behind the layer whose attention gave `out`."""
         x = x + out
-        return x + self.mlp(self.mlp_norm(x)), *rest
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -1,17 +1,17 @@
 """A small decoder-only language model whose attention is NSA, dense or a window alone, by one field."""
 
-import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import NSACache
+from nsa_jax.cache import NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, norm
-from nsa_jax.nn import Selection, partitioning
+from nsa_jax.nn import Selection
+from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 
 
 class Transformer(nnx.Module):
@@ -33,18 +33,18 @@ class Transformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        sharding: partitioning.Sharding | None = None,
+        sharding: Sharding | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        partitioning.check_sharding(sharding)
+        check_sharding(sharding)
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size,
             config.model_dim,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
-            embedding_metadata=partitioning.metadata(sharding, "vocab", "model"),
+            embedding_metadata=sharding_metadata(sharding, "vocab", "model"),
             rngs=rngs,
         )
         arguments: dict[str, Any] = dict(sharding=sharding, implementation=implementation, rngs=rngs)
@@ -57,7 +57,7 @@ class Transformer(nnx.Module):
                 use_bias=False,
                 dtype=config.dtype,
                 param_dtype=config.param_dtype,
-                kernel_metadata=partitioning.metadata(sharding, "model", "vocab"),
+                kernel_metadata=sharding_metadata(sharding, "model", "vocab"),
                 rngs=rngs,
             )
 
@@ -123,7 +123,7 @@ class Transformer(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         cache: tuple[NSACache, ...],
-        num_tokens: Int[Array, "B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B vocab"], tuple[NSACache, ...]]:
         """Appends a prompt, or one chunk of it, to every row.
 
@@ -139,21 +139,48 @@ class Transformer(nnx.Module):
         Raises:
           NotImplementedError: the model's attention is not NSA.
         """
-        x, cache, _ = self._extend(tokens, cache, "prefill", num_tokens=num_tokens)
+        self._needs_nsa("prefill")
+        x, caches = self._embed(tokens), []
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            x, layer_cache = layer.prefill(x, layer_cache, num_tokens)
+            caches.append(layer_cache)
         if num_tokens is None:
             last = x[:, -1:]
         else:
             last = jnp.take_along_axis(x, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)
-        return self._logits(last)[:, 0], cache
+        return self._logits(last)[:, 0], tuple(caches)
+
+    @overload
+    def decode_step(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: tuple[NSACache, ...],
+        num_tokens: Int[Array, " B"] | None = None,
+        *,
+        count_reads: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T vocab"], tuple[NSACache, ...]]: ...
+
+    @overload
+    def decode_step(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: tuple[NSACache, ...],
+        num_tokens: Int[Array, " B"] | None = None,
+        *,
+        count_reads: Literal[True],
+    ) -> tuple[Float[Array, "B T vocab"], tuple[NSACache, ...], tuple[Reads, ...]]: ...
 
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
         cache: tuple[NSACache, ...],
-        num_tokens: Int[Array, "B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
         *,
         count_reads: bool = False,
-    ) -> Any:
+    ) -> (
+        tuple[Float[Array, "B T vocab"], tuple[NSACache, ...]]
+        | tuple[Float[Array, "B T vocab"], tuple[NSACache, ...], tuple[Reads, ...]]
+    ):
         """Appends at most `step_capacity` tokens to every row; a row with `num_tokens` 0 writes nothing.
 
         Args:
@@ -169,22 +196,17 @@ class Transformer(nnx.Module):
         Raises:
           NotImplementedError: the model's attention is not NSA.
         """
-        x, cache, reads = self._extend(
-            tokens, cache, "decode_step", num_tokens=num_tokens, count_reads=count_reads
-        )
-        return (self._logits(x), cache, reads) if count_reads else (self._logits(x), cache)
-
-    def _extend(
-        self, tokens: Array, cache: tuple[NSACache, ...], step: str, **arguments: Any
-    ) -> tuple[Any, ...]:
-        self._needs_nsa(step)
-        x, extended, reads = self._embed(tokens), [], []
+        self._needs_nsa("decode_step")
+        x, caches, reads = self._embed(tokens), [], []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            attend = functools.partial(getattr(layer.attention, step), cache=layer_cache, **arguments)
-            x, layer_cache, *counted = layer.around(attend, x)
-            extended.append(layer_cache)
-            reads += counted
-        return x, tuple(extended), tuple(reads)
+            if count_reads:
+                x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens)
+                reads.append(layer_reads)
+            else:
+                x, layer_cache = layer.decode_step(x, layer_cache, num_tokens)
+            caches.append(layer_cache)
+        logits = self._logits(x)
+        return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

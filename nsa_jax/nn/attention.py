@@ -1,8 +1,7 @@
 """The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,14 +9,12 @@ from flax import nnx
 from nsa_jax import attention
 from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
-from nsa_jax.cache import NSACache, TokenKeysValues
+from nsa_jax.cache import NSACache, Reads, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn import partitioning
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
-from nsa_jax.nn.inputs import check_inputs, token_positions
-from nsa_jax.nn.projection import head_width, projection
+from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
 from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
 
 
@@ -101,7 +98,7 @@ class NSAAttention(nnx.Module):
         kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),  # noqa: B008 (pure)
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
-        sharding: partitioning.Sharding | None = None,
+        sharding: Sharding | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -254,7 +251,7 @@ class NSAAttention(nnx.Module):
         )
 
     def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, "B"] | None = None
+        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T D"], NSACache]:
         """Appends a prompt, or one chunk of it, and attends from each of its tokens.
 
@@ -268,35 +265,59 @@ class NSAAttention(nnx.Module):
         Returns:
           The layer output at the new tokens, and the cache that holds them.
         """
-        return self._extend(decoding.prefill, x, cache, num_tokens=num_tokens)
+        step = decoding.prefill(
+            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings()
+        )
+        return self.out_proj(step.out), step.cache
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: Literal[True],
+    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
 
     def decode_step(
         self,
         x: Float[Array, "B T D"],
         cache: NSACache,
         *,
-        num_tokens: Int[Array, "B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
         count_reads: bool = False,
-    ) -> Any:
+    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
         """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
 
         As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
         `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
         """
-        return self._extend(decoding.decode_step, x, cache, num_tokens=num_tokens, count_reads=count_reads)
+        new = self._project_new(x, cache)
+        settings = dict(num_tokens=num_tokens, **self._step_settings())
+        if count_reads:
+            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
+            return self.out_proj(counted.out), counted.cache, counted.reads
+        step = decoding.decode_step(cache, *new, **settings)
+        return self.out_proj(step.out), step.cache
 
-    def _extend(self, step: Callable[..., Any], x: Array, cache: NSACache, **arguments: Any) -> Any:
+    def _step_settings(self) -> dict[str, Any]:
+        return dict(config=self.config, compress=self._compress, implementation=self.implementation)
+
+    def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
+        """`_project` at the positions that follow those in the cache."""
         check_inputs(x, self.in_features)
-        positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-        out, *rest = step(
-            cache,
-            *self._project(x, positions),
-            config=self.config,
-            compress=self._compress,
-            implementation=self.implementation,
-            **arguments,
-        )
-        return self.out_proj(out), *rest
+        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
 
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]

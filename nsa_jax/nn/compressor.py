@@ -138,7 +138,7 @@ def _packed_windows(x, segment_ids, config):
     starts, exists = layout.compression_block_starts(segment_ids, config)
     batch, num_blocks = starts.shape
     size = config.compression_block_size
-    tokens = starts[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    tokens = starts[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     windows = jax.vmap(lambda row, index: row[index])(x, tokens.reshape(batch, -1))
     windows = windows.reshape(batch, num_blocks, size, *x.shape[2:])
     return jnp.where(exists[:, :, None, None, None], windows, 0)
@@ -155,8 +155,10 @@ def _packed_windows_backward(config, segment_ids, cotangent):
     if num_blocks == 0:
         return jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype), None
     size, stride = config.compression_block_size, config.compression_stride
-    rows = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    placed = layout.query_layout(config, rows, segment_ids)
+    rows = jnp.arange(length, dtype=jnp.int32)[None]
+    placed = layout.place(  # every token as a query
+        config, batch=batch, num_queries=length, num_keys=length, segment_ids=segment_ids
+    )
     starts, exists = layout.compression_block_starts(segment_ids, config)
     places = cotangent.reshape(batch, num_blocks * size, *cotangent.shape[3:])
     total = jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype)

@@ -11,9 +11,7 @@ from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, default_platform
-from nsa_jax.nn import partitioning
-from nsa_jax.nn.inputs import check_inputs, token_positions
-from nsa_jax.nn.projection import head_width, projection
+from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
 from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
 
 
@@ -63,7 +61,7 @@ class DenseAttention(nnx.Module):
         kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),  # noqa: B008 (pure)
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
-        sharding: partitioning.Sharding | None = None,
+        sharding: Sharding | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):

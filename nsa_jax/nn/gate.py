@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_typing import Array, DType, Float
-from nsa_jax.nn import partitioning
+from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 
 MIN_HIDDEN_DIM = 8
 
@@ -26,7 +26,7 @@ class Gate(nnx.Module):
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
       precision: precision of the products, see `jax.lax.Precision`.
-      sharding: mesh axis of the dimensions "model" and "heads", see `nsa_jax.nn.partitioning`.
+      sharding: mesh axis of the dimensions "model" and "heads", see `nsa_jax.nn.projections`.
       rngs: source of the initial parameters.
     """
 
@@ -39,21 +39,21 @@ class Gate(nnx.Module):
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
-        sharding: partitioning.Sharding | None = None,
+        sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
-        partitioning.check_sharding(sharding)
+        check_sharding(sharding)
         self.dtype, self.precision = dtype, precision
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
         # Drawn flat: the initializer would take the heads for a part of the fan-in.
         kernel_out = init(rngs.params(), (hidden, num_heads * 3), param_dtype).reshape(hidden, num_heads, 3)
-        self.kernel_in = nnx.Param(kernel_in, **partitioning.metadata(sharding, "model", None))
-        self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **partitioning.metadata(sharding, None))
-        self.kernel_out = nnx.Param(kernel_out, **partitioning.metadata(sharding, None, "heads", None))
+        self.kernel_in = nnx.Param(kernel_in, **sharding_metadata(sharding, "model", None))
+        self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **sharding_metadata(sharding, None))
+        self.kernel_out = nnx.Param(kernel_out, **sharding_metadata(sharding, None, "heads", None))
         bias_out = jnp.zeros((num_heads, 3), param_dtype)
-        self.bias_out = nnx.Param(bias_out, **partitioning.metadata(sharding, "heads", None))
+        self.bias_out = nnx.Param(bias_out, **sharding_metadata(sharding, "heads", None))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N 3"]:
         """Gates of the branches cmp, slc, win, each in (0, 1)."""

@@ -1,10 +1,9 @@
-"""Attention of query rows over lists of key blocks: the selected branch.
+"""Attention of query rows over lists of key blocks: the selected branch of long rows.
 
 Gathering each row's blocks would copy `n l'` keys for the G heads of one token. So the (row, block) pairs of
-a chunk of
-rows are sorted by block and cut into items of pairs that share one block: an item is one dense product of
-its rows with its block. The partial results of a row's blocks are then gathered and merged. The backward
-walks the same items; `dk` and `dv` are added item by item in a fixed order.
+a chunk of rows are sorted by block and cut into items of pairs that share one block: an item is one dense
+product of its rows with its block. The partial results of a row's blocks are then gathered and merged. The
+backward loops over the same items; `dk` and `dv` are added item by item in a fixed order.
 
 Rows are the flattened (batch, KV head, query token), so batches, packed rows and ragged caches differ only
 in their block starts. Keys stay `[tokens, K, H]` as they come, `tokens` the flattened (batch, key token): a
@@ -19,19 +18,26 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32
-from nsa_jax.config import Tiles
-from nsa_jax.kernels.xla.range_attention import product, softmax_residuals, zeros_beside
+from nsa_jax.kernels.xla.chunks import fold_chunks, over_chunks, zeros_beside
+from nsa_jax.kernels.xla.masked import (
+    Partial,
+    Rows,
+    accumulator,
+    attend_tile,
+    normalised,
+    softmax_residuals,
+    tile_gradients,
+)
+from nsa_jax.kernels.xla.tiles import Tiles
 
-_NO_BLOCK = jnp.iinfo(jnp.int32).max  # sorts behind every block start
-
-# Floats in the partial results of one chunk of rows: 32 MiB in float32, about what a last-level cache holds.
-_PARTIAL_FLOATS = 2**23
+NO_BLOCK = jnp.iinfo(jnp.int32).max  # as a start: sorts behind every block
 
 
 class BlockLists(NamedTuple):
-    """Keys of each row: a block of them from `starts[r]` on, as far as below `limit`; -1 = no block."""
+    """Keys of each row: those of its blocks, which begin at `starts[r]`, from `floor` on and below `limit`."""
 
     starts: Int32[Array, "rows R"]
+    floor: Int32[Array, " rows"]
     limit: Int32[Array, " rows"]
 
 
@@ -50,7 +56,7 @@ class ItemSizes(NamedTuple):
         blocks_per_sequence: int, tiles: Tiles,
     ) -> "ItemSizes":  # fmt: skip
         """Sizes for rows of `slots` blocks and `width` floats, `blocks_per_sequence` of them distinct."""
-        rows = max(1, min(tiles.selected_chunk, _PARTIAL_FLOATS // (slots * width), num_rows))
+        rows = max(1, min(tiles.selected_chunk, tiles.partial_floats // (slots * width), num_rows))
         pairs = rows * slots
         sequences = 1 + -(-(rows - 1) // rows_per_sequence)
         distinct = min(pairs, sequences * blocks_per_sequence)
@@ -64,7 +70,7 @@ class ItemSizes(NamedTuple):
 
 
 class _Items(NamedTuple):
-    """Pairs of one chunk grouped by block; pair `row * R + slot`, -1 = none."""
+    """Pairs of a chunk grouped by block; pair `row * R + slot`, -1 = none."""
 
     start: Int32[Array, " items"]
     pairs: Int32[Array, "items size"]
@@ -78,7 +84,7 @@ class _Read(NamedTuple):
     row: Int32[Array, "items size"]
     token: Int32[Array, "items block"]
     head: Int32[Array, " items"]
-    visible: Bool[Array, "items size block"]
+    visible: Bool[Array, "items 1 item_rows block"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -100,7 +106,7 @@ def block_attention(
 
 def _forward(query, key, value, blocks, scale, sizes):
     num_rows, heads, _ = query.shape
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    accumulate = accumulator(query)
 
     def attend_chunk(inputs):
         query, blocks = inputs
@@ -108,34 +114,38 @@ def _forward(query, key, value, blocks, scale, sizes):
 
         def attend_items(step, partials):
             at = step * sizes.items_per_step
-            read = _read_items(items, blocks, at, sizes, key.shape)
-            q, k, v = query[read.row], _read_blocks(key, read), _read_blocks(value, read)
-            logits = product("ipgh,ish->ipgs", q, k, accumulate) * scale
-            logits = jnp.where(read.visible[:, :, None], logits, -jnp.inf)
-            largest = logits.max(-1)
-            weights = jnp.exp(logits - jnp.where(largest == -jnp.inf, 0, largest)[..., None])
-            out = product("ipgs,isv->ipgv", weights.astype(v.dtype), v, accumulate)
-            part = (largest, weights.sum(-1), out, read.visible.sum(-1, dtype=jnp.int32))
+            read = _read_items(items, blocks, at, sizes, key.shape, heads)
+            part = attend_tile(
+                _rows_of(query, read), _read_blocks(key, read), _read_blocks(value, read), read.visible, scale
+            )
+            reads = read.visible[:, 0, ::heads].sum(-1, dtype=jnp.int32)
             return jax.tree.map(
-                lambda whole, p: jax.lax.dynamic_update_slice_in_dim(whole, p, at, 0), partials, part
+                lambda whole, p: jax.lax.dynamic_update_slice_in_dim(
+                    whole, p.reshape(-1, *whole.shape[1:]), at, 0
+                ),
+                partials,
+                (part, reads),
             )
 
         places = (sizes.num_items, sizes.pairs_per_item)
         partials = (
-            zeros_beside(query, (*places, heads), accumulate),
-            zeros_beside(query, (*places, heads), accumulate),
-            zeros_beside(query, (*places, heads, value.shape[-1]), accumulate),
+            Partial(
+                zeros_beside(query, (*places, heads), accumulate),
+                zeros_beside(query, (*places, heads), accumulate),
+                zeros_beside(query, (*places, heads, value.shape[-1]), accumulate),
+            ),
             zeros_beside(blocks.starts, places, jnp.int32),
         )
-        partials = jax.lax.fori_loop(0, _num_steps(items, sizes), attend_items, partials)
-        largest, total, out, reads = (_by_pair(x, items, sizes) for x in partials)
-        return _merge(largest, total, out, reads, items.place.reshape(sizes.rows, -1) >= 0)
+        sums, reads = _over_steps(items, sizes, attend_items, partials)
+        has_block = items.place.reshape(sizes.rows, -1) >= 0
+        sums = jax.tree.map(lambda x: _by_pair(x, items, sizes), sums)
+        out, lse = normalised(_merged_slots(sums, has_block))
+        reads = jnp.where(has_block, _by_pair(reads, items, sizes), 0)
+        return out, lse, reads.sum(axis=1, dtype=jnp.int32)
 
-    chunks = (
-        _split(query, sizes),
-        BlockLists(_split(blocks.starts, sizes, fill=-1), _split(blocks.limit, sizes)),
-    )
-    out, lse, reads = (x.reshape(-1, *x.shape[2:])[:num_rows] for x in jax.lax.map(attend_chunk, chunks))
+    chunks = (_split(query, sizes), _split_lists(blocks, sizes))
+    results = over_chunks(attend_chunk, chunks)
+    out, lse, reads = (x.reshape(-1, *x.shape[2:])[:num_rows] for x in results)
     out = out.astype(query.dtype)
     return (out, lse, reads), (query, key, value, blocks, out, lse)
 
@@ -148,26 +158,20 @@ def _backward(scale, sizes, residuals, cotangents):
     shift, delta = softmax_residuals(out, lse, d_out, d_lse)
 
     def differentiate_chunk(d_keys_values, inputs):
-        query, d_out, shift, delta, blocks = inputs
+        per_row, blocks = inputs
         items = _group(blocks.starts, sizes)
 
         def differentiate_items(step, carry):
             d_key, d_value, d_query = carry
             at = step * sizes.items_per_step
-            read = _read_items(items, blocks, at, sizes, key.shape)
-            q, k, v = query[read.row], _read_blocks(key, read), _read_blocks(value, read)
-            do = d_out[read.row]
-            logits = product("ipgh,ish->ipgs", q, k, accumulate) * scale
-            logits = jnp.where(read.visible[:, :, None], logits, -jnp.inf)
-            weights = jnp.exp(logits - shift[read.row][..., None])
-            d_weights = product("ipgv,isv->ipgs", do, v, accumulate)
-            d_logits = (weights * (d_weights - delta[read.row][..., None]) * scale).astype(k.dtype)
-            part = product("ipgs,ish->ipgh", d_logits, k, accumulate)
-            d_query = jax.lax.dynamic_update_slice_in_dim(d_query, part, at, 0)
-            parts = (
-                product("ipgs,ipgh->ish", d_logits, q, accumulate),
-                product("ipgs,ipgv->isv", weights.astype(v.dtype), do, accumulate),
+            read = _read_items(items, blocks, at, sizes, key.shape, heads)
+            query, d_out, shift, delta = (_rows_of(x, read) for x in per_row)
+            rows = Rows.of(query, d_out, shift[..., 0], delta[..., 0])
+            part, *parts = tile_gradients(
+                rows, _read_blocks(key, read), _read_blocks(value, read), read.visible, scale
             )
+            part = part.reshape(-1, *d_query.shape[1:])
+            d_query = jax.lax.dynamic_update_slice_in_dim(d_query, part, at, 0)
 
             def add_item(item, totals):
                 at = (read.token[item, 0], read.head[item], jnp.int32(0))
@@ -178,18 +182,18 @@ def _backward(scale, sizes, residuals, cotangents):
             items_left = jnp.minimum(items.total - at, sizes.items_per_step)
             return *jax.lax.fori_loop(0, items_left, add_item, (d_key, d_value)), d_query
 
-        d_query = zeros_beside(query, (sizes.num_items, sizes.pairs_per_item, heads, key_dim), accumulate)
-        carry = jax.lax.fori_loop(0, _num_steps(items, sizes), differentiate_items, (*d_keys_values, d_query))
+        shape = (sizes.num_items, sizes.pairs_per_item, heads, key_dim)
+        d_query = zeros_beside(per_row[0], shape, accumulate)
+        carry = _over_steps(items, sizes, differentiate_items, (*d_keys_values, d_query))
         d_query = _by_pair(carry[2], items, sizes)
         has_block = items.place.reshape(sizes.rows, -1, 1, 1) >= 0
         return carry[:2], jnp.where(has_block, d_query, 0).sum(1)
 
-    per_row = tuple(_split(x, sizes) for x in (query, d_out, shift, delta))
-    lists = BlockLists(_split(blocks.starts, sizes, fill=-1), _split(blocks.limit, sizes))
+    per_row = tuple(_split(x, sizes) for x in (query, d_out, shift[..., None], delta[..., None]))
     totals = (zeros_beside(key, key.shape, accumulate), zeros_beside(value, value.shape, accumulate))
-    (d_key, d_value), d_query = jax.lax.scan(differentiate_chunk, totals, (*per_row, lists))
+    totals, d_query = fold_chunks(differentiate_chunk, totals, (per_row, _split_lists(blocks, sizes)))
     d_query = d_query.reshape(-1, *query.shape[1:])[:num_rows].astype(query.dtype)
-    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    return d_query, totals[0].astype(key.dtype), totals[1].astype(value.dtype), None
 
 
 block_attention.defvjp(_forward, _backward)
@@ -197,54 +201,68 @@ block_attention.defvjp(_forward, _backward)
 
 def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
     """Sorts the pairs of a chunk by block and cuts each block's run into items."""
-    starts = jnp.where(starts < 0, _NO_BLOCK, starts).reshape(-1)
+    starts = starts.reshape(-1)
     size, num_pairs = sizes.pairs_per_item, starts.shape[0]
     pair = jnp.arange(num_pairs, dtype=jnp.int32)
     if size == 1:
         missing = sizes.num_items - num_pairs
-        pairs = jnp.pad(jnp.where(starts == _NO_BLOCK, -1, pair), (0, missing), constant_values=-1)
+        pairs = jnp.pad(jnp.where(starts == NO_BLOCK, -1, pair), (0, missing), constant_values=-1)
         return _Items(jnp.pad(starts, (0, missing)), pairs[:, None], pairs[:num_pairs], jnp.int32(num_pairs))
     in_order, order = jax.lax.sort((starts, pair), num_keys=1, is_stable=True)
-    has_block = in_order != _NO_BLOCK
-    run_starts = jnp.diff(in_order, prepend=-1) != 0
-    rank = pair - jax.lax.cummax(jnp.where(run_starts, pair, 0))
+    has_block = in_order != NO_BLOCK
+    is_first = jnp.pad(in_order[1:] != in_order[:-1], (1, 0), constant_values=True)
+    rank = pair - jax.lax.cummax(jnp.where(is_first, pair, 0))
     items_opened = jnp.cumsum(has_block & (rank % size == 0), dtype=jnp.int32)
-    item = items_opened - 1
-    numbers = jnp.arange(sizes.num_items, dtype=jnp.int32)
-    first = jnp.searchsorted(items_opened, numbers + 1).astype(jnp.int32)
-    member = first[:, None] + jnp.arange(size, dtype=jnp.int32)
-    exists = (member < num_pairs) & (item.at[member].get(mode="clip") == numbers[:, None])
-    exists &= has_block.at[member].get(mode="clip")
-    pairs = jnp.where(exists, order.at[member].get(mode="clip"), -1)
-    place_in_order = jnp.where(has_block, item * size + rank % size, -1)
-    _, place = jax.lax.sort((order, place_in_order), num_keys=1)
-    return _Items(in_order.at[first].get(mode="clip"), pairs, place, items_opened[-1])
+    place_in_order = jnp.where(has_block, (items_opened - 1) * size + rank % size, -1)
+    # Where a pair has no place, its number is beyond the end and dropped.
+    target = jnp.where(has_block, place_in_order, sizes.num_items * size + pair)
+    pairs = jnp.full_like(order, -1, shape=(sizes.num_items * size,))
+    pairs = pairs.at[target].set(order, mode="drop", unique_indices=True)
+    first = jnp.where(has_block & (rank % size == 0), items_opened - 1, sizes.num_items + pair)
+    start = jnp.zeros_like(order, shape=(sizes.num_items,))
+    start = start.at[first].set(in_order, mode="drop", unique_indices=True)
+    place = jnp.zeros_like(pair).at[order].set(place_in_order, unique_indices=True)
+    return _Items(start, pairs.reshape(-1, size), place, items_opened[-1])
 
 
-def _num_steps(items: _Items, sizes: ItemSizes) -> Array:
-    return (items.total + sizes.items_per_step - 1) // sizes.items_per_step
+def _over_steps(items: _Items, sizes: ItemSizes, function, carry):
+    """`carry = function(step, carry)` for the steps that have items."""
+    if sizes.num_items == sizes.items_per_step:
+        return function(jnp.int32(0), carry)
+    steps = (items.total + sizes.items_per_step - 1) // sizes.items_per_step
+    return jax.lax.fori_loop(0, steps, function, carry)
 
 
-def _read_items(items: _Items, blocks: BlockLists, at, sizes: ItemSizes, key_shape: tuple[int, ...]) -> _Read:
+def _read_items(
+    items: _Items, blocks: BlockLists, at, sizes: ItemSizes, key_shape: tuple[int, ...], heads: int
+) -> _Read:
     num_tokens, num_heads = key_shape[:2]
     start = jax.lax.dynamic_slice_in_dim(items.start, at, sizes.items_per_step)
     pairs = jax.lax.dynamic_slice_in_dim(items.pairs, at, sizes.items_per_step)
     row = jnp.maximum(pairs, 0) // blocks.starts.shape[1]
-    # The last block may stick out of the array: read the last whole block instead and mask what precedes
-    # `start`.
+    # A block may stick out of the array: read whole blocks inside it, and mask what is not of this block.
     clamped = jnp.clip(start // num_heads, 0, num_tokens - sizes.block_size)
-    token, head = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32), start % num_heads
+    token, head = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32)[None], start % num_heads
     key = token * num_heads + head[:, None]
+    behind = start[:, None] + sizes.block_size * num_heads
+    in_block = (key >= start[:, None]) & (key < behind)
     visible = (
         (pairs >= 0)[:, :, None]
-        & (key >= start[:, None])[:, None]
+        & in_block[:, None]
+        & (key[:, None] >= blocks.floor[row][..., None])
         & (key[:, None] < blocks.limit[row][..., None])
     )
-    return _Read(row, token, head, visible)
+    return _Read(row, token, head, jnp.repeat(visible, heads, axis=1)[:, None])
 
 
-def _read_blocks(array: Float[Array, "tokens K X"], read: _Read) -> Float[Array, "items block X"]:
-    return array.at[read.token, read.head[:, None]].get(mode="promise_in_bounds")
+def _rows_of(per_row: Float[Array, "rows G X"], read: _Read) -> Float[Array, "items 1 item_rows X"]:
+    """What the rows of each item have, the heads of its pairs one after the other."""
+    gathered = per_row[read.row]
+    return gathered.reshape(gathered.shape[0], 1, -1, gathered.shape[-1])
+
+
+def _read_blocks(array: Float[Array, "tokens K X"], read: _Read) -> Float[Array, "items block 1 X"]:
+    return array.at[read.token, read.head[:, None]].get(mode="promise_in_bounds")[:, :, None]
 
 
 def _by_pair(partials: Array, items: _Items, sizes: ItemSizes) -> Array:
@@ -253,16 +271,14 @@ def _by_pair(partials: Array, items: _Items, sizes: ItemSizes) -> Array:
     return flat[jnp.maximum(items.place, 0)].reshape(sizes.rows, -1, *flat.shape[1:])
 
 
-def _merge(largest, total, out, reads, has_block) -> tuple[Array, Array, Array]:
+def _merged_slots(sums: Partial, has_block: Bool[Array, "rows R"]) -> Partial:
     """Merges the partial softmaxes of each row's blocks (axis 1)."""
-    largest = jnp.where(has_block[..., None], largest, -jnp.inf)
-    overall = largest.max(1)
-    seen = overall > -jnp.inf
-    decay = jnp.exp(largest - jnp.where(seen, overall, 0)[:, None])
-    total = jnp.where(seen, (decay * total).sum(1), 1)
-    out = (decay[..., None] * out).sum(1) / total[..., None]
-    reads = jnp.where(has_block, reads, 0).sum(1, dtype=jnp.int32)
-    return out, jnp.where(seen, overall + jnp.log(total), -jnp.inf), reads
+    largest = jnp.where(has_block[..., None], sums.largest, -jnp.inf)
+    overall = largest.max(axis=1)
+    part = jnp.exp(largest - jnp.where(overall == -jnp.inf, 0, overall)[:, None])
+    total = jnp.where(has_block[..., None], part * sums.total, 0).sum(axis=1)
+    out = jnp.where(has_block[..., None, None], part[..., None] * sums.out, 0).sum(axis=1)
+    return Partial(overall, total, out)
 
 
 def _split(x: Array, sizes: ItemSizes, fill: int = 0) -> Array:
@@ -271,9 +287,13 @@ def _split(x: Array, sizes: ItemSizes, fill: int = 0) -> Array:
     return x.reshape(-1, sizes.rows, *x.shape[1:])
 
 
+def _split_lists(blocks: BlockLists, sizes: ItemSizes) -> BlockLists:
+    starts = _split(blocks.starts, sizes, fill=NO_BLOCK)
+    return BlockLists(starts, _split(blocks.floor, sizes), _split(blocks.limit, sizes))
+
+
 def _add_block(
-    total: Float[Array, "tokens K X"], at: tuple[Array, ...], part: Float[Array, "block X"]
+    total: Float[Array, "tokens K X"], at: tuple[Array, ...], part: Float[Array, "block 1 X"]
 ) -> Array:
-    part = part[:, None]
     old = jax.lax.dynamic_slice(total, at, part.shape)
     return jax.lax.dynamic_update_slice(total, old + part, at)

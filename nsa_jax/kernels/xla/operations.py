@@ -1,8 +1,7 @@
 """The operations of `nsa_jax.attention` in plain JAX: chunked, differentiable, on any platform.
 
-Each differs from the public one of the same name in that nothing is defaulted or validated any more and that
-the keys read by each query and KV head come as one more result. That the queries are known to be consecutive
-(`first_position`) makes no difference here.
+Behind the validation: nothing is defaulted, and the placement says where the queries stand
+(`nsa_jax.dispatch.Operations`). `tiles` are sizes that change the speed only.
 """
 
 from functools import partial
@@ -11,127 +10,151 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.config import NSAConfig, Tiles
-from nsa_jax.kernels.xla.block_attention import BlockLists, ItemSizes, block_attention
-from nsa_jax.kernels.xla.range_attention import range_attention
+from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int, Int32
+from nsa_jax.kernels.xla import chunks as cutting
+from nsa_jax.kernels.xla.block_attention import NO_BLOCK, BlockLists, ItemSizes, block_attention
+from nsa_jax.kernels.xla.chunks import ChunkPlaces
+from nsa_jax.kernels.xla.range_attention import BranchName, Plan, attend_all, attend_branch
 from nsa_jax.kernels.xla.selection import choose_blocks
+from nsa_jax.kernels.xla.tiles import DEFAULT, Tiles
+from nsa_jax.layout import Placement
 
-type Attended = tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"]]
 
-
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
     value_cmp: Float[Array, "B C K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    placement: Placement,
     scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
+    *,
+    count_reads: bool = False,
+    tiles: Tiles = DEFAULT,
+) -> Attended | AttendedReads:
     """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    return _attend_range(query, key_cmp, value_cmp, placed.compression_range(config), scale, tiles)
+    return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, count_reads, tiles)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
+def window_attention(
+    query: Float[Array, "B T N H"],
+    key_win: Float[Array, "B W K H"],
+    value_win: Float[Array, "B W K V"],
+    placement: Placement,
+    scale: float,
+    *,
+    count_reads: bool = False,
+    tiles: Tiles = DEFAULT,
+) -> Attended | AttendedReads:
+    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
+    return _attend_branch("win", query, key_win, value_win, None, placement, scale, count_reads, tiles)
+
+
+@partial(jax.jit, static_argnames=("scale", "tiles"))
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
-    *,
-    config: NSAConfig,
     lse_cmp: Float[Array, "B T N"] | None,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    placement: Placement,
     scale: float,
-    tiles: Tiles,
-    first_position: int | None,
+    *,
+    tiles: Tiles = DEFAULT,
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends (Eq. 8-11)."""
-    placed = layout.query_layout(config, query_positions, segment_ids)
     if lse_cmp is None:
-        ranges = placed.compression_range(config)
-        _, lse_cmp, _ = _attend_range(query, key_cmp, key_cmp[..., :0], ranges, scale, tiles)
-    return choose_blocks(
-        query, key_cmp, lse_cmp, placed, config, scale, tiles, packed=segment_ids is not None
+        lse_cmp = compressed_attention(query, key_cmp, key_cmp[..., :0], placement, scale, tiles=tiles).lse
+    num_queries, num_kv_heads = query.shape[1], key_cmp.shape[2]
+    tokens = min(tiles.query_chunk, num_queries)
+    sizes = Plan.of(("cmp",), (key_cmp,), num_queries, placement, scale, tiles).branches[0].sizes
+
+    def choose_chunk(inputs):
+        rows, lse, places = inputs
+        return choose_blocks(rows, key_cmp, lse[..., 0], places.placement(placement, tokens), scale, sizes)
+
+    inputs = (
+        cutting.split_rows(query, num_kv_heads, tokens),
+        cutting.split_rows(lse_cmp[..., None], num_kv_heads, tokens),
+        ChunkPlaces.of(placement, tokens),
     )
+    return cutting.join_tokens(cutting.over_chunks(choose_chunk, inputs), num_queries)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
     value_slc: Float[Array, "B S K V"],
     block_indices: Int[Array, "B T K R"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    placement: Placement,
     scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
+    *,
+    count_reads: bool = False,
+    tiles: Tiles = DEFAULT,
+) -> Attended | AttendedReads:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
+    attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, tiles) else _attend_listed
+    return attend(query, key_slc, value_slc, block_indices, placement, scale, count_reads, tiles)
+
+
+def _is_short(key_slc: Array, placement: Placement, tiles: Tiles) -> bool:
+    """Whether rows are so short that a mask costs no more products than looking the blocks up."""
+    config = placement.config
+    selected = config.num_selected_blocks * config.selection_block_size
+    return key_slc.shape[1] <= tiles.dense_blocks * selected
+
+
+def _attend_branch(
+    name: BranchName, query, key, value, block_indices, placement, scale, count_reads, tiles
+) -> Attended | AttendedReads:
+    plan = Plan.of((name,), (key,), query.shape[1], placement, scale, tiles, count_reads)
+    out, lse, reads = attend_branch(query, (key, value), block_indices, placement, plan)
+    return AttendedReads(out, lse, reads) if count_reads else Attended(out, lse)
+
+
+def _attend_listed(query, key, value, block_indices, placement, scale, count_reads, tiles):
     batch, num_queries, num_heads, _ = query.shape
+    num_keys, num_kv_heads = key.shape[1:3]
+    heads, config = num_heads // num_kv_heads, placement.config
     block_size = config.selection_block_size
-    missing = ((0, 0), (0, max(block_size - key_slc.shape[1], 0)), (0, 0), (0, 0))
-    key_slc, value_slc = jnp.pad(key_slc, missing), jnp.pad(value_slc, missing)
-    num_keys, num_kv_heads = key_slc.shape[1:3]
-    heads = num_heads // num_kv_heads
 
     def flatten(x):
         return x.swapaxes(1, 2).reshape(batch * num_kv_heads * x.shape[1], *x.shape[3:])
 
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    row_start = jnp.arange(batch, dtype=jnp.int32)[:, None] * num_keys
-    head = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    first = (row_start + placed.sequence_start)[:, :, None] * num_kv_heads + head
-    starts = first[..., None] + block_indices * (block_size * num_kv_heads)
-    # A block that begins after its query holds nothing to see: drop it, and its item with it.
-    useful = (block_indices >= 0) & (block_indices * block_size <= placed.position[:, :, None, None])
+    row = (jnp.arange(batch, dtype=jnp.int32) * num_keys)[:, None]
+    head = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, None]
+
+    def name(token: Int32[Array, "B T"]) -> Int32[Array, "B T K"]:
+        return (row + token)[..., None] * num_kv_heads + head
+
+    end = placement.selection_end(num_keys)
+    first_block = placement.selection_start()
+    starts = name(first_block)[..., None] + block_indices * (block_size * num_kv_heads)
+    # A block that begins after its query, or ends before the array, holds nothing to see: no item for it.
+    begin = first_block[..., None, None] + block_indices * block_size
+    useful = (block_indices >= 0) & (begin < end[..., None, None]) & (begin > -block_size)
     blocks = BlockLists(
-        flatten(jnp.where(useful, starts, -1)),
-        flatten(first + (placed.position[:, :, None] + 1) * num_kv_heads),
+        flatten(jnp.where(useful, starts, NO_BLOCK)), flatten(name(jnp.zeros_like(end))), flatten(name(end))
     )
     blocks_per_sequence = layout.num_selection_blocks(num_keys, config)
-    if segment_ids is not None:
+    if (
+        placement.packed
+    ):  # each sequence, of which there are as many as queries at most, ends in a part of one
         blocks_per_sequence = min(blocks_per_sequence + num_queries, num_keys)
     sizes = ItemSizes.choose(
-        num_rows=batch * num_kv_heads * num_queries,
+        num_rows=_static(batch) * num_kv_heads * num_queries,
         slots=block_indices.shape[-1],
-        width=heads * max(query.shape[-1], value_slc.shape[-1]),
+        width=heads * max(query.shape[-1], value.shape[-1]),
         block_size=block_size,
         rows_per_sequence=num_queries,
         blocks_per_sequence=blocks_per_sequence,
         tiles=tiles,
     )
     grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
-    keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key_slc, value_slc))
+    keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key, value))
     rows = block_attention(flatten(grouped), keys, values, blocks, scale, sizes)
     out, lse, reads = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
-    return out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads), reads
-
-
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B S K H"],
-    value_win: Float[Array, "B S K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
-    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    return _attend_range(query, key_win, value_win, placed.window_range(config), scale, tiles)
+    out, lse = out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads)
+    return AttendedReads(out, lse, reads) if count_reads else Attended(out, lse)
 
 
 @jax.jit
@@ -144,49 +167,42 @@ def gated_sum(
     """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32 or wider."""
     accumulate = jnp.promote_types(out_cmp.dtype, jnp.float32)
     gates = gates.astype(accumulate)
-    branches = (out_cmp, out_slc, out_win)
-    weighted = (gates[..., i, None] * branch.astype(accumulate) for i, branch in enumerate(branches))
-    total = sum(weighted, start=jnp.zeros((), accumulate))
-    return total.astype(out_cmp.dtype)
+    branches = (branch.astype(accumulate) for branch in (out_cmp, out_slc, out_win))
+    cmp, slc, win = (gates[..., i, None] * branch for i, branch in enumerate(branches))
+    return (cmp + slc + win).astype(out_cmp.dtype)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
+@partial(jax.jit, static_argnames=("scale", "tiles"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
     value_cmp: Float[Array, "B C K V"],
     key_slc: Float[Array, "B S K H"],
     value_slc: Float[Array, "B S K V"],
-    key_win: Float[Array, "B S K H"],
-    value_win: Float[Array, "B S K V"],
+    key_win: Float[Array, "B W K H"],
+    value_win: Float[Array, "B W K V"],
     gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
     block_indices: Int[Array, "B T K R"] | None,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    placement: Placement,
     scale: float,
-    tiles: Tiles,
-    first_position: int | None,
+    *,
+    tiles: Tiles = DEFAULT,
 ) -> Float[Array, "B T N V"]:
-    """The three branches and their gated sum (Eq. 5)."""
-    arguments = dict(
-        config=config,
-        query_positions=query_positions,
-        segment_ids=segment_ids,
-        scale=scale,
-        tiles=tiles,
-        first_position=first_position,
-    )
-    out_cmp, lse_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
+    """The three branches and their gated sum (Eq. 5); in short rows all of them chunk by chunk."""
+    if _is_short(key_slc, placement, tiles):
+        keys = (key_cmp, key_slc, key_win)
+        plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, tiles)
+        keys_values = tuple(zip(keys, (value_cmp, value_slc, value_win), strict=True))
+        return attend_all(query, keys_values, gates, block_indices, placement, plan)
+    cmp = compressed_attention(query, key_cmp, value_cmp, placement, scale, tiles=tiles)
     if block_indices is None:
-        fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
-        block_indices = select_blocks(*fixed[:2], lse_cmp=fixed[2], **arguments)
-    out_slc, _, _ = selected_attention(query, key_slc, value_slc, block_indices, **arguments)
-    out_win, _, _ = window_attention(query, key_win, value_win, **arguments)
-    return gated_sum(out_cmp, out_slc, out_win, gates)
+        fixed = jax.lax.stop_gradient((query, key_cmp, cmp.lse))
+        block_indices = select_blocks(*fixed, placement, scale, tiles=tiles)
+    slc = selected_attention(query, key_slc, value_slc, block_indices, placement, scale, tiles=tiles)
+    win = window_attention(query, key_win, value_win, placement, scale, tiles=tiles)
+    return gated_sum(cmp.out, slc.out, win.out, gates)
 
 
-def _attend_range(query, key, value, start_end, scale, tiles) -> Attended:
-    out, lse, reads = range_attention(query, key, value, *start_end, scale, tiles)
-    return out, lse, jnp.repeat(reads[..., None], key.shape[2], axis=2)
+def _static(size) -> int:
+    """A size as far as it is known while tracing: 1 for a symbolic one of `jax.export`."""
+    return size if isinstance(size, int) else 1

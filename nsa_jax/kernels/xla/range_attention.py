@@ -1,254 +1,297 @@
-"""Attention in which every query sees one contiguous range of keys: the compressed and the window branch.
+"""Attention of every query over a range of keys, or over chosen blocks in it: one branch, or all three at once.
 
-Queries go in chunks (outer scan), keys in tiles (inner loop over just the tiles that some query of the chunk
-sees) with an online softmax, so memory is that of one `[chunk, tile]` block of logits per head and work
-follows the ranges. The backward repeats the loop with the saved normaliser and adds `dk, dv` tile by tile,
-in a fixed order.
+Queries go in chunks (outer loop), keys in tiles (inner loop over just the tiles that some query of the chunk
+sees, left out where one tile holds them all) with an online softmax, so memory is that of one `[chunk, tile]`
+block of logits per head and work follows the ranges. The backward repeats the loop with the saved normaliser
+and adds `dk, dv` tile by tile, in a fixed order. Branches that share the loop share what is done for the
+queries, and their program compiles in less time.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.config import Tiles
+from nsa_jax.kernels.xla import chunks as cutting
+from nsa_jax.kernels.xla.chunks import ChunkPlaces, Look, TileSizes, zeros_beside
+from nsa_jax.kernels.xla.masked import (
+    CAREFUL_TILE,
+    Rows,
+    are_few,
+    attend_few,
+    attend_tile,
+    merged,
+    no_keys,
+    normalised,
+    tile_gradients,
+)
+from nsa_jax.kernels.xla.selection import choose_blocks
+from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.layout import Placement
 
-# A tile is read whole for one visible key of it, so a decode step on a large empty cache must not read it
-# all: with the default tiles this is 4096 compressed keys, those of 64k tokens in the paper's configuration.
-_WIDEST_TILE = 16  # in units of `Tiles.key_tile`
-
-# Fewer rows than this in all KV heads together: a decode step, which waits for memory and not for arithmetic.
-_FEW_ROWS = 128
+type BranchName = Literal["cmp", "slc", "win"]
+type KeysValues = tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]
 
 
-class _Chunks(NamedTuple):
-    """Queries of one chunk: `rows` pairs each query token with each of the G heads of its KV head."""
+class Branch(NamedTuple):
+    """A branch of a call, static: which keys its queries see, and in tiles of what sizes."""
 
-    query: Float[Array, "B K rows H"]
-    start: Int32[Array, "B rows"]
-    end: Int32[Array, "B rows"]
+    name: BranchName
+    sizes: TileSizes
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def range_attention(
+class Plan(NamedTuple):
+    """What a call does, static.
+
+    Attributes:
+      branches: in the order of the keys and values. After "cmp", "slc" may choose its own blocks.
+      tokens: queries of a chunk.
+      scale: factor of the logits.
+      count_reads: whether the keys that each query and KV head sees are counted.
+    """
+
+    branches: tuple[Branch, ...]
+    tokens: int
+    scale: float
+    count_reads: bool = False
+
+    @classmethod
+    def of(
+        cls, names: tuple[BranchName, ...], keys: tuple[Array, ...], num_queries: int, placement: Placement,
+        scale: float, tiles: Tiles, count_reads: bool = False,
+    ) -> "Plan":  # fmt: skip
+        """The plan of a call with these branches and keys."""
+        tokens = min(tiles.query_chunk, num_queries)
+        lengths = [key.shape[1] for key in keys]
+        neighbours = placement.run_lengths and all(n % tokens == 0 for n in placement.run_lengths[:-1])
+        span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
+        # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
+        at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
+        sizes = (TileSizes.choose(num_queries, n, at_once[name], tiles) for name, n in zip(names, lengths))
+        return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
+
+
+class _Saved(NamedTuple):
+    """What the backward needs of the branches, by the rows of each chunk."""
+
+    out: tuple[Float[Array, "chunks B K rows V"], ...]
+    lse: Float[Array, "chunks branches B K rows"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend_branch(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    start: Int[Array, "B T"],
-    end: Int[Array, "B T"],
-    scale: float,
-    tiles: Tiles,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T"]]:
-    """Attention of each query over keys `start .. end - 1`.
+    keys_values: KeysValues,
+    block_indices: Int[Array, "B T K R"] | None,
+    placement: Placement,
+    plan: Plan,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"] | None]:
+    """`(out, lse, reads)` of one branch; `block_indices` are those of the selected one.
 
-    Returns:
-      `(out, lse, reads)`: `reads` counts the keys that the masks let each query see.
+    `reads` counts, by the masks, what each query and KV head was let to see; None unless asked for.
     """
-    return _forward(query, key, value, start, end, scale, tiles)[0]
+    return _branch_forward(query, keys_values, block_indices, placement, plan)[0]
 
 
-def _forward(query, key, value, start, end, scale, tiles):
-    batch, num_queries, num_heads, _ = query.shape
-    num_kv_heads, value_dim = value.shape[2:]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    if key.shape[1] == 0 or num_queries == 0:
-        out = jnp.zeros((batch, num_queries, num_heads, value_dim), query.dtype)
-        lse = jnp.full((batch, num_queries, num_heads), -jnp.inf, accumulate)
-        return (out, lse, jnp.zeros_like(start, jnp.int32)), (query, key, value, start, end, out, lse)
-    tile = tile_size(num_queries, key.shape[1], tiles)
-
-    def attend_chunk(chunk: _Chunks):
-        rows = chunk.query.shape[2]
-        lowest, num_tiles = tiles_of_chunk(chunk.start, chunk.end, tile)
-
-        def attend_tile(index, carry):
-            largest, total, out, reads = carry
-            first = lowest + index * tile
-            visible, (k, v) = read_tile(chunk, first, tile, key, value)
-            logits = row_logits(chunk.query, k, accumulate) * scale
-            logits = jnp.where(visible[:, None], logits, -jnp.inf)
-            new_largest = jnp.maximum(largest, logits.max(-1))
-            # A row that has seen nothing keeps -inf as its maximum; subtracting 0 instead keeps exp at 0,
-            # not NaN.
-            shift = jnp.where(new_largest == -jnp.inf, 0, new_largest)
-            weights = jnp.exp(logits - shift[..., None])
-            decay = jnp.exp(largest - shift)
-            total = total * decay + weights.sum(-1)
-            out = out * decay[..., None] + _row_values(weights.astype(v.dtype), v, accumulate)
-            return new_largest, total, out, reads + visible.sum(-1, dtype=jnp.int32)
-
-        shape = (batch, num_kv_heads, rows)
-        initial = (
-            jnp.full_like(query, -jnp.inf, accumulate, shape=shape),
-            zeros_beside(query, shape, accumulate),
-            zeros_beside(query, (*shape, value_dim), accumulate),
-            zeros_beside(start, (batch, rows), jnp.int32),
-        )
-        largest, total, out, reads = jax.lax.fori_loop(0, num_tiles, attend_tile, initial)
-        seen = total > 0
-        out = out / jnp.where(seen, total, 1)[..., None]
-        lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
-        return out.astype(query.dtype), lse, reads
-
-    out, lse, reads = jax.lax.map(attend_chunk, split_queries(query, start, end, num_kv_heads, tiles))
-    out = join_queries(out, num_queries, num_heads)
-    lse = join_queries(lse[..., None], num_queries, num_heads)[..., 0]
-    heads = num_heads // num_kv_heads
-    reads = reads.reshape(reads.shape[0], batch, -1, heads)[..., 0].swapaxes(0, 1).reshape(batch, -1)
-    return (out, lse, reads[:, :num_queries]), (query, key, value, start, end, out, lse)
+def _branch_forward(query, keys_values, block_indices, placement, plan):
+    num_queries, num_heads = query.shape[1:3]
+    saved, reads, _ = _attend(query, (keys_values,), block_indices, placement, plan)
+    out = cutting.join_rows(saved.out[0], num_queries, num_heads)
+    lse = cutting.join_rows(saved.lse[:, 0, ..., None], num_queries, num_heads)[..., 0]
+    reads = None if reads is None else cutting.join_tokens(reads, num_queries)
+    return (out, lse, reads), (query, keys_values, block_indices, placement, saved)
 
 
-def _backward(scale, tiles, residuals, cotangents):
-    query, key, value, start, end, out, lse = residuals
+def _branch_backward(plan, residuals, cotangents):
+    query, keys_values, block_indices, placement, saved = residuals
     d_out, d_lse, _ = cotangents
-    if key.shape[1] == 0 or query.shape[1] == 0:
-        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value), None, None
-    num_kv_heads = key.shape[2]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    tile = tile_size(query.shape[1], key.shape[1], tiles)
-    shift, delta = softmax_residuals(out, lse, d_out, d_lse)
-
-    def by_chunk(x):
-        return split_queries(x, start, end, num_kv_heads, tiles).query
-
-    def differentiate_chunk(carry, inputs):
-        chunk, d_out, shift, delta = inputs
-        lowest, num_tiles = tiles_of_chunk(chunk.start, chunk.end, tile)
-
-        def differentiate_tile(index, carry):
-            d_query, d_keys, d_values = carry
-            first = lowest + index * tile
-            visible, (k, v) = read_tile(chunk, first, tile, key, value)
-            logits = product("bkrh,bskh->bkrs", chunk.query, k, accumulate) * scale
-            weights = jnp.exp(jnp.where(visible[:, None], logits, -jnp.inf) - shift)
-            d_weights = product("bkrv,bskv->bkrs", d_out, v, accumulate)
-            d_logits = (weights * (d_weights - delta) * scale).astype(k.dtype)
-            d_query = d_query + product("bkrs,bskh->bkrh", d_logits, k, accumulate)
-            d_k = product("bkrs,bkrh->bskh", d_logits, chunk.query, accumulate)
-            d_v = product("bkrs,bkrv->bskv", weights.astype(v.dtype), d_out, accumulate)
-            return d_query, add_tile(d_keys, first, d_k, axis=1), add_tile(d_values, first, d_v, axis=1)
-
-        d_query = zeros_beside(query, chunk.query.shape, accumulate)
-        d_query, *carry = jax.lax.fori_loop(0, num_tiles, differentiate_tile, (d_query, *carry))
-        return tuple(carry), d_query.astype(query.dtype)
-
-    carry = (zeros_beside(key, key.shape, accumulate), zeros_beside(value, value.shape, accumulate))
-    chunks = split_queries(query, start, end, num_kv_heads, tiles)
-    inputs = (chunks, by_chunk(d_out), by_chunk(shift[..., None]), by_chunk(delta[..., None]))
-    (d_keys, d_values), d_query = jax.lax.scan(differentiate_chunk, carry, inputs)
-    return (
-        join_queries(d_query, query.shape[1], query.shape[2]),
-        d_keys.astype(key.dtype),
-        d_values.astype(value.dtype),
-        None,
-        None,
+    d_query, (gradients,), _ = _differentiate(
+        query, (keys_values,), block_indices, placement, saved, None, d_out, d_lse, plan
     )
+    return d_query, gradients, None, None
 
 
-range_attention.defvjp(_forward, _backward)
+attend_branch.defvjp(_branch_forward, _branch_backward)
 
 
-def softmax_residuals(out, lse, d_out, d_lse) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """`lse` and `delta = sum(out * d_out) - d_lse` for the backward, both 0 in rows that see no key."""
-    seen = lse > -jnp.inf
-    delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
-    return jnp.where(seen, lse, 0), jnp.where(seen, delta, 0)
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def attend_all(
+    query: Float[Array, "B T N H"],
+    keys_values: tuple[KeysValues, KeysValues, KeysValues],
+    gates: Float[Array, "B T N 3"],
+    block_indices: Int[Array, "B T K R"] | None,
+    placement: Placement,
+    plan: Plan,
+) -> Float[Array, "B T N V"]:
+    """The gated sum of the three branches; without `block_indices` it chooses them."""
+    return _all_forward(query, keys_values, gates, block_indices, placement, plan)[0]
 
 
-def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
-    """Zeros to start a loop from, which under `shard_map` vary over the same mesh axes as `array`."""
-    return jnp.zeros_like(array, dtype, shape)
+def _all_forward(query, keys_values, gates, block_indices, placement, plan):
+    saved, _, blocks = _attend(query, keys_values, block_indices, placement, plan)
+    weights = _rows_of_gates(gates, keys_values[0][0].shape[2], plan).astype(saved.lse.dtype)
+    cmp, slc, win = (weights[:, i, ..., None] * x.astype(weights.dtype) for i, x in enumerate(saved.out))
+    out = (cmp + slc + win).astype(query.dtype)
+    out = cutting.join_rows(out, *query.shape[1:3])
+    return out, (query, keys_values, gates, blocks, placement, saved)
 
 
-def product(spec: str, left: Array, right: Array, accumulate) -> Array:
-    """Matrix product of two blocks, exact enough for the error budget of their dtype."""
-    return jnp.einsum(spec, left, right, precision="highest", preferred_element_type=accumulate)
+def _all_backward(plan, residuals, d_out):
+    query, keys_values, gates, blocks, placement, saved = residuals
+    blocks = cutting.join_tokens(blocks, query.shape[1])
+    d_query, gradients, d_gates = _differentiate(
+        query, keys_values, blocks, placement, saved, gates, d_out, None, plan
+    )
+    return d_query, gradients, d_gates.astype(gates.dtype), None, None
 
 
-def row_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B S K H"], accumulate) -> Array:
-    """`[B, K, rows, S]`: products of the rows of each KV head with its keys.
+attend_all.defvjp(_all_forward, _all_backward)
 
-    The keys of one KV head do not lie together, so a product per KV head first copies them. Few rows are
-    cheaper as
-    rows of all heads with zeros in the places of the others: one product that reads the keys as they lie.
+
+def _rows_of_gates(gates, num_kv_heads: int, plan: Plan) -> Float[Array, "chunks 3 B K rows"]:
+    rows = (cutting.split_rows(gates[..., i, None], num_kv_heads, plan.tokens)[..., 0] for i in range(3))
+    return jnp.stack(tuple(rows), axis=1)
+
+
+def _attend(query, keys_values, block_indices, placement, plan):
+    """What is saved of the branches, `reads` of the last one, and the chosen blocks, all by chunks."""
+
+    def attend_chunk(inputs):
+        rows, places, blocks = inputs
+        here = places.placement(placement, plan.tokens)
+        outs, lses = [], []
+        for branch, (key, value) in zip(plan.branches, keys_values, strict=True):
+            if branch.name == "slc" and blocks is None:
+                fixed = jax.lax.stop_gradient((rows, keys_values[0][0], lses[0]))
+                blocks = choose_blocks(*fixed, here, plan.scale, plan.branches[0].sizes)
+            look = _look(branch, here, blocks, places, key.shape[1])
+            out, lse, reads = _attend_chunk(rows, look, key, value, branch, plan, placement)
+            outs, lses = [*outs, out], [*lses, lse]
+        return _Saved(tuple(outs), jnp.stack(lses)), reads, blocks
+
+    num_kv_heads = keys_values[0][0].shape[2]
+    inputs = (
+        cutting.split_rows(query, num_kv_heads, plan.tokens),
+        ChunkPlaces.of(placement, plan.tokens),
+        None if block_indices is None else cutting.split_tokens(block_indices, plan.tokens, fill=-1),
+    )
+    return cutting.over_chunks(attend_chunk, inputs)
+
+
+def _attend_chunk(rows, look, key, value, branch, plan, placement):
+    """`(out, lse, reads)` of one branch in one chunk, by rows; reads by token."""
+    heads, num_keys = rows.shape[2] // plan.tokens, key.shape[1]
+    block_size = placement.config.selection_block_size
+
+    def add_up(attend, sizes, wanted=None):
+        def attend_keys(first, carry):
+            sums, reads = carry
+            visible, (k, v) = look.read(first, sizes, block_size, key, value)
+            if plan.count_reads:
+                reads += visible.sum(axis=-1, dtype=jnp.int32)
+            part = attend(rows, k, v, cutting.of_rows(visible, heads), plan.scale)
+            return (part if sums is None else merged(sums, part)), reads
+
+        reads = None
+        if plan.count_reads:
+            reads = zeros_beside(look.start, (rows.shape[0], key.shape[2], plan.tokens), jnp.int32)
+        sums = None if sizes.one else no_keys(rows, value.shape[-1])
+        return cutting.fold_tiles(look, sizes, num_keys, attend_keys, (sums, reads), wanted)
+
+    if num_keys > 0 and are_few(rows):
+        sums, reads = add_up(attend_few, branch.sizes)
+        # Hidden keys or values that are not finite have spoilt sums: then, which is rare, once more with care.
+        spoilt = ~jnp.isfinite(sums.out).all()
+        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), spoilt)
+        sums = jax.tree.map(partial(jnp.where, spoilt), again, sums)
+    else:
+        sums, reads = add_up(attend_tile, branch.sizes)
+    out, lse = normalised(sums)
+    return out.astype(rows.dtype), lse, None if reads is None else reads.swapaxes(1, 2)
+
+
+def _differentiate(query, keys_values, block_indices, placement, saved, gates, d_out, d_lse, plan):
+    """Gradients of the query, of the keys and values of each branch, and of the gates.
+
+    With `gates` `d_out` is the cotangent of the gated sum; else that of the only branch's output.
     """
-    batch, num_kv_heads, rows, dim = query.shape
-    if num_kv_heads == 1 or num_kv_heads * rows > _FEW_ROWS:
-        return product("bkrh,bskh->bkrs", query, key, accumulate)
-    own = jnp.eye(num_kv_heads, dtype=query.dtype)[:, None, :, None]
-    wide = (query[:, :, :, None] * own).reshape(batch, num_kv_heads * rows, num_kv_heads * dim)
-    logits = product("bnx,bsx->bns", wide, key.reshape(*key.shape[:2], -1), accumulate)
-    return logits.reshape(batch, num_kv_heads, rows, -1)
+    num_queries, num_heads = query.shape[1:3]
+    num_kv_heads = keys_values[0][0].shape[2]
+    accumulate = saved.lse.dtype
+
+    def split(x):
+        return None if x is None else cutting.split_rows(x, num_kv_heads, plan.tokens)
+
+    def differentiate_chunk(totals, inputs):
+        rows, places, blocks, (outs, lse), gates, d_out, d_lse = inputs
+        here = places.placement(placement, plan.tokens)
+        seen = lse != -jnp.inf
+        products = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
+        products = jnp.where(seen, jnp.stack(products), 0)
+        delta = products if gates is None else products * gates
+        if d_lse is not None:
+            delta = jnp.where(seen, delta - d_lse[None, ..., 0], 0)
+        known = Rows.of(rows, d_out, jnp.where(seen, lse, 0), delta)
+        d_query = zeros_beside(rows, rows.shape, accumulate)
+        new_totals = []
+        for i, (branch, (key, value), total) in enumerate(
+            zip(plan.branches, keys_values, totals, strict=True)
+        ):
+            of_branch = known._replace(
+                normaliser=known.normaliser[i], delta=delta[i], weight=None if gates is None else gates[i]
+            )
+            look = _look(branch, here, blocks, places, key.shape[1])
+            carry = (d_query, *total)
+            carry = _differentiate_chunk(of_branch, look, key, value, carry, branch, plan, placement)
+            d_query, new_totals = carry[0], [*new_totals, carry[1:]]
+        return tuple(new_totals), (d_query.astype(query.dtype), products)
+
+    inputs = (
+        split(query),
+        ChunkPlaces.of(placement, plan.tokens),
+        None if block_indices is None else cutting.split_tokens(block_indices, plan.tokens, fill=-1),
+        saved,
+        None if gates is None else _rows_of_gates(gates, num_kv_heads, plan).astype(accumulate),
+        split(d_out),
+        split(None if d_lse is None else d_lse[..., None]),
+    )
+    totals = jax.tree.map(lambda x: zeros_beside(x, x.shape, accumulate), keys_values)
+    totals, (d_query, products) = cutting.fold_chunks(differentiate_chunk, totals, inputs)
+    gradients = jax.tree.map(lambda total, x: total.astype(x.dtype), totals, keys_values)
+    d_gates = jnp.moveaxis(products, 1, -1)  # [chunks, B, K, rows, branches]
+    d_gates = cutting.join_rows(d_gates, num_queries, num_heads)
+    return cutting.join_rows(d_query, num_queries, num_heads), gradients, d_gates
 
 
-def _row_values(weights: Float[Array, "B K rows S"], value: Float[Array, "B S K V"], accumulate) -> Array:
-    """`[B, K, rows, V]`: weighted sums of each KV head's values; for few rows as in `row_logits`."""
-    batch, num_kv_heads, rows, num_keys = weights.shape
-    if num_kv_heads == 1 or num_kv_heads * rows > _FEW_ROWS:
-        return product("bkrs,bskv->bkrv", weights, value, accumulate)
-    wide = weights.reshape(batch, num_kv_heads * rows, num_keys)
-    out = product("bns,bsx->bnx", wide, value.reshape(batch, num_keys, -1), accumulate)
-    out = out.reshape(batch, num_kv_heads, rows, num_kv_heads, -1)
-    return jnp.stack([out[:, head, :, head] for head in range(num_kv_heads)], axis=1)
+def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement):
+    """Adds to `(d_query, d_key, d_value)` what one branch in one chunk contributes."""
+    heads = rows.query.shape[2] // plan.tokens
+    block_size = placement.config.selection_block_size
+
+    def differentiate_keys(first, carry):
+        d_query, d_keys, d_values = carry
+        visible, (k, v) = look.read(first, branch.sizes, block_size, key, value)
+        part, d_k, d_v = tile_gradients(rows, k, v, cutting.of_rows(visible, heads), plan.scale)
+        d_keys = cutting.add_tile(d_keys, first, d_k, axis=1)
+        return d_query + part, d_keys, cutting.add_tile(d_values, first, d_v, axis=1)
+
+    return cutting.fold_tiles(look, branch.sizes, key.shape[1], differentiate_keys, carry)
 
 
-def split_queries(query, start, end, num_kv_heads, tiles) -> _Chunks:
-    """Cuts the queries into chunks (leading axis), the last one padded with queries that see nothing."""
-    batch, num_queries, num_heads, dim = query.shape
-    size = min(tiles.query_chunk, num_queries)
-    pad = -num_queries % size
-    heads = num_heads // num_kv_heads
-    query = jnp.pad(query, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    query = query.reshape(batch, -1, size, num_kv_heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
-    query = query.reshape(*query.shape[:3], size * heads, dim)
-
-    def by_row(limit):
-        limit = jnp.pad(limit.astype(jnp.int32), ((0, 0), (0, pad))).reshape(batch, -1, size).swapaxes(0, 1)
-        return jnp.repeat(limit, heads, axis=2)
-
-    return _Chunks(query, by_row(start), by_row(end))
-
-
-def join_queries(
-    x: Float[Array, "chunks B K rows X"], num_queries: int, num_heads: int
-) -> Float[Array, "B T N X"]:
-    """Undoes `split_queries`."""
-    chunks, batch, num_kv_heads, rows, dim = x.shape
-    heads = num_heads // num_kv_heads
-    x = x.reshape(chunks, batch, num_kv_heads, rows // heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
-    return x.reshape(batch, chunks * (rows // heads), num_heads, dim)[:, :num_queries]
-
-
-def tile_size(num_queries: int, num_keys: int, tiles: Tiles) -> int:
-    """Keys of one tile: more where there are few queries, as in a decode step, so that turns are few."""
-    widening = min(max(tiles.query_chunk // num_queries, 1), _WIDEST_TILE)
-    return min(tiles.key_tile * widening, num_keys)
-
-
-def tiles_of_chunk(start, end, tile: int) -> tuple[Array, Array]:
-    """First key and number of tiles of the chunk: just those that cover the union of its ranges."""
-    some = start < end
-    lowest = jnp.min(jnp.where(some, start, jnp.iinfo(jnp.int32).max))
-    highest = jnp.max(jnp.where(some, end, 0))
-    lowest = jnp.minimum(lowest, highest)
-    return lowest, (highest - lowest + tile - 1) // tile
-
-
-def read_tile(chunk: _Chunks, first, tile: int, *arrays):
-    """The keys `first .. first + tile - 1` of each array and the mask of those that each row sees.
-
-    The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
-    """
-    clamped = jnp.minimum(first, arrays[0].shape[1] - tile)
-    index = clamped + jnp.arange(tile, dtype=jnp.int32)
-    visible = (index >= jnp.maximum(chunk.start, first)[..., None]) & (index < chunk.end[..., None])
-    return visible, [jax.lax.dynamic_slice_in_dim(x, clamped, tile, axis=1) for x in arrays]
-
-
-def add_tile(total: Array, first, part: Array, axis: int) -> Array:
-    """Adds the results of one tile of keys to a total over all keys, clamped as `read_tile` clamps."""
-    clamped = jnp.minimum(first, total.shape[axis] - part.shape[axis])
-    old = jax.lax.dynamic_slice_in_dim(total, clamped, part.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + part, clamped, axis)
+def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPlaces, num_keys: int) -> Look:
+    """What the queries of a chunk see in one branch."""
+    ascending = places.first is not None
+    if branch.name == "cmp":
+        return Look(*here.compression_range(num_keys), ascending=ascending)
+    if branch.name == "win":
+        return Look(*here.window_range(num_keys), ascending=ascending)
+    start, end = here.selection_start(), here.selection_end(num_keys)
+    numbers = jnp.arange(layout.num_selection_blocks(num_keys, here.config), dtype=jnp.int32)
+    chosen = (blocks[..., None] == numbers[None, None, None, None]).any(axis=3)
+    plain = not here.packed and here.first_keys.slc.known == 0
+    return Look(
+        jnp.minimum(jnp.maximum(start, 0), end), end, chosen, None if plain else start, ascending=ascending
+    )

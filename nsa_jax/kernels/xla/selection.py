@@ -1,69 +1,72 @@
-"""Importance of the selection blocks and the choice of the best (Eq. 8-11), chunk by chunk."""
+"""Importance of the selection blocks and the choice of the best (Eq. 8-11), for one chunk of queries."""
 
 import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.config import NSAConfig, Tiles
-from nsa_jax.kernels.xla import range_attention as ranges
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.xla import chunks as cutting
+from nsa_jax.kernels.xla.chunks import Look, TileSizes
+from nsa_jax.kernels.xla.masked import CAREFUL_TILE, accumulator, all_logits, are_few, few_logits
+from nsa_jax.layout import Placement
 
 
 def choose_blocks(
-    query: Float[Array, "B T N H"],
+    rows: Float[Array, "B K rows H"],
     key_cmp: Float[Array, "B C K H"],
-    lse_cmp: Float[Array, "B T N"],
-    placed: layout.QueryLayout,
-    config: NSAConfig,
+    lse_cmp: Float[Array, "B K rows"],
+    here: Placement,
     scale: float,
-    tiles: Tiles,
-    packed: bool,
-) -> Int32[Array, "B T K R"]:
-    """Selected blocks of every query; only the probabilities of one chunk are ever stored."""
-    batch, num_queries, num_heads, _ = query.shape
-    num_compressed, num_kv_heads = key_cmp.shape[1:3]
-    heads = num_heads // num_kv_heads
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    sizes: TileSizes,
+) -> Int32[Array, "B tokens K R"]:
+    """Selected blocks of the queries of a chunk, whose probabilities are all that is ever stored.
+
+    Args:
+      rows: its queries.
+      key_cmp: all compressed keys.
+      lse_cmp: log-sum-exps of the compressed branch.
+      here: where the queries stand.
+      scale: factor of the logits.
+      sizes: of the tiles of compressed keys.
+    """
+    assert here.first_keys.cmp.known == 0  # the scores of a part of the blocks choose nothing
+    config, num_compressed = here.config, key_cmp.shape[1]
+    batch, num_kv_heads, _, _ = rows.shape
+    tokens = here.position.shape[1]
+    accumulate = accumulator(rows)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
-    tile = ranges.tile_size(num_queries, num_compressed, tiles)
+    look = Look(*here.compression_range(num_compressed))
+    normaliser = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp.astype(accumulate))[..., None]
 
-    def choose_chunk(inputs):
-        chunk, lse, position, compression_start = inputs
-        rows = chunk.query.shape[2]
+    def add_up(multiply, sizes, wanted=None):
+        def score_keys(first, probabilities):
+            visible, (k,) = look.read(first, sizes, 1, key_cmp)
+            weights = jnp.exp(multiply(rows, k) * scale - normaliser)
+            part = weights.reshape(batch, num_kv_heads, tokens, -1, sizes.tile).sum(axis=3)
+            part = jnp.where(visible, part, 0)
+            return part if sizes.one else cutting.add_tile(probabilities, first, part, axis=3)
 
-        def score_tile(index, probabilities):
-            first = lowest + index * tile
-            visible, (k,) = ranges.read_tile(chunk, first, tile, key_cmp)
-            logits = ranges.row_logits(chunk.query, k, accumulate) * scale
-            logits = jnp.where(visible[:, None], logits, -jnp.inf)
-            weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse))
-            part = weights.reshape(batch, num_kv_heads, rows // heads, heads, tile).sum(3)
-            return ranges.add_tile(probabilities, first, part, axis=3)
+        nothing = cutting.zeros_beside(rows, (batch, num_kv_heads, tokens, num_compressed), accumulate)
+        return cutting.fold_tiles(look, sizes, num_compressed, score_keys, nothing, wanted)
 
-        shape = (batch, num_kv_heads, rows // heads, num_compressed)
-        probabilities = ranges.zeros_beside(query, shape, accumulate)
-        if num_compressed:
-            lowest, num_tiles = ranges.tiles_of_chunk(chunk.start, chunk.end, tile)
-            probabilities = jax.lax.fori_loop(0, num_tiles, score_tile, probabilities)
-        if packed:
-            # Block numbers are sequence-local: bring each query's first block to column 0.
-            column = compression_start[:, None, :, None] + jnp.arange(num_compressed)
-            probabilities = jnp.take_along_axis(probabilities, column, axis=3, mode="fill", fill_value=0)
-        return _best(_collect(probabilities, num_blocks, config), position[:, None, :, None], config)
-
-    start, end = placed.compression_range(config)
-    chunks = ranges.split_queries(query, start, end, num_kv_heads, tiles)
-    lse = ranges.split_queries(lse_cmp[..., None], start, end, num_kv_heads, tiles).query
-    size = min(tiles.query_chunk, num_queries)
-
-    def by_chunk(per_token, fill):
-        padded = jnp.pad(per_token, ((0, 0), (0, -num_queries % size)), constant_values=fill)
-        return padded.reshape(batch, -1, size).swapaxes(0, 1)
-
-    inputs = (chunks, lse, by_chunk(placed.position, -1), by_chunk(placed.compression_start, 0))
-    chosen = jax.lax.map(choose_chunk, inputs)  # [chunks, B, K, size, R]
-    chosen = chosen.transpose(1, 0, 3, 2, 4).reshape(batch, -1, num_kv_heads, config.num_selected_blocks)
-    return chosen[:, :num_queries]
+    if num_compressed == 0:
+        probabilities = cutting.zeros_beside(rows, (batch, num_kv_heads, tokens, 0), accumulate)
+    elif are_few(rows):
+        probabilities = add_up(few_logits, sizes)
+        # A key that is not finite has spoilt the scores of other heads: then, which is rare, with care.
+        spoilt = ~jnp.isfinite(probabilities).all()
+        careful = TileSizes(min(CAREFUL_TILE, num_compressed), False)
+        probabilities = jnp.where(spoilt, add_up(all_logits, careful, spoilt), probabilities)
+    else:
+        probabilities = add_up(all_logits, sizes)
+    if here.packed:
+        # Block numbers are sequence-local: bring each query's first block to column 0.
+        column = jnp.arange(num_compressed, dtype=jnp.int32)[None, None, None]
+        column += here.compression_start[:, None, :, None]
+        probabilities = jnp.take_along_axis(probabilities, column, axis=3, mode="fill", fill_value=0)
+    scores = _collect(probabilities, num_blocks, config)
+    return _best(scores, here.position[:, None, :, None], config).swapaxes(1, 2)
 
 
 def _collect(
@@ -84,7 +87,7 @@ def _collect(
 
 def _best(scores: Float[Array, "B K T M"], position: Array, config: NSAConfig) -> Int32[Array, "B K T R"]:
     """The forced blocks and the best-scored others, ascending, -1 behind; ties go to the lower index."""
-    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    block = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
     candidate = block * config.selection_block_size <= position
     ranked = jnp.where(layout.is_forced(block, position, config), jnp.inf, scores)
     ranked = jnp.where(candidate, ranked, -jnp.inf)

@@ -1,0 +1,205 @@
+"""Queries by chunks, and the tiles of keys that a chunk needs.
+
+The rows of a chunk are its query tokens, each with the G heads of its KV head: `[B, K, tokens * G, X]`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
+from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.layout import Placement
+
+
+class TileSizes(NamedTuple):
+    """Static sizes of a branch: `tile` keys at a time, which are all that a chunk sees where `one` is set."""
+
+    tile: int
+    one: bool
+
+    @classmethod
+    def choose(cls, num_queries: int, num_keys: int, most_at_once: int, tiles: Tiles) -> "TileSizes":
+        """Sizes for chunks that see at most `most_at_once` keys, where these lie together."""
+        if most_at_once <= tiles.one_tile:
+            return cls(min(most_at_once, num_keys), True)
+        # A tile is read whole for one visible key: a step on a large empty cache must not read it all.
+        widening = min(max(tiles.query_chunk // num_queries, 1), tiles.widest_tile)
+        tile = min(tiles.key_tile * widening, num_keys)
+        return cls(tile, tile == num_keys)
+
+
+class ChunkPlaces(NamedTuple):
+    """Where the queries of all chunks stand: the first position of each chunk, or the positions themselves."""
+
+    first: Int32[Array, " chunks"] | None
+    arrays: tuple[Int32[Array, "chunks B tokens"], ...]
+
+    @classmethod
+    def of(cls, placement: Placement, tokens: int) -> "ChunkPlaces":
+        """Cuts a placement into chunks of `tokens` queries; what fills up the last one sees nothing."""
+        num_queries = placement.position.shape[1]
+        if (first := placement.first_position) is not None:
+            return cls(jnp.arange(first, first + num_queries, tokens, dtype=jnp.int32), ())
+        arrays = split_tokens(placement.position, tokens, fill=-1)
+        if not placement.packed:
+            return cls(None, (arrays,))
+        starts = placement.sequence_start, placement.compression_start
+        return cls(None, (arrays, *(split_tokens(x, tokens) for x in starts)))
+
+    def placement(self, whole: Placement, tokens: int) -> Placement:
+        """That of one chunk, whose places these are."""
+        batch, num_queries = whole.position.shape
+        if self.first is not None:
+            position = self.first + jnp.arange(tokens, dtype=jnp.int32)[None]
+            position = jnp.where(position < whole.first_position + num_queries, position, -1)
+            position = jnp.broadcast_to(position, (batch, tokens))
+            starts = (jnp.zeros_like(position),) * 2
+        else:
+            position, *starts = self.arrays
+            starts = starts or (jnp.zeros_like(position),) * 2
+        return dataclasses.replace(
+            whole, position=position, sequence_start=starts[0], compression_start=starts[1],
+            run_lengths=(), run_firsts=(), run_queries=None,
+        )  # fmt: skip
+
+
+class Look(NamedTuple):
+    """The keys that the queries of a chunk see: `start .. end - 1`, and of these the ones in chosen blocks.
+
+    Attributes:
+      start, end: equal for a query that sees nothing.
+      chosen: whether each query and KV head takes each block; None where all keys of the range are seen.
+      block_start: first key of block 0 of each query's sequence; None where that is key 0.
+      ascending: whether the first query is known to see the first key of all, in every row.
+    """
+
+    start: Int32[Array, "B tokens"]
+    end: Int32[Array, "B tokens"]
+    chosen: Bool[Array, "B tokens K M"] | None = None
+    block_start: Int32[Array, "B tokens"] | None = None
+    ascending: bool = False
+
+    def tiles(self, sizes: TileSizes, num_keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """First key, and number of tiles: just those that cover the union of the ranges."""
+        if sizes.tile == num_keys:
+            return jnp.int32(0), jnp.int32(1)
+        if self.ascending:
+            return self.start[0, 0], (self.end.max() - self.start[0, 0] + sizes.tile - 1) // sizes.tile
+        first = jnp.where(self.start < self.end, self.start, jnp.iinfo(jnp.int32).max).min()
+        last = self.end.max()
+        first = jnp.minimum(first, last)
+        return first, (last - first + sizes.tile - 1) // sizes.tile
+
+    def read(
+        self, first: Int[Array, ""], sizes: TileSizes, block_size: int, *arrays: Array
+    ) -> tuple[Bool[Array, "B #K tokens tile"], list[Array]]:
+        """The keys `first .. first + tile - 1` of each array, and which of them each query sees.
+
+        The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
+        """
+        if sizes.tile == arrays[0].shape[1]:
+            clamped, tiles = jnp.int32(0), list(arrays)
+        else:
+            clamped = jnp.minimum(first, arrays[0].shape[1] - sizes.tile)
+            tiles = [jax.lax.dynamic_slice_in_dim(x, clamped, sizes.tile, axis=1) for x in arrays]
+        key = clamped + jnp.arange(sizes.tile, dtype=jnp.int32)[None, None]
+        visible = (key >= jnp.maximum(self.start, first)[..., None]) & (key < self.end[..., None])
+        if self.chosen is None:
+            return visible[:, None], tiles
+        chosen = self.chosen.swapaxes(1, 2)  # [B, K, tokens, M]
+        if self.block_start is None and sizes.tile == arrays[0].shape[1]:
+            whole = jnp.broadcast_to(chosen[..., None], (*chosen.shape, block_size))
+            return visible[:, None] & whole.reshape(*chosen.shape[:3], -1)[..., : sizes.tile], tiles
+        block = key if self.block_start is None else key - self.block_start[..., None]
+        block = jnp.broadcast_to(block // block_size, visible.shape)
+        block = jnp.clip(block, 0, chosen.shape[-1] - 1)[:, None]
+        return visible[:, None] & jnp.take_along_axis(chosen, block, axis=3), tiles
+
+
+def split_tokens(x: Array, tokens: int, fill: int = 0) -> Array:
+    """`[B, T, ...]` as `[chunks, B, tokens, ...]`, filled up at the end."""
+    batch, num_queries = x.shape[:2]
+    x = jnp.pad(x, ((0, 0), (0, -num_queries % tokens), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    return x.reshape(batch, -1, tokens, *x.shape[2:]).swapaxes(0, 1)
+
+
+def split_rows(
+    x: Float[Array, "B T N X"], num_kv_heads: int, tokens: int
+) -> Float[Array, "chunks B K rows X"]:
+    """The rows of each chunk."""
+    x = split_tokens(x, tokens)
+    chunks, batch, _, num_heads, dim = x.shape
+    x = x.reshape(chunks, batch, tokens, num_kv_heads, num_heads // num_kv_heads, dim)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(chunks, batch, num_kv_heads, -1, dim)
+
+
+def join_tokens(x: Array, num_queries: int) -> Array:
+    """Undoes `split_tokens`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
+
+
+def join_rows(
+    x: Float[Array, "chunks B K rows X"], num_queries: int, num_heads: int
+) -> Float[Array, "B T N X"]:
+    """Undoes `split_rows`."""
+    chunks, batch, num_kv_heads, rows, dim = x.shape
+    heads = num_heads // num_kv_heads
+    x = x.reshape(chunks, batch, num_kv_heads, rows // heads, heads, dim).transpose(1, 0, 3, 2, 4, 5)
+    return x.reshape(batch, chunks * (rows // heads), num_heads, dim)[:, :num_queries]
+
+
+def over_chunks(function: Callable[..., Any], inputs: Any) -> Any:
+    """`jax.lax.map`, without a loop where there is one chunk."""
+    if jax.tree.leaves(inputs)[0].shape[0] == 1:
+        one = function(jax.tree.map(lambda x: x[0], inputs))
+        return jax.tree.map(lambda x: x[None], one)
+    return jax.lax.map(function, inputs)
+
+
+def fold_chunks(function: Callable[..., Any], carry: Any, inputs: Any) -> Any:
+    """`jax.lax.scan`, without a loop where there is one chunk."""
+    if jax.tree.leaves(inputs)[0].shape[0] == 1:
+        carry, one = function(carry, jax.tree.map(lambda x: x[0], inputs))
+        return carry, jax.tree.map(lambda x: x[None], one)
+    return jax.lax.scan(function, carry, inputs)
+
+
+def fold_tiles(
+    look: Look,
+    sizes: TileSizes,
+    num_keys: int,
+    function: Callable[[Array, Any], Any],
+    carry: Any,
+    wanted: Bool[Array, ""] | None = None,
+) -> Any:
+    """`carry = function(first, carry)` for each tile of a chunk, `first` being its first key; if `wanted`."""
+    first, number = look.tiles(sizes, num_keys)
+    if sizes.one:
+        return function(first, carry)
+    if wanted is not None:
+        number = jnp.where(wanted, number, 0)
+    return jax.lax.fori_loop(0, number, lambda i, carry: function(first + i * sizes.tile, carry), carry)
+
+
+def add_tile(total: Array, first: Int[Array, ""], part: Array, axis: int) -> Array:
+    """Adds the results of one tile of keys to a total over all keys, clamped as `Look.read` clamps."""
+    if part.shape[axis] == total.shape[axis]:
+        return total + part
+    clamped = jnp.minimum(first, total.shape[axis] - part.shape[axis])
+    old = jax.lax.dynamic_slice_in_dim(total, clamped, part.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, clamped, axis)
+
+
+def of_rows(x: Bool[Array, "B #K tokens keys"], heads: int) -> Bool[Array, "B #K rows keys"]:
+    """What holds for each token, for each of its heads."""
+    return x if heads == 1 else jnp.repeat(x, heads, axis=2)
+
+
+def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
+    """Zeros to start a loop from, which under `shard_map` vary over the same mesh axes as `array`."""
+    return jnp.zeros_like(array, dtype, shape)

@@ -1,0 +1,48 @@
+"""Index arithmetic of the three branches: which keys a query sees, in plain and in packed rows.
+
+Every implementation and the reference take their indices from here, so a row that packs several sequences, a
+chunked prefill, a decode step and a shard of a sequence differ only in their `Placement`. `nsa_torch_ref`
+derives the same maps on its own.
+"""
+
+from nsa_jax.layout.blocks import (
+    distinct_blocks,
+    is_forced,
+    longest_length,
+    max_selection_blocks,
+    num_compression_blocks,
+    num_selection_blocks,
+    overlap_weights,
+)
+from nsa_jax.layout.placement import (
+    FirstKeys,
+    Index,
+    Placement,
+    Run,
+    Runs,
+    default_runs,
+    place,
+    positions_of,
+)
+from nsa_jax.layout.sequences import compression_block_starts, sequence_positions, sequence_starts
+
+__all__ = [
+    "FirstKeys",
+    "Index",
+    "Placement",
+    "Run",
+    "Runs",
+    "compression_block_starts",
+    "default_runs",
+    "distinct_blocks",
+    "is_forced",
+    "longest_length",
+    "max_selection_blocks",
+    "num_compression_blocks",
+    "num_selection_blocks",
+    "overlap_weights",
+    "place",
+    "positions_of",
+    "sequence_positions",
+    "sequence_starts",
+]

@@ -1,0 +1,59 @@
+"""Compression and selection blocks of one sequence: how many there are, and how they overlap."""
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Bool, Int, Int32
+from nsa_jax.config import NSAConfig
+
+
+def num_compression_blocks[L: (int, jax.Array)](length: L, config: NSAConfig) -> L:
+    """Number of complete compression blocks in a sequence of `length` tokens (int or integer array)."""
+    count = (length - config.compression_block_size) // config.compression_stride + 1
+    return max(count, 0) if isinstance(count, int) else jnp.maximum(count, 0)
+
+
+def longest_length(num_compressed: int, config: NSAConfig) -> int:
+    """Tokens of the longest sequence that has `num_compressed` complete compression blocks."""
+    return num_compressed * config.compression_stride + config.compression_block_size - 1
+
+
+def num_selection_blocks(length: int, config: NSAConfig) -> int:
+    """Number of selection blocks in a sequence of `length` tokens, the last one possibly partial."""
+    return -(-length // config.selection_block_size)
+
+
+def max_selection_blocks(num_compressed: int, config: NSAConfig) -> int:
+    """Selection blocks of the longest sequence that has `num_compressed` complete compression blocks."""
+    return num_selection_blocks(longest_length(num_compressed, config), config)
+
+
+def overlap_weights(config: NSAConfig) -> tuple[tuple[int, int], ...]:
+    """Weights of Eq. 9 as `(offset, weight)`: block `j` collects `weight * p_cmp[j * l'/d + offset]`.
+
+    The weight is `|cmp_i intersect slc_j| / d`, the shared tokens in strides. For 32 / 16 / 64 the offsets
+    -1 .. 3 weigh 1, 2, 2, 2, 1. Our reading of the equation, which as printed is shifted by a whole block.
+    """
+    strides_per_selection = config.selection_block_size // config.compression_stride
+    strides_per_compression = config.compression_block_size // config.compression_stride
+    return tuple(
+        (offset, min(offset + strides_per_compression, strides_per_selection) - max(offset, 0))
+        for offset in range(1 - strides_per_compression, strides_per_selection)
+    )
+
+
+def is_forced(
+    block: Int[Array, "*#shape"], position: Int[Array, "*#shape"], config: NSAConfig
+) -> Bool[Array, "*shape"]:
+    """Whether selection block `block` is initial or local to the query at sequence index `position`."""
+    current = position // config.selection_block_size
+    return (block < config.num_initial_blocks) | (block > current - config.num_local_blocks)
+
+
+def distinct_blocks(block_indices: Int[Array, "B T K R"]) -> Int32[Array, "B T K R"]:
+    """The selection with every block once: slots that repeat an earlier slot of their query become -1."""
+    blocks = block_indices.astype(jnp.int32)
+    slots = blocks.shape[-1]
+    earlier = jnp.tril(jnp.ones((slots, slots), bool), -1)[None, None, None]
+    repeated = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(axis=-1)
+    return jnp.where(repeated, -1, blocks)

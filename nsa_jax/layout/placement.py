@@ -1,0 +1,278 @@
+"""Where the queries of a call stand in their rows, and what is known of that while tracing."""
+
+import dataclasses
+import numbers
+from math import gcd
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.layout.blocks import num_compression_blocks
+from nsa_jax.layout.sequences import blocks_ended, sequence_starts
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """An index in a row: an int, which is known while tracing, or an array [B] with one for each row."""
+
+    value: int | Int32[Array, " B"]
+
+    @property
+    def known(self) -> int | None:
+        """The int, None for an array."""
+        return self.value if isinstance(self.value, int) else None
+
+    def of_rows(self, batch: int) -> Int32[Array, " B"]:
+        """One index for each row."""
+        return jnp.broadcast_to(jnp.asarray(self.value, jnp.int32), (batch,))
+
+    def tree_flatten(self):
+        """An int is part of the structure, so that it stays known under `jit`."""
+        return ((), self.value) if isinstance(self.value, int) else ((self.value,), None)
+
+    @classmethod
+    def tree_unflatten(cls, known, arrays):
+        """The inverse."""
+        return cls(*arrays) if arrays else cls(known)
+
+
+class Run(NamedTuple):
+    """`length` queries that are consecutive tokens.
+
+    Attributes:
+      length: how many, an int.
+      first: key index of the first one: an int, a scalar, or one for each row.
+    """
+
+    length: int
+    first: int | Int[Array, ""] | Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Queries that form runs of consecutive tokens, as a value of `query_positions`.
+
+    What an array `[B, T]` of positions hides: GPU kernels then compute what each tile of queries sees instead
+    of loading it.
+
+    Attributes:
+      runs: one after the other; their lengths add up to `T`.
+      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is) tells
+        kernels that no tile reaches into a second selection block. Not checked.
+      num_queries: how many of the `T` queries of each row are real, from the first on; the others are
+        padding. All by default.
+    """
+
+    runs: tuple[Run, ...]
+    divisor: int = 1
+    num_queries: Int[Array, " B"] | None = None
+
+
+class FirstKeys(NamedTuple):
+    """For each branch the row index of its first key: of a token, or of a compression block.
+
+    Not 0 where an array holds a part of the row, as a shard or a decode ring does. Keys that the array does
+    not hold are not seen; a first key may stand before the row, as -3, and then the keys before index 0 are
+    not there.
+    """
+
+    cmp: Index = Index(0)
+    slc: Index = Index(0)
+    win: Index = Index(0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where each query of a call stands. A query that sees nothing has position -1 and only empty ranges.
+
+    Made by `place`, once a call. What is known while tracing is part of its structure, so that it is a static
+    part of a `jit` argument; all arrays begin with the batch axis.
+
+    Attributes:
+      config: block structure.
+      packed: whether a row may hold several sequences.
+      position: index of the query in its own sequence, -1 where it sees nothing.
+      sequence_start: row index of the first token of its sequence.
+      compression_start: index, among the row's compression blocks, of its sequence's first block.
+      run_lengths: queries of each run of consecutive tokens; empty where nothing is known.
+      run_firsts: key index of each run's first query.
+      run_queries: how many queries of each run are real (the others, behind them, are padding); None: all.
+      divisor: divides the key index of the first query of every run.
+      first_keys: row index of each branch's first key.
+    """
+
+    config: NSAConfig = dataclasses.field(metadata={"static": True})
+    packed: bool = dataclasses.field(metadata={"static": True})
+    position: Int32[Array, "B T"]
+    sequence_start: Int32[Array, "B T"]
+    compression_start: Int32[Array, "B T"]
+    run_lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    run_firsts: tuple[Index, ...]
+    run_queries: Int32[Array, "B runs"] | None
+    divisor: int = dataclasses.field(metadata={"static": True})
+    first_keys: FirstKeys
+
+    def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
+        """First and one-past-last index, in an array of `num_keys`, of the window's keys: `max(0, t-w+1) .. t`.
+
+        The two are equal where a query sees nothing.
+        """
+        end = self.position + 1
+        start = jnp.maximum(end - self.config.window_size, 0)
+        shift = self.sequence_start - _by_row(self.first_keys.win)
+        return _within(start + shift, end + shift, num_keys)
+
+    def compression_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
+        """The same for the visible compression blocks: those with `i d + l - 1 <= t`."""
+        visible = num_compression_blocks(self.position + 1, self.config)
+        start = self.compression_start - _by_row(self.first_keys.cmp)
+        return _within(start, start + visible, num_keys)
+
+    def selection_start(self) -> Int32[Array, "B T"]:
+        """Index, in the array of the selected branch, of the first token of the query's sequence."""
+        return self.sequence_start - _by_row(self.first_keys.slc)
+
+    def selection_end(self, num_keys: int) -> Int32[Array, "B T"]:
+        """One past the index, in an array of `num_keys`, of the last key that a query may select; 0 for none."""
+        end = jnp.clip(self.selection_start() + self.position + 1, 0, num_keys)
+        return jnp.where(self.position >= 0, end, 0)
+
+    @property
+    def first_position(self) -> int | None:
+        """Position of the first query, where all queries are known to be neighbours in one sequence."""
+        if self.packed or len(self.run_firsts) != 1 or self.run_queries is not None:
+            return None
+        return self.run_firsts[0].known
+
+    def tile_in_one_block(self, tokens: int) -> bool:
+        """Whether each `tokens` neighbouring queries, from the first on, are known to lie in one selection block.
+
+        Those of the plain rows: blocks of packed sequences begin anywhere.
+        """
+        starts = (self.divisor, *self.run_lengths[:-1], self.config.selection_block_size)
+        return bool(self.run_lengths) and not self.packed and all(start % tokens == 0 for start in starts)
+
+
+def place(
+    config: NSAConfig,
+    *,
+    batch: int,
+    num_queries: int,
+    num_keys: int | Int[Array, ""] | Int[Array, " B"],
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    first_keys: FirstKeys = FirstKeys(),  # noqa: B008 (immutable)
+) -> Placement:
+    """Places queries, given by the row index of their key, in their sequences.
+
+    Args:
+      config: block structure.
+      batch: rows.
+      num_queries: queries of a row.
+      num_keys: tokens of a row. A query at or behind that many, or below 0, is padding.
+      query_positions: positions, or what is known of them; by default the last `num_queries` of the
+        `num_keys` tokens.
+      segment_ids: sequences of packed rows.
+      first_keys: where each branch's keys begin.
+    """
+    length = _index(num_keys, batch)
+    if query_positions is None:
+        query_positions = default_runs(num_queries, length.value)
+    run_queries, runs, divisor = None, (), 1
+    if isinstance(query_positions, Runs):
+        runs, divisor = query_positions.runs, query_positions.divisor
+        positions = positions_of(query_positions, batch)
+        run_queries = _run_queries(query_positions, batch, length)
+        if all(isinstance(run.first, numbers.Integral) for run in runs):
+            divisor = gcd(*(int(run.first) for run in runs)) or _ANY  # 0: all begin there
+    else:
+        positions = query_positions.astype(jnp.int32)
+    outside = (positions < 0) | (positions >= _by_row(length))
+    positions = jnp.where(outside, -1, positions)
+    known = dict(
+        config=config,
+        packed=segment_ids is not None,
+        run_lengths=tuple(run.length for run in runs),
+        run_firsts=tuple(_index(run.first, batch) for run in runs),
+        run_queries=run_queries,
+        divisor=divisor,
+        first_keys=FirstKeys(*(_index(first.value, batch) for first in first_keys)),
+    )
+    if segment_ids is None:
+        zero = jnp.zeros_like(positions)
+        return Placement(position=positions, sequence_start=zero, compression_start=zero, **known)
+
+    def at_query(per_token: Array) -> Array:
+        return jnp.take_along_axis(per_token, jnp.maximum(positions, 0), axis=1)
+
+    start = at_query(sequence_starts(segment_ids))
+    sees = (positions >= 0) & (at_query(segment_ids) != 0)
+    ended_before = jnp.pad(blocks_ended(segment_ids, config), ((0, 0), (1, 0)))
+    return Placement(
+        position=jnp.where(sees, positions - start, -1),
+        sequence_start=start,
+        compression_start=jnp.take_along_axis(ended_before, start, axis=1),
+        **known,
+    )
+
+
+_ANY = 2**30  # as a divisor: every number of tokens that a tile may have divides it
+
+
+def default_runs(num_queries: int, num_keys: int | Int[Array, " B"]) -> Runs:
+    """The last `num_queries` of `num_keys` tokens."""
+    return Runs((Run(num_queries, num_keys - num_queries),))
+
+
+def positions_of(runs: Runs, batch: int) -> Int32[Array, "B T"]:
+    """Key index of each query, -1 for padding."""
+    parts = [
+        _by_row(_index(run.first, batch)) + jnp.arange(run.length, dtype=jnp.int32)[None] for run in runs.runs
+    ]
+    parts = [jnp.broadcast_to(part, (batch, part.shape[1])) for part in parts]
+    positions = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    if runs.num_queries is None:
+        return positions
+    real = jnp.arange(positions.shape[1], dtype=jnp.int32)[None] < runs.num_queries.astype(jnp.int32)[:, None]
+    return jnp.where(real, positions, -1)
+
+
+def _run_queries(runs: Runs, batch: int, num_keys: Index) -> Int32[Array, "B runs"] | None:
+    """Real queries of each run; None where all are known to be."""
+
+    def inside(run: Run) -> bool:
+        first, room = _index(run.first, batch).known, num_keys.known
+        return first is not None and room is not None and 0 <= first <= room - run.length
+
+    if runs.num_queries is None and all(inside(run) for run in runs.runs):
+        return None
+    before, counts = 0, []
+    for run in runs.runs:
+        room = num_keys.of_rows(batch) - _index(run.first, batch).of_rows(batch)
+        if runs.num_queries is not None:
+            room = jnp.minimum(room, runs.num_queries.astype(jnp.int32) - before)
+        counts.append(jnp.clip(room, 0, run.length))
+        before += run.length
+    return jnp.stack(counts, axis=1)
+
+
+def _index(value: int | Array, batch: int) -> Index:
+    if isinstance(value, numbers.Integral):
+        return Index(int(value))
+    return Index(jnp.broadcast_to(jnp.asarray(value, jnp.int32), (batch,)))
+
+
+def _by_row(index: Index) -> int | Int32[Array, "B 1"]:
+    """The index such that it broadcasts against [B, T]."""
+    value = index.value
+    return value if isinstance(value, int) else value[:, None]
+
+
+def _within(start: Array, end: Array, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
+    end = jnp.clip(end, 0, num_keys)
+    return jnp.minimum(jnp.maximum(start, 0), end), end

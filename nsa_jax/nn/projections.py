@@ -1,0 +1,93 @@
+"""What the attention layers share: checked inputs, projections in and out of heads, and their sharding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int, Int32
+
+# "model" D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU, "vocab" the tokens; other dims are
+# replicated.
+DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
+
+Sharding = Mapping[str, str | None]
+
+
+def check_sharding(sharding: Sharding | None) -> None:
+    """Raises ValueError if `sharding` names a dimension that no kernel has."""
+    unknown = sorted(set(sharding or ()) - set(DIMENSIONS))
+    if unknown:
+        raise ValueError(
+            f"sharding maps some of {DIMENSIONS} to mesh axes, got {unknown}. Rename or drop them."
+        )
+
+
+def sharding_metadata(sharding: Sharding | None, *dimensions: str | None) -> dict[str, Any]:
+    """The `nnx.Param` metadata of a parameter with these dimensions; none where no sharding was asked for.
+
+    Flax applies `out_sharding` when the parameter is created, and then needs a mesh context (`jax.set_mesh`).
+    """
+    if sharding is None:
+        return {}
+    return {"out_sharding": tuple(sharding.get(name) if name else None for name in dimensions)}
+
+
+def projection(
+    in_features: int | tuple[int, ...],
+    out_features: int | tuple[int, ...],
+    *,
+    dimensions: tuple[str | None, ...],
+    sharding: Sharding | None,
+    **arguments: Any,
+) -> nnx.LinearGeneral:
+    """A projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
+    check_sharding(sharding)
+    in_rank = len(in_features) if isinstance(in_features, tuple) else 1
+    return nnx.LinearGeneral(
+        in_features,
+        out_features,
+        axis=tuple(range(-in_rank, 0)),
+        kernel_metadata=sharding_metadata(sharding, *dimensions),
+        bias_metadata=sharding_metadata(sharding, *dimensions[in_rank:]),
+        **arguments,
+    )
+
+
+def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """`head_dim` or its default, once the head counts divide."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
+            "Give each KV head the same number of query heads."
+        )
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(
+            "num_heads must divide in_features where head_dim is not given, got "
+            f"{num_heads} and {in_features}. Pass head_dim."
+        )
+    return in_features // num_heads if head_dim is None else head_dim
+
+
+def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
+    """Raises ValueError unless `x` is [B, T, in_features] and the others are integers of [B, T]."""
+    if x.ndim != 3 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
+            "Add the missing axis, or create the layer with other in_features."
+        )
+    for name, value in per_token.items():
+        if value is not None and (value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, jnp.integer)):
+            raise ValueError(
+                f"{name} must hold one integer for each token, got {value.dtype} of shape {value.shape} "
+                f"for x of shape {x.shape}. Broadcast it to [batch, tokens]."
+            )
+
+
+def token_positions(x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None) -> Int32[Array, "B T"]:
+    """Index of each token in its own sequence."""
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
+    return layout.sequence_positions(segment_ids)
