@@ -35,23 +35,20 @@ LENGTH = 65536
 ASSEMBLER = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}
 
-# File and name of every kernel.
+# Every kernel, by the name that a profile shows.
 WITH_PRODUCTS = {
-    "range_forward._attend_ranges_kernel",
-    "range_backward_query._query_gradient_kernel",
-    "range_backward_key._key_gradients_kernel",
-    "block_forward._attend_blocks_kernel",
-    "block_backward_query._query_gradient_kernel",
-    "block_backward_key._key_gradients_kernel",
-    "importance.importance_kernel",
+    *(f"nsa_{branch}_forward" for branch in ("compressed", "window", "selected")),
+    *(f"nsa_{branch}_query_gradient" for branch in ("compressed", "window", "selected")),
+    *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
+    "nsa_importance",
 }
 WITHOUT_PRODUCTS = {
-    "best_blocks.best_blocks_kernel",
-    "block_backward_key._add_partials_kernel",
-    "block_items._count_below_kernel",
-    "block_lists._union_lists_kernel",
-    "gated_sum._gated_sum_kernel",
-    "gated_sum._gate_gradients_kernel",
+    "nsa_best_blocks",
+    "nsa_union_lists",
+    "nsa_count_below",
+    "nsa_selected_add_partials",
+    "nsa_gated_sum",
+    "nsa_gate_gradients",
 }
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS
 
@@ -132,10 +129,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
 }
 
 # Tiles of few heads have fewer rows than the 64 of `wgmma`.
-SMALL_TILES = {
-    ("1 head", f"block_{x}")
-    for x in ("forward._attend_blocks_kernel", "backward_query._query_gradient_kernel")
-}
+SMALL_TILES = {("1 head", "nsa_selected_forward"), ("1 head", "nsa_selected_query_gradient")}
 
 
 class Kernel(NamedTuple):
@@ -192,13 +186,12 @@ def compiled(capability: int, shape: Shape) -> list[Kernel]:
 
 
 def jit_functions() -> dict[triton.JITFunction, str]:
-    """The functions under `triton.jit` of the package, with `file.name`."""
+    """The functions under `triton.jit` of the package, with their names."""
     functions = {}
-    for file in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{file.name}")
-        for name, value in vars(module).items():
-            if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__:
-                functions[value] = f"{file.name}.{name}"
+    for file in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(file.name)).values():
+            if isinstance(value, triton.JITFunction) and value.__module__.startswith(kernels.__name__):
+                functions[value] = f"{value.__module__}.{value.__name__}"
     return functions
 
 
@@ -210,20 +203,13 @@ def assemble(result: triton_lib.CompilationResult, target: str) -> Kernel:
     (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
     static = sum(map(int, re.findall(r"(\d+) bytes smem", done.stderr)))
     return Kernel(
-        f"{file_of(result.binary)}.{result.name}",
+        result.name,
         result.binary,
         result.shared_mem_bytes + static,
         result.global_scratch_size or 0,
         int(registers),
         int(spilled),
     )
-
-
-def file_of(ptx: str) -> str:
-    """The file that a kernel begins in: kernels of two files share a name."""
-    files = dict(re.findall(r'^\s*\.file\s+(\d+) "(.*)\.py"', ptx, re.MULTILINE))
-    first = re.search(r"^\s*\.loc\s+(\d+)", ptx[ptx.index(".entry") :], re.MULTILINE)
-    return pathlib.PurePath(files[first[1]]).name
 
 
 def instructions(kernel: Kernel, capability: int, name: str) -> list[str]:
@@ -233,7 +219,7 @@ def instructions(kernel: Kernel, capability: int, name: str) -> list[str]:
     small = capability < 90 or (name, kernel.name) in SMALL_TILES
     products = [] if name == "float32" else ["mma.sync" if small else "wgmma"]
     # The queries that chose a block stand anywhere: the gradient of its keys gathers them by pointers.
-    gathers = kernel.name == "block_backward_key._key_gradients_kernel"
+    gathers = kernel.name == "nsa_selected_key_gradients"
     return products if capability < 90 or gathers else [*products, "cp.async.bulk.tensor"]
 
 

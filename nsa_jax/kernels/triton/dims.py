@@ -1,4 +1,4 @@
-"""Head dims and head counts as the powers of two that Triton knows, and what wide ones leave room for.
+"""Head dims and head counts as the powers of two that Triton knows.
 
 Without importing Triton.
 """
@@ -35,22 +35,3 @@ def tokens_of(rows: int, heads_per_kv_head: int) -> int:
     """Query tokens of a tile of `rows` rows, each with the padded heads of one KV head; at least 16 rows."""
     heads = padded_heads(heads_per_kv_head)
     return max(rows, 16, heads) // heads
-
-
-def most_registers(value_dim: int, gated: bool = False) -> int | None:
-    """Cap of a thread's registers in a forward of 64 rows, 64 keys and 4 warps on Hopper; None for no cap.
-
-    At 128 four programs share a processor, at 168 three. `gated`: the kernel ends in the gated sum.
-    """
-    if value_dim > 192:
-        return None
-    return 168 if value_dim > (96 if gated else 128) else 128
-
-
-def most_stages(key_dim: int, value_dim: int) -> int:
-    """Stages of a d_query of 64 rows and 32 keys in 16 bits on Hopper, as measured for dims above 128.
-
-    Three at 192/128 (two programs a processor with either number) and at 256/256 (one with either); two at
-    192/192, where three would leave room for one program.
-    """
-    return 2 if 320 < key_dim + value_dim <= 384 else 3

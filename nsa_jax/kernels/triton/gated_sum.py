@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.launch import launch, like
-
-_ROWS = 32
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.tiles import GATED_SUM_ROWS
 
 
 @triton.jit
@@ -22,11 +21,12 @@ def _rows_of(rows, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.const
     return row, row[:, None] * VALUE_DIM + column[None, :], inside
 
 
-@triton.jit
-def _gated_sum_kernel(
+@triton.jit(repr=named("nsa_gated_sum"))
+def gated_sum_kernel(
     out_cmp, out_slc, out_win, gates, out, rows,
     VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The sum of the branches for ROWS rows."""
     row, place, inside = _rows_of(rows, VALUE_DIM, PADDED, ROWS)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     for branch in tl.static_range(3):
@@ -36,11 +36,12 @@ def _gated_sum_kernel(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _gate_gradients_kernel(
+@triton.jit(repr=named("nsa_gate_gradients"))
+def gate_gradients_kernel(
     out_cmp, out_slc, out_win, d_out, d_gates, rows,
     VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of the gates of ROWS rows."""
     row, place, inside = _rows_of(rows, VALUE_DIM, PADDED, ROWS)
     cotangent = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
     for branch in tl.static_range(3):
@@ -56,7 +57,7 @@ def gated_sum(
     gates: Float[Array, "B T N 3"],
 ) -> Float[Array, "B T N V"]:
     """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win`, summed in float32."""
-    return launch(_gated_sum_kernel, out_cmp, out_slc, out_win, gates, out=like(out_cmp), **_sizes(out_cmp))
+    return launch(gated_sum_kernel, out_cmp, out_slc, out_win, gates, out=like(out_cmp), **_sizes(out_cmp))
 
 
 def gate_gradients(
@@ -68,15 +69,15 @@ def gate_gradients(
 ) -> Float[Array, "B T N 3"]:
     """`sum(o * d_out)` over V for each branch, summed in float32, in the dtype of `gates`."""
     operands = (out_cmp, out_slc, out_win, d_out)
-    return launch(_gate_gradients_kernel, *operands, out=like(gates), **_sizes(out_cmp))
+    return launch(gate_gradients_kernel, *operands, out=like(gates), **_sizes(out_cmp))
 
 
 def _sizes(out: Float[Array, "B T N V"]) -> dict:
     rows, value_dim = out.size // out.shape[-1], out.shape[-1]
     return dict(
-        grid=(triton.cdiv(rows, _ROWS),),
+        grid=(triton.cdiv(rows, GATED_SUM_ROWS),),
         rows=rows,
         VALUE_DIM=value_dim,
         PADDED=triton.next_power_of_2(value_dim),
-        ROWS=_ROWS,
+        ROWS=GATED_SUM_ROWS,
     )

@@ -4,6 +4,9 @@ import importlib
 
 import jax
 
+from nsa_jax.array_typing import Array
+from nsa_jax.kernels.triton.tiles import ADA, AMPERE, HOPPER, Shape
+
 
 def capability() -> tuple[int, int] | None:
     """Compute capability of the GPU that a program is made for, None where none is known."""
@@ -19,16 +22,22 @@ def capability() -> tuple[int, int] | None:
 
 
 def target() -> int:
-    """The kind of GPU whose tile sizes fit: 80 (A100), 89 (consumer cards, less memory) or 90 (Hopper)."""
+    """The kind of GPU whose tile sizes fit, as `tiles` names it: all from compute capability 9.0 on are HOPPER's.
+
+    Consumer cards of 12.0 have less shared memory: they take those of ADA.
+    """
     found = capability() or (9, 0)
     if (9, 0) <= found < (12, 0):
-        return 90
-    return 80 if found == (8, 0) else 89
+        return HOPPER
+    return AMPERE if found == (8, 0) else ADA
 
 
-def shared_bytes(target: int) -> int:
-    """Shared memory that one program may have on a `target()`."""
-    return {80: 163, 89: 99, 90: 227}[target] * 1024
+def shape_of(query: Array, key: Array, value: Array | None = None, **known: bool | int) -> Shape:
+    """What sizes depend on: the operands [B, T, N, H], [B, S, K, H] and [B, S, K, V], and what is `known`."""
+    dims = (key if value is None else value).shape
+    return Shape(
+        target(), query.dtype.itemsize, query.shape[2] // dims[2], query.shape[3], dims[3], **known
+    )
 
 
 def has_tma() -> bool:

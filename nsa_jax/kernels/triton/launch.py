@@ -1,13 +1,21 @@
-"""The one door to the GPU: starts a Triton kernel on JAX arrays."""
+"""The one door to the GPU: starts a Triton kernel on JAX arrays, and maps functions made of kernels."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax_triton
 
 from nsa_jax.array_typing import Array
 
 MOST_PROGRAMS_Y = 65535
+
+
+def named(name: str) -> Callable[[Any], str]:
+    """What a kernel is called in profiles, as `triton.jit(repr=...)`; its constants fill the braces."""
+    return lambda specialization: name.format(**specialization.constants)
 
 
 def launch(
@@ -41,16 +49,16 @@ def launch(
             f"the Triton kernels run at most {MOST_PROGRAMS_Y} batch rows times KV heads, got "
             f"{max(grid[1:])}. Split the batch (jax.lax.map), or use implementation='xla'."
         )
-    if registers is not None:
-        constants["backend_options"] = dict(maxnreg=registers)
+    options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
     results = jax_triton.triton_call(
         *operands,
         kernel=kernel,
         out_type=out,
         grid=grid,
-        name=kernel.__name__,
+        name=kernel.repr(SimpleNamespace(constants=constants)),
         num_warps=num_warps,
         num_stages=num_stages,
+        **options,
         **constants,
     )
     # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
@@ -71,3 +79,23 @@ def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     return jax.ShapeDtypeStruct(
         array.shape if shape is None else shape, array.dtype if dtype is None else dtype
     )
+
+
+def folds_vmap[R](function: Callable[..., R]) -> Callable[..., R]:
+    """Makes a function of kernels mappable by `jax.vmap`: the mapped axis becomes part of the batch axis.
+
+    Each array that it takes and returns has the batch as its first axis.
+    """
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(axis_size, is_mapped, *args):
+        def fold(x, x_is_mapped):
+            x = x if x_is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+
+        results = mapped(*jax.tree.map(fold, args, tuple(is_mapped)))
+        results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped

@@ -1,8 +1,7 @@
 """The operations of `nsa_jax.attention` as Triton kernels, each with its backward.
 
-Each differs from the public one of the same name in that nothing is defaulted or validated any more and that
-the keys read by each query and KV head come as one more result. `tiles` are sizes of the `xla` implementation
-and are ignored; each kernel chooses its own.
+Behind the validation: nothing is defaulted, and the placement says where the queries stand
+(`nsa_jax.dispatch.Operations`). The kernels do not count what they read.
 
 What the forward leaves for the backward carries the names of `SAVED_NAMES` (`jax.ad_checkpoint`), so that a
 remat policy can keep it: `save_only_these_names(*SAVED_NAMES)` runs no forward kernel twice.
@@ -14,19 +13,116 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.config import NSAConfig, Tiles
+from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.kernels.triton import gated_sum as gating
-from nsa_jax.kernels.triton.batching import folds_vmap
-from nsa_jax.kernels.triton.block_attention import attend_blocks, block_gradients
-from nsa_jax.kernels.triton.range_attention import attend_ranges, range_gradients
-from nsa_jax.kernels.triton.range_tiles import Edges
+from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
+from nsa_jax.kernels.triton.launch import folds_vmap
+from nsa_jax.kernels.triton.ranges import attend_ranges, range_gradients
+from nsa_jax.kernels.triton.ranges.edges import compression_edges, window_edges
 from nsa_jax.kernels.triton.selection import choose_blocks
+from nsa_jax.layout import Placement
 
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
-type Attended = tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"]]
+
+@partial(jax.jit, static_argnames=("scale", "count_reads"))
+def compressed_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    placement: Placement,
+    scale: float,
+    *,
+    count_reads: bool = False,
+) -> Attended:
+    """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
+    _counts_nothing(count_reads)
+    return Attended(*_compressed(query, key_cmp, value_cmp, placement, scale))
+
+
+@partial(jax.jit, static_argnames=("scale", "count_reads"))
+def window_attention(
+    query: Float[Array, "B T N H"],
+    key_win: Float[Array, "B W K H"],
+    value_win: Float[Array, "B W K V"],
+    placement: Placement,
+    scale: float,
+    *,
+    count_reads: bool = False,
+) -> Attended:
+    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
+    _counts_nothing(count_reads)
+    num_keys = key_win.shape[1]
+    edges, limits = window_edges(placement, num_keys), placement.window_range(num_keys)
+    return Attended(*_range_attention(query, key_win, value_win, *limits, scale, edges))
+
+
+@partial(jax.jit, static_argnames=("scale",))
+def select_blocks(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    lse_cmp: Float[Array, "B T N"] | None,
+    placement: Placement,
+    scale: float,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends (Eq. 8-11)."""
+    if lse_cmp is None:
+        lse_cmp = _compressed(query, key_cmp, key_cmp, placement, scale)[1]
+    return _select(query, key_cmp, lse_cmp, placement, scale)
+
+
+@partial(jax.jit, static_argnames=("scale", "count_reads"))
+def selected_attention(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    placement: Placement,
+    scale: float,
+    *,
+    count_reads: bool = False,
+) -> Attended:
+    """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
+    _counts_nothing(count_reads)
+    return Attended(*_block_attention(query, key_slc, value_slc, block_indices, placement, scale))
+
+
+@jax.jit
+def gated_sum(
+    out_cmp: Float[Array, "B T N V"],
+    out_slc: Float[Array, "B T N V"],
+    out_win: Float[Array, "B T N V"],
+    gates: Float[Array, "B T N 3"],
+) -> Float[Array, "B T N V"]:
+    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32."""
+    return _gated_sum(out_cmp, out_slc, out_win, gates)
+
+
+@partial(jax.jit, static_argnames=("scale",))
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B W K H"],
+    value_win: Float[Array, "B W K V"],
+    gates: Float[Array, "B T N 3"],
+    block_indices: Int[Array, "B T K R"] | None,
+    placement: Placement,
+    scale: float,
+) -> Float[Array, "B T N V"]:
+    """The three branches and their gated sum (Eq. 5), differentiated as one.
+
+    The backward reads the cotangent of the output itself: gates enter the branches' kernels as a weight of
+    each row, so no cotangent of a branch is ever stored, and the branches add up one gradient of the query.
+    """
+    keys_values = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    return _native(query, *keys_values, gates, block_indices, placement, scale)
+
+
+def _counts_nothing(count_reads: bool) -> None:
+    assert not count_reads, "dispatch refuses return_reads for these kernels"
 
 
 def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
@@ -54,23 +150,25 @@ def _range_backward(scale, edges, residuals, cotangents):
 _range_attention.defvjp(_range_forward, _range_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _block_attention(query, key, value, block_indices, placed, config, scale, packed, first_position):
-    del packed
-    attend = partial(attend_blocks, config=config, scale=scale, first_position=first_position)
-    return folds_vmap(attend)(query, key, value, block_indices, placed)
+def _compressed(query, key_cmp, value_cmp, placement, scale):
+    num_keys = key_cmp.shape[1]
+    edges, limits = compression_edges(placement, num_keys), placement.compression_range(num_keys)
+    return _range_attention(query, key_cmp, value_cmp, *limits, scale, edges)
 
 
-def _block_forward(query, key, value, block_indices, placed, *settings):
-    out, lse = _saved(*_block_attention(query, key, value, block_indices, placed, *settings))
-    return (out, lse), (query, key, value, block_indices, placed, out, lse)
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _block_attention(query, key, value, block_indices, placement, scale):
+    return folds_vmap(partial(attend_blocks, scale=scale))(query, key, value, block_indices, placement)
 
 
-def _block_backward(config, scale, packed, first_position, residuals, cotangents):
-    settings = dict(config=config, scale=scale, packed=packed, first_position=first_position)
+def _block_forward(query, key, value, block_indices, placement, scale):
+    out, lse = _saved(*_block_attention(query, key, value, block_indices, placement, scale))
+    return (out, lse), (query, key, value, block_indices, placement, out, lse)
 
+
+def _block_backward(scale, residuals, cotangents):
     def gradients(*arrays):
-        return block_gradients(*arrays, weight=None, previous=None, **settings)
+        return block_gradients(*arrays, weight=None, previous=None, scale=scale)
 
     *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
     return *gradients_of_operands, None, None
@@ -79,102 +177,10 @@ def _block_backward(config, scale, packed, first_position, residuals, cotangents
 _block_attention.defvjp(_block_forward, _block_backward)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def compressed_attention(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"],
-    value_cmp: Float[Array, "B C K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
-    """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
-    del tiles
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    edges = _compression_edges(config, first_position)
-    return _attend_range(query, key_cmp, value_cmp, placed.compression_range(config), scale, edges)
-
-
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B S K H"],
-    value_win: Float[Array, "B S K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
-    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
-    del tiles
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    edges = Edges(first_position, config.window_size)
-    return _attend_range(query, key_win, value_win, placed.window_range(config), scale, edges)
-
-
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def select_blocks(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"],
-    *,
-    config: NSAConfig,
-    lse_cmp: Float[Array, "B T N"] | None,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Int32[Array, "B T K R"]:
-    """The blocks that each query attends (Eq. 8-11)."""
-    del tiles
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    if lse_cmp is None:
-        limits, edges = placed.compression_range(config), _compression_edges(config, first_position)
-        _, lse_cmp = _range_attention(query, key_cmp, key_cmp, *limits, scale, edges)
-    blocks = _select(query, key_cmp, lse_cmp, placed, config, scale, packed=segment_ids is not None)
+def _select(query, key_cmp, lse_cmp, placement, scale):
+    fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
+    blocks = folds_vmap(partial(choose_blocks, scale=scale))(*fixed, placement)
     return checkpoint_name(blocks, "nsa_block_indices")
-
-
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def selected_attention(
-    query: Float[Array, "B T N H"],
-    key_slc: Float[Array, "B S K H"],
-    value_slc: Float[Array, "B S K V"],
-    block_indices: Int[Array, "B T K R"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Attended:
-    """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
-    del tiles
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    settings = (config, scale, segment_ids is not None, first_position)
-    out, lse = _block_attention(query, key_slc, value_slc, block_indices, placed, *settings)
-    past = (placed.position + 1)[..., None, None] - block_indices * config.selection_block_size
-    visible = jnp.where(block_indices >= 0, jnp.clip(past, 0, config.selection_block_size), 0)
-    return out, lse, visible.sum(-1, dtype=jnp.int32)
-
-
-@jax.jit
-def gated_sum(
-    out_cmp: Float[Array, "B T N V"],
-    out_slc: Float[Array, "B T N V"],
-    out_win: Float[Array, "B T N V"],
-    gates: Float[Array, "B T N 3"],
-) -> Float[Array, "B T N V"]:
-    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32."""
-    return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
 @jax.custom_vjp
@@ -196,81 +202,45 @@ def _gated_sum_backward(operands, d_out):
 _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
-@partial(jax.jit, static_argnames=("config", "scale", "tiles", "first_position"))
-def native_sparse_attention(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"],
-    value_cmp: Float[Array, "B C K V"],
-    key_slc: Float[Array, "B S K H"],
-    value_slc: Float[Array, "B S K V"],
-    key_win: Float[Array, "B S K H"],
-    value_win: Float[Array, "B S K V"],
-    gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
-    block_indices: Int[Array, "B T K R"] | None,
-    query_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
-    scale: float,
-    tiles: Tiles,
-    first_position: int | None,
-) -> Float[Array, "B T N V"]:
-    """The three branches and their gated sum (Eq. 5), differentiated as one.
-
-    The backward reads the cotangent of the output itself: gates enter the branches' kernels as a weight of
-    each row, so no cotangent of a branch is ever stored, and the branches add up one gradient of the query.
-    """
-    del tiles
-    placed = layout.query_layout(config, query_positions, segment_ids)
-    keys_values = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    settings = (config, scale, segment_ids is not None, first_position)
-    return _native(query, *keys_values, gates, block_indices, placed, *settings)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(10, 11, 12, 13))
+@partial(jax.custom_vjp, nondiff_argnums=(10,))
 def _native(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
-    config, scale, packed, first_position,
-):  # fmt: skip
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement, scale
+):
     """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
-    settings = (config, scale, packed, first_position)
     keys_values = (key_cmp, value_cmp, key_slc, value_slc)
-    cmp, slc, _ = _first_two_branches(query, *keys_values, block_indices, placed, *settings)
-    attend = partial(attend_ranges, scale=scale, edges=Edges(first_position, config.window_size))
-    limits, others = placed.window_range(config), (cmp[0], slc[0], gates)
+    cmp, slc, _ = _first_two_branches(query, *keys_values, block_indices, placement, scale)
+    attend = partial(attend_ranges, scale=scale, edges=window_edges(placement, key_win.shape[1]))
+    limits, others = placement.window_range(key_win.shape[1]), (cmp[0], slc[0], gates)
     return folds_vmap(attend)(query, key_win, value_win, *limits, others)[0]
 
 
 def _native_forward(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
-    config, scale, packed, first_position,
-):  # fmt: skip
-    settings = (config, scale, packed, first_position)
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement, scale
+):
     keys_values = (key_cmp, value_cmp, key_slc, value_slc)
-    cmp, slc, block_indices = _first_two_branches(query, *keys_values, block_indices, placed, *settings)
-    attend = partial(attend_ranges, scale=scale, edges=Edges(first_position, config.window_size))
-    win = _saved(*folds_vmap(attend)(query, key_win, value_win, *placed.window_range(config)))
+    cmp, slc, block_indices = _first_two_branches(query, *keys_values, block_indices, placement, scale)
+    num_keys = key_win.shape[1]
+    attend = partial(attend_ranges, scale=scale, edges=window_edges(placement, num_keys))
+    win = _saved(*folds_vmap(attend)(query, key_win, value_win, *placement.window_range(num_keys)))
     out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
-    return out, (query, *keys_values, key_win, value_win, gates, block_indices, placed, cmp, slc, win)
+    return out, (query, *keys_values, key_win, value_win, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(
-    query, key_cmp, value_cmp, key_slc, value_slc, block_indices, placed,
-    config, scale, packed, first_position,
-):  # fmt: skip
+def _first_two_branches(query, key_cmp, value_cmp, key_slc, value_slc, block_indices, placement, scale):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
-    attend = partial(attend_ranges, scale=scale, edges=_compression_edges(config, first_position))
-    cmp = _saved(*folds_vmap(attend)(query, key_cmp, value_cmp, *placed.compression_range(config)))
+    num_keys = key_cmp.shape[1]
+    attend = partial(attend_ranges, scale=scale, edges=compression_edges(placement, num_keys))
+    limits = placement.compression_range(num_keys)
+    cmp = _saved(*folds_vmap(attend)(query, key_cmp, value_cmp, *limits))
     if block_indices is None:
-        block_indices = _select(query, key_cmp, cmp[1], placed, config, scale, packed)
-        block_indices = checkpoint_name(block_indices, "nsa_block_indices")
-    attend = partial(attend_blocks, config=config, scale=scale, first_position=first_position)
-    slc = _saved(*folds_vmap(attend)(query, key_slc, value_slc, block_indices, placed))
+        block_indices = _select(query, key_cmp, cmp[1], placement, scale)
+    attend = partial(attend_blocks, scale=scale)
+    slc = _saved(*folds_vmap(attend)(query, key_slc, value_slc, block_indices, placement))
     return cmp, slc, block_indices
 
 
-def _native_backward(config, scale, packed, first_position, residuals, d_out):
-    (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placed,
+def _native_backward(scale, residuals, d_out):
+    (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement,
      cmp, slc, win) = residuals  # fmt: skip
 
     def of_ranges(key, value, limits, edges, saved, branch, previous):
@@ -281,37 +251,22 @@ def _native_backward(config, scale, packed, first_position, residuals, d_out):
         weight = gates[..., branch].astype(jnp.float32)
         return folds_vmap(gradients)(query, key, value, *limits, *saved, d_out, weight, previous)
 
-    def of_blocks(query, key, value, block_indices, placed, out, lse, d_out, weight, previous):
-        return block_gradients(
-            query, key, value, block_indices, placed, out, lse, d_out, None, weight=weight, previous=previous,
-            config=config, scale=scale, packed=packed, first_position=first_position,
-        )  # fmt: skip
+    def of_blocks(query, key, value, block_indices, placement, out, lse, d_out, weight, previous):
+        operands = (query, key, value, block_indices, placement, out, lse, d_out, None)
+        return block_gradients(*operands, weight=weight, previous=previous, scale=scale)
 
-    limits, edges = placed.compression_range(config), _compression_edges(config, first_position)
+    num_keys = key_cmp.shape[1]
+    limits, edges = placement.compression_range(num_keys), compression_edges(placement, num_keys)
     d_query, *d_cmp, d_gate_cmp = of_ranges(key_cmp, value_cmp, limits, edges, cmp, 0, None)
     gate_slc = gates[..., 1].astype(jnp.float32)
     d_query, *d_slc, d_gate_slc = folds_vmap(of_blocks)(
-        query, key_slc, value_slc, block_indices, placed, *slc, d_out, gate_slc, d_query
+        query, key_slc, value_slc, block_indices, placement, *slc, d_out, gate_slc, d_query
     )
-    limits, edges = placed.window_range(config), Edges(first_position, config.window_size)
+    num_keys = key_win.shape[1]
+    limits, edges = placement.window_range(num_keys), window_edges(placement, num_keys)
     d_query, *d_win, d_gate_win = of_ranges(key_win, value_win, limits, edges, win, 2, d_query)
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, *d_cmp, *d_slc, *d_win, d_gates, None, None
 
 
 _native.defvjp(_native_forward, _native_backward)
-
-
-def _compression_edges(config: NSAConfig, first_position: int | None) -> Edges:
-    return Edges(first_position, None, config.compression_block_size, config.compression_stride)
-
-
-def _attend_range(query, key, value, limits, scale, edges) -> Attended:
-    out, lse = _range_attention(query, key, value, *limits, scale, edges)
-    reads = jnp.maximum(limits[1] - limits[0], 0)
-    return out, lse, jnp.repeat(reads[..., None], key.shape[2], axis=2)
-
-
-def _select(query, key_cmp, lse_cmp, placed, config, scale, packed):
-    choose = partial(choose_blocks, config=config, scale=scale, packed=packed)
-    return folds_vmap(choose)(query, key_cmp, lse_cmp, placed)

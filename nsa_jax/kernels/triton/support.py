@@ -11,6 +11,7 @@ from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.dims import padded_heads, splits
+from nsa_jax.kernels.triton.tiles import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -62,7 +63,7 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
     if len(floats) < 2 or len(floats[0].shape) != 4:
         return None
     query, key, *value = floats[:3]
-    room, width = gpu.shared_bytes(gpu.target()), query.dtype.itemsize
+    room, width = SHARED_BYTES[gpu.target()], query.dtype.itemsize
     if operation in ("select_blocks", "native_sparse_attention") and config is not None and width == 4:
         strides = config.selection_block_size // config.compression_stride
         columns = 2 * (1 << (strides - 1).bit_length())

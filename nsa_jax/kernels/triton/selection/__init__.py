@@ -8,47 +8,15 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton.best_blocks import best_blocks_kernel
+from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.dims import split_dim
-from nsa_jax.kernels.triton.gpu import has_tma, shared_bytes, target
-from nsa_jax.kernels.triton.importance import importance_kernel
+from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
-from nsa_jax.kernels.triton.pieces import LOG2_E, key_tiles, precision
-
-
-class SelectionSizes(NamedTuple):
-    """Pieces of work of the two kernels; any choice gives the same answer.
-
-    Attributes:
-      tokens: query tokens of a tile of scores.
-      columns: compressed keys of a tile of scores, a power of two.
-      column_tiles: tiles of scores that one program makes, one after the other.
-      num_warps, num_stages: of the score kernel.
-      best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
-      buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
-    """
-
-    tokens: int = 64
-    columns: int = 128
-    column_tiles: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-    best_columns: int = 128
-    buffer_bytes: int = 256 * 2**20
-
-    @classmethod
-    def of(cls, key_dim: int, itemsize: int, least: int = 16, capability: int = 90) -> "SelectionSizes":
-        """Sizes by key dim, bytes of a float, fewest columns, and compute capability (80, 89, 90)."""
-        room = shared_bytes(capability) - 15 * 1024  # for the sums
-        for tokens, columns, stages in (
-            (64, 128, 3), (64, 128, 2), (64, 64, 2), (32, 64, 2), (32, 32, 2), (32, 32, 1), (16, 32, 1),
-        ):  # fmt: skip
-            columns = max(columns, least)
-            split = tokens + columns if itemsize == 4 else 0  # float32 products split both operands
-            if (columns + stages * tokens + split) * key_dim * itemsize <= room:
-                break
-        warps = 4 if capability >= 90 or tokens * columns < 8192 else 8
-        return cls(tokens=tokens, columns=columns, num_warps=warps, num_stages=stages)
+from nsa_jax.kernels.triton.loading import key_tiles
+from nsa_jax.kernels.triton.pieces import LOG2_E, precision
+from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
+from nsa_jax.kernels.triton.selection.importance import importance_kernel
+from nsa_jax.layout import Placement
 
 
 class _Chunks(NamedTuple):
@@ -64,12 +32,10 @@ def choose_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
     lse_cmp: Float[Array, "B T N"],
-    placed: layout.QueryLayout,
-    config: NSAConfig,
+    placement: Placement,
     scale: float,
     *,
-    packed: bool,
-    sizes: SelectionSizes | None = None,
+    sizes: tiles.SelectionSizes | None = None,
 ) -> Int32[Array, "B T K R"]:
     """Selected blocks of every query, ascending, -1 behind; only the scores of one chunk are ever stored.
 
@@ -77,17 +43,17 @@ def choose_blocks(
       query: rotated queries.
       key_cmp: rotated compressed keys.
       lse_cmp: natural log-sum-exps of the compressed branch, float32.
-      placed: where the queries stand.
-      config: block structure.
+      placement: where the queries stand.
       scale: factor of the logits.
-      packed: whether rows hold several sequences, so that `placed.compression_start` counts.
       sizes: pieces of work; by the dims if None.
     """
+    assert placement.first_keys.cmp.known == 0, "the selection sees the compressed keys of whole rows"
     batch, num_queries = query.shape[:2]
-    num_compressed, num_kv_heads, key_dim = key_cmp.shape[1:]
-    sizes = sizes or SelectionSizes.of(
-        key_dim, query.dtype.itemsize, 2 * _padded_strides(config), capability=target()
-    )
+    num_compressed, num_kv_heads, _ = key_cmp.shape[1:]
+    config = placement.config
+    if sizes is None:
+        shape = shape_of(query, key_cmp, block_columns=2 * _padded_strides(config))
+        sizes = tiles.choose(tiles.SELECTION, shape)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
     forced = config.num_initial_blocks + config.num_local_blocks
     all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
@@ -106,8 +72,8 @@ def choose_blocks(
         )  # fmt: skip
         scores = None
         if not all_forced:
-            scores = _score(query, key_cmp, normalisers, placed, chunk, config, scale, packed, sizes, common)
-        return _choose(scores, placed.position, chunk, num_blocks, config, sizes, common)
+            scores = _score(query, key_cmp, normalisers, placement, chunk, scale, sizes, common)
+        return _choose(scores, placement.position, chunk, num_blocks, config, sizes, common)
 
     numbers = jnp.arange(chunks.number, dtype=jnp.int32)[:, None]
     chosen = choose_chunk(numbers[0]) if chunks.number == 1 else jax.lax.map(choose_chunk, numbers)
@@ -122,7 +88,7 @@ def _padded_strides(config: NSAConfig) -> int:
 
 
 def _split(
-    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: SelectionSizes
+    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: tiles.SelectionSizes
 ) -> _Chunks:
     """Chunks of whole batch rows as long as one fits, else even pieces of a row in whole tiles of tokens."""
     room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
@@ -137,8 +103,9 @@ def _split(
 
 
 def _score(
-    query, key_cmp, normalisers, placed, chunk, config, scale, packed, sizes, common
+    query, key_cmp, normalisers, placement: Placement, chunk, scale, sizes, common
 ) -> Float[Array, "B K T M"]:
+    config = placement.config
     num_heads, num_compressed = query.shape[2], key_cmp.shape[1]
     first, second = split_dim(query.shape[3])
     own = config.selection_block_size // config.compression_stride
@@ -147,19 +114,19 @@ def _score(
     early = config.compression_block_size > config.compression_stride
     # Blocks at or behind the local ones get no score, nor does a tile that begins behind them.
     last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
-    groups = -(-last // ((columns // padded - early) * sizes.column_tiles))
+    column_programs = -(-last // ((columns // padded - early) * sizes.column_tiles))
     shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])
     tma = has_tma() and padded == own  # else keys are loaded one by one
     return launch(
         importance_kernel,
-        *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers, placed.position,
-        placed.compression_start if packed else None, chunk,
+        *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers, placement.position,
+        placement.compression_start if placement.packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(-(-shape[2] // sizes.tokens) * groups, shape[0] * shape[1]),
+        grid=(-(-shape[2] // sizes.tokens) * column_programs, shape[0] * shape[1]),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        num_compressed=num_compressed, scale=scale, HEADS=num_heads, H0=first, H1=second,
+        num_compressed=num_compressed, scale=scale, NUM_HEADS=num_heads, H0=first, H1=second,
         SIZE=config.compression_block_size, STRIDE=config.compression_stride, TOKENS=sizes.tokens,
-        COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, GROUPS=groups,
+        COLUMNS=columns, PADDED=padded, TILES_EACH=sizes.column_tiles, COLUMN_PROGRAMS=column_programs,
         PRECISION=precision(query.dtype), TMA=tma, **common,
     )  # fmt: skip
 

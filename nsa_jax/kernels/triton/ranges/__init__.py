@@ -1,12 +1,12 @@
-"""Attention in which every query sees one range of keys: its kernels, and what needs none."""
+"""Attention in which every query sees one range of keys (compressed and window branch)."""
 
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.kernels.triton import range_forward
-from nsa_jax.kernels.triton.range_backward_key import range_key_gradients
-from nsa_jax.kernels.triton.range_backward_query import range_query_gradient
-from nsa_jax.kernels.triton.range_tiles import Edges
+from nsa_jax.kernels.triton.ranges import forward
+from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients
+from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
+from nsa_jax.kernels.triton.ranges.edges import Edges
 
 
 def attend_ranges(
@@ -29,7 +29,7 @@ def attend_ranges(
         assert others is None
         rows = query.shape[:3]
         return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
-    return range_forward.attend_ranges(query, key, value, start, end, scale, others, edges=edges)
+    return forward.attend_ranges(query, key, value, start, end, scale, others, edges=edges)
 
 
 def range_gradients(

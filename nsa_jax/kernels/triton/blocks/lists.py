@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from nsa_jax import layout
 from nsa_jax.array_typing import Array, Int, Int32
-from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
+from nsa_jax.kernels.triton.tiles import PAIRS_OF_A_WARP
+from nsa_jax.layout import Placement
 
 
 class UnionLists(NamedTuple):
@@ -38,15 +38,15 @@ class UnionLists(NamedTuple):
     rows: Int32[Array, "B T"]
 
 
-def last_rows(placed: layout.QueryLayout) -> Int32[Array, "B T"]:
+def last_rows(placement: Placement) -> Int32[Array, "B T"]:
     """Row index of the last key that each query sees, its own; -1 where it sees nothing."""
-    return jnp.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+    assert placement.first_keys.slc.known == 0, "the selected branch holds whole rows"
+    return jnp.where(placement.position >= 0, placement.sequence_start + placement.position, -1)
 
 
 def union_lists(
     block_indices: Int[Array, "B T K R"],
-    placed: layout.QueryLayout,
-    config: NSAConfig,
+    placement: Placement,
     num_keys: int,
     *,
     tokens: int,
@@ -63,17 +63,18 @@ def union_lists(
             "the Triton kernels need fewer than 2^31 keys times tokens of a tile, got "
             f"{num_keys} * {tokens}. Use implementation='xla'."
         )
-    rows = last_rows(placed)
+    rows = last_rows(placement)
     tiles = triton.cdiv(num_queries, tokens)
     padded_slots = triton.next_power_of_2(slots)
     entries = like(rows, (batch, num_kv_heads, tiles, tokens * slots))
     per_tile = like(rows, entries.shape[:3])
     starts, members, counts, unmasked = launch(
-        _union_lists_kernel, block_indices.astype(jnp.int32), rows, placed.sequence_start,
+        union_lists_kernel, block_indices.astype(jnp.int32), rows, placement.sequence_start,
         out=(entries, entries, per_tile, per_tile),
-        grid=(tiles, batch * num_kv_heads), num_warps=max(1, min(8, tokens * padded_slots // 64)),
-        num_queries=num_queries, HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
-        BLOCK=config.selection_block_size,
+        grid=(tiles, batch * num_kv_heads),
+        num_warps=max(1, min(8, tokens * padded_slots // PAIRS_OF_A_WARP)),
+        num_queries=num_queries, KV_HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
+        BLOCK=placement.config.selection_block_size,
     )  # fmt: skip
     return UnionLists(starts, members, counts, unmasked, rows)
 
@@ -83,15 +84,16 @@ def _join(start_a, members_a, start_b, members_b):
     return start_b, tl.where(start_a == start_b, members_a | members_b, members_b)
 
 
-@triton.jit
-def _union_lists_kernel(
+@triton.jit(repr=named("nsa_union_lists"))
+def union_lists_kernel(
     block_indices, rows, sequence_starts, starts, members, counts, unmasked, num_queries,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The list of one tile of queries and KV head."""
     tile = tl.program_id(0)
-    b = tl.program_id(1) // HEADS
-    head = tl.program_id(1) % HEADS
+    b = tl.program_id(1) // KV_HEADS
+    head = tl.program_id(1) % KV_HEADS
     SIZE: tl.constexpr = TOKENS * PADDED_SLOTS
     i = tl.arange(0, SIZE)
     token = i // PADDED_SLOTS
@@ -101,7 +103,7 @@ def _union_lists_kernel(
     at = b.to(tl.int64) * num_queries + query
     row = tl.load(rows + at, mask=inside, other=-1)
     block = tl.load(
-        block_indices + (at * HEADS + head) * SLOTS + slot, mask=inside & (slot < SLOTS), other=-1
+        block_indices + (at * KV_HEADS + head) * SLOTS + slot, mask=inside & (slot < SLOTS), other=-1
     )
     start = tl.load(sequence_starts + at, mask=inside, other=0) + block * BLOCK
     pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, LARGEST_INT))

@@ -1,4 +1,4 @@
-"""The selection turned round: for each key block the queries that chose it, cut into pieces of work.
+"""Inverts the selection: for each key block the queries that chose it, cut into pieces of work.
 
 The (query, block) pairs of a KV head are sorted by block. The pairs of one block are a run, which is cut into
 items of at most `item` pairs. A block whose pairs fit one item is written at once; the items of any other
@@ -19,9 +19,9 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Int, Int32
-from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton.block_lists import last_rows
-from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.blocks.lists import last_rows
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.tiles import COUNTS_OF_A_PROGRAM
 
 ITEM_FIELDS = 7
 
@@ -62,21 +62,19 @@ class _Numbering(NamedTuple):
 
 def invert(
     block_indices: Int[Array, "B T K R"],
-    placed: layout.QueryLayout,
-    config: NSAConfig,
+    placement: layout.Placement,
     num_keys: int,
     *,
     item: int,
-    packed: bool,
 ) -> BlockItems:
-    """Groups the pairs by block; `packed` where sequences may begin behind row index 0.
+    """Groups the pairs by block.
 
     Raises:
       NotImplementedError: more pairs or blocks than 32-bit numbers count.
     """
     batch, num_queries, num_kv_heads, _ = block_indices.shape
-    size = config.selection_block_size
-    numbering = (_number_packed if packed else _number_plain)(placed, config, num_keys)
+    size, packed = placement.config.selection_block_size, placement.packed
+    numbering = (_number_packed if packed else _number_plain)(placement, num_keys)
     num_blocks = numbering.starts.shape[1]
     heads = batch * num_kv_heads
     num_pairs, num_runs = block_indices.size, heads * num_blocks
@@ -86,12 +84,9 @@ def invert(
             f"{num_runs} blocks. Split the batch or the heads, or use implementation='xla'."
         )
 
-    row = last_rows(placed)[:, :, None, None]
-    start = placed.sequence_start[:, :, None, None] + block_indices * size
-    before = jnp.pad(block_indices[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=-1)
-    exists = (
-        (block_indices >= 0) & (start <= row) & (block_indices != before)
-    )  # a block said twice counts once
+    row = last_rows(placement)[:, :, None, None]
+    start = placement.sequence_start[:, :, None, None] + block_indices * size
+    exists = (block_indices >= 0) & (start <= row)
     query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
     head = jnp.arange(heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
     run = head * num_blocks + numbering.first[:, :, None, None] + block_indices
@@ -103,7 +98,7 @@ def invert(
     first, masked, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
 
     several = num_queries > item
-    if not several:  # one item a block, also of a block that a query names twice, against the rule
+    if not several:  # one item a block
         item = max(num_pairs, 1)
     count = -(-(end - first) // item)
     chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
@@ -136,29 +131,31 @@ def invert(
     )
 
 
-def _number_plain(placed, config, num_keys) -> _Numbering:
-    batch, num_blocks = placed.position.shape[0], layout.num_selection_blocks(num_keys, config)
+def _number_plain(placement: layout.Placement, num_keys: int) -> _Numbering:
+    config = placement.config
+    batch, num_blocks = placement.position.shape[0], layout.num_selection_blocks(num_keys, config)
     starts = jnp.arange(num_blocks, dtype=jnp.int32) * config.selection_block_size
     starts = jnp.broadcast_to(starts, (batch, num_blocks))
-    return _Numbering(jnp.zeros_like(placed.position), starts, jnp.full_like(starts, num_keys))
+    return _Numbering(jnp.zeros_like(placement.position), starts, jnp.full_like(starts, num_keys))
 
 
-def _number_packed(placed, config, num_keys) -> _Numbering:
+def _number_packed(placement: layout.Placement, num_keys: int) -> _Numbering:
+    config = placement.config
     size = config.selection_block_size
-    batch, num_queries = placed.position.shape
+    batch, num_queries = placement.position.shape
     num_blocks = layout.num_selection_blocks(num_keys, config) + min(num_queries, num_keys)
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    row = last_rows(placed)
-    begin = jnp.where(row >= 0, placed.sequence_start, num_keys)  # the last index is dropped
+    row = last_rows(placement)
+    begin = jnp.where(row >= 0, placement.sequence_start, num_keys)  # the last index is dropped
     seen = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].set(1, mode="drop")
     before = jnp.cumsum(seen, axis=1, dtype=jnp.int32) - seen
-    first = placed.sequence_start // size + jnp.take_along_axis(before, placed.sequence_start, axis=1)
+    first = placement.sequence_start // size + jnp.take_along_axis(before, placement.sequence_start, axis=1)
     # Keys behind a sequence's last query get nothing from it, and may belong to the next sequence.
     end = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].max(row + 1, mode="drop")
 
     at = jnp.where(row >= 0, first, num_blocks)
     unknown = jnp.full((batch, num_blocks), -1, jnp.int32)
-    sequence = jax.lax.cummax(unknown.at[b, at].set(placed.sequence_start, mode="drop"), axis=1)
+    sequence = jax.lax.cummax(unknown.at[b, at].set(placement.sequence_start, mode="drop"), axis=1)
     sequence_first = jax.lax.cummax(unknown.at[b, at].set(first, mode="drop"), axis=1)
     number = jnp.arange(num_blocks, dtype=jnp.int32)
     starts = sequence + (number - sequence_first) * size
@@ -186,13 +183,14 @@ def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int3
     """How many entries are below `first`, `first + 1`, ..., `first + number - 1`."""
     length = ascending.shape[0]
     return launch(
-        _count_below_kernel, ascending, out=like(ascending, (number,)), grid=(triton.cdiv(number, 128),),
-        length=length, number=number, first=first, STEPS=length.bit_length(), SIZE=128,
+        count_below_kernel, ascending, out=like(ascending, (number,)), grid=(triton.cdiv(number, COUNTS_OF_A_PROGRAM),),
+        length=length, number=number, first=first, STEPS=length.bit_length(), SIZE=COUNTS_OF_A_PROGRAM,
     )  # fmt: skip
 
 
-@triton.jit
-def _count_below_kernel(ascending, counts, length, number, first, STEPS: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(repr=named("nsa_count_below"))
+def count_below_kernel(ascending, counts, length, number, first, STEPS: tl.constexpr, SIZE: tl.constexpr):
+    """Binary search, `SIZE` numbers at a time."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     low = tl.zeros([SIZE], tl.int32)
     high = low + length

@@ -4,7 +4,7 @@ Grid: x = tokens of the chunk, y = batch rows of the chunk times KV heads; one w
 row of scores in pieces of `COLUMNS` and keeps the best so far: as long as the piece's largest score beats the
 worst one kept, it takes that one's place. Of equal scores the piece yields the lower block first and the kept
 one with the highest block gives way, so ties go to the lower block. Initial and local blocks stand in slots
-that nothing can take; a sort of the slots gives the ascending order. There are 32 slots at least, so that a
+that nothing can replace; a sort of the slots gives the ascending order. There are 32 slots at least, so that a
 warp reduces them, as it does the columns, in one instruction.
 
 Floor at 64k tokens and 4 KV heads: 0.5 GB of scores, 0.17 ms at 3 TB/s; some 30 rounds of 33 instructions in
@@ -14,10 +14,11 @@ a row of 512 blocks, and what stands around them, are 0.35 G warp instructions, 
 import triton
 import triton.language as tl
 
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
 
 
-@triton.jit
+@triton.jit(repr=named("nsa_best_blocks"))
 def best_blocks_kernel(
     scores, position, chunk, chosen,
     batch, num_queries, num_blocks,
@@ -52,7 +53,7 @@ def best_blocks_kernel(
     block = tl.where(fit, tl.where(slot < count, slot, free), block)
     if scores is not None:
         # Scores are compared by their bits, which order floats from 0 up: a warp reduces integers in one
-        # instruction. Free slots hold less than any score, slots that are not to be taken more.
+        # instruction. Replaceable slots hold -1, below any score; fixed slots hold LARGEST_INT.
         kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1, LARGEST_INT)
         source = scores + (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + in_chunk) * ROW
         column = tl.arange(0, COLUMNS)

@@ -1,0 +1,64 @@
+"""Attention over selected blocks: lists of the blocks of neighbouring queries, and kernels that loop over them."""
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.blocks import forward
+from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
+from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
+from nsa_jax.kernels.triton.blocks.lists import union_lists
+from nsa_jax.kernels.triton.dims import tokens_of
+from nsa_jax.kernels.triton.gpu import shape_of
+from nsa_jax.layout import Placement
+
+
+def attend_blocks(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`(out, lse)` of each query over the keys of its blocks up to its own."""
+    shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
+    sizes = tiles.choose(tiles.BLOCK_FORWARD, shape)
+    tokens = tokens_of(sizes.rows, shape.heads)
+    lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+    one_block = placement.tile_in_one_block(tokens)
+    return forward.attend_blocks(
+        query, key, value, lists, placement.config, scale, one_block=one_block, sizes=sizes
+    )
+
+
+def block_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
+    *,
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
+    """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
+
+    Arguments as in `attend_blocks` and `ranges.range_gradients`.
+    """
+    shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
+    sizes = tiles.choose(tiles.BLOCK_QUERY_GRADIENT, shape)
+    tokens = tokens_of(sizes.rows, shape.heads)
+    lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+    d_query, products, delta = block_query_gradient(
+        query, key, value, lists, placement.config, out, lse, d_out, d_lse, weight, previous, scale,
+        one_block=placement.tile_in_one_block(tokens), sizes=sizes,
+    )  # fmt: skip
+    d_keys = block_key_gradients(
+        query, key, value, block_indices, placement, lse, delta, d_out, weight, scale
+    )
+    return d_query, *d_keys, products

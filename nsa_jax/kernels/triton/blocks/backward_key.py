@@ -1,0 +1,285 @@
+"""Selected attention backward, gradients of keys and values: key blocks outside, their queries inside.
+
+grid = (items, block / keys): one program per item of up to `item` queries that chose one block
+(`blocks.items`). It holds the block's keys and values and the two sums; each step gathers the rows of a few
+tokens, tokens times query heads of the KV head = `rows`, whose `N H` floats lie together. Items are ordered
+by KV head and block, and tokens ascend in an item, so that programs that run together read the same queries
+from L2. Queries that do not see the whole block, mostly the block's own, stand first in
+a run and are masked in a loop of their own.
+
+No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
+block / 16), adds them in the order of the items and copies the blocks that were one item (270 MB at 64k,
+0.1 ms; Triton calls cannot write into an operand without a deprecated option). Gradients are the same bit
+for bit at every run.
+
+Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
+`(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
+Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs (at 64k and
+2048: 0.27 GB). Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from
+L2: `2 G (H + V)` a pair, 34 GB.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.blocks.items import ITEM_FIELDS, BlockItems, invert
+from nsa_jax.kernels.triton.blocks.lists import last_rows
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.pieces import (
+    LOG2_E,
+    Dim,
+    Pieces,
+    add_product,
+    added,
+    inner,
+    precision,
+    scaled,
+    zeros,
+)
+from nsa_jax.kernels.triton.softmax import load_lse
+
+
+def block_key_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    placement: layout.Placement,
+    lse: Float[Array, "B T N"],
+    delta: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    weight: Float[Array, "B T N"] | None,
+    scale: float,
+    *,
+    sizes: tiles.BlockKeySizes | None = None,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Gradients of the keys and values.
+
+    Args:
+      query, key, value, lse, delta, d_out, weight, scale: see `block_query_gradient`.
+      block_indices: sequence-local blocks of each query, each at most once; -1 in unused slots.
+      placement: where each query stands; plain rows are faster than packed ones.
+      sizes: tile sizes, chosen when None.
+    """
+    num_queries, num_heads, key_dim = query.shape[1:]
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads, block_size = num_heads // num_kv_heads, placement.config.selection_block_size
+    if sizes is None:
+        shape = shape_of(query, key, value, block_size=block_size)
+        sizes = tiles.choose(tiles.BLOCK_KEY_GRADIENTS, shape)
+    keys = min(sizes.keys, block_size)
+    assert block_size % keys == 0
+    item = sizes.item or tiles.ITEM_QUERIES.get(padded_heads(heads), tiles.ITEM_QUERIES_FROM_4)
+    items = invert(block_indices, placement, num_keys, item=item)
+    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    slots = max(items.num_slots, 1)
+    dims = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
+    part_key, part_value, d_key, d_value = launch(
+        selected_key_gradients_kernel,
+        query, key, value, items.tokens, items.items, last_rows(placement), lse, delta, d_out, weight,
+        out=(like(query, (slots, block_size, key_dim), "float32"),
+             like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
+        grid=(items.items.shape[0], block_size // keys), num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+        num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, G=heads, PADDED_G=padded_heads(heads),
+        TOKENS=tokens_of(sizes.rows, heads), KEYS=keys, SCALE=float(scale), PRECISION=precision(query.dtype),
+        WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
+    )  # fmt: skip
+    if items.num_slots:
+        d_key, d_value = _add_partials(items, part_key, part_value, d_key, d_value, dims)
+    if items.written is not None:
+        d_key = jnp.where(items.written[..., None], d_key, 0)
+        d_value = jnp.where(items.written[..., None], d_value, 0)
+    return d_key, d_value
+
+
+def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
+    """Copies the gradients of the blocks that are one item and adds up the others."""
+    heads, num_blocks = items.partials.shape
+    operands = (
+        part_key, part_value, items.slots, items.partials, items.starts, items.limits, d_key, d_value
+    )  # fmt: skip
+    return launch(
+        add_partials_kernel, *operands,
+        out=(like(d_key), like(d_value)), grid=(num_blocks, heads, dims["BLOCK"] // 16),
+        num_keys=d_key.shape[1], **dims,
+    )  # fmt: skip
+
+
+class KeyTile(NamedTuple):
+    """Keys of a block with their values; `rows` are their indices in the row of the batch."""
+
+    k: Pieces
+    v: Pieces
+    rows: tl.tensor
+
+
+class Sums(NamedTuple):
+    """Gradients of keys and of their values."""
+
+    dk: Pieces
+    dv: Pieces
+
+
+class Gathered(NamedTuple):
+    """Where the rows of a list of tokens come from.
+
+    Attributes:
+      query, d_out, lse, delta, weight: arrays of rows, a token with one head each; weight None for 1.
+      last_keys: last key that each query of the batch row sees.
+      tokens: the list.
+      first_row: first head of the KV head, at the first token of the batch row.
+      NUM_HEADS: N.
+      G: query heads of a KV head.
+      PADDED_G: heads of a tile for each token.
+      TOKENS: tokens of a step.
+      KEY, VALUE: `Dim` of keys and values.
+      WIDE: whether offsets in a row of the batch may pass 2^31.
+    """
+
+    query: tl.tensor
+    d_out: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+    weight: tl.tensor | None
+    last_keys: tl.tensor
+    tokens: tl.tensor
+    first_row: tl.tensor
+    NUM_HEADS: tl.constexpr
+    G: tl.constexpr
+    PADDED_G: tl.constexpr
+    TOKENS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    WIDE: tl.constexpr
+
+
+@triton.jit
+def _add_steps(
+    sums, held, source, first, last, end,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Adds the list's pairs `first .. last - 1`; those from `end` on do not exist."""
+    r = tl.arange(0, source.TOKENS * source.PADDED_G)
+    head = r % source.PADDED_G
+    for i in tl.range(first, last, source.TOKENS):
+        at = i + r // source.PADDED_G
+        token = tl.load(source.tokens + at, mask=at < end, other=0)
+        inside = (at < end) & (head < source.G)
+        if source.WIDE:
+            token = token.to(tl.int64)
+        rows = Rows(source.first_row, token * source.NUM_HEADS + head, inside)
+        q = load_rows(source.query, rows, source.KEY)
+        d_out = load_rows(source.d_out, rows, source.VALUE)
+        logits = inner(q, held.k, PRECISION)
+        dp = inner(d_out, held.v, PRECISION)
+        p = tl.exp2(logits * (SCALE * LOG2_E) - load_lse(source.lse, rows)[:, None])
+        if CAUSAL:
+            row = tl.load(source.last_keys + token, mask=inside, other=-1)
+            p = tl.where(held.rows[None, :] <= row[:, None], p, 0.0)
+        shift = tl.load(source.delta + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
+        if source.weight is not None:
+            gate = tl.load(source.weight + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
+            weighted = (p * gate).to(d_out.first.dtype)
+            dp = dp * gate
+        else:
+            weighted = p.to(d_out.first.dtype)
+        dv = add_product(tl.trans(weighted), d_out, sums.dv, PRECISION)
+        ds = (p * (dp - shift)).to(q.first.dtype)
+        sums = Sums(add_product(tl.trans(ds), q, sums.dk, PRECISION), dv)
+    return sums
+
+
+@triton.jit(repr=named("nsa_selected_key_gradients"))
+def selected_key_gradients_kernel(
+    query, key, value, tokens, items, last_keys, lse, delta, d_out, weight, part_key, part_value, d_key,
+    d_value, num_queries, num_keys, FIELDS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys of an item's block, or their parts where the block has several items."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    items += tl.program_id(0) * FIELDS
+    both = tl.load(items)
+    if both < 0:
+        return
+    within = tl.program_id(1) * KEYS
+    start = tl.load(items + 1) + within
+    limit = tl.load(items + 2)
+    first = tl.load(items + 3)
+    masked = tl.load(items + 4)
+    end = tl.load(items + 5)
+    slot = tl.load(items + 6)
+    b = (both // KV_HEADS).to(tl.int64)
+    kv_head = both % KV_HEADS
+    n = tl.arange(0, KEYS)
+    keys = Rows((b * num_keys + start) * KV_HEADS + kv_head, n * KV_HEADS, start + n < num_keys)
+    held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
+    source: tl.constexpr = Gathered(
+        query, d_out, lse, delta, weight, last_keys + b * num_queries, tokens,
+        b * num_queries * (KV_HEADS * G) + kv_head * G,
+        KV_HEADS * G, G, PADDED_G, TOKENS, KEY, VALUE, WIDE,
+    )  # fmt: skip
+    sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
+    middle = first + tl.cdiv(masked - first, TOKENS) * TOKENS
+    sums = _add_steps(sums, held, source, first, middle, end, SCALE, PRECISION, True)
+    sums = _add_steps(sums, held, source, middle, end, end, SCALE, PRECISION, False)
+    dk = scaled(sums.dk, SCALE)
+    if slot < 0:
+        mine = Rows(keys.first, keys.offset, start + n < limit)
+        store_rows(d_key, mine, dk, KEY)
+        store_rows(d_value, mine, sums.dv, VALUE)
+    else:
+        part = Rows(slot.to(tl.int64) * BLOCK + within, n, n >= 0)
+        store_rows(part_key, part, dk, KEY)
+        store_rows(part_value, part, sums.dv, VALUE)
+
+
+@triton.jit
+def _add_slots(part, slot, count, within, BLOCK: tl.constexpr, DIM):
+    """The sum of a block's partial sums, for 16 of its keys, in the order of the slots."""
+    n = tl.arange(0, 16)
+    total = zeros(16, DIM)
+    for i in range(count):
+        total = added(total, load_rows(part, Rows((slot + i) * BLOCK + within, n, n >= 0), DIM))
+    return total
+
+
+@triton.jit(repr=named("nsa_selected_add_partials"))
+def add_partials_kernel(
+    part_key, part_value, slots, partials, starts, limits, old_key, old_value, d_key, d_value,
+    num_keys, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """Gradients of 16 keys of a block: copied where it was one item, else added up."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    block = tl.program_id(0)
+    num_blocks = tl.num_programs(0)
+    b = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    count = tl.load(partials + tl.program_id(1) * num_blocks + block)
+    n = tl.arange(0, 16)
+    within = tl.program_id(2) * 16
+    key = tl.load(starts + b * num_blocks + block) + within
+    mine = key + n < tl.load(limits + b * num_blocks + block)
+    to = Rows((b.to(tl.int64) * num_keys + key) * KV_HEADS + kv_head, n * KV_HEADS, mine)
+    if count == 0:
+        store_rows(d_key, to, load_rows(old_key, to, KEY), KEY)
+        store_rows(d_value, to, load_rows(old_value, to, VALUE), VALUE)
+    else:
+        slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
+        store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
+        store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)

@@ -1,0 +1,223 @@
+"""Where kernels load tiles of keys and queries from, and store rows to.
+
+On Hopper the tensor memory accelerator (TMA) fetches tiles, through descriptors that the host makes: those
+that a kernel makes for itself need memory that jaxlib allocates at every launch, which no CUDA graph may do,
+and XLA runs whole programs as CUDA graphs. Older GPUs load through pointers.
+"""
+
+from typing import NamedTuple
+
+import jax_triton
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
+from nsa_jax.kernels.triton.pieces import Dim, Pieces
+
+type Source = Array | jax_triton.TensorDescriptor | None
+
+
+def key_tiles(array: Array, rows: int, tma: bool) -> tuple[Source, Source]:
+    """What a kernel loads tiles of `rows` tokens of one head of `[B, S, K, D]` from: both pieces."""
+    if not tma:
+        return array, None
+    batch, length, heads, dim = array.shape
+    return _descriptors(array.reshape(batch, length, heads * dim), (1, rows), dim)
+
+
+def query_tiles(array: Array, num_kv_heads: int, tokens: int, tma: bool) -> tuple[Source, Source]:
+    """The same for `tokens` tokens and the padded heads of one KV head of `[B, T, N, D]`."""
+    if not tma:
+        return array, None
+    batch, length, num_heads, dim = array.shape
+    heads = num_heads // num_kv_heads
+    array = array.reshape(batch, length, num_kv_heads, heads, dim)
+    return _descriptors(array, (1, tokens, 1, padded_heads(heads)), dim)
+
+
+def _descriptors(array: Array, block: tuple[int, ...], dim: int) -> tuple[Source, Source]:
+    first, second = (
+        jax_triton.TensorDescriptor.from_array(array, (*block, piece)) if piece else None
+        for piece in split_dim(dim)
+    )
+    return first, second
+
+
+class Keys(NamedTuple):
+    """Where tiles of ROWS keys, or values, of one head of row `b` come from: `[B, length, HEADS, D]`.
+
+    Attributes:
+      first, second: a pointer and None, or a descriptor of each piece.
+      b, head, length: row of the batch, head, and tokens of the row.
+      HEADS: heads of the array: KV heads for keys, query heads for queries.
+      ROWS: keys of a tile.
+      DIM: `Dim` of a key.
+      TMA: whether these are descriptors.
+    """
+
+    first: tl.tensor
+    second: tl.tensor | None
+    b: tl.tensor
+    head: tl.tensor
+    length: tl.tensor
+    HEADS: tl.constexpr
+    ROWS: tl.constexpr
+    DIM: tl.constexpr
+    TMA: tl.constexpr
+
+
+class Queries(NamedTuple):
+    """Where tiles of TOKENS tokens with the heads of one KV head come from: `[B, length, KV_HEADS, G, D]`.
+
+    Attributes:
+      first, second: a pointer and None, or a descriptor of each piece.
+      b, kv_head, length: row of the batch, KV head, and tokens of the row.
+      KV_HEADS: K.
+      G: query heads of a KV head.
+      PADDED_G: heads of a tile for each token.
+      TOKENS: tokens of a tile.
+      DIM: `Dim` of a query.
+      TMA: whether these are descriptors.
+    """
+
+    first: tl.tensor
+    second: tl.tensor | None
+    b: tl.tensor
+    kv_head: tl.tensor
+    length: tl.tensor
+    KV_HEADS: tl.constexpr
+    G: tl.constexpr
+    PADDED_G: tl.constexpr
+    TOKENS: tl.constexpr
+    DIM: tl.constexpr
+    TMA: tl.constexpr
+
+
+class Rows(NamedTuple):
+    """Rows of `[rows, D]`, each a token with one head: `first + offset`, where `inside`."""
+
+    first: tl.tensor
+    offset: tl.tensor
+    inside: tl.tensor
+
+
+class QueryTile(NamedTuple):
+    """TOKENS neighbouring queries, each with the PADDED_G query heads of one KV head: the rows of a program.
+
+    Attributes:
+      b: row of the batch.
+      kv_head: the KV head.
+      first_query: `b T`, where the batch row begins in arrays `[B, T]`.
+      first_token: first token of the tile, among those of the batch row.
+      token: token of each row, counted from the tile's first.
+      rows: place of each row in arrays `[B T N, D]`.
+    """
+
+    b: tl.tensor
+    kv_head: tl.tensor
+    first_query: tl.tensor
+    first_token: tl.tensor
+    token: tl.tensor
+    rows: Rows
+
+
+@triton.jit
+def query_tile(
+    tile, num_queries, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Tile number `tile` of the batch row and KV head that the grid's y axis counts."""
+    b = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    r = tl.arange(0, TOKENS * PADDED_G)
+    token = r // PADDED_G
+    head = r % PADDED_G
+    first_token = tile * TOKENS
+    inside = (first_token + token < num_queries) & (head < G)
+    first_query = b.to(tl.int64) * num_queries
+    first_row = (first_query + first_token) * (KV_HEADS * G) + kv_head * G
+    rows = Rows(first_row, token * (KV_HEADS * G) + head, inside)
+    return QueryTile(b, kv_head, first_query, first_token, token, rows)
+
+
+@triton.jit
+def load_keys(keys, token):
+    """The tile of keys that starts at `token`, 0 outside of the row's `0 .. length - 1`."""
+    if keys.TMA:
+        WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
+        x0 = keys.first.load([keys.b, token, keys.head * WIDTH]).reshape(keys.ROWS, keys.DIM.D0)
+        if keys.DIM.D1 > 0:
+            x1 = keys.second.load([keys.b, token, keys.head * WIDTH + keys.DIM.D0])
+            x1 = x1.reshape(keys.ROWS, keys.DIM.D1)
+        else:
+            x1 = None
+        tile = Pieces(x0, x1)
+    else:
+        WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
+        row = token + tl.arange(0, keys.ROWS)
+        pointer = keys.first + (keys.b.to(tl.int64) * keys.length * keys.HEADS + keys.head) * WIDTH
+        offset = row.to(tl.int64) * (keys.HEADS * WIDTH)
+        tile = load_at(pointer, offset, (row >= 0) & (row < keys.length), keys.DIM)
+    return tile
+
+
+@triton.jit
+def load_queries(queries, token):
+    """The tile of queries that starts at `token`, 0 where there is no token or no head."""
+    ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
+    D0: tl.constexpr = queries.DIM.D0
+    D1: tl.constexpr = queries.DIM.D1
+    if queries.TMA:
+        x0 = queries.first.load([queries.b, token, queries.kv_head, 0, 0]).reshape(ROWS, D0)
+        if D1 > 0:
+            x1 = queries.second.load([queries.b, token, queries.kv_head, 0, D0]).reshape(ROWS, D1)
+        else:
+            x1 = None
+        tile = Pieces(x0, x1)
+    else:
+        r = tl.arange(0, ROWS)
+        inside = (token + r // queries.PADDED_G < queries.length) & (r % queries.PADDED_G < queries.G)
+        row = (queries.b.to(tl.int64) * queries.length + token) * queries.KV_HEADS + queries.kv_head
+        start = row * (queries.G * (D0 + D1))
+        offset = (r // queries.PADDED_G) * (queries.KV_HEADS * queries.G) + r % queries.PADDED_G
+        tile = load_at(queries.first + start, offset * (D0 + D1), inside, queries.DIM)
+    return tile
+
+
+@triton.jit
+def load_rows(pointer, rows, DIM):
+    """The rows of the array at `pointer`, 0 where they are not inside."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    return load_at(pointer + rows.first * WIDTH, rows.offset * WIDTH, rows.inside, DIM)
+
+
+@triton.jit
+def load_at(pointer, offset, inside, DIM):
+    """Vectors that start at `pointer + offset`, 0 where not `inside`."""
+    x0 = tl.load(
+        pointer + offset[:, None] + tl.arange(0, DIM.D0)[None, :], mask=inside[:, None], other=0.0
+    )
+    if DIM.D1 > 0:
+        columns = DIM.D0 + tl.arange(0, DIM.D1)
+        x1 = tl.load(pointer + offset[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    else:
+        x1 = None
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def store_rows(pointer, rows, x, DIM):
+    """Stores the rows of the array at `pointer` that are inside, in its dtype."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    store_at(pointer + rows.first * WIDTH, rows.offset * WIDTH, x, rows.inside, DIM)
+
+
+@triton.jit
+def store_at(pointer, offset, x, inside, DIM):
+    """Stores vectors that start at `pointer + offset`, where `inside`, in the pointer's dtype."""
+    to = pointer + offset[:, None]
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    tl.store(to + tl.arange(0, DIM.D0)[None, :], x.first.to(dtype), mask=inside[:, None])
+    if DIM.D1 > 0:
+        columns = DIM.D0 + tl.arange(0, DIM.D1)
+        tl.store(to + columns[None, :], x.second.to(dtype), mask=inside[:, None])

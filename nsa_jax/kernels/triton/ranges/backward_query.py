@@ -1,0 +1,175 @@
+"""Range attention backward to the queries: the loop of the forward with the saved normaliser.
+
+grid = (ceil(T / tokens), B K), tiles and order as in `ranges.forward`. A step takes three products: the
+logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`), an earlier
+branch's gradient (`previous`) and the deltas (`row_numbers`) are taken in, so none costs a pass of its own.
+
+Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits: 168 at 64 rows, 64
+keys, 4 warps. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB at 128/128, bfloat16: three
+programs a processor), `(rows + 2 keys) (H + V) itemsize` and what a product needs at two (112 KB, two
+programs), which long loops want. Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800
+TFLOP/s; window 1.6 TFLOP, 2.1 ms.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
+from nsa_jax.kernels.triton.pieces import (
+    LOG2_E,
+    Dim,
+    add_product,
+    added,
+    inner,
+    kept,
+    precision,
+    scaled,
+    zeros,
+)
+from nsa_jax.kernels.triton.ranges.edges import NOTHING_KNOWN, Edges, Ranges, is_seen, key_limits, seen_by
+from nsa_jax.kernels.triton.softmax import Sources, row_numbers
+
+
+def range_query_gradient(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    start: Int32[Array, "B T"],
+    end: Int32[Array, "B T"],
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+    *,
+    edges: Edges = NOTHING_KNOWN,
+    sizes: tiles.RangeQuerySizes | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; with what the rows know.
+
+    Args:
+      query, key, value, start, end, scale, edges: as `attend_ranges` had them.
+      out, lse: what it returned.
+      d_out: gradient of the gated sum, or of `out` where `weight` is None.
+      d_lse: gradient of `lse`; None for 0.
+      weight: gate of this branch.
+      previous: gradient from other branches.
+      sizes: overrides the choice.
+
+    Returns:
+      `(d_query, products, delta)`. For each row, in float32: `products` is the sum of `out * d_out` over V,
+      which is the gradient of the gate, and `delta = weight products - d_lse`.
+    """
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads = num_heads // num_kv_heads
+    if sizes is None:
+        shape = shape_of(query, key, value, from_0=edges.from_0)
+        sizes = tiles.choose(tiles.RANGE_QUERY_GRADIENT, shape)
+    tokens = tokens_of(sizes.rows, heads)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys)
+    tail = edge_tiles["TAIL"]
+    known = edges.first_position is not None
+    tma = has_tma()
+    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    return launch(
+        range_query_gradient_kernel, query,
+        *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
+        None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
+        out=(like(query), like(lse), like(lse)),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
+        num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
+        PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
+        SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
+        PRECISION=precision(query.dtype), TMA=tma,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_step(
+    dq, q, d_out, numbers, keys, values, first, seen,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`dq` with what the keys from `first` on add to it, before the scale."""
+    k = load_keys(keys, first)
+    v = load_keys(values, first)
+    logits = inner(q, k, PRECISION)
+    dp = inner(d_out, v, PRECISION)
+    p = tl.exp2(logits * (SCALE * LOG2_E) - numbers.lse[:, None])
+    if numbers.gate is not None:
+        dp = dp * numbers.gate[:, None]
+    ds = p * (dp - numbers.delta[:, None])
+    if MASKED:
+        ds = tl.where(is_seen(first, seen, keys.ROWS), ds, 0.0)
+    return add_product(ds.to(k.first.dtype), k, dq, PRECISION)
+
+
+@triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
+def range_query_gradient_kernel(
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
+    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
+    BRANCH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of queries, and the numbers of its rows."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    tile = query_tile(
+        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS
+    )
+    b, head, rows = tile.b, tile.kv_head, tile.rows
+    keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
+    values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
+    tail_keys: tl.constexpr = Keys(tail_keys0, tail_keys1, b, head, num_keys, KV_HEADS, TAIL, KEY, TMA)
+    tail_values: tl.constexpr = Keys(
+        tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
+    )
+    if FIRST is None:
+        starts += tile.first_query
+        ends += tile.first_query
+    ranges: tl.constexpr = Ranges(starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+
+    q = load_rows(query, rows, KEY)
+    d_out_rows = load_rows(d_out, rows, VALUE)
+    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges)
+    sees = seen.count > 0
+    # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
+    normaliser = tl.load(lse + rows.first + rows.offset, mask=sees, other=float("inf")) * LOG2_E
+    numbers = row_numbers(Sources(out, d_lse, weight, products, delta), normaliser, d_out_rows, rows, VALUE)
+    limits = key_limits(tile.first_token, num_queries, ranges, TOKENS, KEYS, KEYS)
+
+    dq = zeros(TOKENS * PADDED_G, KEY)
+    if PEEL:
+        dq = _add_step(
+            dq, q, d_out_rows, numbers, tail_keys, tail_values, limits.full_high, seen,
+            SCALE, PRECISION, True,
+        )  # fmt: skip
+        if FRONT:
+            dq = _add_step(
+                dq, q, d_out_rows, numbers, keys, values, limits.full_low - KEYS, seen,
+                SCALE, PRECISION, True,
+            )  # fmt: skip
+    for first in tl.range(limits.full_low, limits.full_high, KEYS):
+        dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, False)
+    if REST or not PEEL:
+        for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
+            dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
+        for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
+            dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
+
+    dq = kept(scaled(dq, SCALE), sees[:, None])
+    if previous is not None:
+        dq = added(dq, load_rows(previous, rows, KEY))
+    store_rows(d_query, rows, dq, KEY)

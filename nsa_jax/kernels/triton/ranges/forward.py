@@ -1,0 +1,182 @@
+"""Range attention forward: a tile of neighbouring queries loops over the keys that at least one of them sees.
+
+grid = (ceil(T / tokens), B K): one program per `tokens` queries times the query heads of a KV head, `rows`
+rows in all (4 tokens x 16 heads = 64). In the middle every query sees every key and nothing is masked; only
+the tiles before and behind it compare. Behind the middle of a window lie the tokens - 1 keys that follow the
+first query: a step of 16 keys. Ranges that begin at 0 end in a step of 64 keys, and begin with one where the
+whole steps of 128 leave it over. Late queries see most keys in the causal case: they start first. Head-major
+order keeps the keys and values of one KV head in L2.
+
+Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 32 + 16 at 64 rows,
+64 keys, 4 warps, V = 128): 128 in all, so that four programs share a processor, and 164 and three at 128
+keys. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and 48 KB), since keys and values
+are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s;
+window 1.1 TFLOP, 1.4 ms, and 3 % more for masked positions inside tiles. L2 reads `keys (H + V) itemsize` per
+step: 68 GB compressed.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
+from nsa_jax.kernels.triton.pieces import (
+    LOG2_E,
+    Dim,
+    added,
+    cast,
+    inner,
+    kept,
+    precision,
+    scaled,
+)
+from nsa_jax.kernels.triton.ranges.edges import NOTHING_KNOWN, Edges, Ranges, is_seen, key_limits, seen_by
+from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
+
+
+def attend_ranges(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    start: Int32[Array, "B T"],
+    end: Int32[Array, "B T"],
+    scale: float,
+    others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
+    *,
+    edges: Edges = NOTHING_KNOWN,
+    sizes: tiles.RangeQuerySizes | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention of each query over keys `start .. end - 1`; `start >= end` sees nothing.
+
+    Args:
+      query, key, value, start, end, scale: as above.
+      others: outputs of the compressed and the selected branch, and the gates; then `out` is the gated sum.
+      edges: what is known of the ranges of neighbouring queries.
+      sizes: overrides the choice.
+
+    Returns:
+      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing.
+    """
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads = num_heads // num_kv_heads
+    if sizes is None:
+        shape = shape_of(query, key, value, from_0=edges.from_0, gated=others is not None)
+        sizes = tiles.choose(tiles.RANGE_FORWARD, shape)
+    if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
+        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    assert sizes.peel or not sizes.halve
+    tokens = tokens_of(sizes.rows, heads)
+    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
+    tail = edge_tiles["TAIL"]
+    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    known = edges.first_position is not None
+    tma = has_tma()
+    return launch(
+        range_forward_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
+        *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
+        None if known else start, None if known else end, *(others or (None, None, None)),
+        out=(like(query, (batch, num_queries, num_heads, value_dim)),
+             like(query, (batch, num_queries, num_heads), "float32")),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
+        num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
+        PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
+        SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
+        PRECISION=precision(query.dtype), TMA=tma,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_step(
+    q, state, keys, values, first, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):
+    """The state with the keys from `first` on."""
+    k = load_keys(keys, first)
+    logits = inner(q, k, PRECISION)
+    if MASKED:
+        logits = tl.where(is_seen(first, seen, keys.ROWS), logits, float("-inf"))
+    top = tl.maximum(state.largest, tl.max(logits, 1) * (SCALE * LOG2_E))
+    p = tl.exp2(logits * (SCALE * LOG2_E) - top[:, None])
+    return add_keys(state, p, top, values, first, PRECISION)
+
+
+@triton.jit
+def _gated_sum(out, out_cmp, out_slc, gates, rows, DIM):
+    """What `gated_sum` makes of the branches; the window's own output is rounded as if it had been stored."""
+    gates += rows.first * 3
+    gate = tl.load(gates + rows.offset * 3 + 2, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+    total = scaled(cast(out, out_cmp.dtype.element_ty), gate)
+    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at a time would cost registers
+        source = out_cmp
+        if branch == 1:
+            source = out_slc
+        gate = tl.load(gates + rows.offset * 3 + branch, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+        total = added(total, scaled(load_rows(source, rows, DIM), gate))
+    return total
+
+
+@triton.jit(repr=named("nsa_{BRANCH}_forward"))
+def range_forward_kernel(
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
+    out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
+    BRANCH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Outputs and log-sum-exps of a tile of queries."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    tile = query_tile(
+        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS
+    )
+    b, head, rows = tile.b, tile.kv_head, tile.rows
+    keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
+    values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
+    tail_keys: tl.constexpr = Keys(tail_keys0, tail_keys1, b, head, num_keys, KV_HEADS, TAIL, KEY, TMA)
+    tail_values: tl.constexpr = Keys(
+        tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
+    )
+    if FIRST is None:
+        starts += tile.first_query
+        ends += tile.first_query
+    ranges: tl.constexpr = Ranges(starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+
+    q = load_rows(query, rows, KEY)
+    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges)
+    limits = key_limits(tile.first_token, num_queries, ranges, TOKENS, KEYS, TAIL)
+    state = no_keys(TOKENS * PADDED_G, VALUE)
+    if PEEL:
+        state = _attend_step(
+            q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, True
+        )
+        if FRONT:
+            state = _attend_step(
+                q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, True
+            )
+        elif TAIL < KEYS:  # noqa: SIM102 (one is known when this is compiled, the other is not)
+            if limits.full_low > limits.low:
+                state = _attend_step(
+                    q, state, tail_keys, tail_values, limits.low, seen, SCALE, PRECISION, False
+                )
+    for first in tl.range(limits.full_low, limits.full_high, KEYS):
+        state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, False)
+    if REST or not PEEL:
+        for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
+            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, True)
+        for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
+            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, True)
+
+    sees = seen.count > 0
+    tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)
+    part = tl.where(sees, 1 / tl.where(sees, state.total, 1.0), 0.0)
+    result = kept(scaled(state.out, part[:, None]), sees[:, None])
+    if gates is not None:
+        result = _gated_sum(result, out_cmp, out_slc, gates, rows, VALUE)
+    store_rows(out, rows, result, VALUE)

@@ -1,0 +1,436 @@
+"""The sizes of all tiles, by GPU, dtype, heads and dims. They change the speed and what fits, never the answer.
+
+One table for each kernel: the first row whose `Bounds` hold and whose tiles fit into shared memory counts.
+`by` says what chose the row: a file of `benchmarks/results`; "other dims", the table of tuning runs on an
+H100 in `docs/kernels.md`; or "compiled": only seen to compile, with the spills that the tests allow.
+
+Without importing Triton.
+"""
+
+from typing import NamedTuple, Protocol
+
+from nsa_jax.kernels.triton.dims import padded_heads
+
+KIB = 1024
+AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared memory; Hopper and Blackwell
+ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
+
+# Shared memory that one program may have.
+SHARED_BYTES = {AMPERE: 163 * KIB, ADA: 99 * KIB, HOPPER: 227 * KIB}
+
+
+class Shape(NamedTuple):
+    """What sizes depend on.
+
+    Attributes:
+      gpu: AMPERE, ADA or HOPPER.
+      float_bytes: of one number of the query, 2 or 4.
+      heads: query heads of a KV head.
+      key_dim, value_dim: H and V.
+      from_0: whether all ranges of keys are known to begin at key 0 (the compressed branch of plain rows).
+      gated: whether the kernel ends in the gated sum of the branches.
+      block_size: tokens of a selection block, in keys the most that a step may take.
+      block_columns: compressed keys of two selection blocks, the fewest columns of a tile of scores.
+    """
+
+    gpu: int
+    float_bytes: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    from_0: bool = False
+    gated: bool = False
+    block_size: int = 128
+    block_columns: int = 16
+
+    @property
+    def dims(self) -> int:
+        """Key and value dim together."""
+        return self.key_dim + self.value_dim
+
+    def rows(self, wanted: int) -> int:
+        """Rows of a tile of queries: at least 16, and at least the padded heads of one token."""
+        return max(wanted, 16, padded_heads(self.heads))
+
+    def operand_bytes(self) -> int:
+        """Bytes of one number of an operand of `tl.dot` in shared memory.
+
+        Products of float32 are three products of TF32, whose operands take half as much again.
+        """
+        return 6 if self.float_bytes == 4 else self.float_bytes
+
+
+class Bounds(NamedTuple):
+    """What a row of a table is for. Numbers are upper bounds; what is left out is no bound."""
+
+    gpus: tuple[int, ...] = (HOPPER,)
+    float_bytes: int = 2
+    heads: int = 256
+    largest_dim: int = 256
+    smallest_dim: int = 256
+    value_dim: int = 256
+    dims: int = 512
+    from_0: bool | None = None
+    gated: bool | None = None
+
+    def hold(self, shape: Shape) -> bool:
+        """Whether the row is for calls of this shape."""
+        return (
+            shape.gpu in self.gpus
+            and shape.float_bytes == self.float_bytes
+            and shape.heads <= self.heads
+            and max(shape.key_dim, shape.value_dim) <= self.largest_dim
+            and min(shape.key_dim, shape.value_dim) <= self.smallest_dim
+            and shape.value_dim <= self.value_dim
+            and shape.dims <= self.dims
+            and self.from_0 in (None, shape.from_0)
+            and self.gated in (None, shape.gated)
+        )
+
+
+class Sizes(Protocol):
+    """The sizes of one kernel."""
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Shared memory of a program, where that decides between rows; else 0."""
+        ...
+
+
+class Row[S: Sizes](NamedTuple):
+    """One row of a table."""
+
+    bounds: Bounds
+    sizes: S
+    by: str
+
+
+def choose[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
+    """The sizes of the first row that is for this shape and fits; where none fits, of the last that is for it."""
+    suitable = [row.sizes for row in table if row.bounds.hold(shape)]
+    fitting = [sizes for sizes in suitable if sizes.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]]
+    return (fitting or suitable[-1:])[0]
+
+
+# --- Ranges: the compressed and the window branch -----------------------------------------------------------
+
+
+class RangeQuerySizes(NamedTuple):
+    """Sizes of the forward and of the gradient of the queries.
+
+    Attributes:
+      rows: query tokens times padded heads of a tile.
+      keys: keys of a step.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight.
+      registers: most registers of a thread; None leaves it to the compiler. At 128 four programs of four
+        warps share a processor, at 168 three.
+      peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
+        queries in shared memory, made for them, then serves the loop too, and it holds no queries in
+        registers; without wgmma it is the other way round.
+      halve: whether the steps at both ends of ranges that begin at 0 have half as many keys; with `peel`.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+    peel: bool = True
+    halve: bool = False
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """The bounds alone decide."""
+        return 0
+
+
+_Q = RangeQuerySizes
+RANGE_FORWARD = (
+    Row(Bounds(heads=64, largest_dim=192, value_dim=128, from_0=True),
+        _Q(64, 128, 4, 1, 168, halve=True), "h100_long, h100_192_128"),
+    Row(Bounds(heads=64, value_dim=96), _Q(64, 64, 4, 1, 128), "other dims"),
+    Row(Bounds(heads=64, value_dim=128, gated=False), _Q(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
+    Row(Bounds(heads=64, value_dim=192), _Q(64, 64, 4, 1, 168), "h100_long (gated), other dims"),
+    Row(Bounds(heads=64), _Q(64, 64, 4, 1), "other dims"),
+    Row(Bounds(), _Q(64, 64, 8, 1), "compiled"),
+    Row(Bounds(BEFORE_HOPPER, largest_dim=128), _Q(128, 64, 8, 2, peel=False), "compiled"),
+    Row(Bounds((AMPERE,)), _Q(64, 64, 4, 2, peel=False), "compiled"),
+    Row(Bounds((ADA,)), _Q(64, 32, 4, 2, peel=False), "compiled"),
+    Row(Bounds(float_bytes=4, largest_dim=64), _Q(64, 64, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4, largest_dim=128), _Q(32, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
+)  # fmt: skip
+RANGE_QUERY_GRADIENT = (
+    Row(Bounds(heads=64, largest_dim=128, from_0=True), _Q(64, 64, 4, 2), "h100_long"),
+    Row(Bounds(heads=64, largest_dim=64), _Q(64, 64, 4, 1, 128), "other dims"),
+    Row(Bounds(heads=64, largest_dim=128), _Q(64, 64, 4, 1, 168), "h100_long"),
+    Row(Bounds(heads=64, dims=320), _Q(64, 32, 4, 3), "h100_192_128"),
+    Row(Bounds(heads=64, dims=384), _Q(64, 32, 4, 2), "other dims"),
+    Row(Bounds(heads=64), _Q(64, 32, 4, 3), "other dims"),
+    Row(Bounds(smallest_dim=128), _Q(64, 64, 8, 2), "compiled"),
+    Row(Bounds(), _Q(64, 32, 8, 2), "compiled"),
+    Row(Bounds((AMPERE,), largest_dim=128), _Q(64, 64, 4, 2, peel=False), "compiled"),
+    Row(Bounds((ADA,), largest_dim=128), _Q(64, 32, 4, 2, peel=False), "compiled"),
+    Row(Bounds(BEFORE_HOPPER), _Q(64, 32, 4, 1, peel=False), "compiled"),
+    Row(Bounds(float_bytes=4, largest_dim=64), _Q(64, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4, largest_dim=128), _Q(32, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
+)  # fmt: skip
+
+# Beside tiles: sums and logits on their way from one layout of registers to another, as seen in compiled code.
+RANGE_CONVERSION_BYTES = {2: 16 * KIB, 4: 32 * KIB}
+
+
+class RangeKeySizes(NamedTuple):
+    """Sizes of the gradients of keys and values.
+
+    Attributes:
+      keys: keys of a tile.
+      rows: query tokens times padded heads of a step.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight.
+      segments: parts of the queries; None chooses by shape.
+      keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
+    """
+
+    keys: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    segments: int | None = None
+    keys_first: bool = True
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Keys, values, and the rows of all stages."""
+        rows = self.keys + self.num_stages * shape.rows(self.rows)
+        return rows * shape.dims * shape.float_bytes + RANGE_CONVERSION_BYTES[shape.float_bytes]
+
+
+_K = RangeKeySizes
+RANGE_KEY_GRADIENTS = (
+    Row(Bounds(heads=64, dims=192), _K(64, 64, 4, 3), "other dims"),
+    Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),
+    Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 3), "h100_192_128"),
+    Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 2), "compiled"),
+    Row(Bounds(dims=256), _K(64, 64, 8, 3), "compiled"),
+    Row(Bounds(dims=256), _K(64, 64, 8, 2), "compiled"),
+    Row(Bounds(dims=256), _K(64, 64, 8, 1), "compiled"),
+    Row(Bounds(), _K(64, 32, 8, 3), "other dims"),
+    Row(Bounds(), _K(64, 32, 8, 2), "compiled"),
+    Row(Bounds(), _K(64, 32, 8, 1), "compiled"),
+    Row(Bounds((AMPERE,), dims=256), _K(64, 32, 4, 2), "compiled"),
+    Row(Bounds((ADA,), dims=256), _K(64, 32, 4, 1), "compiled"),
+    Row(Bounds(BEFORE_HOPPER), _K(32, 32, 8, 1), "compiled"),
+    Row(Bounds(float_bytes=4), _K(32, 32, 4, 1, keys_first=False), "docs/kernels.md, float32"),
+    Row(Bounds(float_bytes=4), _K(16, 16, 4, 1, keys_first=False), "compiled"),
+    Row(Bounds(BEFORE_HOPPER, 4), _K(32, 32, 4, 1), "compiled"),
+    Row(Bounds(BEFORE_HOPPER, 4), _K(16, 16, 4, 1), "compiled"),
+)
+
+# The queries of a compressed branch are cut into segments: as many as make this many programs (16 turns of a
+# GPU with 132 processors, about half of them empty in the causal case), each of this many tokens at least (a
+# shorter one takes longer to start and to store than to sum), whose sums take no more than this.
+RANGE_PROGRAMS = 2048
+SEGMENT_TOKENS = 128
+SEGMENT_BYTES = 300_000_000
+
+
+# --- Blocks: the selected branch ----------------------------------------------------------------------------
+
+
+class BlockQuerySizes(NamedTuple):
+    """Sizes of the forward and of the gradient of the queries.
+
+    Attributes:
+      rows: tokens times padded query heads of a tile, at least 16. 64 make one wgmma; tiles have at most 32
+        tokens. float32 takes 16: its products, three for one, are what binds, so masked ones cost most.
+      keys: keys of a step at most; it takes a whole block where that has fewer.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight.
+      registers: most registers of a thread; None leaves it to the compiler.
+      peel: whether the last step stands before the loops, see `RangeQuerySizes`.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+    peel: bool = True
+
+
+class BlockForwardSizes(BlockQuerySizes):
+    """Those of the forward: keys and values are not in shared memory at the same time."""
+
+    __slots__ = ()
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Queries, and the keys and values of all stages."""
+        keys = self.num_stages * min(self.keys, shape.block_size)
+        return (shape.rows(self.rows) * shape.key_dim + keys * shape.dims) * shape.operand_bytes()
+
+
+class BlockGradientSizes(BlockQuerySizes):
+    """Those of the gradient of the queries."""
+
+    __slots__ = ()
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Queries, output gradients, keys and values of all stages, and on Hopper d_logits, as wgmma wants."""
+        rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
+        d_logits = 2 * rows * keys * shape.float_bytes if self.peel else 0
+        return (rows + self.num_stages * keys) * shape.dims * shape.operand_bytes() + d_logits
+
+
+_F = BlockForwardSizes
+BLOCK_FORWARD = (
+    Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
+    Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
+    Row(Bounds(heads=64, value_dim=128), _F(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
+    Row(Bounds(heads=64, value_dim=192), _F(64, 64, 4, 1, 168), "other dims"),
+    Row(Bounds(heads=64), _F(64, 64, 4, 1), "other dims"),
+    Row(Bounds(), _F(64, 64, 8, 1), "compiled"),
+    *(Row(Bounds(BEFORE_HOPPER, heads=1, dims=384), _F(32, keys, 1, 2, peel=False), "compiled")
+      for keys in (64, 32, 16)),
+    *(Row(Bounds(BEFORE_HOPPER, heads=1), _F(32, keys, 8, 2, peel=False), "compiled")
+      for keys in (64, 32, 16)),
+    *(Row(Bounds(BEFORE_HOPPER, heads=64, dims=384), _F(64, keys, 4, 2, peel=False), "compiled")
+      for keys in (64, 32, 16)),
+    *(Row(Bounds(BEFORE_HOPPER), _F(64, keys, 8, 2, peel=False), "compiled") for keys in (64, 32, 16)),
+    Row(Bounds(ALL, 4, heads=64, dims=384), _F(16, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4, heads=64, dims=384), _F(16, 16, 4, 1, peel=False), "compiled"),
+    Row(Bounds(ALL, 4), _F(16, 32, 8, 1, peel=False), "compiled"),
+    Row(Bounds(ALL, 4), _F(16, 16, 8, 1, peel=False), "compiled"),
+)  # fmt: skip
+
+_G = BlockGradientSizes
+BLOCK_QUERY_GRADIENT = (
+    Row(Bounds(heads=1), _G(32, 32, 2, 2), "h100_1_head_per_kv_head"),
+    Row(Bounds(heads=64, largest_dim=128), _G(64, 64, 4, 2), "h100_long"),
+    Row(Bounds(heads=64, dims=320), _G(64, 32, 4, 3), "h100_192_128"),
+    Row(Bounds(heads=64, dims=384), _G(64, 32, 4, 2), "other dims"),
+    Row(Bounds(heads=64), _G(64, 32, 4, 3), "other dims"),
+    Row(Bounds(largest_dim=128), _G(64, 64, 8, 2), "compiled"),
+    Row(Bounds(largest_dim=128), _G(64, 32, 8, 2), "compiled"),
+    Row(Bounds(dims=320), _G(64, 32, 8, 3), "compiled"),
+    Row(Bounds(dims=384), _G(64, 32, 8, 2), "compiled"),
+    Row(Bounds(), _G(64, 32, 8, 3), "compiled"),
+    Row(Bounds(), _G(64, 16, 8, 2), "compiled"),
+    Row(Bounds(), _G(64, 16, 8, 1), "compiled"),
+    *(Row(Bounds(BEFORE_HOPPER, heads=1), _G(32, keys, 2, 2, peel=False), "compiled") for keys in (32, 16)),
+    *(Row(Bounds(BEFORE_HOPPER, heads=64, dims=320), _G(64, keys, 4, 2, peel=False), "compiled")
+      for keys in (64, 32, 16)),
+    *(Row(Bounds(BEFORE_HOPPER), _G(64, keys, 8, 2, peel=False), "compiled") for keys in (64, 32, 16)),
+    Row(Bounds(BEFORE_HOPPER), _G(64, 16, 8, 1, peel=False), "compiled"),
+    Row(Bounds(ALL, 4, heads=64), _G(16, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4, heads=64), _G(16, 16, 4, 1, peel=False), "compiled"),
+    Row(Bounds(ALL, 4), _G(16, 32, 8, 1, peel=False), "compiled"),
+    Row(Bounds(ALL, 4), _G(16, 16, 8, 1, peel=False), "compiled"),
+)  # fmt: skip
+
+
+class BlockKeySizes(NamedTuple):
+    """Sizes of the gradients of keys and values; they change the order of summation, too.
+
+    Attributes:
+      rows: tokens times padded query heads of a step, at least 16.
+      keys: keys of a program at most; it takes a whole block where that has fewer.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight. From 3 on tokens are loaded a step early, so that rows are
+        loaded two steps early; at 2 Triton issues them at the end of the step before.
+      item: queries of a program at most; None chooses by heads.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    item: int | None = None
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Rows of all stages and twice the logits; keys and values, which lie in registers without wgmma."""
+        rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
+        if shape.float_bytes == 4:
+            return (rows + keys) * shape.dims * shape.operand_bytes()
+        held = keys * shape.dims if shape.gpu == HOPPER else 0
+        return (self.num_stages * rows * shape.dims + held + 2 * rows * keys) * shape.float_bytes
+
+
+_B = BlockKeySizes
+BLOCK_KEY_GRADIENTS = (
+    # 128 rows spill a little and still win: 7.5 -> 6.5 ms.
+    Row(Bounds(dims=128), _B(128, 64, 4, 2), "h100_4_heads_per_kv_head, other dims"),
+    Row(Bounds(dims=128), _B(128, 64, 4, 1), "compiled"),
+    Row(Bounds(dims=256), _B(64, 64, 4, 2), "h100_long"),
+    Row(Bounds(dims=256), _B(64, 64, 4, 1), "compiled"),
+    Row(Bounds(heads=32, dims=384), _B(32, 64, 4, 2), "h100_192_128, other dims"),
+    Row(Bounds(), _B(32, 64, 8, 2), "other dims"),
+    Row(Bounds(), _B(32, 64, 8, 1), "compiled"),
+    Row(Bounds(BEFORE_HOPPER, dims=256), _B(64, 64, 4, 2), "compiled"),
+    Row(Bounds(BEFORE_HOPPER, dims=256), _B(64, 64, 4, 1), "compiled"),
+    Row(Bounds(BEFORE_HOPPER), _B(32, 32, 8, 2), "compiled"),
+    Row(Bounds(BEFORE_HOPPER), _B(32, 32, 8, 1), "compiled"),
+    Row(Bounds(ALL, 4), _B(32, 32, 4, 1), "docs/kernels.md, float32"),
+    Row(Bounds(ALL, 4), _B(32, 16, 4, 1), "compiled"),
+    Row(Bounds(ALL, 4), _B(16, 16, 4, 1), "compiled"),
+)
+# Most queries of an item, by the padded query heads of a KV head, and from 4 heads on.
+ITEM_QUERIES = {1: 8192, 2: 4096}
+ITEM_QUERIES_FROM_4 = 2048  # h100_long: less to add up than with 1024, half the memory of segments
+
+PAIRS_OF_A_WARP = 64  # (token, block) pairs that a warp sorts, where union lists are made; at most 8 warps
+COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds
+
+
+# --- Selection ----------------------------------------------------------------------------------------------
+
+SCORE_CONVERSION_BYTES = 15 * KIB  # beside tiles: the sums over the columns of a block, as compiled
+
+
+class SelectionSizes(NamedTuple):
+    """Sizes of the two kernels that choose blocks.
+
+    Attributes:
+      tokens: query tokens of a tile of scores.
+      columns: compressed keys of a tile of scores, a power of two; at least those of two blocks.
+      num_warps, num_stages: of the score kernel.
+      column_tiles: tiles of scores that one program makes, one after the other.
+      best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
+      buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
+    """
+
+    tokens: int = 64
+    columns: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    column_tiles: int = 1
+    best_columns: int = 128
+    buffer_bytes: int = 256 * KIB * KIB
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Compressed keys, queries of all stages, and the parts of float32 operands."""
+        columns = max(self.columns, shape.block_columns)
+        parts = self.tokens + columns if shape.float_bytes == 4 else 0
+        rows = columns + self.num_stages * self.tokens + parts
+        return rows * shape.key_dim * shape.float_bytes + SCORE_CONVERSION_BYTES
+
+
+_S = SelectionSizes
+SELECTION = tuple(
+    Row(Bounds(gpus, float_bytes), sizes, by)
+    for float_bytes in (2, 4)
+    for gpus, sizes, by in (
+        ((HOPPER,), _S(64, 128, 4, 3), "h100_long"),
+        ((HOPPER,), _S(64, 128, 4, 2), "compiled"),
+        (BEFORE_HOPPER, _S(64, 128, 8, 3), "compiled"),
+        (BEFORE_HOPPER, _S(64, 128, 8, 2), "compiled"),
+        (ALL, _S(64, 64, 4, 2), "compiled"),
+        (ALL, _S(32, 64, 4, 2), "compiled"),
+        (ALL, _S(32, 32, 4, 2), "compiled"),
+        (ALL, _S(32, 32, 4, 1), "compiled"),
+        (ALL, _S(16, 32, 4, 1), "compiled"),
+    )
+)
+
+# --- Gated sum ----------------------------------------------------------------------------------------------
+
+GATED_SUM_ROWS = 32  # rows of a program
