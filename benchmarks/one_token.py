@@ -13,20 +13,10 @@ from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
-from nsa_jax.kernels.triton.launch import launch, like
-from nsa_jax.kernels.triton.pieces import (
-    LN_2,
-    LOG2_E,
-    LOWEST,
-    add_product,
-    inner,
-    key_tiles,
-    load_keys,
-    load_rows,
-    precision,
-    store_rows,
-    zeros,
-)
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import Keys, Rows, key_tiles, load_keys, load_rows, store_rows
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
+from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 
 def selected_attention(
@@ -45,57 +35,47 @@ def selected_attention(
     heads, block = num_heads // num_kv_heads, config.selection_block_size
     (h0, h1), (v0, v1), tma = split_dim(key_dim), split_dim(value_dim), has_tma()
     return launch(
-        _one_token_kernel, query, *key_tiles(key, block, tma), *key_tiles(value, block, tma), block_indices,
+        one_token_kernel, query, *key_tiles(key, block, tma), *key_tiles(value, block, tma), block_indices,
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(num_queries, batch * num_kv_heads), num_warps=num_warps, num_stages=num_stages,
         num_keys=num_keys, first_position=num_keys - num_queries, SLOTS=block_indices.shape[-1], BLOCK=block,
-        KV_HEADS=num_kv_heads, HEADS=heads, ROWS=max(padded_heads(heads), 16), H0=h0, H1=h1, V0=v0, V1=v1,
+        KV_HEADS=num_kv_heads, G=heads, ROWS=max(padded_heads(heads), 16), H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=key_dim**-0.5, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
-@triton.jit
-def _one_token_kernel(
+@triton.jit(repr=named("one_token"))
+def one_token_kernel(
     query, keys0, keys1, values0, values1, block_indices, out, lse, num_keys, first_position,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """Outputs and log-sum-exps of one token."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
     token = tl.program_id(0)
     position = first_position + token
+    keys: tl.constexpr = Keys(keys0, keys1, b, kv_head, num_keys, KV_HEADS, BLOCK, KEY, TMA)
+    values: tl.constexpr = Keys(values0, values1, b, kv_head, num_keys, KV_HEADS, BLOCK, VALUE, TMA)
     head = tl.arange(0, ROWS)
-    inside = head < HEADS
     at = (b.to(tl.int64) * tl.num_programs(0) + token) * KV_HEADS + kv_head
     block_indices += at * SLOTS
-    q0, q1 = load_rows(query + at * HEADS * (H0 + H1), head * (H0 + H1), inside, H0, H1)
-    largest = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out0, out1 = zeros(ROWS, V0, V1)
+    rows = Rows(at * G, head, head < G)
+    q = load_rows(query, rows, KEY)
+    state = no_keys(ROWS, VALUE)
     for slot in tl.range(0, SLOTS):
         start = tl.load(block_indices + slot) * BLOCK
         seen = (start >= 0) & (start + tl.arange(0, BLOCK) <= position)
         first = tl.maximum(start, 0)
-        k0, k1 = load_keys(keys0, keys1, b, first, kv_head, num_keys, KV_HEADS, BLOCK, H0, H1, TMA)
-        logits = inner(q0, q1, k0, k1, H1, PRECISION) * (SCALE * LOG2_E)
+        logits = inner(q, load_keys(keys, first), PRECISION) * (SCALE * LOG2_E)
         logits = tl.where(seen[None, :], logits, float("-inf"))
-        top = tl.maximum(largest, tl.max(logits, 1))
-        p = tl.exp2(logits - top[:, None])
-        decay = tl.exp2(largest - top)
-        largest = top
-        total = total * decay + tl.sum(p, 1)
-        out0 = out0 * decay[:, None]
-        if V1 > 0:
-            out1 = out1 * decay[:, None]
-        v0, v1 = load_keys(values0, values1, b, first, kv_head, num_keys, KV_HEADS, BLOCK, V0, V1, TMA)
-        out0, out1 = add_product(p.to(v0.dtype), v0, v1, out0, out1, V1, PRECISION)
-    sees = total > 0
-    part = 1 / tl.where(sees, total, 1.0)
-    natural = tl.where(sees, (largest + tl.log2(total)) * LN_2, float("-inf"))
-    tl.store(lse + at * HEADS + head, natural, mask=inside)
-    out0 = out0 * part[:, None]
-    if V1 > 0:
-        out1 = out1 * part[:, None]
-    store_rows(out + at * HEADS * (V0 + V1), head * (V0 + V1), out0, out1, inside, V0, V1)
+        top = tl.maximum(state.largest, tl.max(logits, 1))
+        state = add_keys(state, tl.exp2(logits - top[:, None]), top, values, first, PRECISION)
+    sees = state.total > 0
+    tl.store(lse + rows.first + head, natural_lse(state, sees), mask=rows.inside)
+    part = 1 / tl.where(sees, state.total, 1.0)
+    store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)

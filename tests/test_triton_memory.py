@@ -24,9 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.triton import operations  # noqa: E402
-from nsa_jax.kernels.triton.block_backward_key import KeySizes  # noqa: E402
-from nsa_jax.kernels.triton.selection import SelectionSizes  # noqa: E402
+from nsa_jax.kernels.triton import operations, tiles  # noqa: E402
+from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH, HEADS, KV_HEADS, DIM = 65536, 64, 4, 128
@@ -73,7 +72,7 @@ def formula(kind) -> float:
     branch = LENGTH * HEADS * DIM * 2
     row = LENGTH * HEADS * 4  # a float32 for each row
     indices = LENGTH * KV_HEADS * CONFIG.num_selected_blocks * 4
-    scores = SelectionSizes().buffer_bytes
+    scores = tiles.SelectionSizes().buffer_bytes
     # The selection stands beside the first branch: a list takes two numbers for each pair, and `selection`
     # arranges the log-sum-exps anew. Without gradients the window's kernel adds two stored branches up.
     selecting = branch + 2 * row + 2 * indices + scores
@@ -82,8 +81,8 @@ def formula(kind) -> float:
     # A branch reads the gradient of the query that the one before left and writes another: of the two, one
     # is the result. Delta, products and gate are numbers of each row. Later, the gradient of the selected
     # keys sorts pairs by block and leaves partial sums: at most two slots for each full item of queries.
-    sizes = KeySizes.choose(HEADS // KV_HEADS, DIM, DIM, 2, CONFIG.selection_block_size, 90)
-    slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // sizes.item
+    item = tiles.ITEM_QUERIES.get(padded_heads(HEADS // KV_HEADS), tiles.ITEM_QUERIES_FROM_4)
+    slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // item
     partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
     d_query = branch
     backward = max(d_query + 6 * row + 2 * indices, 6 * row + 4 * indices + partials)
@@ -133,10 +132,11 @@ def launches(function) -> collections.Counter:
 
 
 FORWARD = {
-    "_attend_ranges_kernel": 2,
-    "_attend_blocks_kernel": 1,
-    "importance_kernel": 1,
-    "best_blocks_kernel": 1,
+    "nsa_compressed_forward": 1,
+    "nsa_selected_forward": 1,
+    "nsa_window_forward": 1,
+    "nsa_importance": 1,
+    "nsa_best_blocks": 1,
 }
 
 
@@ -151,11 +151,9 @@ def test_remat_runs_the_forward_kernels(kind):
 
     times = 2 if kind == "nothing saved" else 1
     assert {name: found[name] for name in FORWARD} == {name: times * n for name, n in FORWARD.items()}
-    backward = {name: n for name, n in found.items() if "gradient" in name or "backward" in name}
-    assert backward == {
-        "_query_gradient_kernel": 3,
-        "_key_gradients_kernel": 3,
-    }
+    backward = {name: n for name, n in found.items() if name.endswith(("_query_gradient", "_key_gradients"))}
+    branches = ("compressed", "selected", "window")
+    assert backward == {f"nsa_{x}_{y}": 1 for x in branches for y in ("query_gradient", "key_gradients")}
 
 
 def with_gradients(d_out, *operands):

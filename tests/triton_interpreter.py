@@ -77,5 +77,6 @@ def interpreted():
         mock.patch.object(interpreter, "_patch_lang", _patch_language_once),
         mock.patch.object(tl, "sort", _sort),
         mock.patch.object(support, "unsupported_reason", return_value=None),
+        mock.patch.object(interpreter.InterpretedFunction, "repr", create=True),
     ):
         yield

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.kernels.triton.range_backward_key import RangeKeySizes, query_bounds, range_key_gradients
-from nsa_jax.kernels.triton.range_backward_query import RangeQuerySizes, range_query_gradient
-from nsa_jax.kernels.triton.range_forward import RangeForwardSizes, attend_ranges
-from nsa_jax.kernels.triton.range_tiles import Edges
+from nsa_jax.kernels.triton.ranges.backward_key import query_bounds, range_key_gradients
+from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
+from nsa_jax.kernels.triton.ranges.edges import Edges
+from nsa_jax.kernels.triton.ranges.forward import attend_ranges
+from nsa_jax.kernels.triton.tiles import RangeKeySizes, RangeQuerySizes
 
 TOLERANCE = 2e-5  # float32 sums of at most 100 terms of size 1
 
@@ -39,6 +40,10 @@ class Case(NamedTuple):
     halve: bool = False
 
 
+def known(first_position: int | None, window: int | None, size: int = 1, stride: int = 1) -> Edges:
+    return Edges("range", first_position, window, size, stride)
+
+
 CASES = {
     "window": Case(2, 16, 16, "window", num_queries=53, weighted=True),
     "compressed": Case(16, 16, 32, "compressed", kv_heads=1, num_keys=13, segments=3, weighted=True),
@@ -47,24 +52,40 @@ CASES = {
     ),
     "scattered": Case(1, 48, 16, "scattered", num_keys=35, batch=2, segments=2, weighted=True),
     "all": Case(2, 16, 48, "all", scale=-0.3, keys_first=False, weighted=True, num_queries=20, num_keys=35),
-    "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=Edges(0, 16), weighted=True),
-    "known_odd": Case(4, 16, 16, "window_18", num_queries=45, edges=Edges(0, 18), weighted=True, keys=32),
+    "known_window": Case(8, 16, 16, "window_16", num_queries=53, edges=known(0, 16), weighted=True),
+    "known_odd": Case(4, 16, 16, "window_18", num_queries=45, edges=known(0, 18), weighted=True, keys=32),
     "known_long": Case(
-        8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32, peel=False
+        8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=known(0, 66), keys=32, peel=False
     ),
-    "known_peeled": Case(8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=Edges(0, 66), keys=32),
-    "known_many": Case(1, 16, 16, "window_18", num_queries=50, edges=Edges(0, 18)),
-    "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=Edges(0, 3), keys=32, peel=False),
-    "known_end": Case(2, 16, 16, "window_18", num_queries=40, edges=Edges(None, 18), batch=2, keys=32),
-    "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=Edges(33, 16), keys=32),
+    "known_peeled": Case(8, 16, 16, "window_66", num_queries=80, num_keys=80, edges=known(0, 66), keys=32),
+    "known_many": Case(1, 16, 16, "window_18", num_queries=50, edges=known(0, 18)),
+    "known_short": Case(2, 16, 16, "window_3", num_queries=40, edges=known(0, 3), keys=32, peel=False),
+    "known_end": Case(2, 16, 16, "window_18", num_queries=40, edges=known(None, 18), batch=2, keys=32),
+    "known_later": Case(4, 16, 16, "window_16", num_queries=20, edges=known(33, 16), keys=32),
     "known_strides": Case(
-        8, 16, 16, "strides", num_queries=75, num_keys=18, edges=Edges(0, None, 8, 4), segments=3
+        8, 16, 16, "strides", num_queries=75, num_keys=18, edges=known(0, None, 8, 4), segments=3
     ),
     "known_halves": Case(
-        8, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, halve=True
+        8,
+        16,
+        16,
+        "strides",
+        kv_heads=1,
+        num_queries=215,
+        edges=known(0, None, 8, 4),
+        keys=32,
+        halve=True,
     ),
     "known_halves_many": Case(
-        1, 16, 16, "strides", kv_heads=1, num_queries=215, edges=Edges(0, None, 8, 4), keys=32, halve=True
+        1,
+        16,
+        16,
+        "strides",
+        kv_heads=1,
+        num_queries=215,
+        edges=known(0, None, 8, 4),
+        keys=32,
+        halve=True,
     ),
     "nothing": Case(4, 16, 16, "nothing", kv_heads=1, num_queries=5),
     "zero_scale": Case(1, 16, 16, "window", scale=0.0, num_queries=20),
@@ -151,7 +172,7 @@ def check_case(name: str) -> dict[str, float]:
         found, operands = {}, (query, key, value, start, end)
         found["out"], found["lse"] = attend_ranges(
             *operands, scale, edges=case.edges,
-            sizes=RangeForwardSizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
+            sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
         )  # fmt: skip
         found["d_query"], found["products"], delta = range_query_gradient(
             *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
@@ -178,7 +199,7 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
     random = np.random.default_rng(1)
     query, key, value = (jnp.asarray(random.standard_normal((1, 21, 2, 16)), jnp.float32) for _ in range(3))
     t = jnp.arange(21, dtype=jnp.int32)[None]
-    sizes = RangeForwardSizes(32, 16, 4, 2)
+    sizes = RangeQuerySizes(32, 16, 4, 2)
     with interpreted():
         plain = attend_ranges(query, key, value, 0 * t, jnp.minimum(t, 9), 0.25, sizes=sizes)
         hidden = key.at[:, 9:].set(jnp.nan)
@@ -189,16 +210,16 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
 
 def check_edges_of_the_paper() -> dict[str, float]:
     """Training on plain rows needs neither loop beside the one without a mask."""
-    assert Edges(0, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
-    assert Edges(0, None, 32, 16).of_tiles(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
-    assert Edges(0, None, 32, 16).of_tiles(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)
+    assert known(0, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
+    assert known(0, None, 32, 16).of_tiles(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
+    assert known(0, None, 32, 16).of_tiles(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)
     assert Edges().of_tiles(4, 128, halve=True)["TAIL"] == 128
-    assert Edges(0, 514).of_tiles(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
-    assert not Edges(2, 510).of_tiles(4, 64)["REST"]
-    assert Edges(0, 512).of_tiles(64, 32)["REST"]  # 63 keys behind the first query
-    assert Edges(0, 512).of_tiles(64, 64)["TAIL"] == 64
-    assert Edges(0, None, 8, 4).of_tiles(8, 64)["REST"]
-    assert Edges(None, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=True)
+    assert known(0, 514).of_tiles(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
+    assert not known(2, 510).of_tiles(4, 64)["REST"]
+    assert known(0, 512).of_tiles(64, 32)["REST"]  # 63 keys behind the first query
+    assert known(0, 512).of_tiles(64, 64)["TAIL"] == 64
+    assert known(0, None, 8, 4).of_tiles(8, 64)["REST"]
+    assert known(None, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=True)
     assert Edges().of_tiles(4, 64) == dict(TAIL=64, FRONT=True, REST=True)
     return {}
 

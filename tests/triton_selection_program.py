@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax import layout, reference
+from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selection
-from nsa_jax.kernels.triton.selection import SelectionSizes
+from nsa_jax.kernels.triton.tiles import SelectionSizes
+from nsa_jax.layout import place
 
 SMALL = SelectionSizes(tokens=32, columns=32)
 ONE_CHUNK_PER_TILE = SMALL._replace(buffer_bytes=1)
@@ -51,13 +52,12 @@ def _select(case: cases.Case, operands: cases.Operands, sizes: SelectionSizes, l
     query, key = (jnp.asarray(x, jnp.float32) for x in (operands.query, operands.key_cmp))
     where = dict(query_positions=jnp.asarray(case.query_positions))
     where["segment_ids"] = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
-    placed = layout.query_layout(config, **where)
+    shape = dict(batch=case.batch, num_queries=query.shape[1], num_keys=case.num_keys)
+    placed = place(config, **shape, **where)
     normaliser, expected, scores = _oracle(query, key, where, config)
     lse = normaliser if lse is None else lse
     with interpreted():
-        found = selection.choose_blocks(
-            query, key, lse, placed, config, case.key_dim**-0.5, packed=case.runs is not None, sizes=sizes
-        )
+        found = selection.choose_blocks(query, key, lse, placed, case.key_dim**-0.5, sizes=sizes)
         found = np.asarray(found)
     return found, np.asarray(expected), np.asarray(scores)
 

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.blocks.items import ITEM_FIELDS, BlockItems, invert
 from nsa_jax.kernels.triton.blocks.lists import last_rows
