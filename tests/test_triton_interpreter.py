@@ -55,7 +55,10 @@ CHECKS = {
         *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
         *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
     ),
-    "operations": ("case consecutive", "case packed", "case anywhere", "whole", "one token"),
+    "operations": (
+        *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
+        *("not finite, consecutive", "not finite, packed"),
+    ),
 }
 
 

@@ -38,6 +38,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tiles,
     store_rows,
 )
+from nsa_jax.kernels.triton.mending import Sight, mend_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -129,7 +130,7 @@ def row_scalars(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B 
         x = jnp.pad(x, padding, constant_values=fill)
         return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
 
-    seen = lse > -jnp.inf
+    seen = lse != -jnp.inf  # of NaN, too
     if weight is not None:
         seen &= (weight != 0) | (delta != 0)
     normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
@@ -194,9 +195,10 @@ def range_key_gradients(
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
         WEIGHTED=weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    if segments == 1:
-        return d_key, d_value
-    return d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
+    if segments > 1:
+        d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
+    sight = Sight(edges.branch, start, end)
+    return mend_key_gradients(d_key, d_value, query, key, value, sight, lse, delta, d_out, weight, scale)
 
 
 class KeyTile(NamedTuple):

@@ -19,13 +19,23 @@ from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
+from nsa_jax.kernels.triton.loading import (
+    Keys,
+    key_tiles,
+    load_keys,
+    load_rows,
+    mark_place,
+    query_tile,
+    store_rows,
+)
+from nsa_jax.kernels.triton.mending import Sight, mend_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
     add_product,
     added,
     inner,
+    is_spoiled,
     kept,
     precision,
     scaled,
@@ -79,19 +89,24 @@ def range_query_gradient(
     known = edges.first_position is not None
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    return launch(
+    grid = (triton.cdiv(num_queries, tokens), batch * num_kv_heads)
+    d_query, products, delta, marks = launch(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
-        out=(like(query), like(lse), like(lse)),
-        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        out=(like(query), like(lse), like(lse), like(query, (batch, num_kv_heads, grid[0]), "int32")), grid=grid,
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
+    d_query = mend_query_gradient(
+        d_query, marks, query, key, value, Sight(edges.branch, start, end), lse, delta, d_out, weight,
+        previous, scale, tokens=tokens,
+    )  # fmt: skip
+    return d_query, products, delta
 
 
 @triton.jit
@@ -116,7 +131,7 @@ def _add_step(
 @triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
 def range_query_gradient_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
-    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, marks, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
@@ -126,9 +141,7 @@ def range_query_gradient_kernel(
     """Gradients of a tile of queries, and the numbers of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(
-        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS
-    )
+    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -170,6 +183,7 @@ def range_query_gradient_kernel(
             dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
+    tl.store(marks + mark_place(tile), is_spoiled(dq))
     if previous is not None:
         dq = added(dq, load_rows(previous, rows, KEY))
     store_rows(d_query, rows, dq, KEY)
