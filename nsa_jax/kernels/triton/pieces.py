@@ -97,12 +97,6 @@ def spoiled_rows(x):
 
 
 @triton.jit
-def is_spoiled(x):
-    """Whether the tile holds anything that is not a finite number: 1 or 0."""
-    return tl.max(spoiled_rows(x).to(tl.int32), 0)
-
-
-@triton.jit
 def inner(a, b, PRECISION: tl.constexpr):
     """`a b^T`, in float32."""
     product = tl.dot(a.first, tl.trans(b.first), input_precision=PRECISION)

@@ -31,12 +31,11 @@ from nsa_jax.kernels.triton.loading import (
     key_tiles,
     load_keys,
     load_rows,
-    mark_place,
     query_tile,
     store_rows,
 )
 from nsa_jax.kernels.triton.mending import mend_forward
-from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, is_spoiled, precision, scaled
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes
 
@@ -71,11 +70,11 @@ def attend_blocks(
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    out, lse, marks = launch(
+    out, lse = launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
-             like(query, (batch, num_queries, num_heads), "float32"), like(lists.counts)),
+             like(query, (batch, num_queries, num_heads), "float32")),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
@@ -83,7 +82,7 @@ def attend_blocks(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    return mend_forward(out, lse, marks, query, key, value, lists.sight, scale, tokens=tokens)
+    return mend_forward(out, lse, query, key, value, lists.sight, scale)
 
 
 class Entries(NamedTuple):
@@ -148,7 +147,7 @@ def _attend_step(
 @triton.jit(repr=named("nsa_selected_forward"))
 def selected_forward_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse,
-    marks,    num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
+        num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
     PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -182,9 +181,7 @@ def selected_forward_kernel(
     sees = state.total != 0  # of queries that are not a number, too
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)
     part = 1 / tl.where(sees, state.total, 1.0)
-    result = scaled(state.out, part[:, None])
-    tl.store(marks + mark_place(tile), is_spoiled(result))
-    store_rows(out, rows, result, VALUE)
+    store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
 
 
 @triton.jit

@@ -1,52 +1,50 @@
-"""Mends outputs and log-sum-exps of marked tiles of queries, query by query.
+"""Mends outputs and log-sum-exps that are not finite, query by query.
 
-grid = (ceil(tiles / 32), B K): one program for the marks of 32 tiles. For each query of a marked tile it takes
-16 heads at a time and loops over the keys that the query sees, 32 a step; others are not loaded.
+grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. What is not finite in a value that a query
+does not see has spoilt a column of all rows of its tile, and in a key a row: so it is enough to look at the
+output of the KV head's first query head and at the log-sum-exps of all. Of a query that is spoilt 16 heads at
+a time loop over the keys that it sees, 32 a step; others are not loaded.
 
-Nothing marked: 4 bytes a tile are read (0.3 MB at 64k tokens in tiles of 4, K = 4), 3 us, the launch.
+Nothing to mend: reads `B T K (V itemsize + 4 G)` bytes (84 MB at 64k, K = 4, G = 16, V = 128; 20 us).
 """
 
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
 from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot
-from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, precision, scaled
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, precision, scaled, spoiled_rows
 from nsa_jax.kernels.triton.softmax import Softmax, natural_lse, no_keys
-from nsa_jax.kernels.triton.tiles import MENDED_HEADS, MENDED_KEYS, MENDED_TILES
+from nsa_jax.kernels.triton.tiles import MENDED_HEADS, MENDED_KEYS, MENDED_TOKENS
 
 
 def mend_forward(
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
-    marks: Int32[Array, "B K tiles"],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     sight: Sight,
     scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
-    *,
-    tokens: int,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` where the tiles of `tokens` queries whose mark is not 0 are formed again, in place.
+    """`(out, lse)` where spoilt queries are formed again, in place.
 
     With `others`, the outputs of two branches and the gates, `out` is the gated sum.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
-    num_tiles = marks.shape[-1]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
-        mend_forward_kernel, out, lse, marks, query, key, value, sight.start, sight.end, sight.blocks,
+        mend_forward_kernel, out, lse, query, key, value, sight.start, sight.end, sight.blocks,
         *(others or (None, None, None)), out=(like(out), like(lse)), in_place=2,
-        grid=(triton.cdiv(num_tiles, MENDED_TILES), batch * num_kv_heads), num_stages=1,
-        num_queries=num_queries, num_keys=num_keys, num_tiles=num_tiles, **sight.constants(),
-        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, TILES=MENDED_TILES, TOKENS=tokens,
+        grid=(triton.cdiv(num_queries, MENDED_TOKENS), batch * num_kv_heads), num_stages=1,
+        num_queries=num_queries, num_keys=num_keys, **sight.constants(),
+        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, TOKENS=MENDED_TOKENS,
         HEADS=MENDED_HEADS, KEYS=MENDED_KEYS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PRECISION=precision(query.dtype),
     )  # fmt: skip
@@ -64,26 +62,31 @@ def _add_values(state, logits, v, PRECISION: tl.constexpr):
 
 @triton.jit(repr=named("nsa_{BRANCH}_mend_forward"))
 def mend_forward_kernel(
-    out, lse, marks, query, key, value, starts, ends, blocks, out_cmp, out_slc, gates,
-    num_queries, num_keys, num_tiles, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr,
+    out, lse, query, key, value, starts, ends, blocks, out_cmp, out_slc, gates,
+    num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of the queries of TILES tiles, as far as they are marked."""
+    """Outputs and log-sum-exps of TOKENS queries, as far as they are spoilt."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     slots: tl.constexpr = Slots(starts, ends, blocks, SLOTS, BLOCK)
-    marks += tl.program_id(1).to(tl.int64) * num_tiles
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    if tl.max(tl.load(marks + tile, mask=tile < num_tiles, other=0), 0) == 0:
-        return
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
-    for i in range(TILES * TOKENS):
-        token = tl.program_id(0) * (TILES * TOKENS) + i
-        if tl.load(marks + token // TOKENS, mask=token < num_queries, other=0) != 0:
-            at = b * num_queries + token
+    first_token = tl.program_id(0) * TOKENS
+    t = tl.arange(0, TOKENS)
+    first_row = ((b * num_queries + first_token) * KV_HEADS + kv_head) * G
+    firsts = Rows(first_row, t * (KV_HEADS * G), first_token + t < num_queries)
+    spoiled = spoiled_rows(load_rows(out, firsts, VALUE))
+    for head in range(G):
+        number = tl.load(lse + firsts.first + head + firsts.offset, mask=firsts.inside, other=0.0)
+        spoiled = spoiled | ((number * 0.0 != 0.0) & (number != float("-inf")))
+    if tl.max(spoiled.to(tl.int32), 0) == 0:
+        return
+    for i in range(TOKENS):
+        if tl.max((spoiled & (t == i)).to(tl.int32), 0) != 0:
+            at = b * num_queries + first_token + i
             for head in range(0, G, HEADS):
                 r = tl.arange(0, HEADS)
                 rows = Rows((at * KV_HEADS + kv_head) * G + head, r, head + r < G)

@@ -24,7 +24,6 @@ from nsa_jax.kernels.triton.loading import (
     key_tiles,
     load_keys,
     load_rows,
-    mark_place,
     query_tile,
     store_rows,
 )
@@ -35,7 +34,6 @@ from nsa_jax.kernels.triton.pieces import (
     add_product,
     added,
     inner,
-    is_spoiled,
     kept,
     precision,
     scaled,
@@ -87,13 +85,13 @@ def range_query_gradient(
     tail = edge_tiles["TAIL"]
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    grid = (triton.cdiv(num_queries, tokens), batch * num_kv_heads)
-    d_query, products, delta, marks = launch(
+    d_query, products, delta = launch(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         *ranges.in_tiles(tokens), out, lse, d_out, d_lse, weight, previous,
-        out=(like(query), like(lse), like(lse), like(query, (batch, num_kv_heads, grid[0]), "int32")), grid=grid,
+        out=(like(query), like(lse), like(lse)),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
@@ -101,8 +99,8 @@ def range_query_gradient(
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     d_query = mend_query_gradient(
-        d_query, marks, query, key, value, Sight(edges.branch, ranges.start, ranges.end), lse, delta, d_out, weight,
-        previous, scale, tokens=tokens,
+        d_query, query, key, value, Sight(edges.branch, ranges.start, ranges.end), lse, delta, d_out, weight,
+        previous, scale,
     )  # fmt: skip
     return d_query, products, delta
 
@@ -129,7 +127,7 @@ def _add_step(
 @triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
 def range_query_gradient_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends, runs,
-    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, marks, num_queries, num_keys,
+    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
@@ -187,7 +185,6 @@ def range_query_gradient_kernel(
             dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
-    tl.store(marks + mark_place(tile), is_spoiled(dq))
     if previous is not None:
         dq = added(dq, load_rows(previous, rows, KEY))
     store_rows(d_query, rows, dq, KEY)

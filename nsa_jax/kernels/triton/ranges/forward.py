@@ -29,12 +29,11 @@ from nsa_jax.kernels.triton.loading import (
     key_tiles,
     load_keys,
     load_rows,
-    mark_place,
     query_tile,
     store_rows,
 )
 from nsa_jax.kernels.triton.mending import Sight, mend_forward
-from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, is_spoiled, kept, precision, scaled
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_at, seen_by
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
@@ -74,14 +73,13 @@ def attend_ranges(
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    grid = (triton.cdiv(num_queries, tokens), batch * num_kv_heads)
-    out, lse, marks = launch(
+    out, lse = launch(
         range_forward_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         *ranges.in_tiles(tokens), *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
-             like(query, (batch, num_queries, num_heads), "float32"),
-             like(query, (batch, num_kv_heads, grid[0]), "int32")), grid=grid,
+             like(query, (batch, num_queries, num_heads), "float32")),
+        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
@@ -89,7 +87,7 @@ def attend_ranges(
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     sight = Sight(edges.branch, ranges.start, ranges.end)
-    return mend_forward(out, lse, marks, query, key, value, sight, scale, others, tokens=tokens)
+    return mend_forward(out, lse, query, key, value, sight, scale, others)
 
 
 @triton.jit
@@ -109,7 +107,7 @@ def _attend_step(
 @triton.jit(repr=named("nsa_{BRANCH}_forward"))
 def range_forward_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends, runs,
-    out_cmp, out_slc, gates, out, lse, marks, num_queries, num_keys,
+    out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
@@ -165,5 +163,4 @@ def range_forward_kernel(
     result = kept(scaled(state.out, part[:, None]), sees[:, None])
     if gates is not None:
         result = gated_rows(result, out_cmp, out_slc, gates, rows, VALUE)
-    tl.store(marks + mark_place(tile), is_spoiled(result))
     store_rows(out, rows, result, VALUE)
