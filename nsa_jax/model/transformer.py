@@ -17,6 +17,9 @@ from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 class Transformer(nnx.Module):
     """Decoder-only language model: embedding, pre-norm layers of attention and SwiGLU, RMSNorm, logits.
 
+    The layers are a list, which each add to what is traced and compiled; `examples/scan_layers.py` scans a
+    stack of layers and says what that costs.
+
     Args:
       config: widths, depth and kind of attention.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
