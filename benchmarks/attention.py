@@ -207,7 +207,7 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
     chosen = modes.split(",") if modes else []
     if not length.isdigit() or int(length) < 1 or not set(chosen) <= set(records.MODES[:3]):
         raise argparse.ArgumentTypeError(
-            f"must be T or T:MODE,MODE with modes {records.MODES[:3]}, got {text}"
+            f"must be T or T:MODE,MODE with modes {records.MODES[:3]}, got {text}. Pass a length alone."
         )
     return int(length), chosen
 
