@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from printed import last_line
 
 from benchmarks import (
     attention,
@@ -62,11 +63,6 @@ def _quick_ceiling(monkeypatch):
     monkeypatch.setattr(
         roofline, "measure_ceiling", lambda dtype: measure(dtype, matmul_size=64, copy_bytes=1 << 16)
     )
-
-
-def last_line(capsys) -> tuple[str, dict]:
-    printed = capsys.readouterr().out
-    return printed, json.loads(printed.splitlines()[-1])
 
 
 def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):

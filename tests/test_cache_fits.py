@@ -12,24 +12,21 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import has_form
+from modules import MODEL, NSA, abstract
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model import Transformer
 from nsa_jax.nn import NSAAttention
 
-NSA = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
-CONFIG = TransformerConfig(vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, nsa=NSA)
 ROWS, WIDTH = 3, 12
 
 
 def layer(num_kv_heads=2, **changes):
     arguments = dict(num_kv_heads=num_kv_heads, head_dim=5, value_dim=3, config=NSA) | changes
-    return nnx.eval_shape(lambda: NSAAttention(4, WIDTH, **arguments, rngs=nnx.Rngs(0)))
+    return abstract(NSAAttention, 4, WIDTH, **arguments)
 
 
 def model(**changes):
-    config = dataclasses.replace(CONFIG, **changes)
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return abstract(Transformer, dataclasses.replace(MODEL, **changes))
 
 
 OF_A_LAYER = {
@@ -121,7 +118,7 @@ def test_a_model_takes_its_own_caches(kind):
         lambda made, tokens: made.decode_step(tokens, kind(made.init_cache(ROWS, 16))), made, tokens
     )
 
-    assert logits.shape == (ROWS, 2, CONFIG.vocab_size)
+    assert logits.shape == (ROWS, 2, MODEL.vocab_size)
     assert isinstance(caches, tuple)
 
 
@@ -130,8 +127,8 @@ def test_kv_heads_that_do_not_divide_the_query_heads(num_kv_heads):
     """In the configuration already, whatever the kind of attention."""
     told = rf"num_kv_heads must (divide num_heads|be at least 1), got {num_kv_heads}"
     for make in (
-        lambda: dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads),
-        lambda: dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads, attention="dense"),
+        lambda: dataclasses.replace(MODEL, num_kv_heads=num_kv_heads),
+        lambda: dataclasses.replace(MODEL, num_kv_heads=num_kv_heads, attention="dense"),
         lambda: layer(num_kv_heads),
     ):
         with pytest.raises(ValueError, match=told) as raised:
@@ -143,6 +140,6 @@ def test_a_model_width_that_its_heads_do_not_divide():
     with pytest.raises(
         ValueError, match=r"num_heads must divide in_features .* got 4 and 14\. Pass head_dim"
     ):
-        dataclasses.replace(CONFIG, model_dim=14)
+        dataclasses.replace(MODEL, model_dim=14)
 
-    assert dataclasses.replace(CONFIG, model_dim=14, head_dim=3).head_dim == 3
+    assert dataclasses.replace(MODEL, model_dim=14, head_dim=3).head_dim == 3

@@ -10,25 +10,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import has_form
+from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
-from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig, restore, restore_training, save
+from nsa_jax.model import Transformer, restore, restore_training, save
 
-NSA = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
-CONFIG = TransformerConfig(
-    vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, nsa=NSA, attention="window"
-)
+CONFIG = dataclasses.replace(MODEL, attention="window")
 
 
 def make_model(model=Transformer, config=CONFIG, **arguments):
-    """A model with ones for parameters, made without compiling their initialisers."""
-    made = nnx.eval_shape(lambda: model(config, **arguments, rngs=nnx.Rngs(0)))
-    shapes = {
-        ".".join(map(str, path)): leaf.get_value()
-        for path, leaf in nnx.to_flat_state(nnx.state(made, nnx.Param))
-    }
-    nn.load_weights(made, {name: np.ones(leaf.shape, np.float32) for name, leaf in shapes.items()})
+    """A model with ones for parameters."""
+    made = abstract(model, config, **arguments)
+    parameters = named(nnx.state(made, nnx.Param))
+    nn.load_weights(made, {name: np.ones(leaf.shape, np.float32) for name, leaf in parameters.items()})
     return made
 
 

@@ -8,43 +8,41 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import has_form
+from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
-from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model import Transformer
 
-CONFIG = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
-MODEL = TransformerConfig(vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, nsa=CONFIG)
 MODULES = {
-    "NSA": lambda **a: nn.NSAAttention(4, 12, num_kv_heads=2, config=CONFIG, use_bias=True, **a),
+    "NSA": lambda **a: nn.NSAAttention(4, 12, num_kv_heads=2, config=NSA, use_bias=True, **a),
     "dense": lambda **a: nn.DenseAttention(4, 12, num_kv_heads=2, **a),
     "model": lambda **a: Transformer(MODEL, **a),
     "any": lambda **a: nnx.Sequential(nnx.Linear(3, 4, **a), nnx.BatchNorm(4, **a)),
 }
 
 
-def abstract(kind="NSA", **arguments):
-    return nnx.eval_shape(lambda: MODULES[kind](**arguments, rngs=nnx.Rngs(0)))
+def made(kind="NSA", **arguments):
+    return abstract(MODULES[kind], **arguments)
 
 
 def drawn(module, seed=0, dtype=np.float32):
     """Random weights for all parameters of a module."""
     rng = np.random.default_rng(seed)
     return {
-        ".".join(map(str, path)): rng.standard_normal(variable.get_value().shape).astype(dtype)
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
+        name: rng.standard_normal(leaf.shape).astype(dtype)
+        for name, leaf in named(nnx.state(module, nnx.Param)).items()
     }
 
 
 def loaded(kind="NSA", seed=0, **arguments):
-    module = abstract(kind, **arguments)
+    module = made(kind, **arguments)
     nn.load_weights(module, drawn(module, seed))
     return module
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_weights_come_back_as_they_went(kind):
-    module = abstract(kind)
+    module = made(kind)
     given = drawn(module)
 
     nn.load_weights(module, given)
@@ -101,7 +99,7 @@ def test_both_directions_copy():
 
 
 @pytest.mark.parametrize("given", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("start", [abstract, loaded], ids=["abstract", "created"])
+@pytest.mark.parametrize("start", [made, loaded], ids=["abstract", "created"])
 def test_dtypes_of_the_module_stay(start, given):
     module = start("dense", param_dtype="bfloat16")
 
@@ -112,7 +110,7 @@ def test_dtypes_of_the_module_stay(start, given):
         np.testing.assert_array_equal(value, drawn(module, 1, given)[name].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("start", [abstract, loaded], ids=["abstract", "created"])
+@pytest.mark.parametrize("start", [made, loaded], ids=["abstract", "created"])
 def test_shardings_of_the_module_stay(start):
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
@@ -212,15 +210,15 @@ def test_modules_that_hold_no_arrays():
     given = nn.weights(module)
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        sharded = abstract("dense", sharding={"heads": "tensor"})
+        sharded = made("dense", sharding={"heads": "tensor"})
 
     for error, told, call in (
-        (TypeError, "weights must be arrays, got ShapeDtypeStruct at", lambda: nn.weights(abstract("dense"))),
+        (TypeError, "weights must be arrays, got ShapeDtypeStruct at", lambda: nn.weights(made("dense"))),
         (TypeError, "weights must be arrays, got .*Tracer at", lambda: nnx.jit(nn.weights)(module)),
         (
             TypeError,
             "weights must be arrays, got .*Tracer at",
-            lambda: jax.jit(lambda given: nn.load_weights(abstract("dense"), given))(given),
+            lambda: jax.jit(lambda given: nn.load_weights(made("dense"), given))(given),
         ),
         (
             TypeError,
