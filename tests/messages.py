@@ -4,9 +4,9 @@ import re
 
 # What a remedy begins with: it tells the reader what to do.
 VERBS = (
-    "Add|Align|Begin|Broadcast|Build|Call|Cast|Check|Choose|Compress|Convert|Declare|Drop|End|Enlarge|Extend|"
-    "Fold|Give|Install|Leave|Load|Make|Mark|Measure|Merge|Name|Pad|Pass|Raise|Rename|Renumber|Reshape|Restore|Save|"
-    "Say|Select|Set|Sort|Split|Use"
+    "Add|Align|Begin|Broadcast|Build|Call|Cast|Check|Choose|Compress|Convert|Declare|Drop|End"
+    "|Enlarge|Extend|Fold|Give|Install|Leave|Lengthen|Load|Make|Mark|Measure|Merge|Name|Pad|Pass"
+    "|Raise|Rename|Renumber|Reshape|Restore|Run|Save|Say|Select|Set|Shorten|Sort|Split|Start|Try|Use"
 )
 _FORM = re.compile(rf".+, got .+\. ({VERBS})\b.*\.", re.DOTALL)  # a printed array has lines
 
