@@ -9,44 +9,23 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from modules import MODEL, NSA, abstract, named, randomised
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model import Transformer
 from nsa_jax.nn import DenseAttention, NSAAttention
 
-CONFIG = TransformerConfig(
-    vocab_size=11,
-    num_layers=2,
-    model_dim=12,
-    num_heads=4,
-    num_kv_heads=2,
-    nsa=NSAConfig(
-        compression_block_size=4,
-        compression_stride=2,
-        selection_block_size=4,
-        num_selected_blocks=3,
-        num_local_blocks=1,
-        window_size=5,
-    ),
-)
+CONFIG = dataclasses.replace(MODEL, nsa=dataclasses.replace(NSA, num_selected_blocks=3, num_local_blocks=1))
 DENSE = dataclasses.replace(CONFIG, attention="dense")
 LENGTH = 17
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
 
 
 def abstract_model(config=CONFIG, **arguments):
-    return nnx.eval_shape(lambda: Transformer(config, **arguments, rngs=nnx.Rngs(0)))
+    return abstract(Transformer, config, **arguments)
 
 
 def make_model(config=CONFIG):
-    """A model with random parameters, made without compiling their initialisers."""
-    graph, state = nnx.split(abstract_model(config))
-    rng = np.random.default_rng(0)
-    for _, variable in nnx.to_flat_state(state):
-        shape = variable.get_value()
-        scale = 1 if len(shape.shape) == 1 else 0.3
-        variable.set_value(jnp.asarray(scale * rng.standard_normal(shape.shape), shape.dtype))
-    return nnx.merge(graph, state)
+    return randomised(abstract_model(config), scale=0.3)
 
 
 def tokens(rows=2, length=LENGTH, seed=0):
@@ -54,7 +33,7 @@ def tokens(rows=2, length=LENGTH, seed=0):
 
 
 def paths(model):
-    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+    return set(named(nnx.state(model)))
 
 
 @functools.cache

@@ -10,30 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from modules import MODEL, abstract, randomised
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig, restore, restore_training, save
+from nsa_jax.model import Transformer, restore, restore_training, save
 
-CONFIG = TransformerConfig(
-    vocab_size=11,
-    num_layers=2,
-    model_dim=12,
-    num_heads=4,
-    num_kv_heads=2,
-    nsa=NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5),
-    tie_embeddings=False,
-)
+CONFIG = dataclasses.replace(MODEL, tie_embeddings=False)
 
 
 def make_model(seed=0, **changes):
-    """A model with random parameters, made without compiling their initialisers."""
-    config = dataclasses.replace(CONFIG, **changes)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
-    for _, variable in nnx.to_flat_state(state):
-        shape = variable.get_value()
-        variable.set_value(jnp.asarray(rng.standard_normal(shape.shape), shape.dtype))
-    return nnx.merge(graph, state)
+    return randomised(abstract(Transformer, dataclasses.replace(CONFIG, **changes)), seed=seed)
 
 
 def assert_same(model, other):
@@ -215,7 +201,7 @@ def test_orbax_missing(tmp_path, monkeypatch):
         lambda: restore_training(tmp_path, {}),
     ):
         with pytest.raises(
-            ImportError, match=r"checkpoints need orbax-checkpoint, got: .*\. Install it with: pip"
+            ImportError, match=r"checkpoints need orbax-checkpoint, got .*\. Install it with: pip"
         ):
             call()
     assert os.listdir(tmp_path) == []

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from modules import named
 
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
@@ -48,10 +49,6 @@ def make_layer(param_dtype=jnp.float32, **arguments):
         scale = 0.5 / max(len(shape) - 1, 1)
         variable.set_value(jnp.asarray(scale * random(*shape, seed=index), param_dtype))
     return nnx.merge(graph, state)
-
-
-def named(state):
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
 def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):

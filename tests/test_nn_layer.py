@@ -5,25 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from modules import NSA, abstract, named
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, dense
 
-CONFIG = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
 HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
-SIZES = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM, config=CONFIG)
+SIZES = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM, config=NSA)
 X = jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 
 
 def abstract_layer(**arguments):
-    """A layer of shapes and dtypes alone, which costs no compilation."""
     arguments = SIZES | dict(num_heads=HEADS, in_features=WIDTH) | arguments
-    return nnx.eval_shape(lambda: NSAAttention(**arguments, rngs=nnx.Rngs(0)))
-
-
-def named(state):
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    return abstract(NSAAttention, **arguments)
 
 
 LAYER_PARAMETERS = {

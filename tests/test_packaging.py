@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
 
 import nsa_jax
 
@@ -17,8 +18,11 @@ PROJECT = PYPROJECT["project"]
 
 
 def requirements(lines: list[str], operator: str) -> dict[str, str]:
-    matches = (re.match(rf"([\w-]+).*?{operator}([\d.]+)", line) for line in lines)
-    return {match[1]: match[2] for match in matches if match}
+    """Versions that the requirements have behind `operator`, by package; those without it are left out."""
+    parsed = (Requirement(line) for line in lines)
+    return {
+        each.name: part.version for each in parsed for part in each.specifier if part.operator == operator
+    }
 
 
 def test_min_environment_installs_the_floors():

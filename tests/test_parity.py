@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="parity needs the extra `torch`")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
+from printed import last_line  # noqa: E402
 
 import nsa_jax.nn  # noqa: E402
 import nsa_jax.nn.attention as layer_module  # noqa: E402
@@ -207,10 +208,6 @@ def test_rejects_a_converter_that_drops_the_last_block(replace):
 FAST = ["--case", "one_token"]
 
 
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 def test_command_line_prints_a_table_and_a_line_of_json(capsys):
     code = program.main(FAST)
 
@@ -236,7 +233,7 @@ def test_command_line_fails_on_a_miss(monkeypatch, capsys, error):
 
     assert program.main(FAST) == 1
 
-    report = last_line(capsys)
+    _, report = last_line(capsys)
     assert report["passed"] is False
     assert [row["quantity"] for row in report["missed"]] == ["bad"]
     assert [row["quantity"] for row in report["worst"]] == ["bad"]
@@ -317,7 +314,7 @@ def test_an_implementation_that_cannot_run_is_one_clear_error(monkeypatch, capsy
 def test_a_case_that_cannot_run_is_skipped_with_its_reason(capsys):
     assert program.main([*FAST, "--case", "layer", "--implementation", "reference"]) == 0
 
-    report = last_line(capsys)
+    _, report = last_line(capsys)
     assert list(report["skipped"]) == ["layer float32"]
     assert "oracle" in report["skipped"]["layer float32"]
 
@@ -327,5 +324,5 @@ def test_a_case_that_cannot_run_is_skipped_with_its_reason(capsys):
 def test_both_frameworks_on_one_gpu(capsys, dtype):
     code = program.main(["--device", "cuda", "--dtype", dtype, "--case", "packed", "--case", "layer"])
 
-    assert last_line(capsys)["missed"] == []
+    assert last_line(capsys)[1]["missed"] == []
     assert code == 0
