@@ -1,21 +1,21 @@
 """The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
 
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import attention
-from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
-from nsa_jax.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
 from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+from nsa_jax.nn.steps import CacheSteps
 
 
 class Selection(NamedTuple):
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
     gates: Float[Array, "B T N 3"]
 
 
-class NSAAttention(nnx.Module):
+class NSAAttention(CacheSteps):
     """Causal self-attention layer with Native Sparse Attention, for the place of `nnx.MultiHeadAttention`.
 
     Section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3); queries and the
@@ -232,93 +232,6 @@ class NSAAttention(nnx.Module):
         )
         return Selection(block_indices, operands.gates)
 
-    def init_cache(
-        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
-    ) -> NSACache:
-        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
-
-        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
-        """
-        return decoding.init_cache(
-            batch,
-            max_length,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.value_dim,
-            config=self.config,
-            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
-            step_capacity=step_capacity,
-        )
-
-    def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B T D"], NSACache]:
-        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
-
-        As `nsa_jax.cache.prefill`, which also says what is an error.
-
-        Args:
-          x: the layer input at the new tokens.
-          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
-          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
-
-        Returns:
-          The layer output at the new tokens, and the cache that holds them.
-        """
-        step = decoding.prefill(
-            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings()
-        )
-        return self.out_proj(step.out), step.cache
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
-
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: bool = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
-        """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
-
-        As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
-        `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
-        """
-        new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings())
-        if count_reads:
-            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
-            return self.out_proj(counted.out), counted.cache, counted.reads
-        step = decoding.decode_step(cache, *new, **settings)
-        return self.out_proj(step.out), step.cache
-
-    def _step_settings(self) -> dict[str, Any]:
-        return dict(config=self.config, compress=self._compress, implementation=self.implementation)
-
-    def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
-        """`_project` at the positions that follow those in the cache."""
-        check_inputs(x, self.in_features)
-        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
-
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
@@ -332,9 +245,3 @@ class NSAAttention(nnx.Module):
             value_win=self.value_win_proj(x),
         )
         return turn(self.query_proj(x)), tokens, self.gate(x)
-
-    def _compress(
-        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
-    ) -> tuple[Array, Array]:
-        key_cmp = rotate(self.compressor_key.compress(key_windows), first_positions, base=self.rope_base)
-        return key_cmp, self.compressor_value.compress(value_windows)
