@@ -1,31 +1,21 @@
 """`nn.Module` twins of `nsa_jax.nn`: same parameter names and shapes, kernels are [in, out]."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nsa_torch_ref import attention, masks
 from nsa_torch_ref.masks import NSAConfig
+from nsa_torch_ref.rotary import rotate
 
 
 def random_kernel(*shape: int, fan_in: int) -> nn.Parameter:
     """Normal with variance `1 / fan_in`."""
     return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
-
-
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding of [B, X, heads, H] at `positions` [B, X]: half-split pairs, odd last dim untouched.
-
-    Frequencies are computed in float64 and rounded to float32, angles are float32 products: correctly rounded
-    both, so that every framework turns by the same angle at any position.
-    """
-    half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device)
-    angle = positions[:, :, None, None].to(torch.float32) * frequency
-    wide = x.to(attention.accumulation_dtype(x.dtype))
-    cos, sin = angle.to(wide.dtype).cos(), angle.to(wide.dtype).sin()
-    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).to(x.dtype)
 
 
 class Projection(nn.Module):
@@ -97,7 +87,11 @@ class Gate(nn.Module):
 
 
 class NSAAttention(nn.Module):
-    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates."""
+    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates.
+
+    `rotary(heads, positions)` turns queries, keys and compressed keys; by default it is `rotate` with
+    `rope_base` and `rope_scaling`.
+    """
 
     def __init__(
         self,
@@ -111,11 +105,14 @@ class NSAAttention(nn.Module):
         compression: str = "mlp",
         use_bias: bool = False,
         rope_base: float = 10000.0,
+        rope_scaling: Any = None,
+        rotary: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
         super().__init__()
         head_dim = in_features // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
-        self.config, self.rope_base = config, rope_base
+        self.config = config
+        self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
         for branch in ("cmp", "slc", "win"):
             for kind, width in (("key", head_dim), ("value", value_dim)):
@@ -143,13 +140,13 @@ class NSAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
         asking = slice(x.shape[1] - queries if queries is not None else 0, None)
-        query = rotate(self.query_proj(x[:, asking]), positions[:, asking], self.rope_base)
+        query = self.rotary(self.query_proj(x[:, asking]), positions[:, asking])
         block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
         key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
-        key_cmp = rotate(key_cmp, block_positions, self.rope_base)
+        key_cmp = self.rotary(key_cmp, block_positions)
         value_cmp = self.compressor_value(self.value_cmp_proj(x), segment_ids)
-        key_slc = rotate(self.key_slc_proj(x), positions, self.rope_base)
-        key_win = rotate(self.key_win_proj(x), positions, self.rope_base)
+        key_slc = self.rotary(self.key_slc_proj(x), positions)
+        key_win = self.rotary(self.key_win_proj(x), positions)
         value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)
         return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn import Llama3Scaling, YarnScaling
 
 OVERLAPPING = NSAConfig(
     compression_block_size=8,
@@ -50,6 +53,10 @@ WIDE_BLOCKS = NSAConfig(
     window_size=33,
 )
 
+# Lengths at which heads of ten dimensions have pairs that are kept, interpolated and between.
+YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
+LLAMA3 = Llama3Scaling(8.0, 0.25, 2.0, 24)
+
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
 PACKED = ((0, 3), (7, 61), (2, 5), (0, 4), (9, 83), (1, 1), (4, 40), (0, 6))
 
@@ -89,6 +96,7 @@ class LayerCase:
     value_dim: int = 10
     compression: str = "mlp"
     use_bias: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more arguments of both layers
     runs: tuple[tuple[int, int], ...] | None = None
 
 
@@ -180,6 +188,7 @@ LAYER_CASES = (
     ),
     LayerCase(name="layer_shorter_than_a_block", length=5),
     LayerCase(name="layer_kernel_sized", config=KERNEL_SIZED, length=150, head_dim=32, value_dim=16),
+    LayerCase(name="layer_yarn", options=dict(rope_base=100.0, rope_scaling=YARN)),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),

@@ -40,6 +40,7 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         config=case.config,
         compression=case.compression,
         use_bias=case.use_bias,
+        **case.options,
     )
     same = nsa_torch_ref.NSAAttention(**arguments).to(device)
     for name, parameter in same.named_parameters():

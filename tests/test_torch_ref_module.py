@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
 import nsa_torch_ref as ref  # noqa: E402
-from nsa_torch_ref.module import rotate  # noqa: E402
+from nsa_torch_ref.rotary import rotate  # noqa: E402
 
 CONFIG = ref.NSAConfig(
     compression_block_size=4,

@@ -14,7 +14,8 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
-from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
 
 
@@ -58,7 +59,10 @@ class NSAAttention(CacheSteps):
       config: block structure.
       compression: "mlp" or "mean", see `Compressor`.
       use_bias: whether the projections have biases.
-      rope_base: base of the rotary embedding.
+      rope_base: base of the rotary embedding, see `rotate`.
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies.
+      rotary: any function `(heads [B, T, heads, H], positions [B, T]) -> heads` in the place of the two, for
+        example `lambda heads, positions: heads` for none. It rotates queries, keys and compressed keys.
       dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -73,7 +77,9 @@ class NSAAttention(CacheSteps):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: head counts or widths do not divide, unknown compression, unknown name in `sharding`.
+      TypeError: `rope_scaling` or `rotary` is of the wrong kind.
+      ValueError: head counts or widths do not divide, unknown compression, unknown name in `sharding`, a
+        `rotary` beside `rope_base` or `rope_scaling`.
 
     Example:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -92,6 +98,8 @@ class NSAAttention(CacheSteps):
         compression: CompressionMode = "mlp",
         use_bias: bool = False,
         rope_base: float = DEFAULT_BASE,
+        rope_scaling: RopeScaling | None = None,
+        rotary: RotaryFunction | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -106,8 +114,8 @@ class NSAAttention(CacheSteps):
         value_dim = head_dim if value_dim is None else value_dim
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.config, self.rope_base, self.implementation = config, rope_base, implementation
-        self.dtype = dtype
+        self.config, self.implementation, self.dtype = config, implementation, dtype
+        self.rotary = rotary_function(rope_base, rope_scaling, rotary)
 
         project = functools.partial(
             projection,
@@ -208,7 +216,7 @@ class NSAAttention(CacheSteps):
         key_cmp = self.compressor_key(tokens.key_cmp, segment_ids)
         return Operands(
             query,
-            rotate(key_cmp, first_tokens(positions, self.config, segment_ids), base=self.rope_base),
+            turn(self.rotary, key_cmp, first_tokens(positions, self.config, segment_ids)),
             self.compressor_value(tokens.value_cmp, segment_ids),
             *tokens[2:],
             gates,
@@ -235,13 +243,12 @@ class NSAAttention(CacheSteps):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
-        turn = functools.partial(rotate, positions=positions, base=self.rope_base)
         tokens = TokenKeysValues(
             key_cmp=self.key_cmp_proj(x),
             value_cmp=self.value_cmp_proj(x),
-            key_slc=turn(self.key_slc_proj(x)),
+            key_slc=turn(self.rotary, self.key_slc_proj(x), positions),
             value_slc=self.value_slc_proj(x),
-            key_win=turn(self.key_win_proj(x)),
+            key_win=turn(self.rotary, self.key_win_proj(x), positions),
             value_win=self.value_win_proj(x),
         )
-        return turn(self.query_proj(x)), tokens, self.gate(x)
+        return turn(self.rotary, self.query_proj(x), positions), tokens, self.gate(x)

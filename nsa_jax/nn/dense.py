@@ -12,7 +12,8 @@ from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, default_platform
 from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
-from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 
 
 class DenseAttention(nnx.Module):
@@ -29,7 +30,9 @@ class DenseAttention(nnx.Module):
       head_dim: width of queries, keys and values, `in_features // num_heads` by default.
       window_size: tokens of the window; None for full attention.
       use_bias: whether the projections have biases.
-      rope_base: base of the rotary embedding.
+      rope_base: base of the rotary embedding, see `rotate`.
+      rope_scaling: a scaling of its frequencies, see `NSAAttention`.
+      rotary: a function in the place of the two, see `NSAAttention`.
       dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -42,7 +45,9 @@ class DenseAttention(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: head counts or widths do not divide, unknown name in `sharding`.
+      TypeError: `rope_scaling` or `rotary` is of the wrong kind.
+      ValueError: head counts or widths do not divide, unknown name in `sharding`, a `rotary` beside
+        `rope_base` or `rope_scaling`.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class DenseAttention(nnx.Module):
         window_size: int | None = None,
         use_bias: bool = False,
         rope_base: float = DEFAULT_BASE,
+        rope_scaling: RopeScaling | None = None,
+        rotary: RotaryFunction | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -66,7 +73,8 @@ class DenseAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
-        self.in_features, self.rope_base, self.implementation = in_features, rope_base, implementation
+        self.in_features, self.implementation = in_features, implementation
+        self.rotary = rotary_function(rope_base, rope_scaling, rotary)
         self.window = None if window_size is None else NSAConfig(window_size=window_size)
         project = functools.partial(
             projection,
@@ -101,8 +109,8 @@ class DenseAttention(nnx.Module):
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
-        query = rotate(self.query_proj(x), positions, base=self.rope_base)
-        key = rotate(self.key_proj(x), positions, base=self.rope_base)
+        query = turn(self.rotary, self.query_proj(x), positions)
+        key = turn(self.rotary, self.key_proj(x), positions)
         value = self.value_proj(x)
         if self.window is not None:
             out, _ = attention.window_attention(

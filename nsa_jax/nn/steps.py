@@ -12,7 +12,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.projections import check_inputs
-from nsa_jax.nn.rotary import rotate
+from nsa_jax.nn.rotary import RotaryFunction, turn
 
 
 class CacheSteps(nnx.Module):
@@ -23,7 +23,7 @@ class CacheSteps(nnx.Module):
     head_dim: int
     value_dim: int
     config: NSAConfig
-    rope_base: float
+    rotary: RotaryFunction
     dtype: DType | None
     implementation: Implementation | None
     query_proj: nnx.LinearGeneral
@@ -127,5 +127,5 @@ class CacheSteps(nnx.Module):
     def _compress(
         self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
     ) -> tuple[Array, Array]:
-        key_cmp = rotate(self.compressor_key.compress(key_windows), first_positions, base=self.rope_base)
+        key_cmp = turn(self.rotary, self.compressor_key.compress(key_windows), first_positions)
         return key_cmp, self.compressor_value.compress(value_windows)
