@@ -86,11 +86,25 @@ class Gate(nn.Module):
         return (torch.tensordot(hidden, self.kernel_out, dims=1) + self.bias_out).sigmoid()
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm (arXiv:1910.07467) over the last axis, with a learned scale."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divided by the root of the mean square of the last axis, which is kept from 0."""
+        wide = x.to(attention.accumulation_dtype(x.dtype))
+        return (wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.scale).to(x.dtype)
+
+
 class NSAAttention(nn.Module):
     """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates.
 
     `rotary(heads, positions)` turns queries, keys and compressed keys; by default it is `rotate` with
-    `rope_base` and `rope_scaling`.
+    `rope_base` and `rope_scaling`. `normalize_qk` norms queries and the keys of tokens before that and before
+    phi. Dropout falls on the output, in training.
     """
 
     def __init__(
@@ -104,6 +118,9 @@ class NSAAttention(nn.Module):
         config: NSAConfig,
         compression: str = "mlp",
         use_bias: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
         rope_base: float = 10000.0,
         rope_scaling: Any = None,
         rotary: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -111,7 +128,7 @@ class NSAAttention(nn.Module):
         super().__init__()
         head_dim = in_features // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
-        self.config = config
+        self.config, self.scale = config, scale
         self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
         for branch in ("cmp", "slc", "win"):
@@ -119,6 +136,9 @@ class NSAAttention(nn.Module):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
                 setattr(self, f"{kind}_{branch}_proj", projection)
         self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
+        for name in ("query", "key_cmp", "key_slc", "key_win"):
+            setattr(self, f"{name}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
+        self.dropout = nn.Dropout(dropout_rate)
         self.compressor_key = Compressor(head_dim, config, compression)
         self.compressor_value = Compressor(value_dim, config, compression)
         self.gate = Gate(in_features, num_heads)
@@ -140,13 +160,13 @@ class NSAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
         asking = slice(x.shape[1] - queries if queries is not None else 0, None)
-        query = self.rotary(self.query_proj(x[:, asking]), positions[:, asking])
+        query = self.rotary(self.query_norm(self.query_proj(x[:, asking])), positions[:, asking])
         block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
-        key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
+        key_cmp = self.compressor_key(self.key_cmp_norm(self.key_cmp_proj(x)), segment_ids)
         key_cmp = self.rotary(key_cmp, block_positions)
         value_cmp = self.compressor_value(self.value_cmp_proj(x), segment_ids)
-        key_slc = self.rotary(self.key_slc_proj(x), positions)
-        key_win = self.rotary(self.key_win_proj(x), positions)
+        key_slc = self.rotary(self.key_slc_norm(self.key_slc_proj(x)), positions)
+        key_win = self.rotary(self.key_win_norm(self.key_win_proj(x)), positions)
         value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)
         return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
 
@@ -165,8 +185,9 @@ class NSAAttention(nn.Module):
             config=self.config,
             segment_ids=segment_ids,
             block_indices=block_indices,
+            scale=self.scale,
         )
-        return self.out_proj(out)
+        return self.dropout(self.out_proj(out))
 
     def decode(self, x: Tensor, prompt_length: int = 0) -> Tensor:
         """Rows `prompt_length ..` of the output, each a step of its own over its prefix; no cache."""

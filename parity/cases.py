@@ -189,6 +189,12 @@ LAYER_CASES = (
     LayerCase(name="layer_shorter_than_a_block", length=5),
     LayerCase(name="layer_kernel_sized", config=KERNEL_SIZED, length=150, head_dim=32, value_dim=16),
     LayerCase(name="layer_yarn", options=dict(rope_base=100.0, rope_scaling=YARN)),
+    LayerCase(
+        name="layer_normed_packed",
+        length=104,
+        options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=LLAMA3),
+        runs=((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1)),
+    ),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -211,6 +217,14 @@ DECODE_CASES = (
         prompt_lengths=(150, 31),
         num_steps=9,
         layer=LayerCase(name="", config=KERNEL_SIZED, head_dim=32, value_dim=16),
+    ),
+    DecodeCase(
+        name="decode_normed",
+        prompt_lengths=(70, 33),
+        num_steps=12,
+        layer=LayerCase(
+            name="", options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=YARN)
+        ),
     ),
 )
 type Case = OperationCase | LayerCase | DecodeCase

@@ -44,10 +44,11 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
     )
     same = nsa_torch_ref.NSAAttention(**arguments).to(device)
     for name, parameter in same.named_parameters():
-        deviation = parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        drawn *= parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
+        drawn += 1 if name.endswith("_norm.scale") else 0
         # A wide query spreads the scores, as doubled queries do among the operations.
-        deviation *= 3 if name == "query_proj.kernel" else 1
-        drawn = deviation * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        drawn *= 3 if name in ("query_proj.kernel", "query_norm.scale") else 1
         parameter.data = drawn.to(dtype).to(device)
     twin = nnx.eval_shape(
         lambda: nn.NSAAttention(
@@ -66,7 +67,8 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
     """What the reference layer selects for x [B, T, D], and where that is determined."""
     config = twins.exact.config
     rows_ids, positions = place_queries(x, x.shape[1], segment_ids, None)
-    where = dict(config=config, segment_ids=rows_ids, query_positions=positions)
+    scale = twins.exact.scale
+    where = dict(config=config, segment_ids=rows_ids, query_positions=positions, scale=scale)
     scores = []
     for module in (twins.exact, twins.same):
         with torch.no_grad():

@@ -6,14 +6,22 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import attention
+from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
 from nsa_jax.nn.gate import Gate
-from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
+from nsa_jax.nn.projections import (
+    Sharding,
+    check_inputs,
+    head_norm,
+    head_width,
+    output_dropout,
+    projection,
+    token_positions,
+)
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
@@ -48,7 +56,8 @@ class NSAAttention(CacheSteps):
 
     Parameters, with which checkpoints are written: `query_proj`, `key_{cmp,slc,win}_proj`,
     `value_{cmp,slc,win}_proj` and `out_proj`, each with `kernel` (and `bias`), laid out as in
-    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`.
+    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`. With `normalize_qk` also
+    `query_norm` and `key_{cmp,slc,win}_norm`, each with `scale`.
 
     Args:
       num_heads: query heads.
@@ -59,6 +68,11 @@ class NSAAttention(CacheSteps):
       config: block structure.
       compression: "mlp" or "mean", see `Compressor`.
       use_bias: whether the projections have biases.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim, each token and head for
+        itself, before anything else: rotation and compression see normed heads.
+      scale: factor of the logits, `head_dim**-0.5` by default.
+      dropout_rate: share of the outputs that training drops, see `nnx.Dropout`; `train()` and `eval()` of
+        `nnx` switch it on and off. `prefill` and `decode_step` drop nothing.
       rope_base: base of the rotary embedding, see `rotate`.
       rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies.
       rotary: any function `(heads [B, T, heads, H], positions [B, T]) -> heads` in the place of the two, for
@@ -77,9 +91,9 @@ class NSAAttention(CacheSteps):
       rngs: source of the initial parameters.
 
     Raises:
-      TypeError: `rope_scaling` or `rotary` is of the wrong kind.
-      ValueError: head counts or widths do not divide, unknown compression, unknown name in `sharding`, a
-        `rotary` beside `rope_base` or `rope_scaling`.
+      TypeError: `scale`, `dropout_rate`, `rope_scaling` or `rotary` is of the wrong kind.
+      ValueError: head counts or widths do not divide, a number is out of range, unknown compression, unknown
+        name in `sharding`, a `rotary` beside `rope_base` or `rope_scaling`.
 
     Example:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -97,6 +111,9 @@ class NSAAttention(CacheSteps):
         config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
         compression: CompressionMode = "mlp",
         use_bias: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
         rope_base: float = DEFAULT_BASE,
         rope_scaling: RopeScaling | None = None,
         rotary: RotaryFunction | None = None,
@@ -115,6 +132,7 @@ class NSAAttention(CacheSteps):
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.config, self.implementation, self.dtype = config, implementation, dtype
+        self.scale = arguments.resolve_scale(scale, head_dim)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
 
         project = functools.partial(
@@ -143,6 +161,11 @@ class NSAAttention(CacheSteps):
             dimensions=("heads", None, "model"),
             kernel_init=out_kernel_init or kernel_init,
         )
+        norm = functools.partial(
+            head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_norm = norm()
+        self.key_cmp_norm, self.key_slc_norm, self.key_win_norm = norm(), norm(), norm()
         compressor = functools.partial(
             Compressor,
             config=config,
@@ -163,6 +186,7 @@ class NSAAttention(CacheSteps):
             sharding=sharding,
             rngs=rngs,
         )
+        self.dropout = output_dropout(dropout_rate, rngs)
 
     def __call__(
         self,
@@ -171,6 +195,8 @@ class NSAAttention(CacheSteps):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Int[Array, "B T K R"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends from every token to the tokens of its sequence up to itself.
 
@@ -180,6 +206,8 @@ class NSAAttention(CacheSteps):
             and keys only; causality, blocks and windows count tokens.
           segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
           block_indices: pins the selection, as `inspect` returns it, instead of choosing it.
+          deterministic: whether nothing is dropped; by default as `train()` or `eval()` left it.
+          rngs: source of dropout's random numbers, the layer's own by default.
 
         Returns:
           The layer output. A padding token gets what an attention output of zero gives: 0, or the output
@@ -197,9 +225,10 @@ class NSAAttention(CacheSteps):
             config=self.config,
             block_indices=block_indices,
             segment_ids=segment_ids,
+            scale=self.scale,
             implementation=self.implementation,
         )
-        return self.out_proj(out)
+        return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def operands(
         self,
@@ -236,6 +265,7 @@ class NSAAttention(CacheSteps):
             operands.key_cmp,
             config=self.config,
             segment_ids=segment_ids,
+            scale=self.scale,
             implementation=self.implementation,
         )
         return Selection(block_indices, operands.gates)
@@ -244,11 +274,11 @@ class NSAAttention(CacheSteps):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
         tokens = TokenKeysValues(
-            key_cmp=self.key_cmp_proj(x),
+            key_cmp=self.key_cmp_norm(self.key_cmp_proj(x)),
             value_cmp=self.value_cmp_proj(x),
-            key_slc=turn(self.rotary, self.key_slc_proj(x), positions),
+            key_slc=turn(self.rotary, self.key_slc_norm(self.key_slc_proj(x)), positions),
             value_slc=self.value_slc_proj(x),
-            key_win=turn(self.rotary, self.key_win_proj(x), positions),
+            key_win=turn(self.rotary, self.key_win_norm(self.key_win_proj(x)), positions),
             value_win=self.value_win_proj(x),
         )
-        return turn(self.rotary, self.query_proj(x), positions), tokens, self.gate(x)
+        return turn(self.rotary, self.query_norm(self.query_proj(x)), positions), tokens, self.gate(x)

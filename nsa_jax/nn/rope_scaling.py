@@ -6,9 +6,6 @@ import numbers
 
 import numpy as np
 
-# Below this, YaRN's ramp counts as a step: its two ends may fall on one dimension.
-NARROWEST_RAMP = 1e-3
-
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
@@ -124,8 +121,7 @@ class YarnScaling:
         first = max(math.floor(index_that_turns(self.beta_fast)), 0)
         # The bound is that of the released code, which takes the width of a head for the number of indices.
         last = min(math.ceil(index_that_turns(self.beta_slow)), 2 * half - 1)
-        width = max(last - first, NARROWEST_RAMP)
-        interpolated = np.clip((np.arange(half) - first) / width, 0, 1)
+        interpolated = np.clip((np.arange(half) - first) / max(last - first, 1), 0, 1)
         return frequency * ((1 - interpolated) + interpolated / self.factor)
 
 

@@ -23,6 +23,7 @@ class CacheSteps(nnx.Module):
     head_dim: int
     value_dim: int
     config: NSAConfig
+    scale: float
     rotary: RotaryFunction
     dtype: DType | None
     implementation: Implementation | None
@@ -117,7 +118,12 @@ class CacheSteps(nnx.Module):
         return self.out_proj(step.out), step.cache
 
     def _step_settings(self) -> dict[str, Any]:
-        return dict(config=self.config, compress=self._compress, implementation=self.implementation)
+        return dict(
+            config=self.config,
+            compress=self._compress,
+            scale=self.scale,
+            implementation=self.implementation,
+        )
 
     def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
         """`_project` at the positions that follow those in the cache."""
