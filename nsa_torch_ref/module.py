@@ -34,8 +34,15 @@ class Projection(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def block_tokens(x: Tensor, segment_ids: Tensor, config: NSAConfig) -> Tensor:
+    """[B, C, l, K, H]: the tokens of each block of x [B, S, K, H], any in the blocks of the unused tail."""
+    within = torch.arange(config.compression_block_size, device=x.device)
+    row = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return x[row, masks.compression_starts(segment_ids, config).clamp(min=0)[:, :, None] + within]
+
+
 class Compressor(nn.Module):
-    """phi of Eq. 7: un-rotated tokens [B, S, K, H] to one vector per compression block, [B, C, K, H].
+    """phi of Eq. 7: the un-rotated tokens of blocks [B, m, l, K, H] to one vector for each, [B, m, K, H].
 
     "mean" averages the l tokens of a block; "mlp" adds to that mean an MLP of the tokens with an intra-block
     position embedding, shared by the KV heads. Its last kernel starts at zero.
@@ -54,18 +61,13 @@ class Compressor(nn.Module):
             self.kernel_out = nn.Parameter(torch.zeros(hidden, head_dim))
             self.bias_out = nn.Parameter(torch.zeros(head_dim))
 
-    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """[B, C, K, H]; the blocks of the unused tail hold something finite that nobody sees."""
-        if segment_ids is None:
-            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-        starts = masks.compression_starts(segment_ids, self.config)
-        within = torch.arange(self.config.compression_block_size, device=x.device)
-        row = torch.arange(x.shape[0], device=x.device)[:, None, None]
-        blocks = x[row, starts.clamp(min=0)[:, :, None] + within].transpose(2, 3)  # [B, C, K, l, H]
-        mean = blocks.mean(dim=3)
+    def forward(self, blocks: Tensor) -> Tensor:
+        """[B, m, K, H]."""
+        mean = blocks.mean(dim=2)
         if self.mode == "mean":
             return mean
-        hidden = (blocks + self.position_embedding).flatten(3) @ self.kernel_in + self.bias_in
+        tokens = blocks.transpose(2, 3) + self.position_embedding  # [B, m, K, l, H]
+        hidden = tokens.flatten(3) @ self.kernel_in + self.bias_in
         return mean + functional.gelu(hidden, approximate="tanh") @ self.kernel_out + self.bias_out
 
 
@@ -104,7 +106,8 @@ class NSAAttention(nn.Module):
 
     `rotary(heads, positions)` turns queries, keys and compressed keys; by default it is `rotate` with
     `rope_base` and `rope_scaling`. `normalize_qk` norms queries and the keys of tokens before that and before
-    phi. Dropout falls on the output, in training.
+    phi. Dropout falls on the output, in training. `compressor(head_dim, config)` and
+    `gate(in_features, num_heads)` make phi, for keys and for values, and the gate, as the classes here do.
     """
 
     def __init__(
@@ -117,6 +120,8 @@ class NSAAttention(nn.Module):
         value_dim: int | None = None,
         config: NSAConfig,
         compression: str = "mlp",
+        compressor: Callable[..., Callable[[Tensor], Tensor]] | None = None,
+        gate: Callable[..., Callable[[Tensor], Tensor]] = Gate,
         use_bias: bool = False,
         normalize_qk: bool = False,
         scale: float | None = None,
@@ -139,9 +144,12 @@ class NSAAttention(nn.Module):
         for name in ("query", "key_cmp", "key_slc", "key_win"):
             setattr(self, f"{name}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
         self.dropout = nn.Dropout(dropout_rate)
-        self.compressor_key = Compressor(head_dim, config, compression)
-        self.compressor_value = Compressor(value_dim, config, compression)
-        self.gate = Gate(in_features, num_heads)
+        compressor = compressor or functools.partial(Compressor, mode=compression)
+        self.compressor_key, self.compressor_value = (
+            compressor(head_dim, config),
+            compressor(value_dim, config),
+        )
+        self.gate = gate(in_features, num_heads)
 
     def operands(
         self,
@@ -162,9 +170,10 @@ class NSAAttention(nn.Module):
         asking = slice(x.shape[1] - queries if queries is not None else 0, None)
         query = self.rotary(self.query_norm(self.query_proj(x[:, asking])), positions[:, asking])
         block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
-        key_cmp = self.compressor_key(self.key_cmp_norm(self.key_cmp_proj(x)), segment_ids)
+        blocks_of = functools.partial(block_tokens, segment_ids=segment_ids, config=self.config)
+        key_cmp = self.compressor_key(blocks_of(self.key_cmp_norm(self.key_cmp_proj(x))))
         key_cmp = self.rotary(key_cmp, block_positions)
-        value_cmp = self.compressor_value(self.value_cmp_proj(x), segment_ids)
+        value_cmp = self.compressor_value(blocks_of(self.value_cmp_proj(x)))
         key_slc = self.rotary(self.key_slc_norm(self.key_slc_proj(x)), positions)
         key_win = self.rotary(self.key_win_norm(self.key_win_proj(x)), positions)
         value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)

@@ -58,6 +58,7 @@ YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
 LLAMA3 = Llama3Scaling(8.0, 0.25, 2.0, 24)
 
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
+SPARSE_AND_SHORT = ((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1))
 PACKED = ((0, 3), (7, 61), (2, 5), (0, 4), (9, 83), (1, 1), (4, 40), (0, 6))
 
 
@@ -97,6 +98,7 @@ class LayerCase:
     compression: str = "mlp"
     use_bias: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more arguments of both layers
+    own_parts: bool = False  # those of `parity.own_parts`
     runs: tuple[tuple[int, int], ...] | None = None
 
 
@@ -193,8 +195,9 @@ LAYER_CASES = (
         name="layer_normed_packed",
         length=104,
         options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=LLAMA3),
-        runs=((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1)),
+        runs=SPARSE_AND_SHORT,
     ),
+    LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -225,6 +228,12 @@ DECODE_CASES = (
         layer=LayerCase(
             name="", options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=YARN)
         ),
+    ),
+    DecodeCase(
+        name="decode_own_parts",
+        prompt_lengths=(61, 5),
+        num_steps=12,
+        layer=LayerCase(name="", own_parts=True),
     ),
 )
 type Case = OperationCase | LayerCase | DecodeCase

@@ -14,7 +14,7 @@ from torch import Tensor
 import nsa_torch_ref
 from nsa_jax import nn
 from nsa_torch_ref.attention import place_queries
-from parity import cases, convert
+from parity import cases, convert, own_parts
 from parity.blocks import Selection
 from parity.budget import Row, farther, judge
 
@@ -42,7 +42,8 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         use_bias=case.use_bias,
         **case.options,
     )
-    same = nsa_torch_ref.NSAAttention(**arguments).to(device)
+    torch_parts, jax_parts = (own_parts.TORCH, own_parts.JAX) if case.own_parts else ({}, {})
+    same = nsa_torch_ref.NSAAttention(**arguments, **torch_parts).to(device)
     for name, parameter in same.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         drawn *= parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
@@ -53,6 +54,7 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
     twin = nnx.eval_shape(
         lambda: nn.NSAAttention(
             **arguments,
+            **jax_parts,
             param_dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
             precision="highest",
             implementation=cast(Any, implementation),

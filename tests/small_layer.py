@@ -49,6 +49,21 @@ def make_layer(param_dtype=jnp.float32, **arguments):
     return nnx.merge(graph, state)
 
 
+class WeightedSum(nnx.Module):
+    """A compressor: the tokens of a block by learned weights."""
+
+    def __init__(self, head_dim, config, *, rngs):
+        self.weights = nnx.Param(rngs.params.normal((config.compression_block_size,)))
+
+    def __call__(self, blocks):
+        return jnp.einsum("bmlkh,l->bmkh", blocks, self.weights[...])
+
+
+def fixed_gate(in_features, num_heads, *, rngs):
+    """Makes a gate that is a plain function: the first inputs decide."""
+    return lambda x: jax.nn.softmax(x[..., : num_heads * 3].reshape(*x.shape[:2], num_heads, 3))
+
+
 def assert_close(actual, expected, tolerance, what=""):
     scale = max(np.abs(np.asarray(expected, np.float64)).max(initial=0), 1e-3)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale, err_msg=what)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_layer import LENGTH, ROWS, WIDTH, assert_steps_give, make_layer, random
+from small_layer import LENGTH, ROWS, WIDTH, WeightedSum, assert_steps_give, fixed_gate, make_layer, random
 
 from nsa_jax.nn import DenseAttention, YarnScaling
 
@@ -19,7 +19,10 @@ NORMED = dict(
 )
 
 
-@pytest.mark.parametrize("options", [NORMED], ids=["normed"])
+OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate)
+
+
+@pytest.mark.parametrize("options", [NORMED, OWN_PARTS], ids=["normed", "own parts"])
 def test_steps_of_a_cache_equal_the_full_forward(options):
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
 import nsa_torch_ref as ref  # noqa: E402
+from nsa_torch_ref.module import block_tokens  # noqa: E402
 from nsa_torch_ref.rotary import rotate  # noqa: E402
 
 CONFIG = ref.NSAConfig(
@@ -73,7 +74,7 @@ def test_unknown_compression_is_an_error():
 
 
 def test_mlp_compressor_starts_as_the_mean():
-    x = tokens(2, 11, 2, 5)
+    x = block_tokens(tokens(2, 11, 2, 5), torch.ones((2, 11), dtype=torch.long), CONFIG)
     mlp, mean = (ref.Compressor(5, CONFIG, mode=mode).double()(x) for mode in ("mlp", "mean"))
     assert torch.equal(mlp, mean)
     assert mean.shape == (2, 4, 2, 5)
@@ -83,7 +84,7 @@ def test_compressor_is_the_loop_over_blocks():
     phi = randomised(ref.Compressor(5, CONFIG, hidden_dim=7)).requires_grad_(False)
     row = [0, 6, 6, 6, 6, 6, 6, 9, 9, 9, 4, 4, 4, 4]
     x = tokens(1, len(row), 2, 5)
-    out = phi(x, torch.tensor([row]))
+    out = phi(block_tokens(x, torch.tensor([row]), CONFIG))
     assert out.shape == (1, 6, 2, 5)
     for slot, first in enumerate([1, 3, 10]):
         for head in range(2):
@@ -101,7 +102,8 @@ def test_compressor_is_the_loop_over_blocks():
 
 
 def test_compressor_of_a_short_row_has_no_block():
-    assert ref.Compressor(5, CONFIG)(torch.zeros(3, 3, 2, 5)).shape == (3, 0, 2, 5)
+    blocks = block_tokens(torch.zeros(3, 3, 2, 5), torch.ones((3, 3), dtype=torch.long), CONFIG)
+    assert ref.Compressor(5, CONFIG)(blocks).shape == (3, 0, 2, 5)
 
 
 def test_gate_is_the_loop_over_units():

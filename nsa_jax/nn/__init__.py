@@ -1,7 +1,7 @@
 """Flax NNX layers of Native Sparse Attention."""
 
 from nsa_jax.nn.attention import NSAAttention, Operands, Selection
-from nsa_jax.nn.compressor import Compressor
+from nsa_jax.nn.compressor import Compressor, token_windows
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -19,4 +19,5 @@ __all__ = [
     "Selection",
     "YarnScaling",
     "rotate",
+    "token_windows",
 ]

@@ -11,8 +11,9 @@ from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
+from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens, token_windows
 from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.parts import MakeCompressor, MakeGate, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
     Sharding,
     check_inputs,
@@ -67,6 +68,14 @@ class NSAAttention(CacheSteps):
       value_dim: width of values, `head_dim` by default.
       config: block structure.
       compression: "mlp" or "mean", see `Compressor`.
+      compressor: makes compressors of one's own: called as `compressor(head_dim, config, rngs=rngs)`, like
+        the class `Compressor`, once for the keys and once for the values. What it makes, a module or a
+        function, maps the un-rotated tokens of blocks `[B, m, l, K, H]` to `[B, m, K, H]`, each block by
+        itself. It is also called for windows that are no block, zeros among them, and what it makes of those
+        is dropped; its gradients must be finite there.
+      gate: makes a gate of one's own: called as `gate(in_features, num_heads, rngs=rngs)`, like the class
+        `Gate`. What it makes, a module or a function, maps the layer input `[B, T, D]` to `[B, T, N, 3]`, the
+        weights of the branches cmp, slc, win; each token by itself.
       use_bias: whether the projections have biases.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim, each token and head for
         itself, before anything else: rotation and compression see normed heads.
@@ -91,13 +100,15 @@ class NSAAttention(CacheSteps):
       rngs: source of the initial parameters.
 
     Raises:
-      TypeError: `scale`, `dropout_rate`, `rope_scaling` or `rotary` is of the wrong kind.
+      TypeError: an option is of the wrong kind, or cannot be called as said above.
       ValueError: head counts or widths do not divide, a number is out of range, unknown compression, unknown
-        name in `sharding`, a `rotary` beside `rope_base` or `rope_scaling`.
+        name in `sharding`; a `rotary` or `compressor` beside what it takes the place of.
 
     Example:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
       >>> y = layer(x)  # x [B, T, 512]
+      >>> wide = functools.partial(Compressor, hidden_dim=512)  # it is told of no dtype, precision, sharding
+      >>> layer = NSAAttention(8, 512, num_kv_heads=2, compressor=wide, rngs=nnx.Rngs(0))
     """
 
     def __init__(
@@ -110,6 +121,8 @@ class NSAAttention(CacheSteps):
         value_dim: int | None = None,
         config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
         compression: CompressionMode = "mlp",
+        compressor: MakeCompressor | None = None,
+        gate: MakeGate | None = None,
         use_bias: bool = False,
         normalize_qk: bool = False,
         scale: float | None = None,
@@ -166,26 +179,17 @@ class NSAAttention(CacheSteps):
         )
         self.query_norm = norm()
         self.key_cmp_norm, self.key_slc_norm, self.key_win_norm = norm(), norm(), norm()
-        compressor = functools.partial(
-            Compressor,
-            config=config,
-            mode=compression,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            rngs=rngs,
-        )
-        self.compressor_key = compressor(head_dim)
-        self.compressor_value = compressor(value_dim)
-        self.gate = Gate(
-            in_features,
-            num_heads,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            sharding=sharding,
-            rngs=rngs,
-        )
+        if compressor is not None and compression != "mlp":
+            raise ValueError(
+                f"a compressor takes the place of compression, got compression={compression!r} beside it. "
+                "Leave one of the two out."
+            )
+        own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
+        compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
+        self.compressor_key = make_compressor(compressor, head_dim, config, rngs)
+        self.compressor_value = make_compressor(compressor, value_dim, config, rngs)
+        gate = gate or functools.partial(Gate, **own_numbers, sharding=sharding)
+        self.gate = make_gate(gate, in_features, num_heads, rngs)
         self.dropout = output_dropout(dropout_rate, rngs)
 
     def __call__(
@@ -242,14 +246,12 @@ class NSAAttention(CacheSteps):
         if positions is None:
             positions = token_positions(x, segment_ids)
         query, tokens, gates = self._project(x, positions)
-        key_cmp = self.compressor_key(tokens.key_cmp, segment_ids)
-        return Operands(
-            query,
-            turn(self.rotary, key_cmp, first_tokens(positions, self.config, segment_ids)),
-            self.compressor_value(tokens.value_cmp, segment_ids),
-            *tokens[2:],
-            gates,
+        key_cmp, value_cmp = self._compress(
+            token_windows(tokens.key_cmp, self.config, segment_ids),
+            token_windows(tokens.value_cmp, self.config, segment_ids),
+            first_tokens(positions, self.config, segment_ids),
         )
+        return Operands(query, key_cmp, value_cmp, *tokens[2:], gates)
 
     def inspect(
         self,
@@ -281,4 +283,5 @@ class NSAAttention(CacheSteps):
             key_win=turn(self.rotary, self.key_win_norm(self.key_win_proj(x)), positions),
             value_win=self.value_win_proj(x),
         )
-        return turn(self.rotary, self.query_norm(self.query_proj(x)), positions), tokens, self.gate(x)
+        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
+        return query, tokens, weigh(self.gate, x, self.num_heads).astype(query.dtype)

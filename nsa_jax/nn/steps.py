@@ -10,7 +10,7 @@ from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import NSACache, Reads, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn.compressor import Compressor
+from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.projections import check_inputs
 from nsa_jax.nn.rotary import RotaryFunction, turn
 
@@ -29,8 +29,8 @@ class CacheSteps(nnx.Module):
     implementation: Implementation | None
     query_proj: nnx.LinearGeneral
     out_proj: nnx.LinearGeneral
-    compressor_key: Compressor
-    compressor_value: Compressor
+    compressor_key: CompressorFunction
+    compressor_value: CompressorFunction
 
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -133,5 +133,6 @@ class CacheSteps(nnx.Module):
     def _compress(
         self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
     ) -> tuple[Array, Array]:
-        key_cmp = turn(self.rotary, self.compressor_key.compress(key_windows), first_positions)
-        return key_cmp, self.compressor_value.compress(value_windows)
+        """Compressed keys, rotated at the position of their block's first token, and compressed values."""
+        key_cmp = turn(self.rotary, compress(self.compressor_key, key_windows), first_positions)
+        return key_cmp, compress(self.compressor_value, value_windows)
