@@ -1,5 +1,6 @@
 """Index arrays from what other code holds: `cu_seqlens` and `[start, end)` token ranges."""
 
+import numbers
 from typing import Literal, get_args
 
 import jax
@@ -14,35 +15,54 @@ type RangesLayout = Literal["BTKn2", "TKn2", "BTn2"]
 RANGES_LAYOUTS: tuple[str, ...] = get_args(RangesLayout.__value__)
 
 
-def segment_ids_from_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"], length: int) -> Int32[Array, "1 S"]:
-    """Segment ids of one packed row from the cumulative sequence lengths that varlen kernels use.
+def segment_ids_from_cu_seqlens(
+    cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_1"], length: int
+) -> Int32[Array, "B S"]:
+    """Segment ids of packed rows from the cumulative sequence lengths that varlen kernels use.
+
+    Works under `jit`, where values are not checked and wrong ones give wrong ids;
+    `nsa_jax.debug.check_cu_seqlens` checks them there.
 
     Args:
-      cu_seqlens: `0 = c_0 <= c_1 <= ... <= c_n`; sequence `i` holds tokens `c_i .. c_(i+1) - 1`. Concrete.
-      length: tokens of the row; those from `c_n` on are padding.
+      cu_seqlens: `0 = c_0 <= c_1 <= ... <= c_n` of one row or of each; sequence `i` holds tokens
+        `c_i .. c_(i+1) - 1`. A row of fewer sequences repeats its last entry.
+      length: tokens of a row, a Python int; those from `c_n` on are padding.
 
     Returns:
-      `[1, length]` int32: ids `1 .. n`, 0 for padding. An empty sequence has no tokens and so no id.
+      `[B, length]` int32, `B = 1` for a single row: ids `1 .. n`, 0 for padding. An empty sequence has no
+      tokens and so no id.
 
     Raises:
-      ValueError: not one axis, not starting at 0, decreasing, or longer than the row.
-      TypeError: not integers, or traced.
+      ValueError: not one or two axes, or a negative length; where the values are concrete also: not starting
+        at 0, decreasing, or longer than the row.
+      TypeError: not integers, or a length that is no Python int.
     """
-    bounds = _concrete("cu_seqlens", cu_seqlens)
-    if bounds.ndim != 1 or bounds.size < 1:
-        raise ValueError(
-            f"cu_seqlens must have 1 axis, got shape {bounds.shape}. Convert each row on its own."
+    if isinstance(length, bool) or not isinstance(length, numbers.Integral):
+        raise TypeError(
+            f"length must be a Python int, got {type(length).__name__}. Make it a static argument of jit."
         )
-    if bounds[0] != 0 or (np.diff(bounds) < 0).any():
+    if length < 0:
+        raise ValueError(f"length must be at least 0, got {length}. Pass the number of tokens of a row.")
+    traced = isinstance(cu_seqlens, jax.core.Tracer)
+    if traced:
+        _check_integers("cu_seqlens", cu_seqlens)
+    bounds = cu_seqlens if traced else _concrete("cu_seqlens", cu_seqlens)
+    if bounds.ndim not in (1, 2) or bounds.shape[-1] < 1:
         raise ValueError(
-            f"cu_seqlens must start at 0 and never decrease, got {bounds.tolist()}. Pass cumulative lengths."
+            f"cu_seqlens must be [n + 1] or [B, n + 1], got shape {bounds.shape}. Pass one row, or a batch."
         )
-    if bounds[-1] > length:
-        raise ValueError(
-            f"cu_seqlens must end within the row, got {bounds[-1]} > {length}. Pass a longer length."
-        )
-    ids = np.searchsorted(bounds, np.arange(length), side="right")
-    return jnp.asarray(np.where(np.arange(length) < bounds[-1], ids, 0)[None], jnp.int32)
+    rows = bounds.reshape(-1, bounds.shape[-1])
+    if traced:
+        rows, token = rows.astype(jnp.int32), jnp.arange(length, dtype=jnp.int32)
+        ids = jax.vmap(lambda row: jnp.searchsorted(row, token, side="right"))(rows)
+        return jnp.where(token < rows[:, -1:], ids, 0).astype(jnp.int32)
+    for number, row in enumerate(rows):
+        _check_bounds(row, length, f" in row {number}" if bounds.ndim == 2 else "")
+    # By NumPy: a data loader has another n in every batch, and JAX would compile for each.
+    ids, token = np.zeros((len(rows), length), np.int32), np.arange(length)
+    for row, ids_of_row in zip(rows, ids, strict=True):
+        ids_of_row[: row[-1]] = np.searchsorted(row, token[: row[-1]], side="right")
+    return jnp.asarray(ids)
 
 
 def block_indices_from_ranges(
@@ -139,9 +159,25 @@ def _concrete(name: str, array) -> np.ndarray:
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{name} must be concrete, got a traced array. Convert it outside jit.")
     array = np.asarray(array)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}. Cast it to int32.")
+    _check_integers(name, array)
     return array.astype(np.int64)  # an unsigned difference is never negative
+
+
+def _check_integers(name: str, array: Array | np.ndarray) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}. Cast it to int32.")
+
+
+def _check_bounds(bounds: np.ndarray, length: int, where: str) -> None:
+    if bounds[0] != 0 or (np.diff(bounds) < 0).any():
+        raise ValueError(
+            f"cu_seqlens must start at 0 and never decrease, got {bounds.tolist()}{where}. Pass cumulative "
+            "lengths."
+        )
+    if bounds[-1] > length:
+        raise ValueError(
+            f"cu_seqlens must end within the row, got {bounds[-1]} > {length}{where}. Pass a longer length."
+        )
 
 
 def _forbid(wrong: np.ndarray, start: np.ndarray, end: np.ndarray, rule: str, remedy: str) -> None:

@@ -38,6 +38,28 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
     )
 
 
+def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_1"], length: int) -> None:
+    """Cumulative lengths must start at 0, never decrease, and end within the row of `length` tokens.
+
+    Raises:
+      checkify.JaxRuntimeError: one of these rules is violated.
+    """
+    if cu_seqlens.size == 0:  # a batch of no rows
+        return
+    rows = cu_seqlens.reshape(-1, cu_seqlens.shape[-1]).astype(jnp.int32)  # a uint8 cannot hold `length`
+    wrong = (rows[:, 0] != 0) | (rows[:, 1:] < rows[:, :-1]).any(axis=1)
+    checkify.check(
+        ~wrong.any(),
+        "cu_seqlens must start at 0 and never decrease, got {bounds}. Pass cumulative lengths.",
+        bounds=rows[jnp.argmax(wrong)],
+    )
+    checkify.check(
+        (rows[:, -1] <= length).all(),
+        f"cu_seqlens must end within the row, got {{last}} > {length}. Pass a longer length.",
+        last=rows[:, -1].max(),
+    )
+
+
 def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> None:
     """Positions must be key indices, or -1 for padding.
 

@@ -1,9 +1,11 @@
 """Arrays and weights between PyTorch and JAX, both ways; by dlpack, without a copy, on a shared device."""
 
 import jax
+import numpy as np
 import torch
-from flax import nnx
 from torch import Tensor
+
+from nsa_jax.nn.parameters import check_names_and_shapes
 
 WIDE = (torch.float64, torch.complex128)
 
@@ -39,49 +41,15 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None) -> Tens
     return tensor if device is None else tensor.to(device)
 
 
-def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
-    """The parameters of an NNX module under the names that PyTorch gives them: paths joined by dots."""
-    return flatten(nnx.state(module, nnx.Param))
+def weights_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The parameters of a PyTorch module as `nsa_jax.nn.load_weights` takes them."""
+    return {name: np.asarray(to_jax(parameter)) for name, parameter in module.named_parameters()}
 
 
-def flatten(state: nnx.State) -> dict[str, jax.Array]:
-    """`{"gate.kernel_in": array, ...}` of a state of parameters, or of their gradients."""
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
-
-
-def load_into_jax(module: nnx.Module, weights: dict[str, Tensor], device: jax.Device | None = None) -> None:
-    """Gives an NNX module copies of the weights of a PyTorch `state_dict`, in the dtypes they have there.
-
-    The module may be abstract, as `nnx.eval_shape` makes it, which spares its own initial weights.
-    """
-    state = nnx.state(module, nnx.Param)
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    check_match({name: leaf.get_value().shape for name, leaf in leaves.items()}, weights)
-    for name, leaf in leaves.items():
-        leaf.set_value(to_jax(weights[name].detach().clone(), device))
-    nnx.update(module, state)
-
-
-def load_into_torch(module: torch.nn.Module, weights: dict[str, jax.Array]) -> None:
-    """Gives a PyTorch module copies of the weights of `parameters_of`, in the dtypes they have there."""
+def load_into_torch(module: torch.nn.Module, weights: dict[str, np.ndarray]) -> None:
+    """Gives a PyTorch module copies of `nsa_jax.nn.weights`, in the dtypes that it has."""
     parameters = dict(module.named_parameters())
-    check_match({name: parameter.shape for name, parameter in parameters.items()}, weights)
-    for name, parameter in parameters.items():
-        parameter.data = to_torch(weights[name], parameter.device).clone()
-
-
-def check_match(
-    shapes: dict[str, tuple[int, ...]], weights: dict[str, Tensor] | dict[str, jax.Array]
-) -> None:
-    """Raises ValueError unless `weights` has exactly these names and shapes."""
-    given = {name: tuple(weight.shape) for name, weight in weights.items()}
-    wanted = {name: tuple(shape) for name, shape in shapes.items()}
-    if given != wanted:
-        differing = sorted(
-            name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name)
-        )
-        told = ", ".join(f"{name}: {given.get(name)} for {wanted.get(name)}" for name in differing)
-        raise ValueError(
-            f"the weights must be those of the module, name by name, got {told}. "
-            "Build both modules with the same arguments."
-        )
+    check_names_and_shapes(parameters, weights)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(np.array(weights[name], np.float64)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import nsa_torch_ref
 from nsa_jax import nn
+from nsa_jax.nn.parameters import by_path
 from nsa_torch_ref.attention import place_queries
 from parity import cases, convert, own_parts
 from parity.blocks import Selection
@@ -61,7 +62,8 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
             rngs=nnx.Rngs(0),
         )
     )
-    convert.load_into_jax(twin, same.state_dict(), convert.jax_device(device))
+    with jax.default_device(convert.jax_device(device)):
+        nn.load_weights(twin, convert.weights_of(same))
     return Twins(copy.deepcopy(same).double(), same, twin)
 
 
@@ -131,7 +133,7 @@ def jax_results(
 
     out, pull = jax.vjp(functools.partial(layer, block_indices=block_indices), parameters, x)
     d_parameters, d_x = pull(cotangent)
-    gradients = {f"d_{name}": value for name, value in convert.flatten(d_parameters).items()}
+    gradients = {f"d_{name}": leaf.get_value() for name, leaf in by_path(d_parameters).items()}
     blocks = nnx.merge(graph, parameters, rest).inspect(x, segment_ids=segment_ids).block_indices
     return {"out": out, "d_x": d_x, **gradients, "free out": layer(parameters, x), "blocks": blocks}
 

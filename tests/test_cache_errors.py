@@ -149,3 +149,9 @@ def test_init_cache_refuses_sizes_below_one(name):
 def test_init_cache_refuses_integers():
     with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass the dtype of the keys"):
         cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))
+
+
+@pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
+def test_a_step_takes_the_cache_of_one_layer(step):
+    with pytest.raises(TypeError, match=r"the cache of a layer must be an NSACache, got tuple\. Pass"):
+        step(**arguments(cache=(LAYER.empty(16),)))

@@ -40,14 +40,20 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
 @pytest.mark.parametrize(
     ("cu_seqlens", "error", "rule"),
     [
-        ([[0, 3]], ValueError, r"cu_seqlens must have 1 axis, got shape \(1, 2\)"),
-        (np.zeros(0, int), ValueError, r"cu_seqlens must have 1 axis, got shape \(0,\)"),
+        ([[[0, 3]]], ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(1, 1, 2\)"),
+        (3, ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(\)"),
+        (np.zeros(0, int), ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(0,\)"),
         ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
         ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
         ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
         ([0.0, 4.0], TypeError, "cu_seqlens must be integers, got float64"),
+        ([[0, 4], [0, 9]], ValueError, "cu_seqlens must end within the row, got 9 > 8 in row 1"),
+        ([[0, 4], [2, 4]], ValueError, r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
     ],
-    ids=["two_axes", "nothing", "late_start", "decreasing", "too_long", "floats"],
+    ids=[
+        *("three_axes", "no_axis", "nothing", "late_start", "decreasing", "too_long", "floats"),
+        *("second_row_too_long", "second_row_late"),
+    ],
 )
 def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
     with pytest.raises(error, match="^" + rule) as raised:
@@ -56,17 +62,65 @@ def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
     assert has_form(str(raised.value))
 
 
+ROWS = [[0, 3, 5, 5], [0, 0, 2, 7], [0, 0, 0, 0], [0, 8, 8, 8]]
+
+
+def test_rows_of_a_batch_are_converted_each_on_its_own():
+    ids = segment_ids_from_cu_seqlens(np.array(ROWS), 8)
+
+    assert ids.tolist() == [segment_ids_from_cu_seqlens(np.array(row), 8)[0].tolist() for row in ROWS]
+    assert ids.tolist()[1] == [2, 2, 3, 3, 3, 3, 3, 0]
+    assert segment_ids_from_cu_seqlens(np.zeros((0, 3), int), 8).shape == (0, 8)
+
+
+@pytest.mark.parametrize("kind", ["int32", "uint8"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[1], [0]], ids=["batch", "row", "no sequence"])
+def test_compiled_conversion_gives_the_same(rows, kind):
+    rows = np.array(rows, kind)
+    compiled = jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)
+
+    for length in (8, 1 + rows.max()):
+        ids = compiled(rows, int(length))
+        assert ids.dtype == jnp.int32
+        np.testing.assert_array_equal(ids, segment_ids_from_cu_seqlens(rows, int(length)))
+    alone = jax.vmap(lambda row: segment_ids_from_cu_seqlens(row, 8))(jnp.asarray(ROWS))
+    np.testing.assert_array_equal(alone[:, 0], segment_ids_from_cu_seqlens(np.array(ROWS), 8))
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "rule"),
+    [
+        (8.0, TypeError, "length must be a Python int, got float"),
+        (True, TypeError, "length must be a Python int, got bool"),
+        (-1, ValueError, "length must be at least 0, got -1"),
+    ],
+)
+def test_bad_lengths_are_one_clear_error(length, error, rule):
+    with pytest.raises(error, match="^" + rule) as raised:
+        segment_ids_from_cu_seqlens(np.array([0]), length)
+
+    assert has_form(str(raised.value))
+
+
+def test_what_a_compiled_conversion_refuses():
+    for arguments, error, rule in (
+        ((jnp.zeros((1, 1, 2), int), 8), ValueError, r"cu_seqlens must be \[n \+ 1\] or"),
+        ((jnp.zeros(2), 8), TypeError, "cu_seqlens must be integers, got float32"),
+    ):
+        with pytest.raises(error, match=rule) as raised:
+            jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)(*arguments)
+        assert has_form(str(raised.value))
+    with pytest.raises(TypeError, match=r"length must be a Python int, got .*Tracer\. Make it a static"):
+        jax.jit(segment_ids_from_cu_seqlens)(jnp.zeros(2, int), 8)
+
+
 def test_decreasing_unsigned_lengths_are_refused():
     """A difference of unsigned numbers is never negative."""
     with pytest.raises(ValueError, match="never decrease"):
         segment_ids_from_cu_seqlens(np.array([0, 4, 3], np.uint32), 8)
 
 
-def test_converters_refuse_traced_arrays():
-    with pytest.raises(
-        TypeError, match=r"^cu_seqlens must be concrete, got a traced array\. Convert it outside jit"
-    ):
-        jax.jit(lambda x: segment_ids_from_cu_seqlens(x, 8))(jnp.array([0, 8]))
+def test_ranges_are_refused_where_they_are_traced():
     with pytest.raises(
         TypeError, match=r"^ranges must be concrete, got a traced array\. Convert it outside jit"
     ):

@@ -54,6 +54,37 @@ def test_runs_that_come_back_are_refused(ids, name):
     assert error.match(FORM)
 
 
+@pytest.mark.parametrize("rows", [[0, 3, 3, 8], [0], [[0, 5, 8], [0, 0, 0]]], ids=str)
+def test_cumulative_lengths_are_accepted(rows):
+    debug.check_cu_seqlens(jnp.asarray(rows), 8)
+    debug.check_cu_seqlens(jnp.zeros((0, 3), int), 8)
+
+
+def test_cumulative_lengths_of_a_narrow_dtype_are_compared_with_a_length_beyond_it():
+    debug.check_cu_seqlens(jnp.asarray([0, 200], jnp.uint8), 300)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([1, 3], r"cu_seqlens must start at 0 and never decrease, got \[1 3\]\. "),
+        ([[0, 3, 5], [0, 4, 3]], r"cu_seqlens must start at 0 and never decrease, got \[0 4 3\]\. "),
+        ([[0, 8], [0, 9]], "cu_seqlens must end within the row, got 9 > 8"),
+    ],
+    ids=["late", "decreasing", "too long"],
+)
+def test_wrong_cumulative_lengths_are_refused(rows, told, dtype):
+    rows = jnp.asarray(rows, dtype)
+    with refused(match=told) as error:
+        debug.check_cu_seqlens(rows, 8)
+
+    assert error.match(FORM)
+    found, _ = jax.jit(checkify.checkify(lambda rows: debug.check_cu_seqlens(rows, 8)))(rows)
+    with refused(match=told):
+        found.throw()
+
+
 @pytest.mark.parametrize("positions", [[[0, 9]], [[-1, -1]], [[9, 0], [3, 3]]], ids=str)
 def test_positions_within_the_row_are_accepted(positions):
     debug.check_query_positions(jnp.asarray(positions), 10)

@@ -215,7 +215,7 @@ def test_orbax_missing(tmp_path, monkeypatch):
         lambda: restore_training(tmp_path, {}),
     ):
         with pytest.raises(
-            ImportError, match=r"checkpoints need orbax-checkpoint, got: .*\. Install it with: pip"
+            ImportError, match=r"checkpoints need orbax-checkpoint, got .*\. Install it with: pip"
         ):
             call()
     assert os.listdir(tmp_path) == []

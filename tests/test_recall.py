@@ -201,7 +201,11 @@ BAD = {
         "--compression-stride 3",
         "compression_stride must divide compression_block_size, got 3 and 8.",
     ),
-    "heads": ("--num-heads 3", "num_kv_heads must divide num_heads, and that model_dim, got 1, 3 and 64."),
+    "KV heads": ("--num-kv-heads 3", "num_kv_heads must divide num_heads, got 3 and 2."),
+    "heads": (
+        "--num-heads 3",
+        "num_heads must divide in_features where head_dim is not given, got 3 and 64.",
+    ),
     "layers": ("--num-layers 0", "num_layers must be at least 1, got 0."),
     "steps": ("--steps 0", "steps must be at least 1, got 0."),
     "learning rate": ("--learning-rate nan", "learning_rate must be positive and finite, got nan."),

@@ -155,11 +155,6 @@ def _settings(options: argparse.Namespace) -> Settings:
     task = RecallTask(**chosen(RecallTask))
     nsa = dataclasses.replace(NSA, **chosen(NSAConfig))
     model = TransformerConfig(vocab_size=task.vocab_size, nsa=nsa, **chosen(TransformerConfig))
-    if model.num_heads % model.num_kv_heads or model.model_dim % model.num_heads:
-        raise ValueError(
-            f"num_kv_heads must divide num_heads, and that model_dim, got {model.num_kv_heads}, "
-            f"{model.num_heads} and {model.model_dim}. Choose heads that divide."
-        )
     schedule = Schedule(**chosen(Schedule))
     return Settings(
         task=task,

@@ -11,7 +11,6 @@ from nsa_jax.array_typing import Array, Int
 from nsa_jax.cache.state import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
 
-
 # What of a cache has no size in common with the tokens of a step.
 NOT_OF_TOKENS = ("key_win_ring", "value_win_ring", "key_raw_ring", "value_raw_ring", "lengths", "overflowed")
 
@@ -25,6 +24,7 @@ def check_operands(
     num_tokens: Array | None,
 ) -> None:
     """Raises TypeError or ValueError unless what `step` is given fits together, and fits the cache."""
+    check_kind(cache)
     annotations, arrays = dict(arguments.annotations_of(step)), {}
     for prefix, holder in (("cache", cache), ("tokens", tokens)):
         for name, annotation in arguments.annotations_of(type(holder)).items():
@@ -39,6 +39,36 @@ def check_operands(
     arguments.check_dtypes(annotations, arrays)
     if sizes["T"] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
+
+
+def check_kind(cache: Any) -> None:
+    """Raises TypeError unless `cache` is that of one layer."""
+    if not isinstance(cache, NSACache):
+        raise TypeError(
+            f"the cache of a layer must be an NSACache, got {type(cache).__name__}. Pass what the layer's "
+            "init_cache gives, or one element of a model's caches."
+        )
+
+
+def check_layer_cache(
+    cache: Any, *, batch: int, num_kv_heads: int, key_dim: int, value_dim: int, config: NSAConfig
+) -> None:
+    """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
+    check_kind(cache)
+    rows, _, heads, dim = cache.key_slc.shape
+    of_cache = dict(num_kv_heads=heads, key_dim=dim, value_dim=cache.value_slc.shape[-1])
+    of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
+    if of_cache != of_layer:
+        raise ValueError(
+            f"a cache must have the heads and dims of its layer, got {of_cache} for {of_layer}. Call "
+            "init_cache of the layer that takes it."
+        )
+    if rows != batch:
+        raise ValueError(
+            f"a cache must have a row for each row of the input, got {rows} and {batch}. Call init_cache "
+            f"with batch={batch}."
+        )
+    step_capacity(cache, config)
 
 
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:

@@ -11,8 +11,10 @@ from flax import nnx
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.model import restorable
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
+from nsa_jax.nn.parameters import by_path, placement
 from nsa_jax.nn.projections import Sharding
 
 # These change how a model computes, not what its parameters are or mean.
@@ -32,16 +34,22 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
         `{"optimizer": nnx.state(optimizer), "step": step}`. Random keys go in as `jax.random.key_data`.
 
     Raises:
-      ValueError: `training` holds something else than arrays and numbers.
+      TypeError: `model` is not a `Transformer`, or its configuration holds what JSON cannot.
+      ValueError: `restore` could not bring back the model, because its parameters, submodules or their
+        settings are not those of its configuration; or `training` holds something else than arrays and
+        numbers. Nothing is written then.
       ImportError: Orbax is missing.
     """
     orbax = _orbax()
+    restorable.check_model(model)
     items = {
         "config": orbax.args.JsonSave(dataclasses.asdict(model.config)),
         "model": orbax.args.StandardSave(_parameters(model)),
     }
     if training is not None:
-        items["training"] = orbax.args.StandardSave(_named_leaves(training))
+        named = _named_leaves(training)
+        restorable.check_training(named)
+        items["training"] = orbax.args.StandardSave(named)
     options = orbax.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
     with orbax.CheckpointManager(os.path.abspath(path), options=options) as manager:
         latest = manager.latest_step()
@@ -84,7 +92,7 @@ def restore(
         args = orbax.args.Composite(model=orbax.args.StandardRestore(wanted))
         parameters = reader.restore(newest, args=args)["model"]
     graph, state = nnx.split(abstract)
-    for name, variable in _named_variables(state):
+    for name, variable in by_path(state).items():
         variable.set_value(parameters[name])
     return nnx.merge(graph, state)
 
@@ -134,7 +142,7 @@ def _orbax() -> types.ModuleType:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            f"checkpoints need orbax-checkpoint, got: {error}. Install it with: pip install 'nsa_jax[train]'."
+            f"checkpoints need orbax-checkpoint, got {error}. Install it with: pip install 'nsa_jax[train]'."
         ) from error
     return orbax.checkpoint
 
@@ -163,13 +171,10 @@ def _fits(leaf: Any, held: Any) -> bool:
     return np.shape(leaf) == tuple(held.shape) and getattr(leaf, "dtype", held.dtype) == held.dtype
 
 
-def _named_variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
-    return [(".".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
-
-
 def _parameters(model: Transformer) -> dict[str, Any]:
     """Parameters by their dotted path, as they are named in the checkpoint."""
-    return {name: variable.get_value() for name, variable in _named_variables(nnx.state(model, nnx.Param))}
+    named = by_path(nnx.state(model, nnx.Param))
+    return {name: variable.get_value() for name, variable in named.items()}
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -181,16 +186,19 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
                 f"training must hold arrays and numbers, got {type(leaf).__name__} at {name!r}. "
                 "Convert or drop it."
             )
-        named[name] = leaf
+        if name in named:
+            raise ValueError(
+                f"the paths of training must differ, got {name!r} twice. Rename a key with a dot."
+            )
+        # Orbax writes a NumPy scalar and cannot read it again.
+        named[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
     return named
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The leaf with a sharding that arrays can be read into: of the mesh in context, or the first device."""
-    sharding: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if leaf.sharding:
-        sharding = jax.NamedSharding(jax.sharding.get_mesh(), leaf.sharding.spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    where = placement(leaf) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 def _config_from_json(values: dict[str, Any]) -> TransformerConfig:

@@ -6,6 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn.projections import head_width
 
 _ATTENTION = ("nsa", "dense", "window")
 
@@ -32,7 +33,7 @@ class TransformerConfig:
       remat: whether the backward pass recomputes each layer instead of storing what it computed.
 
     Raises:
-      ValueError: a value is out of range or unknown.
+      ValueError: a value is out of range or unknown, or head counts or widths do not divide.
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class TransformerConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
                 )
+        head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
         if self.attention not in _ATTENTION:
             raise ValueError(
                 f"attention must be one of {_ATTENTION}, got {self.attention!r}. Choose one of them."

@@ -138,8 +138,12 @@ class Transformer(nnx.Module):
 
         Raises:
           NotImplementedError: the model's attention is not NSA.
+          TypeError: `cache` is not a tuple of `NSACache`s, or something is not an array.
+          ValueError: shapes, dtypes or number of the caches do not fit; also what
+            `nsa_jax.cache.prefill` refuses.
         """
         self._needs_nsa("prefill")
+        self._check_caches(tokens, cache)
         x, caches = self._embed(tokens), []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer.prefill(x, layer_cache, num_tokens)
@@ -194,9 +198,11 @@ class Transformer(nnx.Module):
           `nsa_jax.cache.Reads` a layer.
 
         Raises:
-          NotImplementedError: the model's attention is not NSA.
+          NotImplementedError, TypeError, ValueError: as `prefill`; also what `nsa_jax.cache.decode_step`
+            refuses.
         """
         self._needs_nsa("decode_step")
+        self._check_caches(tokens, cache)
         x, caches, reads = self._embed(tokens), [], []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             if count_reads:
@@ -208,13 +214,32 @@ class Transformer(nnx.Module):
         logits = self._logits(x)
         return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
 
+    def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[NSACache, ...]) -> None:
+        """Raises TypeError or ValueError unless there is a cache for each layer, with a row for each row."""
+        self._check_tokens(tokens)
+        if not isinstance(caches, tuple | list):
+            raise TypeError(
+                f"the cache of a model must be a tuple of one NSACache a layer, got {type(caches).__name__}. "
+                "Pass what the model's init_cache gives."
+            )
+        if len(caches) != len(self.layers):
+            raise ValueError(
+                f"the cache of a model must have one NSACache a layer, got {len(caches)} for "
+                f"{len(self.layers)} layers. Pass what the model's init_cache gives."
+            )
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.attention.check_cache(cache, tokens.shape[0])
+
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        self._check_tokens(tokens)
+        return self.embed(tokens)
+
+    def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"tokens must be integers of shape [batch, tokens], got {tokens.dtype} of shape "
                 f"{tokens.shape}. Add a batch axis, or convert them."
             )
-        return self.embed(tokens)
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         x = self.final_norm(x)

@@ -4,6 +4,7 @@ from nsa_jax.nn.attention import NSAAttention, Operands, Selection
 from nsa_jax.nn.compressor import Compressor, token_windows
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.parameters import load_weights, weights
 from nsa_jax.nn.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nsa_jax.nn.rotary import rotate
 
@@ -18,6 +19,8 @@ __all__ = [
     "RopeScaling",
     "Selection",
     "YarnScaling",
+    "load_weights",
     "rotate",
     "token_windows",
+    "weights",
 ]

@@ -8,6 +8,7 @@ from flax import nnx
 from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.parts import CompressorFunction, compress
@@ -54,6 +55,17 @@ class CacheSteps(nnx.Module):
             config=self.config,
             dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
             step_capacity=step_capacity,
+        )
+
+    def check_cache(self, cache: NSACache, batch: int) -> None:
+        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
+        check_layer_cache(
+            cache,
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            config=self.config,
         )
 
     def prefill(
@@ -128,6 +140,7 @@ class CacheSteps(nnx.Module):
     def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
         """`_project` at the positions that follow those in the cache."""
         check_inputs(x, self.in_features)
+        self.check_cache(cache, x.shape[0])
         return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
 
     def _compress(

@@ -1,0 +1,137 @@
+"""The parameters of a module as NumPy arrays by name, out of it and into it, for weights of any origin."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nsa_jax.array_typing import Array
+
+LISTED = 3  # names that an error lists of each kind; a model has hundreds
+
+
+def weights(module: nnx.Module) -> dict[str, np.ndarray]:
+    """Copies of all parameters of a module by name, `{"gate.kernel_in": array, ...}`.
+
+    Args:
+      module: an `NSAAttention`, a `Transformer`, or any other module with `nnx.Param`s.
+
+    Returns:
+      NumPy arrays in the dtypes of the parameters. A name is the path in the module, joined by dots, as in
+      checkpoints: `query_proj.kernel`, `layers.0.attention.out_proj.kernel`.
+
+    Raises:
+      TypeError: the module holds no arrays because it is abstract or traced.
+    """
+    parameters = by_path(nnx.state(module, nnx.Param))
+    named = {name: parameter.get_value() for name, parameter in parameters.items()}
+    _check_arrays(named, "Call it outside jit, on a module that has been created or loaded")
+    return {name: np.array(value) for name, value in named.items()}
+
+
+def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) -> None:
+    """Sets all parameters of a module to copies of `weights`; the counterpart of `nsa_jax.nn.weights`.
+
+    Args:
+      module: any module with `nnx.Param`s, changed in place. Its dtypes and shardings stay. It may be
+        abstract, as `nnx.eval_shape` makes it, which spares its own initial parameters; if it has shardings,
+        it then needs its mesh in context.
+      weights: an array for each parameter, with the names that `nsa_jax.nn.weights` gives.
+
+    Raises:
+      ValueError: parameters are missing, extra or of another shape; or there is no mesh for their sharding.
+        Nothing is set then.
+      TypeError: something is not an array, or integers where the parameter is floating point.
+    """
+    state = nnx.state(module, nnx.Param)
+    parameters = by_path(state)
+    present = {name: parameter.get_value() for name, parameter in parameters.items()}
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must map names to arrays, got {type(weights).__name__}. Pass a dict.")
+    _check_arrays(weights, "Convert them, for example with np.asarray, outside jit")
+    check_names_and_shapes(present, weights)
+    _check_kinds(present, weights)
+    places = {name: placement(value) for name, value in present.items()}
+    for name, parameter in parameters.items():
+        # A copy of our own: JAX may use the memory of a NumPy array instead of copying it.
+        own = np.array(weights[name], dtype=present[name].dtype)
+        parameter.set_value(jax.device_put(own, places[name]))
+    nnx.update(module, state)
+
+
+def by_path(state: nnx.State) -> dict[str, nnx.Variable]:
+    """The variables of a state, of parameters or of their gradients, by their paths joined with dots."""
+    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def check_names_and_shapes(wanted: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> None:
+    """Raises ValueError unless `given` has the names of `wanted`, each with its shape."""
+    problems = differences(wanted, given)
+    if problems:
+        raise ValueError(
+            f"weights must be those of the module, got {', '.join(problems)}. Rename or convert them, or "
+            "create the module with other arguments."
+        )
+
+
+def differences(wanted: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> list[str]:
+    """What `given` has other than `wanted`: "2 missing (a, b)", "1 extra (c)", "1 of another shape (...)"."""
+    shapes = {name: (tuple(given[name].shape), tuple(wanted[name].shape)) for name in wanted if name in given}
+    found = {
+        "missing": [name for name in wanted if name not in given],
+        "extra": [name for name in given if name not in wanted],
+        "of another shape": [
+            f"{name}: {got} for {needed}" for name, (got, needed) in shapes.items() if got != needed
+        ],
+    }
+    return [f"{len(names)} {kind} ({listed(names)})" for kind, names in found.items() if names]
+
+
+def listed(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def placement(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
+    """Where the array of a parameter belongs: where `value` is; None for the default device.
+
+    Raises:
+      ValueError: an abstract parameter is sharded and there is no mesh in context.
+      TypeError: it is traced.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"weights must be loaded outside jit, got a module that holds {type(value).__name__}. Load them "
+            "before the compiled function is called."
+        )
+    if isinstance(value, jax.Array):
+        return value.sharding if value.committed else None
+    if not isinstance(value.sharding, jax.NamedSharding):
+        return value.sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "an abstract module with shardings needs its mesh in context, got none. Call it inside "
+            "`with jax.set_mesh(mesh):`."
+        )
+    return jax.NamedSharding(mesh, value.sharding.spec)
+
+
+def _check_arrays(named: Mapping[str, Any], remedy: str) -> None:
+    for name, value in named.items():
+        if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, jax.core.Tracer):
+            raise TypeError(f"weights must be arrays, got {type(value).__name__} at {name}. {remedy}.")
+
+
+def _check_kinds(present: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> None:
+    for name, value in present.items():
+        is_floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in (value, given[name])]
+        if is_floating[0] != is_floating[1]:
+            raise TypeError(
+                f"weights must be numbers of the kind that the parameters are, got {given[name].dtype} at "
+                f"{name} for {value.dtype}. Convert them."
+            )

@@ -1,0 +1,148 @@
+"""A cache of another layer, model or batch is one clear error, before anything is computed.
+
+The modules are abstract: whatever computed with their parameters would fail in another way.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import has_form
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import NSAAttention
+
+NSA = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
+CONFIG = TransformerConfig(vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, nsa=NSA)
+ROWS, WIDTH = 3, 12
+
+
+def layer(num_kv_heads=2, **changes):
+    arguments = dict(num_kv_heads=num_kv_heads, head_dim=5, value_dim=3, config=NSA) | changes
+    return nnx.eval_shape(lambda: NSAAttention(4, WIDTH, **arguments, rngs=nnx.Rngs(0)))
+
+
+def model(**changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+OF_A_LAYER = {
+    "rows": (
+        lambda: layer().init_cache(2, 16),
+        ValueError,
+        "a row for each row of the input, got 2 and 3. Call",
+    ),
+    "KV heads": (
+        lambda: layer(4).init_cache(ROWS, 16),
+        ValueError,
+        "a cache must have the heads and dims of its layer, got {'num_kv_heads': 4, 'key_dim': 5, "
+        "'value_dim': 3} for {'num_kv_heads': 2, 'key_dim': 5, 'value_dim': 3}. Call init_cache of the layer",
+    ),
+    "key dim": (
+        lambda: layer(head_dim=6).init_cache(ROWS, 16),
+        ValueError,
+        "'key_dim': 6, 'value_dim': 3} for",
+    ),
+    "value dim": (lambda: layer(value_dim=4).init_cache(ROWS, 16), ValueError, "'value_dim': 4} for"),
+    "config": (
+        lambda: layer(config=dataclasses.replace(NSA, compression_stride=1)).init_cache(ROWS, 16),
+        ValueError,
+        "a step must have the config of its cache, got rings of",
+    ),
+    "a model's caches": (
+        lambda: (layer().init_cache(ROWS, 16),),
+        TypeError,
+        "the cache of a layer must be an NSACache, got tuple. Pass what the layer's init_cache gives, or one",
+    ),
+    "a list": (lambda: [layer().init_cache(ROWS, 16)], TypeError, "must be an NSACache, got list. Pass"),
+    "none": (lambda: None, TypeError, "the cache of a layer must be an NSACache, got NoneType. Pass"),
+}
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode_step"])
+@pytest.mark.parametrize(("make", "error", "told"), OF_A_LAYER.values(), ids=OF_A_LAYER.keys())
+def test_a_layer_refuses_another_cache(step, make, error, told):
+    x = np.ones((ROWS, 2, WIDTH), np.float32)
+
+    with pytest.raises(error, match=re.escape(told)) as raised:
+        getattr(layer(), step)(x, make())
+
+    assert has_form(str(raised.value))
+
+
+OF_A_MODEL = {
+    "rows": (
+        lambda: model().init_cache(2, 16),
+        ValueError,
+        "a row for each row of the input, got 2 and 3. Call",
+    ),
+    "a layer's cache": (
+        lambda: model().init_cache(ROWS, 16)[0],
+        TypeError,
+        "the cache of a model must be a tuple of one NSACache a layer, got NSACache. Pass what the model's",
+    ),
+    "too few": (
+        lambda: model().init_cache(ROWS, 16)[:1],
+        ValueError,
+        "the cache of a model must have one NSACache a layer, got 1 for 2 layers. Pass what the model's",
+    ),
+    "too many": (lambda: model(num_layers=3).init_cache(ROWS, 16), ValueError, "got 3 for 2 layers. Pass"),
+    "the last layer's": (
+        lambda: (*model().init_cache(ROWS, 16)[:1], *model(num_kv_heads=4).init_cache(ROWS, 16)[1:]),
+        ValueError,
+        "a cache must have the heads and dims of its layer, got {'num_kv_heads': 4",
+    ),
+    "not caches": (lambda: (1, 2), TypeError, "the cache of a layer must be an NSACache, got int. Pass"),
+}
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode_step"])
+@pytest.mark.parametrize(("make", "error", "told"), OF_A_MODEL.values(), ids=OF_A_MODEL.keys())
+def test_a_model_refuses_other_caches(step, make, error, told):
+    tokens = np.ones((ROWS, 2), np.int32)
+
+    with pytest.raises(error, match=re.escape(told)) as raised:
+        getattr(model(), step)(tokens, make())
+
+    assert has_form(str(raised.value))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_model_takes_its_own_caches(kind):
+    made, tokens = model(), jax.ShapeDtypeStruct((ROWS, 2), jnp.int32)
+
+    logits, caches = nnx.eval_shape(
+        lambda made, tokens: made.decode_step(tokens, kind(made.init_cache(ROWS, 16))), made, tokens
+    )
+
+    assert logits.shape == (ROWS, 2, CONFIG.vocab_size)
+    assert isinstance(caches, tuple)
+
+
+@pytest.mark.parametrize("num_kv_heads", [3, 0, 8])
+def test_kv_heads_that_do_not_divide_the_query_heads(num_kv_heads):
+    """In the configuration already, whatever the kind of attention."""
+    told = rf"num_kv_heads must (divide num_heads|be at least 1), got {num_kv_heads}"
+    for make in (
+        lambda: dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads),
+        lambda: dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads, attention="dense"),
+        lambda: layer(num_kv_heads),
+    ):
+        with pytest.raises(ValueError, match=told) as raised:
+            make()
+        assert has_form(str(raised.value))
+
+
+def test_a_model_width_that_its_heads_do_not_divide():
+    with pytest.raises(
+        ValueError, match=r"num_heads must divide in_features .* got 4 and 14\. Pass head_dim"
+    ):
+        dataclasses.replace(CONFIG, model_dim=14)
+
+    assert dataclasses.replace(CONFIG, model_dim=14, head_dim=3).head_dim == 3

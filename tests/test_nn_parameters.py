@@ -1,0 +1,238 @@
+"""Weights of any module as NumPy arrays by name: out of it, into it, and what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import has_form
+
+from nsa_jax import nn
+from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig
+
+CONFIG = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
+MODEL = TransformerConfig(vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, nsa=CONFIG)
+MODULES = {
+    "NSA": lambda **a: nn.NSAAttention(4, 12, num_kv_heads=2, config=CONFIG, use_bias=True, **a),
+    "dense": lambda **a: nn.DenseAttention(4, 12, num_kv_heads=2, **a),
+    "model": lambda **a: Transformer(MODEL, **a),
+    "any": lambda **a: nnx.Sequential(nnx.Linear(3, 4, **a), nnx.BatchNorm(4, **a)),
+}
+
+
+def abstract(kind="NSA", **arguments):
+    return nnx.eval_shape(lambda: MODULES[kind](**arguments, rngs=nnx.Rngs(0)))
+
+
+def drawn(module, seed=0, dtype=np.float32):
+    """Random weights for all parameters of a module."""
+    rng = np.random.default_rng(seed)
+    return {
+        ".".join(map(str, path)): rng.standard_normal(variable.get_value().shape).astype(dtype)
+        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
+
+
+def loaded(kind="NSA", seed=0, **arguments):
+    module = abstract(kind, **arguments)
+    nn.load_weights(module, drawn(module, seed))
+    return module
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_weights_come_back_as_they_went(kind):
+    module = abstract(kind)
+    given = drawn(module)
+
+    nn.load_weights(module, given)
+    found = nn.weights(module)
+
+    assert found.keys() == given.keys()
+    for name, value in found.items():
+        assert type(value) is np.ndarray
+        np.testing.assert_array_equal(value, given[name])
+
+
+def test_a_layer_computes_with_what_was_loaded():
+    layer = loaded("dense")
+    x = np.random.default_rng(1).standard_normal((1, 1, 12)).astype(np.float32)
+
+    out = layer(x)
+
+    # A single token attends to itself: what comes out is its value, once for each query head.
+    given = drawn(layer)
+    value = np.tensordot(x, given["value_proj.kernel"], 1).repeat(2, axis=2)
+    expected = np.tensordot(value, given["out_proj.kernel"], 2)
+    # Two products of 12 terms each: 24 roundings of sums at most 10 times the result's scale.
+    tolerance = 240 * np.finfo(np.float32).eps * np.abs(expected).max()
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance)
+
+
+def test_names_are_those_of_checkpoints():
+    names = nn.weights(loaded("model")).keys()
+
+    assert {"embed.embedding", "final_norm.scale", "layers.1.attention.out_proj.kernel"} <= names
+    assert {"layers.0.attention.gate.kernel_in", "layers.0.mlp.up_proj.kernel"} <= names
+
+
+def aligned(value):
+    """A copy that begins at a multiple of 64 bytes: memory that JAX on a CPU uses without copying it."""
+    room = np.empty(value.nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    copy = room[first : first + value.nbytes].view(value.dtype).reshape(value.shape)
+    copy[...] = value
+    return copy
+
+
+def test_both_directions_copy():
+    layer = loaded("dense")
+    given = {name: aligned(value) for name, value in nn.weights(layer).items()}
+    nn.load_weights(layer, given)
+    taken = nn.weights(layer)
+
+    for value in (*given.values(), *taken.values()):
+        value[...] = 7
+
+    for name, value in nn.weights(layer).items():
+        np.testing.assert_array_equal(value, drawn(layer)[name])
+
+
+@pytest.mark.parametrize("given", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("start", [abstract, loaded], ids=["abstract", "created"])
+def test_dtypes_of_the_module_stay(start, given):
+    module = start("dense", param_dtype="bfloat16")
+
+    nn.load_weights(module, drawn(module, 1, given))
+
+    for name, value in nn.weights(module).items():
+        assert value.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(value, drawn(module, 1, given)[name].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("start", [abstract, loaded], ids=["abstract", "created"])
+def test_shardings_of_the_module_stay(start):
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        module = start("NSA", sharding={"heads": "tensor"})
+        nn.load_weights(module, drawn(module, 1))
+
+    kernel = module.query_proj.kernel
+    assert kernel.get_value().sharding == jax.NamedSharding(mesh, jax.P(None, "tensor", None))
+    assert kernel.get_metadata("out_sharding") == (None, "tensor", None)
+    np.testing.assert_array_equal(kernel.get_value(), drawn(module, 1)["query_proj.kernel"])
+
+
+def test_parameters_that_follow_the_default_device_still_do():
+    module = loaded("dense")
+
+    nn.load_weights(module, drawn(module, 1))
+
+    assert not any(value.committed for value in jax.tree.leaves(nnx.state(module)))
+
+
+def test_what_is_no_parameter_stays():
+    module = MODULES["any"](rngs=nnx.Rngs(0))
+    module.layers[1].mean[...] = jnp.arange(4.0)
+
+    nn.load_weights(module, drawn(module))
+
+    assert "layers.1.mean" not in nn.weights(module)
+    np.testing.assert_array_equal(module.layers[1].mean[...], np.arange(4.0))
+
+
+def without(names):
+    return lambda given: {name: value for name, value in given.items() if not name.startswith(names)}
+
+
+BAD = {
+    "missing": (without("gate.kernel_in"), "got 1 missing (gate.kernel_in). Rename or convert them"),
+    "many missing": (
+        without(("query", "key", "value")),
+        "got 14 missing (key_cmp_proj.bias, key_cmp_proj.kernel, key_slc_proj.bias and 11 more). Rename",
+    ),
+    "extra": (lambda given: given | {"b": np.ones(2), "a": np.ones(3)}, "got 2 extra (b, a). Rename"),
+    "shape": (
+        lambda given: given | {"query_proj.kernel": np.ones((12, 12))},
+        "got 1 of another shape (query_proj.kernel: (12, 12) for (12, 4, 3)). Rename",
+    ),
+    "all at once": (
+        lambda given: without("out_proj.bias")(given) | {"x": np.ones(1), "gate.bias_in": np.ones(())},
+        "got 1 missing (out_proj.bias), 1 extra (x), 1 of another shape (gate.bias_in: () for (8,)). Rename",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), BAD.values(), ids=BAD.keys())
+def test_other_weights_are_one_short_error_and_nothing_is_set(change, told):
+    module = loaded()
+
+    with pytest.raises(ValueError, match=re.escape(f"weights must be those of the module, {told}")) as error:
+        nn.load_weights(module, change(drawn(module, 1)))
+
+    assert has_form(str(error.value))
+    for name, value in nn.weights(module).items():
+        np.testing.assert_array_equal(value, drawn(module)[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda given: list(given), "weights must map names to arrays, got list. Pass a dict."),
+        (
+            lambda given: given | {"gate.bias_in": [0.0] * 8},
+            "weights must be arrays, got list at gate.bias_in",
+        ),
+        (
+            lambda given: given | {"gate.bias_in": np.zeros(8, np.int8)},
+            "weights must be numbers of the kind that the parameters are, got int8 at gate.bias_in for float",
+        ),
+        (
+            lambda given: given | {"gate.bias_in": np.array([None] * 8)},
+            "weights must be numbers of the kind that the parameters are, got object at gate.bias_in",
+        ),
+    ],
+    ids=["list", "list of numbers", "integers", "objects"],
+)
+def test_weights_of_another_kind(change, told):
+    module = loaded()
+
+    with pytest.raises(TypeError, match=re.escape(told)) as error:
+        nn.load_weights(module, change(drawn(module, 1)))
+
+    assert has_form(str(error.value))
+    for name, value in nn.weights(module).items():
+        np.testing.assert_array_equal(value, drawn(module)[name])
+
+
+def test_modules_that_hold_no_arrays():
+    module = loaded("dense")
+    given = nn.weights(module)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        sharded = abstract("dense", sharding={"heads": "tensor"})
+
+    for error, told, call in (
+        (TypeError, "weights must be arrays, got ShapeDtypeStruct at", lambda: nn.weights(abstract("dense"))),
+        (TypeError, "weights must be arrays, got .*Tracer at", lambda: nnx.jit(nn.weights)(module)),
+        (
+            TypeError,
+            "weights must be arrays, got .*Tracer at",
+            lambda: jax.jit(lambda given: nn.load_weights(abstract("dense"), given))(given),
+        ),
+        (
+            TypeError,
+            "weights must be loaded outside jit, got a module that holds .*Tracer",
+            lambda: nnx.jit(lambda module: nn.load_weights(module, given))(module),
+        ),
+        (
+            ValueError,
+            "an abstract module with shardings needs its mesh in context, got none",
+            lambda: nn.load_weights(sharded, given),
+        ),
+    ):
+        with pytest.raises(error, match=told) as raised:
+            call()
+        assert has_form(str(raised.value))
