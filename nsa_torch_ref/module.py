@@ -108,6 +108,7 @@ class NSAAttention(nn.Module):
     `rope_base` and `rope_scaling`. `normalize_qk` norms queries and the keys of tokens before that and before
     phi. Dropout falls on the output, in training. `compressor(head_dim, config)` and
     `gate(in_features, num_heads)` make phi, for keys and for values, and the gate, as the classes here do.
+    With `share_keys_values` one pair of projections serves all branches.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class NSAAttention(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig,
+        share_keys_values: bool = False,
         compression: str = "mlp",
         compressor: Callable[..., Callable[[Tensor], Tensor]] | None = None,
         gate: Callable[..., Callable[[Tensor], Tensor]] = Gate,
@@ -136,19 +138,18 @@ class NSAAttention(nn.Module):
         self.config, self.scale = config, scale
         self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
-        for branch in ("cmp", "slc", "win"):
+        self.query_norm = HeadNorm(head_dim) if normalize_qk else nn.Identity()
+        self.branches = ("",) if share_keys_values else ("_cmp", "_slc", "_win")
+        for branch in self.branches:
             for kind, width in (("key", head_dim), ("value", value_dim)):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
-                setattr(self, f"{kind}_{branch}_proj", projection)
+                setattr(self, f"{kind}{branch}_proj", projection)
+            setattr(self, f"key{branch}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
         self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
-        for name in ("query", "key_cmp", "key_slc", "key_win"):
-            setattr(self, f"{name}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
         self.dropout = nn.Dropout(dropout_rate)
         compressor = compressor or functools.partial(Compressor, mode=compression)
-        self.compressor_key, self.compressor_value = (
-            compressor(head_dim, config),
-            compressor(value_dim, config),
-        )
+        self.compressor_key = compressor(head_dim, config)
+        self.compressor_value = compressor(value_dim, config)
         self.gate = gate(in_features, num_heads)
 
     def operands(
@@ -171,13 +172,17 @@ class NSAAttention(nn.Module):
         query = self.rotary(self.query_norm(self.query_proj(x[:, asking])), positions[:, asking])
         block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
         blocks_of = functools.partial(block_tokens, segment_ids=segment_ids, config=self.config)
-        key_cmp = self.compressor_key(blocks_of(self.key_cmp_norm(self.key_cmp_proj(x))))
-        key_cmp = self.rotary(key_cmp, block_positions)
-        value_cmp = self.compressor_value(blocks_of(self.value_cmp_proj(x)))
-        key_slc = self.rotary(self.key_slc_norm(self.key_slc_proj(x)), positions)
-        key_win = self.rotary(self.key_win_norm(self.key_win_proj(x)), positions)
-        value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)
+        pairs = [self.key_and_value(branch, x) for branch in self.branches]
+        (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win) = pairs * (3 // len(pairs))
+        key_cmp = self.rotary(self.compressor_key(blocks_of(key_cmp)), block_positions)
+        value_cmp = self.compressor_value(blocks_of(value_cmp))
+        key_slc, key_win = self.rotary(key_slc, positions), self.rotary(key_win, positions)
         return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
+
+    def key_and_value(self, branch: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, S, K, H] of a branch, normed and not rotated, and its values [B, S, K, V]."""
+        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
+        return key, getattr(self, f"value{branch}_proj")(x)
 
     def forward(
         self,

@@ -197,6 +197,7 @@ LAYER_CASES = (
         options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=LLAMA3),
         runs=SPARSE_AND_SHORT,
     ),
+    LayerCase(name="layer_shared", options=dict(share_keys_values=True)),
     LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
 )
 DECODE_CASES = (
@@ -228,6 +229,13 @@ DECODE_CASES = (
         layer=LayerCase(
             name="", options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=YARN)
         ),
+    ),
+    DecodeCase(
+        name="decode_shared",
+        prompt_lengths=(61, 5),
+        num_steps=12,
+        chunk=20,
+        layer=LayerCase(name="", value_dim=6, options=dict(share_keys_values=True, normalize_qk=True)),
     ),
     DecodeCase(
         name="decode_own_parts",

@@ -89,6 +89,6 @@ def assert_steps_give(full, layer, x):
         assert_close(out[unfinished, 0], full[rows][unfinished], ROUNDING)
         np.testing.assert_array_equal(
             reads.win[unfinished, 0, 0],
-            np.minimum(np.asarray(cache.lengths), CONFIG.window_size)[unfinished],
+            np.minimum(np.asarray(cache.lengths), layer.config.window_size)[unfinished],
         )
     assert not cache.overflowed.any()

@@ -164,6 +164,50 @@ def test_step_by_step_decode_equals_the_full_forward(compression, length):
     torch.testing.assert_close(module.decode(x, length - 1), module(x)[:, -1:], atol=1e-12, rtol=1e-12)
 
 
+OPTIONS = {
+    "normed": dict(normalize_qk=True, scale=0.7),
+    "shared": dict(share_keys_values=True, normalize_qk=True),
+    "own parts": dict(
+        compressor=lambda *_: lambda blocks: blocks.amax(dim=2),
+        gate=lambda _, num_heads: lambda x: x[..., : 3 * num_heads].unflatten(-1, (num_heads, 3)),
+        rotary=lambda heads, positions: heads,
+    ),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_steps_with_options_equal_the_full_forward(options):
+    module, x = layer(**options), tokens(2, 20, 12)
+    torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
+    assert (module(x) - layer()(x)).abs().max() > 1e-2
+
+
+def test_own_parts_are_used():
+    x = tokens(1, 20, 12)
+    query, key_cmp, value_cmp, *_, gates = layer(**OPTIONS["own parts"]).operands(x)
+    plain = layer(rotary=OPTIONS["own parts"]["rotary"])
+    assert torch.equal(query, plain.query_proj(x))
+    for kind, compressed in (("key", key_cmp), ("value", value_cmp)):
+        tokens_of = getattr(plain, f"{kind}_cmp_proj")(x)
+        maxima = [tokens_of[:, start : start + 4].amax(dim=1) for start in range(0, 17, 2)]
+        assert torch.equal(compressed, torch.stack(maxima, dim=1))
+    assert torch.equal(gates, x.reshape(1, 20, 4, 3))
+
+
+def test_a_shared_pair_is_three_equal_pairs():
+    shared, separate = layer(share_keys_values=True), layer()
+    weights = separate.state_dict()
+    for name, value in shared.state_dict().items():
+        kind, _, rest = name.partition("_")
+        if kind in ("key", "value"):
+            weights |= {f"{kind}_{branch}_{rest}": value for branch in ("cmp", "slc", "win")}
+        else:
+            weights[name] = value
+    separate.load_state_dict(weights)
+    x = tokens(2, 25, 12)
+    assert torch.equal(shared(x), separate(x))
+
+
 def test_the_future_changes_no_past_output():
     module, x = layer(), tokens(1, 30, 12)
     out = module(x)

@@ -1,6 +1,7 @@
 """The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +27,10 @@ from nsa_jax.nn.projections import (
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
+
+# The middle of the names of the projections and norms of keys and values.
+BRANCHES = ("_cmp", "_slc", "_win")
+SHARED = ("",)
 
 
 class Selection(NamedTuple):
@@ -58,7 +63,8 @@ class NSAAttention(CacheSteps):
     Parameters, with which checkpoints are written: `query_proj`, `key_{cmp,slc,win}_proj`,
     `value_{cmp,slc,win}_proj` and `out_proj`, each with `kernel` (and `bias`), laid out as in
     `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`. With `normalize_qk` also
-    `query_norm` and `key_{cmp,slc,win}_norm`, each with `scale`.
+    `query_norm` and `key_{cmp,slc,win}_norm`, each with `scale`. With `share_keys_values` there are
+    `key_proj`, `value_proj` and `key_norm` instead, as in `DenseAttention`.
 
     Args:
       num_heads: query heads.
@@ -67,6 +73,8 @@ class NSAAttention(CacheSteps):
       head_dim: width of queries and keys, `in_features // num_heads` by default.
       value_dim: width of values, `head_dim` by default.
       config: block structure.
+      share_keys_values: whether the branches share one pair of keys and values, instead of three pairs of
+        projections. A cache then stores them once and has no window ring.
       compression: "mlp" or "mean", see `Compressor`.
       compressor: makes compressors of one's own: called as `compressor(head_dim, config, rngs=rngs)`, like
         the class `Compressor`, once for the keys and once for the values. What it makes, a module or a
@@ -120,6 +128,7 @@ class NSAAttention(CacheSteps):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
+        share_keys_values: bool = False,
         compression: CompressionMode = "mlp",
         compressor: MakeCompressor | None = None,
         gate: MakeGate | None = None,
@@ -143,7 +152,7 @@ class NSAAttention(CacheSteps):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
+        self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
         self.config, self.implementation, self.dtype = config, implementation, dtype
         self.scale = arguments.resolve_scale(scale, head_dim)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
@@ -159,26 +168,22 @@ class NSAAttention(CacheSteps):
             sharding=sharding,
             rngs=rngs,
         )
-        model, key_heads, value_heads = in_features, (num_kv_heads, head_dim), (num_kv_heads, value_dim)
-        into_kv_heads = functools.partial(project, dimensions=("model", "kv_heads", None))
-        self.query_proj = project(model, (num_heads, head_dim), dimensions=("model", "heads", None))
-        self.key_cmp_proj = into_kv_heads(model, key_heads)
-        self.value_cmp_proj = into_kv_heads(model, value_heads)
-        self.key_slc_proj = into_kv_heads(model, key_heads)
-        self.value_slc_proj = into_kv_heads(model, value_heads)
-        self.key_win_proj = into_kv_heads(model, key_heads)
-        self.value_win_proj = into_kv_heads(model, value_heads)
-        self.out_proj = project(
-            (num_heads, value_dim),
-            model,
-            dimensions=("heads", None, "model"),
-            kernel_init=out_kernel_init or kernel_init,
-        )
         norm = functools.partial(
             head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
+        into_kv_heads = functools.partial(project, in_features, dimensions=("model", "kv_heads", None))
+        self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
         self.query_norm = norm()
-        self.key_cmp_norm, self.key_slc_norm, self.key_win_norm = norm(), norm(), norm()
+        for branch in SHARED if share_keys_values else BRANCHES:
+            setattr(self, f"key{branch}_proj", into_kv_heads((num_kv_heads, head_dim)))
+            setattr(self, f"value{branch}_proj", into_kv_heads((num_kv_heads, value_dim)))
+            setattr(self, f"key{branch}_norm", norm())
+        self.out_proj = project(
+            (num_heads, value_dim),
+            in_features,
+            dimensions=("heads", None, "model"),
+            kernel_init=out_kernel_init or kernel_init,
+        )
         if compressor is not None and compression != "mlp":
             raise ValueError(
                 f"a compressor takes the place of compression, got compression={compression!r} beside it. "
@@ -251,7 +256,10 @@ class NSAAttention(CacheSteps):
             token_windows(tokens.value_cmp, self.config, segment_ids),
             first_tokens(positions, self.config, segment_ids),
         )
-        return Operands(query, key_cmp, value_cmp, *tokens[2:], gates)
+        _, _, key_slc, value_slc, key_win, value_win = tokens
+        if key_win is None or value_win is None:
+            key_win, value_win = key_slc, value_slc
+        return Operands(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
 
     def inspect(
         self,
@@ -275,13 +283,17 @@ class NSAAttention(CacheSteps):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
-        tokens = TokenKeysValues(
-            key_cmp=self.key_cmp_norm(self.key_cmp_proj(x)),
-            value_cmp=self.value_cmp_proj(x),
-            key_slc=turn(self.rotary, self.key_slc_norm(self.key_slc_proj(x)), positions),
-            value_slc=self.value_slc_proj(x),
-            key_win=turn(self.rotary, self.key_win_norm(self.key_win_proj(x)), positions),
-            value_win=self.value_win_proj(x),
-        )
+        if self.share_keys_values:
+            key, value = self._pair(*SHARED, x)
+            tokens = TokenKeysValues(key, value, turn(self.rotary, key, positions), value)
+        else:
+            (key_cmp, value_cmp), *others = (self._pair(branch, x) for branch in BRANCHES)
+            rotated = ((turn(self.rotary, key, positions), value) for key, value in others)
+            tokens = TokenKeysValues(key_cmp, value_cmp, *itertools.chain(*rotated))
         query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
         return query, tokens, weigh(self.gate, x, self.num_heads).astype(query.dtype)
+
+    def _pair(self, branch: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Keys of a branch, normed and not rotated, and its values."""
+        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
+        return key, getattr(self, f"value{branch}_proj")(x)

@@ -23,6 +23,7 @@ class CacheSteps(nnx.Module):
     in_features: int
     head_dim: int
     value_dim: int
+    share_keys_values: bool
     config: NSAConfig
     scale: float
     rotary: RotaryFunction
@@ -55,6 +56,7 @@ class CacheSteps(nnx.Module):
             config=self.config,
             dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
             step_capacity=step_capacity,
+            share_keys_values=self.share_keys_values,
         )
 
     def check_cache(self, cache: NSACache, batch: int) -> None:
@@ -66,6 +68,7 @@ class CacheSteps(nnx.Module):
             key_dim=self.head_dim,
             value_dim=self.value_dim,
             config=self.config,
+            share_keys_values=self.share_keys_values,
         )
 
     def prefill(
