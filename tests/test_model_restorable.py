@@ -14,6 +14,7 @@ from messages import has_form
 from nsa_jax import nn
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig, restore, restore_training, save
+from nsa_jax.nn.rotary import Rotary
 
 NSA = NSAConfig(compression_block_size=4, compression_stride=2, selection_block_size=4, window_size=5)
 CONFIG = TransformerConfig(
@@ -146,7 +147,7 @@ BAD = {
         "model must have the modules of its config, got others at model.layers.1.attention. Build",
     ),
     "another base": (
-        lambda: changed(put("layers.0.attention", "rope_base", 500.0)),
+        lambda: changed(put("layers.0.attention", "rotary", lambda: Rotary(500.0, None))),
         ValueError,
         "got others at model.layers.0.attention. Build",
     ),

@@ -14,7 +14,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens, token_windows
 from nsa_jax.nn.gate import Gate
-from nsa_jax.nn.parts import MakeCompressor, MakeGate, make_compressor, make_gate, weigh
+from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
     Sharding,
     check_inputs,
@@ -184,11 +184,7 @@ class NSAAttention(CacheSteps):
             dimensions=("heads", None, "model"),
             kernel_init=out_kernel_init or kernel_init,
         )
-        if compressor is not None and compression != "mlp":
-            raise ValueError(
-                f"a compressor takes the place of compression, got compression={compression!r} beside it. "
-                "Leave one of the two out."
-            )
+        check_parts(gate, compressor, compression)
         own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
         compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
         self.compressor_key = make_compressor(compressor, head_dim, config, rngs)

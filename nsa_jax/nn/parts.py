@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -11,21 +12,42 @@ from nsa_jax.config import NSAConfig
 type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N 3"]]
 type CompressorFunction = Callable[[Float[Array, "B m l K H"]], Float[Array, "B m K H"]]
 
-# Called as `make(in_features, num_heads, rngs=rngs)` and `make(head_dim, config, rngs=rngs)`.
 type MakeGate = Callable[..., GateFunction]
 type MakeCompressor = Callable[..., CompressorFunction]
+
+GATE_CALL = "gate(in_features, num_heads, rngs=rngs)"
+COMPRESSOR_CALL = "compressor(head_dim, config, rngs=rngs)"
 
 
 def make_gate(make: MakeGate, in_features: int, num_heads: int, rngs: nnx.Rngs) -> GateFunction:
     """The gate of a layer. Raises TypeError if `make` makes none."""
-    return _make("gate(in_features, num_heads, rngs=rngs)", make, in_features, num_heads, rngs)
+    return _make(GATE_CALL, make, in_features, num_heads, rngs)
 
 
 def make_compressor(
     make: MakeCompressor, head_dim: int, config: NSAConfig, rngs: nnx.Rngs
 ) -> CompressorFunction:
     """The compressor of keys, or of values. Raises TypeError if `make` makes none."""
-    return _make("compressor(head_dim, config, rngs=rngs)", make, head_dim, config, rngs)
+    return _make(COMPRESSOR_CALL, make, head_dim, config, rngs)
+
+
+def check_parts(gate: MakeGate | None, compressor: MakeCompressor | None, compression: str) -> None:
+    """Raises unless each part that is given can be made, and `compressor` alone says how to compress.
+
+    Raises:
+      TypeError: it cannot be called as `make_gate` or `make_compressor` does.
+      ValueError: `compressor` and a `compression` other than the default.
+    """
+    if gate is not None:
+        _check_make(GATE_CALL, gate)
+    if compressor is None:
+        return
+    _check_make(COMPRESSOR_CALL, compressor)
+    if compression != "mlp":
+        raise ValueError(
+            f"a compressor takes the place of compression, got compression={compression!r} beside it. "
+            "Leave one of the two out."
+        )
 
 
 def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
@@ -53,14 +75,24 @@ def weigh(gate: GateFunction, x: Float[Array, "B T D"], num_heads: int) -> Float
 def _make[Part: Callable[..., Array]](
     call: str, make: Callable[..., Part], size: int, other: int | NSAConfig, rngs: nnx.Rngs
 ) -> Part:
-    name = call.partition("(")[0]
-    remedy = f"Pass a class like nsa_jax.nn.{name.capitalize()}, or lambda *_, rngs: function."
-    try:
-        inspect.signature(make).bind(size, other, rngs=rngs)
-    except (TypeError, ValueError):  # no function, or the function of arrays that it should make
-        given = getattr(make, "__name__", type(make).__name__)
-        raise TypeError(f"{name} must be a function to be called as {call}, got {given}. {remedy}") from None
+    _check_make(call, make)
     part = make(size, other, rngs=rngs)
     if not callable(part):
-        raise TypeError(f"{call} must make a function or module, got {type(part).__name__}. {remedy}")
+        raise TypeError(f"{call} must make a function or module, got {type(part).__name__}. {_remedy(call)}")
     return part
+
+
+def _check_make(call: str, make: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(make).bind(None, None, rngs=None)
+    except (TypeError, ValueError):  # no function, or the function of arrays that it should make
+        given = getattr(make, "__name__", type(make).__name__)
+        raise TypeError(
+            f"{call.partition('(')[0]} must be a function to be called as {call}, got {given}. "
+            f"{_remedy(call)}"
+        ) from None
+
+
+def _remedy(call: str) -> str:
+    kind = call.partition("(")[0].capitalize()
+    return f"Pass a class like nsa_jax.nn.{kind}, or lambda *_, rngs: function."

@@ -75,13 +75,18 @@ def unchanged(heads: Array) -> Array:
 
 def output_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Dropout for the output of a layer; at rate 0 it has no random state."""
+    check_dropout_rate(rate)
+    return nnx.Dropout(rate, rngs=rngs if rate else None)
+
+
+def check_dropout_rate(rate: float) -> None:
+    """Raises TypeError or ValueError unless `rate` is a number from 0 to below 1."""
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
         raise TypeError(f"dropout_rate must be a number, got {type(rate).__name__}. Pass a float.")
     if not 0 <= rate < 1:
         raise ValueError(
             f"dropout_rate must be at least 0 and below 1, got {rate}. Pass the share of the outputs to drop."
         )
-    return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
 def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:

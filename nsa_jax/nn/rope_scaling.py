@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import numpy as np
 
@@ -126,6 +128,22 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def as_plain(scaling: RopeScaling) -> dict[str, Any]:
+    """The scaling as plain data, `{"kind": "linear", "factor": 4.0}`, for files."""
+    return {"kind": scaling.kind, **dataclasses.asdict(scaling)}
+
+
+def from_plain(values: Mapping[str, Any]) -> RopeScaling:
+    """The scaling that `as_plain` wrote. Raises ValueError if it is of no known kind."""
+    kinds = {scheme.kind: scheme for scheme in get_args(RopeScaling)}
+    if values["kind"] not in kinds:
+        raise ValueError(
+            f"the kind of a rope_scaling must be one of {tuple(kinds)}, got {values['kind']!r}. Read it with "
+            "the version of nsa_jax that wrote it."
+        )
+    return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
 
 
 def _check_positive(**values: float) -> None:
