@@ -1,8 +1,8 @@
 """Where is sparse attention faster than dense, and how far from the ceiling is each operation?
 
 `python -m benchmarks.attention` measures the whole operation against dense causal attention on the CPU, at
-the lengths that the README reports; `--operations` takes it apart. `benchmarks/README.md` explains the
-columns.
+the lengths that the README reports; `--operations` takes it apart, and `--operations layer` puts it into a
+layer, beside the dense layer. `benchmarks/README.md` explains the columns.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from benchmarks import gate, programs, records, roofline, timing
+from benchmarks import gate, layers, programs, records, roofline, timing
 from benchmarks.inputs import (
     DISTRIBUTIONS,
+    LAYERS,
     OPERATIONS,
     SELECTING,
     Draw,
     NotCoherent,
     Shape,
-    arguments,
     draw_blocks,
     draw_queries,
 )
@@ -41,6 +41,7 @@ class Variant:
     implementation: str
     mode: str
     draw: Draw
+    shape: Shape
 
     def __str__(self) -> str:
         return f"{self.operation} {self.implementation} {self.mode} {self.draw.distribution}"
@@ -64,25 +65,27 @@ class Run:
         options = self.options
         heads = {"query_heads": options.heads, "kv_heads": options.kv_heads}
         dims = {"key_dim": options.key_dim, "value_dim": options.value_dim}
-        shape = Shape(batch=options.batch, length=length, dtype=options.dtype, **heads, **dims)
+        whole = Shape(batch=options.batch, length=length, dtype=options.dtype, **heads, **dims)
+        wide = dataclasses.replace(whole, model_dim=options.model_dim or options.heads * options.key_dim)
         draws: dict[tuple[str, str, str], Draw] = {}
         for mode in modes:
             compiled: dict[Variant, timing.Compiled] = {}
-            for operation, implementation, distribution in self._combinations():
+            for operation, implementation, distribution in self._combinations(whole):
+                shape = wide if operation in LAYERS else whole
                 try:
                     self._refuse(operation, implementation, mode, shape)
                     key = (self._kind_of_draw(operation), implementation, distribution)
                     if key not in draws:
                         draws[key] = self._draw(*key, shape)
                     self._judge(operation, implementation, mode, shape)
-                    variant = Variant(operation, implementation, mode, draws[key])
-                    compiled[variant] = self._compile(variant, shape)
+                    variant = Variant(operation, implementation, mode, draws[key], shape)
+                    compiled[variant] = self._compile(variant)
                 except Refused as reason:
                     print(f"refused: {operation} {implementation} {mode} {distribution} T={length}: {reason}")
             runs = {str(variant): program.start for variant, program in compiled.items()}
             sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
             timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s) if runs else {}
-            rows = [self._row(variant, program, timings, shape) for variant, program in compiled.items()]
+            rows = [self._row(variant, program, timings) for variant, program in compiled.items()]
             records.append(options.output, rows)
             self.rows += rows
             for row in rows:
@@ -93,25 +96,33 @@ class Run:
         ratios = []
         for row, dense in records.beside_dense(self.rows):
             time, memory = records.ratio(row, dense)
-            what = {"mode": row.mode, "distribution": row.distribution, "length": row.length}
+            what = {
+                "operation": row.operation,
+                "mode": row.mode,
+                "distribution": row.distribution,
+                "length": row.length,
+            }
             print("dense / NSA:", *what.values(), f"time {time:.2f}, temporary memory {memory:.1f}")
             ratios.append(what | {"time": round(time, 3), "memory": round(memory, 3)})
         summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
         print(json.dumps(summary | {"dense_over_nsa": ratios}))
         return 1 if self.red else 0
 
-    def _combinations(self) -> Iterator[tuple[str, str, str]]:
-        for operation in self.options.operations:
+    def _combinations(self, shape: Shape) -> Iterator[tuple[str, str, str]]:
+        chosen = self.options.operations
+        for operation in [*chosen, *(["dense_layer"] if "layer" in chosen else [])]:
             implementations, distributions = self.options.implementations, self.options.distributions
             if operation == "dense_attention":
                 implementations = [programs.dense_implementation()]
+            if operation == "dense_layer":
+                implementations = [layers.dense_implementation(shape, self.config)]
             if operation not in SELECTING:  # the distributions cost the same: one row speaks for both
                 distributions = ["random"]
             yield from itertools.product([operation], implementations, distributions)
 
     def _refuse(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
         reason = programs.refusal(operation, implementation, mode, shape, self.config)
-        if operation == "dense_attention" and shape.length > self.options.dense_up_to:
+        if operation in records.DENSE.values() and shape.length > self.options.dense_up_to:
             reason = f"longer than --dense-up-to {self.options.dense_up_to}"
         if reason is not None:
             raise Refused(reason)
@@ -130,12 +141,16 @@ class Run:
 
     @staticmethod
     def _kind_of_draw(operation: str) -> str:
+        if operation in LAYERS:
+            return operation
         if operation == "selected_attention":
             return "blocks"
         return "queries with their selection" if operation in SELECTING else "queries"
 
     def _draw(self, kind: str, implementation: str, distribution: str, shape: Shape) -> Draw:
         try:
+            if kind in LAYERS:
+                return layers.draw(kind, implementation, shape, self.config)
             if kind == "blocks":
                 return draw_blocks(shape, self.config, distribution)
             if kind == "queries":
@@ -145,9 +160,10 @@ class Run:
         except NotCoherent as error:
             raise Refused(str(error)) from error
 
-    def _compile(self, variant: Variant, shape: Shape) -> timing.Compiled:
-        run = programs.function(variant.operation, variant.implementation, self.config)
-        operands = arguments(variant.operation, variant.draw, shape, self.config)
+    def _compile(self, variant: Variant) -> timing.Compiled:
+        shape = variant.shape
+        run = programs.function(variant.operation, variant.implementation, self.config, shape)
+        operands = programs.arguments(variant.operation, variant.draw, shape, self.config)
         program = programs.compile_mode(run, variant.mode, operands)
         if program.peak_bytes > (memory := records.memory_bytes()):
             raise Refused(
@@ -163,12 +179,12 @@ class Run:
         return program
 
     def _row(
-        self, variant: Variant, program: timing.Compiled, timings: dict[str, timing.Timing], shape: Shape
+        self, variant: Variant, program: timing.Compiled, timings: dict[str, timing.Timing]
     ) -> records.Row:
-        cost = roofline.cost(variant.operation, variant.mode, shape, self.config)
+        cost = roofline.cost(variant.operation, variant.mode, variant.shape, self.config)
         return records.make_row(
             self.environment,
-            shape,
+            variant.shape,
             self.config,
             timings[str(variant)],
             program,
@@ -191,7 +207,7 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
     chosen = modes.split(",") if modes else []
     if not length.isdigit() or int(length) < 1 or not set(chosen) <= set(records.MODES[:3]):
         raise argparse.ArgumentTypeError(
-            f"must be T or T:MODE,MODE with modes {records.MODES[:3]}, got {text}"
+            f"must be T or T:MODE,MODE with modes {records.MODES[:3]}, got {text}. Pass a length alone."
         )
     return int(length), chosen
 
@@ -208,7 +224,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="T[:MODE,...]",
         help="lengths, each in its own modes",
     )
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=whole)
+    parser.add_argument("--operations", nargs="+", choices=(*OPERATIONS, "layer"), default=whole)
     parser.add_argument("--modes", nargs="+", choices=records.MODES[:3], default=["fwd", "fwd_bwd"])
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     parser.add_argument("--implementations", nargs="+", choices=records.IMPLEMENTATIONS[:3], default=["xla"])
@@ -218,6 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--key-dim", type=int, default=64)
     parser.add_argument("--value-dim", type=int, default=64)
+    parser.add_argument("--model-dim", type=int, help="width of a layer's input, heads * key dim by default")
     parser.add_argument(
         "--budget-s", type=float, default=5.0, help="seconds of samples a row, 3 samples at least"
     )

@@ -5,6 +5,7 @@ every output and every gradient at a small length at which the selection is spar
 sampled queries of the very program that is timed. The budget is the package's: twice the error of the same
 dense maths in the input's own precision, plus `8 eps` of the largest value. A selection passes where no block
 left out beats a block taken in by more than such a budget; outputs are then compared under that selection.
+A layer is compared with its own projections, compressors and gates around dense attention.
 """
 
 import dataclasses
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import programs
-from benchmarks.inputs import ARGUMENTS, Draw, Shape, arguments, draw_blocks, draw_queries
+from benchmarks import layers, programs
+from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, draw_blocks, draw_queries
 from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn import DenseAttention, Operands, rotate
 
 SAMPLED_QUERIES = 16
 TINY = 1e-300  # makes 0 of a budget of 0 green and anything else red
@@ -52,24 +54,26 @@ def gate_shape(shape: Shape, config: NSAConfig) -> Shape:
 def check_small(operation: str, implementation: str, mode: str, shape: Shape, config: NSAConfig) -> Verdict:
     """Compares all results of one mode at `gate_shape`."""
     shape = gate_shape(shape, config)
-    if operation == "dense_attention":  # cuDNN has a gradient of even lengths only
+    if LAYERS.get(operation, operation) == "dense_attention":  # cuDNN has a gradient of even lengths only
         shape = dataclasses.replace(shape, length=shape.length // 64 * 64)
-    choose = jax.jit(programs.function("select_blocks", implementation, config))
-    if operation == "selected_attention":
+    if operation in LAYERS:
+        draw = layers.draw(operation, implementation, shape, config)
+    elif operation == "selected_attention":
         draw = draw_blocks(shape, config, "random")
     else:
+        choose = jax.jit(programs.function("select_blocks", implementation, config))
         selects = operation == "native_sparse_attention"
         draw = draw_queries(shape, config, "random", choose if selects else None)
-    operands = arguments(operation, draw, shape, config)
-    got = programs.compile_mode(programs.function(operation, implementation, config), mode, operands).run()
+    operands = programs.arguments(operation, draw, shape, config)
+    run = programs.function(operation, implementation, config, shape)
+    got = programs.compile_mode(run, mode, operands).run()
     positions = np.arange(shape.length)
     if mode == "fwd":
         return check_rows(operation, got, positions, draw, shape, config)
-    named = _named(operation, operands)
-
+    named = _named(operation, operands, shape, config)
     gradients = functools.partial(
         _gradients, positions=positions, blocks=draw.block_indices, operation=operation, config=config,
-        cotangent_dtype=shape.dtype,
+        cotangent_dtype=shape.dtype, shape=shape,
     )  # fmt: skip
     got = got if mode == "bwd" else got[1]
     return _compare(dict(zip(named, got, strict=True)), gradients, named, shape.dtype)
@@ -85,7 +89,9 @@ def check_rows(
     operation: str, got: Any, positions: np.ndarray, draw: Draw, shape: Shape, config: NSAConfig
 ) -> Verdict:
     """Compares the forward results `got` of a whole sequence in the rows `positions`."""
-    operands = _named(operation, arguments(operation, draw, shape, config))
+    operands = _named(operation, programs.arguments(operation, draw, shape, config), shape, config)
+    if operation in LAYERS:
+        return _check_layer_rows(operation, got[:, positions], positions, operands, draw, shape, config)
     for name in operands:
         if name in ("query", "gates") or name.startswith("out"):
             operands[name] = operands[name][:, positions]
@@ -96,6 +102,22 @@ def check_rows(
     verdict = compare_rows(operation, rows, operands, positions, blocks, config)
     if operation == "native_sparse_attention":
         selection = _compare_selection(blocks, operands, positions, shape, config)
+        verdict = max(verdict, selection, key=lambda verdict: verdict.share)
+    return verdict
+
+
+def _check_layer_rows(
+    operation: str, rows: Array, positions: np.ndarray, operands: dict[str, Array], draw: Draw, shape: Shape,
+    config: NSAConfig,
+) -> Verdict:  # fmt: skip
+    blocks = None if draw.block_indices is None else draw.block_indices[:, positions]
+    settings = dict(operation=operation, config=config, shape=shape)
+    dense = functools.partial(_rows, positions=positions, blocks=blocks, **settings)
+    verdict = _compare({"out": rows}, dense, operands, shape.dtype)
+    if operation == "layer":
+        made = jax.jit(lambda x: _layer_operands(x, shape, config))(operands)
+        of_selection = {"query": made.query[:, positions], "key_cmp": made.key_cmp}
+        selection = _compare_selection(blocks, of_selection, positions, shape, config)
         verdict = max(verdict, selection, key=lambda verdict: verdict.share)
     return verdict
 
@@ -113,7 +135,9 @@ def compare_rows(
     return _compare(dict(zip(("out", "lse"), rows, strict=False)), dense, operands, rows[0].dtype.name)
 
 
-def _named(operation: str, operands: tuple[Array, ...]) -> dict[str, Array]:
+def _named(operation: str, operands: tuple[Array, ...], shape: Shape, config: NSAConfig) -> dict[str, Array]:
+    if operation in LAYERS:
+        return dict(zip(("x", *layers.parameters(operation, shape, config)), operands, strict=True))
     named = dict(zip(ARGUMENTS[operation], operands, strict=True))
     named.pop("block_indices", None)
     return named
@@ -170,14 +194,19 @@ def _compare_selection(
     return Verdict(float((np.maximum(best_out - worst_in, 0) / (budget + TINY)).max()), "block_indices")
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "config"))
+@functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
 def _rows(
-    x: dict[str, Array], positions: Array, blocks: Any, operation: str, config: NSAConfig
+    x: dict[str, Array],
+    positions: Array,
+    blocks: Any,
+    operation: str,
+    config: NSAConfig,
+    shape: Shape | None = None,
 ) -> dict[str, Array]:
-    return dict(zip(("out", "lse"), _dense(operation, x, positions, blocks, config), strict=False))
+    return dict(zip(("out", "lse"), _dense(operation, x, positions, blocks, config, shape), strict=False))
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "config", "cotangent_dtype"))
+@functools.partial(jax.jit, static_argnames=("operation", "config", "cotangent_dtype", "shape"))
 def _gradients(
     x: dict[str, Array],
     positions: Array,
@@ -185,8 +214,9 @@ def _gradients(
     operation: str,
     config: NSAConfig,
     cotangent_dtype: str,
+    shape: Shape,
 ) -> dict[str, Array]:
-    out, pullback = jax.vjp(lambda x: _dense(operation, x, positions, blocks, config)[0], x)
+    out, pullback = jax.vjp(lambda x: _dense(operation, x, positions, blocks, config, shape)[0], x)
     return pullback(programs.cotangent_like(out, cotangent_dtype).astype(out.dtype))[0]
 
 
@@ -199,8 +229,18 @@ def _visible(operation: str, positions: Array, num_keys: int, config: NSAConfig)
     return s <= t
 
 
-def _dense(operation: str, x: dict[str, Array], positions: Array, blocks: Any, config: NSAConfig) -> Any:
+def _dense(
+    operation: str,
+    x: dict[str, Array],
+    positions: Array,
+    blocks: Any,
+    config: NSAConfig,
+    shape: Shape | None = None,
+) -> Any:
     """`(out, lse)` or `(out,)` of the operation, from its definition; arrays in the dtype to compute in."""
+    if operation in LAYERS:
+        assert shape is not None
+        return (_dense_of_layer(operation, x, positions, blocks, config, shape),)
     if operation == "gated_sum":
         outs = enumerate(("out_cmp", "out_slc", "out_win"))
         return (sum(x["gates"][..., i, None] * x[name] for i, name in outs),)
@@ -220,6 +260,31 @@ def _dense(operation: str, x: dict[str, Array], positions: Array, blocks: Any, c
     out = jnp.einsum("btkgs,bskv->btkgv", weights, value, precision="highest")
     batch, length, heads, _ = x["query"].shape
     return out.reshape(batch, length, heads, -1), lse.reshape(batch, length, heads)
+
+
+def _dense_of_layer(
+    operation: str, x: dict[str, Array], positions: Array, blocks: Any, config: NSAConfig, shape: Shape
+) -> Float[Array, "B T D"]:
+    layer = _layer(operation, x, shape, config)
+    if isinstance(layer, DenseAttention):
+        index = jnp.arange(shape.length)[None]
+        query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
+        operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
+    else:
+        operands = _layer_operands(x, shape, config)._asdict()
+    rows = {name: operands[name][:, positions] for name in ("query", "gates") if name in operands}
+    return layer.out_proj(_dense(LAYERS[operation], operands | rows, positions, blocks, config)[0])
+
+
+def _layer(operation: str, x: dict[str, Array], shape: Shape, config: NSAConfig) -> layers.Layer:
+    values = tuple(x[name] for name in layers.parameters(operation, shape, config))
+    return layers.merged(operation, "", shape, config, values)
+
+
+def _layer_operands(x: dict[str, Array], shape: Shape, config: NSAConfig) -> Operands:
+    layer = _layer("layer", x, shape, config)
+    assert not isinstance(layer, DenseAttention)
+    return layer.operands(x["x"])
 
 
 def _logits(query: Array, key: Array) -> Float[Array, "B T K G S"]:

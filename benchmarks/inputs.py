@@ -6,6 +6,7 @@ smoothly: it is cosine-interpolated between random keyframes every `KEYFRAME_TOK
 
 Rows of `selected_attention` alone draw scores of the blocks. Rows in which the selection is computed (the
 whole operation, `select_blocks`) draw queries and take the blocks that come out, never substituted ones.
+Layers draw a random input.
 """
 
 import dataclasses
@@ -42,6 +43,8 @@ ARGUMENTS = {
     "dense_attention": ("query", "key_win", "value_win"),
 }
 OPERATIONS = tuple(ARGUMENTS)
+# Layers by the operation that they are around; layers.py has their arguments.
+LAYERS = {"layer": "native_sparse_attention", "dense_layer": "dense_attention"}
 SELECTING = ("native_sparse_attention", "select_blocks", "selected_attention")
 
 type Choose = Callable[[Array, Array], Array]  # query, key_cmp -> block_indices
@@ -57,6 +60,7 @@ class Shape:
     kv_heads: int = 1
     key_dim: int = 64
     value_dim: int = 64
+    model_dim: int | None = None  # of layers alone
     dtype: str = "float32"
 
 
@@ -80,10 +84,13 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draw:
-    """Queries of one distribution and, where a selection happens, the blocks and how much they overlap."""
+    """Queries of one distribution and, where a selection happens, the blocks and how much they overlap.
+
+    For a layer `query` is its input.
+    """
 
     distribution: str
-    query: Float[Array, "B T N H"]
+    query: Float[Array, "B T N H"] | Float[Array, "B T D"]
     block_indices: Int32[Array, "B T K R"] | None = None
     overlap: Overlap | None = None
     noise: float | None = None
@@ -97,6 +104,9 @@ def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
     """Shape of the argument or result called `name`."""
     batch, length = shape.batch, shape.length
     compressed = layout.num_compression_blocks(length, config)
+    if name == "x":
+        assert shape.model_dim is not None
+        return batch, length, shape.model_dim
     if name == "query":
         return batch, length, shape.query_heads, shape.key_dim
     if name == "gates":

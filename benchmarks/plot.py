@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks import records
 from benchmarks.records import AnyRow, Row, TrainingRow
 
-DENSE = "dense_attention"
-WHOLE = "native_sparse_attention"
+# What curves are called.
+DENSE = {"dense_attention": "dense", "dense_layer": "dense layer"}
+WHOLE = {"native_sparse_attention": "NSA", "layer": "NSA layer"}
 
 
 def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
@@ -51,7 +52,10 @@ def _of_operations(rows: Sequence[Row]) -> str:
     lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
     rows = sorted(rows, key=lambda row: (row.length, records.MODES.index(row.mode)))
     pairs = records.beside_dense(rows)
-    lines += _table(whole_cells(row, dense) for row, dense in pairs)
+    lines += _table(whole_cells(row, dense) for row, dense in pairs if row.model_dim is None)
+    layers = [(row, dense) for row, dense in pairs if row.model_dim is not None]
+    for width, group in itertools.groupby(layers, key=lambda pair: pair[0].model_dim):
+        lines += [f"Whole layers of width {width}:", "", *_table(whole_cells(*pair) for pair in group)]
     paired = {id(row) for pair in pairs for row in pair}
     lines += _table(operation_cells(row) for row in rows if id(row) not in paired)
     return "\n".join(lines).strip()
@@ -149,9 +153,9 @@ def _lines(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _name(row: Row) -> str:
-    if row.operation == DENSE:
-        return f"dense ({row.implementation})"
-    operation = "NSA" if row.operation == WHOLE else row.operation
+    if row.operation in DENSE:
+        return f"{DENSE[row.operation]} ({row.implementation})"
+    operation = WHOLE.get(row.operation, row.operation)
     return f"{operation} ({row.implementation}, {row.distribution})"
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from benchmarks.inputs import Shape, abstract_arguments, key
+from benchmarks import inputs, layers
+from benchmarks.inputs import LAYERS, Draw, Shape, abstract_arguments, key
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
 from nsa_jax.array_typing import Array, DType
@@ -17,8 +18,11 @@ from nsa_jax.config import NSAConfig
 type Function = Callable[..., Any]
 
 
-def function(operation: str, implementation: str, config: NSAConfig) -> Function:
-    """The operation as a function of its arrays alone."""
+def function(operation: str, implementation: str, config: NSAConfig, shape: Shape | None = None) -> Function:
+    """The operation as a function of its arrays alone; a layer also needs its sizes."""
+    if operation in LAYERS:
+        assert shape is not None
+        return layers.function(operation, implementation, shape, config)
     if operation == "dense_attention":
         return lambda query, key, value: jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=cast(Any, implementation)
@@ -37,6 +41,13 @@ def function(operation: str, implementation: str, config: NSAConfig) -> Function
     return lambda *arguments: run(*arguments, implementation=implementation, **settings)
 
 
+def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:
+    """The arguments of that function."""
+    if operation in LAYERS:
+        return layers.arguments(operation, shape, config)
+    return inputs.arguments(operation, draw, shape, config)
+
+
 def dense_implementation() -> str:
     """What dense attention is measured with here."""
     return "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -46,6 +57,7 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
     """Why this combination cannot be measured here, None if it can."""
     if operation == "select_blocks" and mode != "fwd":
         return "no gradient flows through the selection"
+    operation = LAYERS.get(operation, operation)
     if operation == "dense_attention":
         if shape.key_dim != shape.value_dim:
             return f"dense attention has one head dim, got {shape.key_dim} and {shape.value_dim}"

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jaxlib
 
-from benchmarks.inputs import DISTRIBUTIONS, OPERATIONS, Draw, Shape
+from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, Draw, Shape
 from benchmarks.timing import Compiled, Timing
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+# What a row of each whole is compared with.
+DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
 IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -57,6 +59,7 @@ class Row:
     kv_heads: int
     key_dim: int
     value_dim: int
+    model_dim: int | None = None  # of layers alone
     dtype: str
     median_ms: float
     p20_ms: float
@@ -77,7 +80,7 @@ class Row:
 
     def __post_init__(self):
         for name, allowed in (
-            ("operation", OPERATIONS),
+            ("operation", (*OPERATIONS, *LAYERS)),
             ("implementation", IMPLEMENTATIONS),
             ("mode", MODES),
             ("distribution", DISTRIBUTIONS),
@@ -242,13 +245,14 @@ def ratio(row: Row, dense: Row) -> tuple[float, float]:
 
 
 def beside_dense(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Each row of the whole operation with the dense row of the same run, mode, sizes and dtype."""
+    """Each row of the whole operation or layer with the dense row of the same run, mode, sizes and dtype."""
 
     def setting(row: Row) -> tuple[object, ...]:
         heads = (row.query_heads, row.kv_heads, row.key_dim, row.value_dim)
-        return row.run_id, row.benchmark, row.mode, row.batch, row.length, *heads, row.dtype
+        sizes = (row.batch, row.length, *heads, row.model_dim, row.dtype)
+        return row.run_id, row.benchmark, row.mode, *sizes
 
     rows = list(rows)
-    dense = {setting(row): row for row in rows if row.operation == "dense_attention"}
-    whole = [row for row in rows if row.operation == "native_sparse_attention"]
-    return [(row, dense[setting(row)]) for row in whole if setting(row) in dense]
+    dense = {(row.operation, *setting(row)): row for row in rows}
+    keys = [(row, (DENSE.get(row.operation), *setting(row))) for row in rows]
+    return [(row, dense[key]) for row, key in keys if key in dense]

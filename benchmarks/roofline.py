@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.inputs import ARGUMENTS, Shape, key, tensor_dtype, tensor_shape
+from benchmarks import layers
+from benchmarks.inputs import ARGUMENTS, LAYERS, Shape, key, tensor_dtype, tensor_shape
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 
@@ -74,6 +75,8 @@ def cost(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
     """Unavoidable flops and bytes of a forward (`fwd`), a backward (`bwd`) or both (`fwd_bwd`)."""
     if mode == "fwd_bwd":
         return cost(operation, "fwd", shape, config) + cost(operation, "bwd", shape, config)
+    if operation in LAYERS:
+        return _cost_of_layer(operation, mode, shape, config)
     inputs = ARGUMENTS[operation]
     if mode == "fwd":
         moved = _bytes(inputs, shape, config) + _bytes(_results(operation), shape, config)
@@ -124,6 +127,17 @@ def _flops(operation: str, mode: str, shape: Shape, config: NSAConfig) -> int:
     if mode == "fwd":  # q k, p v
         return 2 * pairs * (shape.key_dim + shape.value_dim)
     return 2 * pairs * (3 * shape.key_dim + 2 * shape.value_dim)  # q k again, dq, dk; dp, dv
+
+
+def _cost_of_layer(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
+    """Products with parameters, twice as many in a backward, and the attention; what lies between is free."""
+    passes = 1 if mode == "fwd" else 2
+    flops = 2 * passes * layers.products(operation, shape, config)
+    parameters = sum(x.size * x.dtype.itemsize for x in layers.parameters(operation, shape, config).values())
+    tokens = _bytes(("x",), shape, config)
+    # x and out; x, the cotangent of out, and that of x. A backward reads parameters and writes gradients.
+    moved = (1 + passes) * tokens + passes * parameters
+    return Cost(flops + _flops(LAYERS[operation], mode, shape, config), moved)
 
 
 def _results(operation: str) -> tuple[str, ...]:

@@ -53,8 +53,8 @@ class NSAConfig:
             )
         if self.num_local_blocks < 1:
             raise ValueError(
-                f"num_local_blocks must be at least 1, got {self.num_local_blocks}. The query's own block "
-                "is always in."
+                f"num_local_blocks must be at least 1, got {self.num_local_blocks}. Pass 1 for the query's "
+                "own block alone."
             )
         for name in ("compression_block_size", "selection_block_size"):
             if getattr(self, name) % self.compression_stride:

@@ -158,7 +158,7 @@ def choose(
                 name, f"{name} is the first of {PREFERENCE} that supports this call.", tuple(refused)
             )
     raise NotImplementedError(
-        f"{operation} has no implementation here: {dict(refused)}. Use the CPU platform."
+        f"{operation} needs an implementation that can run here, got {dict(refused)}. Use the CPU platform."
     )
 
 

@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
                 print(f"{name:34}{dtype:10}{row.quantity:40}{row.error:10.2e}{row.budget:10.2e}  {verdict}")
             sys.stdout.flush()  # a case takes seconds: let a pipe see it when it is done
     if not rows:
-        raise CannotCompare(f"no case could run, got {'; '.join(sorted(set(skipped.values())))}")
+        reasons = "; ".join(sorted(set(skipped.values()))).rstrip(".")
+        raise CannotCompare(f"one case must run, got {reasons}. Choose other cases or another device.")
     return rows, skipped
 
 

@@ -22,7 +22,9 @@ def compare(case: cases.Case, dtype: torch.dtype, device: str, implementation: s
         cases.DecodeCase: decoding.compare,
     }
     if implementation == "reference" and not isinstance(case, cases.OperationCase):
-        raise NotImplementedError("layers never run on the oracle. Name an operation case.")
+        raise NotImplementedError(
+            f"only operations run on the oracle, got a {type(case).__name__}. Name an operation case."
+        )
     with ieee_products():
         return kinds[type(case)](case, dtype, device, implementation)
 

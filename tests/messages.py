@@ -2,7 +2,13 @@
 
 import re
 
-_FORM = re.compile(r".+, got .+\. [A-Z'`].*\.", re.DOTALL)
+# What a remedy begins with: it tells the reader what to do.
+VERBS = """
+    Add Align Begin Broadcast Build Call Cast Check Choose Compress Convert Declare Drop End Enlarge Extend Fold
+    Give Install Leave Load Make Mark Measure Merge Name Pad Pass Raise Rename Renumber Reshape Restore Save Say
+    Select Set Sort Split Use
+""".split()
+_FORM = re.compile(rf".+, got .+\. ({'|'.join(VERBS)})\b.*\.", re.DOTALL)  # a printed array has lines
 
 
 def has_form(message: str) -> bool:

@@ -27,6 +27,7 @@ from benchmarks.inputs import Overlap, Shape
 from nsa_jax import attention as operations
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn import attention as nn_attention
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = NSAConfig(
@@ -399,7 +400,12 @@ def test_only_rows_alike_are_compared_with_dense():
     nsa, dense = make_row(), make_row(operation="dense_attention", median_ms=5.0, peak_bytes=40)
     others = [make_row(run_id="b"), make_row(mode="bwd"), make_row(length=8192), make_row(dtype="bfloat16")]
 
+    layer = make_row(operation="layer", model_dim=8)
+    dense_layer = make_row(operation="dense_layer", model_dim=8)
+    others += [layer, make_row(operation="dense_layer", model_dim=16)]
+
     assert records.beside_dense([*others, nsa, dense]) == [(nsa, dense)]
+    assert records.beside_dense([*others, dense_layer]) == [(layer, dense_layer)]
     assert records.ratio(nsa, dense) == (2.5, 4.0)
 
 
@@ -558,3 +564,105 @@ def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
     assert "| 70 | nsa (xla) | " in plot.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
+
+
+LAYER = ["--operations", "layer", "--model-dim", "24", *SIZES]
+
+
+def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(gate, "check_small", lambda *_: gate.Verdict(0.5, "out"))
+
+    status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    layer, dense = records.read(path)
+    assert status == 0
+    assert (layer.operation, dense.operation) == ("layer", "dense_layer")
+    assert layer.model_dim == dense.model_dim == 24
+    assert layer.mean_union_4 > 1
+    assert dense.mean_union_4 is None
+    assert printed.count("16 queries: green: error") == 2
+    (ratio,) = summary["dense_over_nsa"]
+    assert ratio["operation"] == "layer"
+    assert ratio["time"] == pytest.approx(dense.median_ms / layer.median_ms, abs=1e-3)
+    table = plot.markdown([layer, dense])
+    assert "Whole layers of width 24:" in table
+    assert "dense / NSA" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", inputs.LAYERS)
+def test_gate_of_a_layer_is_green_with_every_gradient(operation):
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+
+    verdict = gate.check_small(operation, "xla", "bwd", shape, SMALL)
+
+    assert 0 < verdict.share <= 1
+
+
+def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    whole = operations.native_sparse_attention
+
+    def short(*arrays, config, **options):
+        return whole(*arrays, config=dataclasses.replace(config, window_size=23), **options)
+
+    monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", short)
+
+    status = attention.main(["--lengths", "300:fwd", *LAYER, "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert "gate layer xla fwd: RED" in printed
+    assert summary["red"] == ["layer xla fwd"]
+    assert [row.operation for row in records.read(path)] == ["dense_layer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["bwd", "fwd_bwd"])
+def test_gate_of_a_layer_sees_a_missing_gradient(monkeypatch, mode):
+    whole = operations.native_sparse_attention
+
+    def without(*arrays, **options):
+        *rest, gates = arrays
+        return whole(*rest, jax.lax.stop_gradient(gates), **options)
+
+    monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", without)
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+
+    verdict = gate.check_small("layer", "xla", mode, shape, SMALL)
+
+    assert not verdict.green
+    assert "gate." in verdict.where
+
+
+def test_floor_of_a_layer_by_hand():
+    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=3, model_dim=5)
+    tokens, blocks, block = 2 * 70, 2 * 16 * 2, SMALL.compression_block_size
+    projections = 5 * (4 * 3 + 6 * 2 * 3 + 4 * 3) + 5 * 8 + 8 * 4 * 3  # the gate is 8 wide
+    compressor = block * 3 * 6 + 6 * 3
+
+    nsa = roofline.cost("layer", "fwd", shape, SMALL)
+    inner = roofline.cost("native_sparse_attention", "fwd", shape, SMALL)
+    backward = roofline.cost("dense_layer", "bwd", shape, SMALL)
+    dense = roofline.cost("dense_attention", "bwd", shape, SMALL)
+
+    assert nsa.flops - inner.flops == 2 * (tokens * projections + 2 * blocks * compressor)
+    weights = projections + 2 * compressor + 8 + 12 + 2 * (block * 3 + 6 + 3)  # with biases and embeddings
+    assert nsa.bytes == 4 * (2 * tokens * 5 + weights)
+    weights = 5 * (4 * 3 + 2 * 2 * 3 + 4 * 3)
+    assert backward.flops - dense.flops == 2 * 2 * tokens * weights
+    assert backward.bytes == 4 * (3 * tokens * 5 + 2 * weights)
+
+
+def test_layers_are_refused_as_what_they_attend_with(capsys):
+    attention.main(
+        ["--lengths", "300:fwd", *LAYER, "--implementations", "triton", "one_token", "--dense-up-to", "200"]
+    )
+
+    printed, summary = last_line(capsys)
+    assert summary["rows"] == 0
+    assert re.search(r"refused: layer triton fwd .*: the Triton kernels need ", printed)
+    assert re.search(r"refused: layer one_token fwd .*: one token a program", printed)
+    assert re.search(r"refused: dense_layer xla fwd .*: longer than --dense-up-to 200", printed)

@@ -132,6 +132,16 @@ def test_dropout_in_training_only(remat):
     assert first != evaluated
 
 
+def test_inspection_drops_nothing():
+    model = make_model(dropout_rate=0.5)
+    inspect = nnx.jit(lambda model, ids: model.inspect(ids))
+
+    first, again = inspect(model, tokens()), inspect(model, tokens())
+
+    assert len(first) == 2
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
 WRONG = {
     "scale": (dict(scale=float("nan")), ValueError, "scale must be finite, got nan. Pass"),
     "kind of scale": (dict(scale=jnp.ones(())), TypeError, "scale must be a Python number, got"),

@@ -92,9 +92,15 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
+        deterministic: bool | None = None,
     ) -> Float[Array, "B T D"]:
-        """One layer of the residual stream."""
-        out = self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids)
+        """One layer of the residual stream; see `NSAAttention` for `deterministic`."""
+        out = self.attention(
+            self.attention_norm(x),
+            positions=positions,
+            segment_ids=segment_ids,
+            deterministic=deterministic,
+        )
         return self._add(x, out)
 
     def prefill(

@@ -17,6 +17,7 @@ type MakeCompressor = Callable[..., CompressorFunction]
 
 GATE_CALL = "gate(in_features, num_heads, rngs=rngs)"
 COMPRESSOR_CALL = "compressor(head_dim, config, rngs=rngs)"
+_REMEDY = "Pass a class like nsa_jax.nn.Gate and nsa_jax.nn.Compressor, or lambda *_, rngs: function"
 
 
 def make_gate(make: MakeGate, in_features: int, num_heads: int, rngs: nnx.Rngs) -> GateFunction:
@@ -78,7 +79,7 @@ def _make[Part: Callable[..., Array]](
     _check_make(call, make)
     part = make(size, other, rngs=rngs)
     if not callable(part):
-        raise TypeError(f"{call} must make a function or module, got {type(part).__name__}. {_remedy(call)}")
+        raise TypeError(f"{call} must make a function or module, got {type(part).__name__}. {_REMEDY}.")
     return part
 
 
@@ -88,11 +89,5 @@ def _check_make(call: str, make: Callable[..., Any]) -> None:
     except (TypeError, ValueError):  # no function, or the function of arrays that it should make
         given = getattr(make, "__name__", type(make).__name__)
         raise TypeError(
-            f"{call.partition('(')[0]} must be a function to be called as {call}, got {given}. "
-            f"{_remedy(call)}"
+            f"{call.partition('(')[0]} must be a function to be called as {call}, got {given}. {_REMEDY}."
         ) from None
-
-
-def _remedy(call: str) -> str:
-    kind = call.partition("(")[0].capitalize()
-    return f"Pass a class like nsa_jax.nn.{kind}, or lambda *_, rngs: function."

@@ -1,0 +1,121 @@
+"""Every error message of the source has the form of the house, also those that no test provokes."""
+
+import ast
+import itertools
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+from messages import has_form
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks")
+# Not errors of a caller: the exit status, and why a benchmark row is not measured.
+NOT_ERRORS = ("SystemExit", "Refused")
+ENDS_IN_A_REASON = "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}"  # has the form itself
+KERNELS = "nsa_jax/kernels/triton/"  # its owner has the list of those that break the form
+
+
+def texts(node: ast.expr, scope: ast.Module) -> list[str]:
+    """What a message may say, with the values that are put into it as `{source}`.
+
+    A value that is a constant of the file, or an argument that its calls in the file give as one, is put in.
+    """
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return ["".join(pair) for pair in itertools.product(texts(left, scope), texts(right, scope))]
+        case ast.JoinedStr(values=values):
+            return ["".join(parts) for parts in itertools.product(*(texts(part, scope) for part in values))]
+        case ast.FormattedValue(value=ast.Name(id=name)):
+            return constants(name, scope) or [f"{{{name}}}"]
+        case ast.FormattedValue(value=value):
+            return [f"{{{ast.unparse(value)}}}"]
+    return [ast.unparse(node)]
+
+
+def constants(name: str, scope: ast.Module) -> list[str]:
+    """Strings that `name` stands for in a file: assigned to it, or given to the parameter of that name."""
+    found, places = [], {}
+    for node in ast.walk(scope):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                found.append(value)
+            case ast.FunctionDef(name=function, args=ast.arguments(args=arguments)):
+                names = [argument.arg for argument in arguments]
+                if name in names:
+                    places[function] = names.index(name)
+    for node in ast.walk(scope):
+        match node:
+            case ast.Call(func=ast.Name(id=function), args=arguments) if function in places:
+                found += arguments[places[function] : places[function] + 1]
+    strings = [value for value in found if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return [value.value for value in strings] if len(strings) == len(found) else []
+
+
+def messages(source: str) -> Iterator[str]:
+    """The messages of everything that a file raises or checks."""
+    scope = ast.parse(source)
+    for node in ast.walk(scope):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=arguments)):
+                if kind not in NOT_ERRORS:
+                    yield from texts(arguments[0], scope) if arguments else [f"{kind}()"]
+            case ast.Raise(exc=ast.Name(id=name)):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="checkify"), attr="check"), args=[_, text]):
+                yield from texts(text, scope)
+
+
+def without_form(path: str, source: str) -> list[str]:
+    return [f"{path}: {text}" for text in messages(source) if "\n" in text or not has_form(text)]
+
+
+def test_every_message_names_rule_value_and_remedy():
+    found, wrong = 0, []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        found += len(list(messages(source)))
+        wrong += [] if name.startswith(KERNELS) else without_form(name, source)
+
+    assert found > 100
+    assert wrong == [ENDS_IN_A_REASON]
+
+
+GOOD = "a must be 1, got {a}. Pass 1."
+BAD = {
+    "no value": "raise ValueError('a must be 1. Pass 1.')",
+    "no remedy": "raise ValueError(f'a must be 1, got {a}.')",
+    "no full stop": "raise ValueError(f'a must be 1, got {a}. Pass 1')",
+    "no imperative": "raise ValueError(f'a must be 1, got {a}. It is always 1.')",
+    "two lines": "raise ValueError(f'a must be 1, got {a}. ' + 'Pass\\n1.')",
+    "no message": "raise ValueError()",
+    "not even a call": "raise ValueError",
+    "not a text": "raise ValueError(why)",
+    "of a module": "raise argparse.ArgumentTypeError('a must be 1')",
+    "check": "checkify.check(a == 1, 'a must be 1')",
+    "one remedy of two": "def f(fix):\n  raise ValueError(f'a is 1, got {a}. {fix}')\nf('Pass 1.')\nf('1.')",
+    "unknown remedy": "def f(remedy):\n  raise ValueError(f'a is 1, got {a}. {remedy}')\nf(g())",
+}
+
+
+@pytest.mark.parametrize("source", BAD.values(), ids=BAD.keys())
+def test_messages_without_the_form_are_found(source):
+    assert len(without_form("a.py", source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"raise ValueError(f'{GOOD}')",
+        f"raise ValueError(f'{GOOD[:10]}' f'{GOOD[10:]}')",
+        f"checkify.check(ok, '{GOOD}', a=a)",
+        "R = 'Pass 1'\nraise ValueError(f'a must be 1, got {a}. {R}.')",
+        "def f(b, remedy):\n  raise ValueError(f'a is 1, got {a}. {remedy}')\nf(1, 'Pass 1.')",
+        "raise",
+        "raise SystemExit(main())",
+    ],
+)
+def test_messages_with_the_form_are_accepted(source):
+    assert without_form("a.py", source) == []

@@ -1,0 +1,111 @@
+"""The example that scans a stack of layers: what it computes, and that depth costs no compile time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+pytest.importorskip("optax", reason="the example needs the extra `train`")
+
+from examples import scan_layers
+from examples.scan_layers import Layer, ScannedLayers
+
+DEPTH = 2
+
+
+def drawn() -> tuple[np.ndarray, np.ndarray]:
+    """Input and target in float64, so that layers compute in it and no selection hangs on rounding."""
+    return tuple(np.random.default_rng(0).standard_normal((2, 2, 40, scan_layers.WIDTH)))
+
+
+def with_gradients(layers, run, x, target):
+    """Output, and the gradients of the loss with respect to the parameters and to `x`."""
+    graph, state = nnx.split(layers)
+
+    def loss(state, x):
+        out = run(nnx.merge(graph, state), x)
+        return jnp.square(out - target).mean(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+    return out, *gradients
+
+
+def test_scanned_layers_compute_what_a_loop_over_them_does():
+    def loop(layers, x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    x, target = drawn()
+    with jax.enable_x64(True):
+        scanned = {remat: ScannedLayers(DEPTH, remat=remat, rngs=nnx.Rngs(0)) for remat in (False, True)}
+        one_by_one = nnx.List(scanned[True].unstacked())
+        out, of_layers, of_x = with_gradients(one_by_one, loop, x, target)
+        expected = jax.tree.map(lambda *each: np.stack(each), *(of_layers[n] for n in range(DEPTH)))
+        results = [with_gradients(layers, ScannedLayers.__call__, x, target) for layers in scanned.values()]
+
+    for scanned_out, of_stacked, scanned_of_x in results:
+        # 5000 eps of float64, for sums of some 50 terms one after the other.
+        np.testing.assert_allclose(scanned_out, out, rtol=0, atol=1e-12 * np.abs(out).max())
+        np.testing.assert_allclose(scanned_of_x, of_x, rtol=0, atol=1e-12 * np.abs(of_x).max())
+        found, wanted = nnx.to_pure_dict(of_stacked["layers"]), nnx.to_pure_dict(expected)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for name, gradient in jax.tree.leaves_with_path(wanted):
+            (other,) = (leaf for path, leaf in jax.tree.leaves_with_path(found) if path == name)
+            # Parameters are float32: rounding may set two equal sums apart by one eps.
+            error = np.abs(other - gradient).max()
+            assert error <= np.finfo(np.float32).eps * np.abs(gradient).max(), jax.tree_util.keystr(name)
+
+
+def test_layers_of_a_stack_start_differently():
+    first, second = ScannedLayers(DEPTH, rngs=nnx.Rngs(0)).unstacked()
+
+    assert first.attention.query_proj.kernel.shape == (scan_layers.WIDTH, 4, 8)
+    assert not np.array_equal(first.attention.query_proj.kernel, second.attention.query_proj.kernel)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["stored", "rematerialised"])
+def test_depth_costs_no_compile_time(monkeypatch, remat):
+    """Traces of the body, and lines of the program that XLA compiles, are the same for 2 and 6 layers."""
+    traces, plain = [], Layer.__call__
+    monkeypatch.setattr(Layer, "__call__", lambda self, x: traces.append(x.shape) or plain(self, x))
+    x, target = (jnp.asarray(each, jnp.float32) for each in drawn())
+
+    lines = {}
+    for depth in (2, 6):
+        graph, state = nnx.split(ScannedLayers(depth, remat=remat, rngs=nnx.Rngs(0)))
+        traces.clear()
+        lowered = jax.jit(
+            jax.value_and_grad(lambda state, x: scan_layers.loss_of(nnx.merge(graph, state), x, target))  # noqa: B023
+        ).lower(state, x)
+        lines[depth] = len(lowered.as_text().splitlines())
+        assert traces == [x.shape]
+
+    assert lines[2] == lines[6]
+
+
+def test_without_remat_the_backward_pass_stores_more():
+    x, target = (jnp.asarray(each, jnp.float32) for each in drawn())
+
+    def stored(remat):
+        graph, state = nnx.split(ScannedLayers(6, remat=remat, rngs=nnx.Rngs(0)))
+        _, pullback = jax.eval_shape(
+            lambda state: jax.vjp(
+                lambda state: scan_layers.loss_of(nnx.merge(graph, state), x, target), state
+            ),
+            state,
+        )
+        return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    assert stored(True) < stored(False) / 2
+
+
+@pytest.mark.slow
+def test_the_example_runs(capsys):
+    scan_layers.main()
+
+    for line, depth in zip(capsys.readouterr().out.splitlines(), (2, 6), strict=True):
+        assert line.startswith(f"{depth} layers: compiled in ")
+        *_, first, _, last = line.split()
+        assert float(last) < float(first)
