@@ -229,7 +229,7 @@ def test_a_scaling_of_a_later_version_is_one_clear_error(tmp_path):
     file = config_file(tmp_path)
     file.write_text(file.read_text().replace("linear", "spiral"))
 
-    told = r"must be one of \('linear', 'llama3', 'yarn'\), got 'spiral'\. Read"
+    told = r"must be one of \('linear', 'llama3', 'yarn'\), got 'spiral'\. Load"
     with pytest.raises(ValueError, match=told) as raised:
         restore(tmp_path)
     assert has_form(str(raised.value))

@@ -111,7 +111,7 @@ def test_wrong_parts(options, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(compressor=lambda *_, rngs: lambda blocks: blocks.mean(1)), r"\[B, m, K, H\], got .* Reduce"),
+        (dict(compressor=lambda *_, rngs: lambda blocks: blocks.mean(1)), r"\[B, m, K, H\], got .* Make it"),
         (dict(gate=lambda *_, rngs: lambda x: x), r"\[B, T, N, 3\], got \(2, 9, 12\) .* with 4 query heads"),
     ],
     ids=["compressor", "gate"],

@@ -140,7 +140,7 @@ def from_plain(values: Mapping[str, Any]) -> RopeScaling:
     kinds = {scheme.kind: scheme for scheme in get_args(RopeScaling)}
     if values["kind"] not in kinds:
         raise ValueError(
-            f"the kind of a rope_scaling must be one of {tuple(kinds)}, got {values['kind']!r}. Read it with "
+            f"the kind of a rope_scaling must be one of {tuple(kinds)}, got {values['kind']!r}. Load it with "
             "the version of nsa_jax that wrote it."
         )
     return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
@@ -157,4 +157,6 @@ def _check_positive(**values: float) -> None:
 def _check_order(low: str, high: str, scaling: Llama3Scaling | YarnScaling) -> None:
     values = getattr(scaling, low), getattr(scaling, high)
     if values[0] >= values[1]:
-        raise ValueError(f"{low} must be below {high}, got {values[0]} and {values[1]}. Exchange the two.")
+        raise ValueError(
+            f"{low} must be below {high}, got {values[0]} and {values[1]}. Pass them the other way round."
+        )

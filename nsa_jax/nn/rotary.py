@@ -89,7 +89,7 @@ def rotary_function(
     if base != DEFAULT_BASE or scaling is not None:
         raise ValueError(
             f"a rotary function takes the place of rope_base and rope_scaling, got {base} and {scaling} "
-            "beside it. Put them into the function, or leave it out."
+            "beside it. Set them in the function, or leave it out."
         )
     if not callable(rotary):
         raise TypeError(
@@ -106,6 +106,6 @@ def turn(
     if turned.shape != x.shape:
         raise ValueError(
             f"a rotary function must keep the shape of its heads, got {turned.shape} for {x.shape}. "
-            "Join the dimensions that it leaves alone to those that it turns."
+            "Make it join the dimensions that it leaves alone to those that it turns."
         )
     return turned.astype(x.dtype)

@@ -1,5 +1,6 @@
 """What a layer does with a cache: prompts and decode steps, from the layer's own projections."""
 
+import abc
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -34,11 +35,11 @@ class CacheSteps(nnx.Module):
     compressor_key: CompressorFunction
     compressor_value: CompressorFunction
 
+    @abc.abstractmethod
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
         """Rotated queries, keys and values, gates."""
-        raise NotImplementedError
 
     def init_cache(
         self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
