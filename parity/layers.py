@@ -43,7 +43,9 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         use_bias=case.use_bias,
         **case.options,
     )
-    torch_parts, jax_parts = (own_parts.TORCH, own_parts.JAX) if case.own_parts else ({}, {})
+    param_dtype = jnp.dtype(str(dtype).removeprefix("torch."))
+    torch_parts: dict[str, Any] = own_parts.TORCH if case.own_parts else {}
+    jax_parts: dict[str, Any] = own_parts.in_jax(param_dtype) if case.own_parts else {}
     same = nsa_torch_ref.NSAAttention(**arguments, **torch_parts).to(device)
     for name, parameter in same.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -56,7 +58,7 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         lambda: nn.NSAAttention(
             **arguments,
             **jax_parts,
-            param_dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
+            param_dtype=param_dtype,
             precision="highest",
             implementation=cast(Any, implementation),
             rngs=nnx.Rngs(0),

@@ -1,5 +1,6 @@
 """Parts that a user could bring: a rotary function, a compressor and a gate, in both frameworks."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import torch
 from flax import nnx
 from torch import Tensor
+
+from nsa_jax.array_typing import DType
 
 QUARTER_TURN = 0.25  # radians a token: exact in binary, so that angles are the same in both frameworks
 
@@ -32,8 +35,8 @@ def torch_rotary(x: Tensor, positions: Tensor) -> Tensor:
 class JaxCompressor(nnx.Module):
     """A weighted sum of the tokens of a block, by softmax weights for each dimension."""
 
-    def __init__(self, head_dim, config, *, rngs):
-        self.weights = nnx.Param(rngs.params.normal((config.compression_block_size, head_dim)))
+    def __init__(self, head_dim, config, *, param_dtype, rngs):
+        self.weights = nnx.Param(rngs.params.normal((config.compression_block_size, head_dim), param_dtype))
 
     def __call__(self, blocks: jax.Array) -> jax.Array:
         """[B, m, l, K, H] to [B, m, K, H]."""
@@ -55,8 +58,8 @@ class TorchCompressor(torch.nn.Module):
 class JaxGate(nnx.Module):
     """Linear, with a softmax over the branches."""
 
-    def __init__(self, in_features, num_heads, *, rngs):
-        self.kernel_in = nnx.Param(rngs.params.normal((in_features, num_heads, 3)))
+    def __init__(self, in_features, num_heads, *, param_dtype, rngs):
+        self.kernel_in = nnx.Param(rngs.params.normal((in_features, num_heads, 3), param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, N, 3]."""
@@ -75,5 +78,10 @@ class TorchGate(torch.nn.Module):
         return torch.tensordot(x, self.kernel_in, dims=1).softmax(dim=-1)
 
 
-JAX: dict[str, Any] = dict(rotary=jax_rotary, compressor=JaxCompressor, gate=JaxGate)
 TORCH: dict[str, Any] = dict(rotary=torch_rotary, compressor=TorchCompressor, gate=TorchGate)
+
+
+def in_jax(param_dtype: DType) -> dict[str, Any]:
+    """The twins of `TORCH`, with parameters of this dtype."""
+    compressor, gate = (functools.partial(part, param_dtype=param_dtype) for part in (JaxCompressor, JaxGate))
+    return dict(rotary=jax_rotary, compressor=compressor, gate=gate)
