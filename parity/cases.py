@@ -198,6 +198,14 @@ LAYER_CASES = (
         runs=SPARSE_AND_SHORT,
     ),
     LayerCase(name="layer_shared", options=dict(share_keys_values=True)),
+    LayerCase(
+        name="layer_shared_kernel_sized",
+        config=KERNEL_SIZED,
+        length=150,
+        head_dim=32,
+        value_dim=16,
+        options=dict(share_keys_values=True),
+    ),
     LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
 )
 DECODE_CASES = (
@@ -236,6 +244,14 @@ DECODE_CASES = (
         num_steps=12,
         chunk=20,
         layer=LayerCase(name="", value_dim=6, options=dict(share_keys_values=True, normalize_qk=True)),
+    ),
+    DecodeCase(
+        name="decode_shared_kernel_sized",
+        prompt_lengths=(150, 31),
+        num_steps=9,
+        layer=LayerCase(
+            name="", config=KERNEL_SIZED, head_dim=32, value_dim=16, options=dict(share_keys_values=True)
+        ),
     ),
     DecodeCase(
         name="decode_own_parts",
