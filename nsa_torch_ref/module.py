@@ -1,31 +1,21 @@
 """`nn.Module` twins of `nsa_jax.nn`: same parameter names and shapes, kernels are [in, out]."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nsa_torch_ref import attention, masks
 from nsa_torch_ref.masks import NSAConfig
+from nsa_torch_ref.rotary import rotate
 
 
 def random_kernel(*shape: int, fan_in: int) -> nn.Parameter:
     """Normal with variance `1 / fan_in`."""
     return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
-
-
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary embedding of [B, X, heads, H] at `positions` [B, X]: half-split pairs, odd last dim untouched.
-
-    Frequencies are computed in float64 and rounded to float32, angles are float32 products: correctly rounded
-    both, so that every framework turns by the same angle at any position.
-    """
-    half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float32, device=x.device)
-    angle = positions[:, :, None, None].to(torch.float32) * frequency
-    wide = x.to(attention.accumulation_dtype(x.dtype))
-    cos, sin = angle.to(wide.dtype).cos(), angle.to(wide.dtype).sin()
-    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).to(x.dtype)
 
 
 class Projection(nn.Module):
@@ -44,8 +34,15 @@ class Projection(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def block_tokens(x: Tensor, segment_ids: Tensor, config: NSAConfig) -> Tensor:
+    """[B, C, l, K, H]: the tokens of each block of x [B, S, K, H], any in the blocks of the unused tail."""
+    within = torch.arange(config.compression_block_size, device=x.device)
+    row = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return x[row, masks.compression_starts(segment_ids, config).clamp(min=0)[:, :, None] + within]
+
+
 class Compressor(nn.Module):
-    """phi of Eq. 7: un-rotated tokens [B, S, K, H] to one vector per compression block, [B, C, K, H].
+    """phi of Eq. 7: the un-rotated tokens of blocks [B, m, l, K, H] to one vector for each, [B, m, K, H].
 
     "mean" averages the l tokens of a block; "mlp" adds to that mean an MLP of the tokens with an intra-block
     position embedding, shared by the KV heads. Its last kernel starts at zero.
@@ -64,18 +61,13 @@ class Compressor(nn.Module):
             self.kernel_out = nn.Parameter(torch.zeros(hidden, head_dim))
             self.bias_out = nn.Parameter(torch.zeros(head_dim))
 
-    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """[B, C, K, H]; the blocks of the unused tail hold something finite that nobody sees."""
-        if segment_ids is None:
-            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-        starts = masks.compression_starts(segment_ids, self.config)
-        within = torch.arange(self.config.compression_block_size, device=x.device)
-        row = torch.arange(x.shape[0], device=x.device)[:, None, None]
-        blocks = x[row, starts.clamp(min=0)[:, :, None] + within].transpose(2, 3)  # [B, C, K, l, H]
-        mean = blocks.mean(dim=3)
+    def forward(self, blocks: Tensor) -> Tensor:
+        """[B, m, K, H]."""
+        mean = blocks.mean(dim=2)
         if self.mode == "mean":
             return mean
-        hidden = (blocks + self.position_embedding).flatten(3) @ self.kernel_in + self.bias_in
+        tokens = blocks.transpose(2, 3) + self.position_embedding  # [B, m, K, l, H]
+        hidden = tokens.flatten(3) @ self.kernel_in + self.bias_in
         return mean + functional.gelu(hidden, approximate="tanh") @ self.kernel_out + self.bias_out
 
 
@@ -96,8 +88,28 @@ class Gate(nn.Module):
         return (torch.tensordot(hidden, self.kernel_out, dims=1) + self.bias_out).sigmoid()
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm (arXiv:1910.07467) over the last axis, with a learned scale."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divided by the root of the mean square of the last axis, which is kept from 0."""
+        wide = x.to(attention.accumulation_dtype(x.dtype))
+        return (wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.scale).to(x.dtype)
+
+
 class NSAAttention(nn.Module):
-    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates."""
+    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates.
+
+    `rotary(heads, positions)` turns queries, keys and compressed keys; by default it is `rotate` with
+    `rope_base` and `rope_scaling`. `normalize_qk` norms queries and the keys of tokens before that and before
+    phi. Dropout falls on the output, in training. `compressor(head_dim, config)` and
+    `gate(in_features, num_heads)` make phi, for keys and for values, and the gate, as the classes here do.
+    With `share_keys_values` one pair of projections serves all branches.
+    """
 
     def __init__(
         self,
@@ -108,23 +120,37 @@ class NSAAttention(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig,
+        share_keys_values: bool = False,
         compression: str = "mlp",
+        compressor: Callable[..., Callable[[Tensor], Tensor]] | None = None,
+        gate: Callable[..., Callable[[Tensor], Tensor]] = Gate,
         use_bias: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
         rope_base: float = 10000.0,
+        rope_scaling: Any = None,
+        rotary: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
         super().__init__()
         head_dim = in_features // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
-        self.config, self.rope_base = config, rope_base
+        self.config, self.scale = config, scale
+        self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
-        for branch in ("cmp", "slc", "win"):
+        self.query_norm = HeadNorm(head_dim) if normalize_qk else nn.Identity()
+        self.branches = ("",) if share_keys_values else ("_cmp", "_slc", "_win")
+        for branch in self.branches:
             for kind, width in (("key", head_dim), ("value", value_dim)):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
-                setattr(self, f"{kind}_{branch}_proj", projection)
+                setattr(self, f"{kind}{branch}_proj", projection)
+            setattr(self, f"key{branch}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
         self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
-        self.compressor_key = Compressor(head_dim, config, compression)
-        self.compressor_value = Compressor(value_dim, config, compression)
-        self.gate = Gate(in_features, num_heads)
+        self.dropout = nn.Dropout(dropout_rate)
+        compressor = compressor or functools.partial(Compressor, mode=compression)
+        self.compressor_key = compressor(head_dim, config)
+        self.compressor_value = compressor(value_dim, config)
+        self.gate = gate(in_features, num_heads)
 
     def operands(
         self,
@@ -143,15 +169,20 @@ class NSAAttention(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
         asking = slice(x.shape[1] - queries if queries is not None else 0, None)
-        query = rotate(self.query_proj(x[:, asking]), positions[:, asking], self.rope_base)
+        query = self.rotary(self.query_norm(self.query_proj(x[:, asking])), positions[:, asking])
         block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
-        key_cmp = self.compressor_key(self.key_cmp_proj(x), segment_ids)
-        key_cmp = rotate(key_cmp, block_positions, self.rope_base)
-        value_cmp = self.compressor_value(self.value_cmp_proj(x), segment_ids)
-        key_slc = rotate(self.key_slc_proj(x), positions, self.rope_base)
-        key_win = rotate(self.key_win_proj(x), positions, self.rope_base)
-        value_slc, value_win = self.value_slc_proj(x), self.value_win_proj(x)
+        blocks_of = functools.partial(block_tokens, segment_ids=segment_ids, config=self.config)
+        pairs = [self.key_and_value(branch, x) for branch in self.branches]
+        (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win) = pairs * (3 // len(pairs))
+        key_cmp = self.rotary(self.compressor_key(blocks_of(key_cmp)), block_positions)
+        value_cmp = self.compressor_value(blocks_of(value_cmp))
+        key_slc, key_win = self.rotary(key_slc, positions), self.rotary(key_win, positions)
         return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
+
+    def key_and_value(self, branch: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, S, K, H] of a branch, normed and not rotated, and its values [B, S, K, V]."""
+        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
+        return key, getattr(self, f"value{branch}_proj")(x)
 
     def forward(
         self,
@@ -168,8 +199,9 @@ class NSAAttention(nn.Module):
             config=self.config,
             segment_ids=segment_ids,
             block_indices=block_indices,
+            scale=self.scale,
         )
-        return self.out_proj(out)
+        return self.dropout(self.out_proj(out))
 
     def decode(self, x: Tensor, prompt_length: int = 0) -> Tensor:
         """Rows `prompt_length ..` of the output, each a step of its own over its prefix; no cache."""

@@ -2,11 +2,14 @@
 
 import dataclasses
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn import Llama3Scaling, YarnScaling
 
 OVERLAPPING = NSAConfig(
     compression_block_size=8,
@@ -50,7 +53,12 @@ WIDE_BLOCKS = NSAConfig(
     window_size=33,
 )
 
+# Lengths at which heads of ten dimensions have pairs that are kept, interpolated and between.
+YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
+LLAMA3 = Llama3Scaling(8.0, 0.25, 2.0, 24)
+
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
+SPARSE_AND_SHORT = ((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1))
 PACKED = ((0, 3), (7, 61), (2, 5), (0, 4), (9, 83), (1, 1), (4, 40), (0, 6))
 
 
@@ -89,6 +97,8 @@ class LayerCase:
     value_dim: int = 10
     compression: str = "mlp"
     use_bias: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more arguments of both layers
+    own_parts: bool = False  # those of `parity.own_parts`
     runs: tuple[tuple[int, int], ...] | None = None
 
 
@@ -180,6 +190,23 @@ LAYER_CASES = (
     ),
     LayerCase(name="layer_shorter_than_a_block", length=5),
     LayerCase(name="layer_kernel_sized", config=KERNEL_SIZED, length=150, head_dim=32, value_dim=16),
+    LayerCase(name="layer_yarn", options=dict(rope_base=100.0, rope_scaling=YARN)),
+    LayerCase(
+        name="layer_normed_packed",
+        length=104,
+        options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=LLAMA3),
+        runs=SPARSE_AND_SHORT,
+    ),
+    LayerCase(name="layer_shared", options=dict(share_keys_values=True)),
+    LayerCase(
+        name="layer_shared_kernel_sized",
+        config=KERNEL_SIZED,
+        length=150,
+        head_dim=32,
+        value_dim=16,
+        options=dict(share_keys_values=True),
+    ),
+    LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -202,6 +229,35 @@ DECODE_CASES = (
         prompt_lengths=(150, 31),
         num_steps=9,
         layer=LayerCase(name="", config=KERNEL_SIZED, head_dim=32, value_dim=16),
+    ),
+    DecodeCase(
+        name="decode_normed",
+        prompt_lengths=(70, 33),
+        num_steps=12,
+        layer=LayerCase(
+            name="", options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=YARN)
+        ),
+    ),
+    DecodeCase(
+        name="decode_shared",
+        prompt_lengths=(61, 5),
+        num_steps=12,
+        chunk=20,
+        layer=LayerCase(name="", value_dim=6, options=dict(share_keys_values=True, normalize_qk=True)),
+    ),
+    DecodeCase(
+        name="decode_shared_kernel_sized",
+        prompt_lengths=(150, 31),
+        num_steps=9,
+        layer=LayerCase(
+            name="", config=KERNEL_SIZED, head_dim=32, value_dim=16, options=dict(share_keys_values=True)
+        ),
+    ),
+    DecodeCase(
+        name="decode_own_parts",
+        prompt_lengths=(61, 5),
+        num_steps=12,
+        layer=LayerCase(name="", own_parts=True),
     ),
 )
 type Case = OperationCase | LayerCase | DecodeCase

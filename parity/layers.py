@@ -15,7 +15,7 @@ import nsa_torch_ref
 from nsa_jax import nn
 from nsa_jax.nn.parameters import by_path
 from nsa_torch_ref.attention import place_queries
-from parity import cases, convert
+from parity import cases, convert, own_parts
 from parity.blocks import Selection
 from parity.budget import Row, farther, judge
 
@@ -41,18 +41,24 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         config=case.config,
         compression=case.compression,
         use_bias=case.use_bias,
+        **case.options,
     )
-    same = nsa_torch_ref.NSAAttention(**arguments).to(device)
+    param_dtype = jnp.dtype(str(dtype).removeprefix("torch."))
+    torch_parts: dict[str, Any] = own_parts.TORCH if case.own_parts else {}
+    jax_parts: dict[str, Any] = own_parts.in_jax(param_dtype) if case.own_parts else {}
+    same = nsa_torch_ref.NSAAttention(**arguments, **torch_parts).to(device)
     for name, parameter in same.named_parameters():
-        deviation = parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        drawn *= parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
+        drawn += 1 if name.endswith("_norm.scale") else 0
         # A wide query spreads the scores, as doubled queries do among the operations.
-        deviation *= 3 if name == "query_proj.kernel" else 1
-        drawn = deviation * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        drawn *= 3 if name in ("query_proj.kernel", "query_norm.scale") else 1
         parameter.data = drawn.to(dtype).to(device)
     twin = nnx.eval_shape(
         lambda: nn.NSAAttention(
             **arguments,
-            param_dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
+            **jax_parts,
+            param_dtype=param_dtype,
             precision="highest",
             implementation=cast(Any, implementation),
             rngs=nnx.Rngs(0),
@@ -67,7 +73,8 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
     """What the reference layer selects for x [B, T, D], and where that is determined."""
     config = twins.exact.config
     rows_ids, positions = place_queries(x, x.shape[1], segment_ids, None)
-    where = dict(config=config, segment_ids=rows_ids, query_positions=positions)
+    scale = twins.exact.scale
+    where = dict(config=config, segment_ids=rows_ids, query_positions=positions, scale=scale)
     scores = []
     for module in (twins.exact, twins.same):
         with torch.no_grad():

@@ -12,6 +12,9 @@ CASES = {
 }
 
 
+SHARED = dict(share_keys_values=True)
+
+
 def step(held, operands):
     return decode_step(held, *operands, config=SMALL)
 
@@ -33,13 +36,17 @@ def loop(held, operands):
     return out, held
 
 
+@pytest.mark.parametrize("sharing", [{}, SHARED], ids=["three pairs", "one pair"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("function", [step, loop])
-def test_donated_cache_is_updated_in_place(function, case):
+def test_donated_cache_is_updated_in_place(function, case, sharing):
     layer, capacity = CASES[case]
-    held = jax.eval_shape(lambda: layer.empty(capacity))
+    held = jax.eval_shape(lambda: layer.empty(capacity, **sharing))
+    query, tokens, gates = layer.slice(0, 1)
+    if sharing:
+        tokens = tokens._replace(key_win=None, value_win=None)
 
-    compiled = jax.jit(function, donate_argnums=0).lower(held, layer.slice(0, 1)).compile()
+    compiled = jax.jit(function, donate_argnums=0).lower(held, (query, tokens, gates)).compile()
 
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))

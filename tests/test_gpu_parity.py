@@ -8,7 +8,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 NOT_FOR_KERNELS = {
     *("odd_dims", "adjoining_blocks", "layer", "layer_mean", "layer_packed", "layer_bias_odd_dims"),
     *("layer_shorter_than_a_block", "decode", "decode_from_one_token", "decode_mean_chunked"),
-    "decode_every_block",
+    *("decode_every_block", "layer_yarn", "layer_normed_packed", "layer_shared", "layer_own_parts_packed"),
+    *("decode_normed", "decode_shared", "decode_own_parts"),
 }
 
 

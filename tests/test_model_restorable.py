@@ -13,7 +13,9 @@ from messages import has_form
 from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
-from nsa_jax.model import Transformer, restore, restore_training, save
+from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig, restore, restore_training, save
+from nsa_jax.nn.rotary import Rotary
 
 CONFIG = dataclasses.replace(MODEL, attention="window")
 
@@ -140,7 +142,7 @@ BAD = {
         "model must have the modules of its config, got others at model.layers.1.attention. Build",
     ),
     "another base": (
-        lambda: changed(put("layers.0.attention", "rope_base", 500.0)),
+        lambda: changed(put("layers.0.attention", "rotary", lambda: Rotary(500.0, None))),
         ValueError,
         "got others at model.layers.0.attention. Build",
     ),

@@ -139,7 +139,7 @@ def test_mean_mode_is_the_mean_and_has_no_parameters(config):
     compressor = Compressor(5, config, "mean", rngs=nnx.Rngs(0))
     x = integers(2, 23, 3, 5)
 
-    compressed = compressor(jnp.asarray(x))
+    compressed = compressor(token_windows(jnp.asarray(x), config))
 
     assert jax.tree.leaves(nnx.state(compressor)) == []
     for block, start in enumerate(block_starts([1] * 23, config)):
@@ -149,11 +149,11 @@ def test_mean_mode_is_the_mean_and_has_no_parameters(config):
 
 def test_mlp_mode_starts_as_the_mean():
     config = CONFIGS["overlapping"]
-    x = jnp.asarray(integers(2, 23, 3, 5))
+    windows = token_windows(jnp.asarray(integers(2, 23, 3, 5)), config)
 
-    mlp = Compressor(5, config, rngs=nnx.Rngs(0))(x)
+    mlp = Compressor(5, config, rngs=nnx.Rngs(0))(windows)
 
-    np.testing.assert_array_equal(mlp, Compressor(5, config, "mean", rngs=nnx.Rngs(0))(x))
+    np.testing.assert_array_equal(mlp, Compressor(5, config, "mean", rngs=nnx.Rngs(0))(windows))
 
 
 def test_mlp_mode_is_its_formula():
@@ -168,7 +168,7 @@ def test_mlp_mode_is_its_formula():
             variable.set_value(jnp.asarray(rng.standard_normal(variable.shape)))
         x = rng.standard_normal((2, 23, 3, 5))
 
-        compressed = np.asarray(compressor(jnp.asarray(x)))
+        compressed = np.asarray(compressor(token_windows(jnp.asarray(x), config)))
 
         weights = {
             name: np.asarray(value.get_value()) for name, value in nnx.to_flat_state(nnx.state(compressor))

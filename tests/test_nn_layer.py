@@ -8,12 +8,15 @@ from flax import nnx
 from modules import NSA, abstract, named
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.nn import DenseAttention, NSAAttention, dense
+from nsa_jax.nn import DenseAttention, LinearScaling, NSAAttention, dense
 
 HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
 SIZES = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM, config=NSA)
 X = jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32)
 IDS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+
+OPTIONS = dict(normalize_qk=True, scale=0.9, rope_scaling=LinearScaling(4))
 
 
 def abstract_layer(**arguments):
@@ -54,6 +57,9 @@ PROJECTION_BIASES = {
 }
 
 
+NORM_SCALES = {f"{name}_norm.scale": (KEY_DIM,) for name in ("query", "key_cmp", "key_slc", "key_win")}
+
+
 def shapes(**arguments):
     return {name: leaf.shape for name, leaf in named(nnx.state(abstract_layer(**arguments))).items()}
 
@@ -62,6 +68,7 @@ def test_parameters_have_the_names_and_shapes_that_checkpoints_rely_on():
     assert shapes() == LAYER_PARAMETERS | COMPRESSOR_PARAMETERS
     assert shapes(compression="mean") == LAYER_PARAMETERS
     assert shapes(compression="mean", use_bias=True) == LAYER_PARAMETERS | PROJECTION_BIASES
+    assert shapes(compression="mean", normalize_qk=True) == LAYER_PARAMETERS | NORM_SCALES
 
 
 def test_defaults_of_the_widths():
@@ -199,16 +206,19 @@ def test_gradients_trace_through_transformations(transform):
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 @pytest.mark.parametrize("window_size", [None, 3], ids=["dense", "window"])
-def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size):
+def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, options):
     """Packed rows with padding, by an explicit mask and loops over heads; float64."""
     ids = np.array([[2] * 3 + [0] + [5] * 4])
     x = np.random.default_rng(0).standard_normal((1, 8, WIDTH))
     with jax.enable_x64(True):
         arguments = dict(
-            num_kv_heads=KV_HEADS, window_size=window_size, use_bias=True, param_dtype=jnp.float64
+            num_kv_heads=KV_HEADS, window_size=window_size, use_bias=True, param_dtype=jnp.float64, **options
         )
         layer = nnx.jit(lambda: DenseAttention(HEADS, WIDTH, **arguments, rngs=nnx.Rngs(0)))()
+        if options:
+            layer.query_norm.scale[...], layer.key_norm.scale[...] = np.array([[0.5, 3, -1], [2, 1, 4.0]])
         out = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, ids))
         weights = {name: np.asarray(value) for name, value in named(nnx.state(layer)).items()}
 
@@ -217,18 +227,25 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size):
 
     head_dim, half, local = WIDTH // HEADS, WIDTH // HEADS // 2, np.array([0, 1, 2, 0, 0, 1, 2, 3])
     angle = local[:, None, None] * np.array([10000.0 ** (-i / half) for i in range(half)])
+    angle, scale = (angle / 4, 0.9) if options else (angle, 1 / np.sqrt(head_dim))
+
+    def normed(name):
+        heads = project(name)
+        if not options:
+            return heads
+        return heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 1e-6) * weights[f"{name}_norm.scale"]
 
     def turn(heads):
         pairs = (heads[..., :half] + 1j * heads[..., half : 2 * half]) * np.exp(1j * angle)
         return np.concatenate([pairs.real, pairs.imag, heads[..., 2 * half :]], -1)
 
-    query, key, value = turn(project("query")), turn(project("key")), project("value")
+    query, key, value = turn(normed("query")), turn(normed("key")), project("value")
     expected = np.zeros((8, HEADS, head_dim))
     for t in range(8):
         seen = [s for s in range(t + 1) if ids[0, s] == ids[0, t] != 0 and t - s < (window_size or 8)]
         for head in range(HEADS):
             kv_head = head // (HEADS // KV_HEADS)
-            logits = key[seen, kv_head] @ query[t, head] / np.sqrt(head_dim)
+            logits = key[seen, kv_head] @ query[t, head] * scale
             probabilities = np.exp(logits) / np.exp(logits).sum()
             expected[t, head] = probabilities @ value[seen, kv_head]
     expected = np.tensordot(expected, weights["out_proj.kernel"], 2) + weights["out_proj.bias"]
@@ -246,13 +263,17 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size):
             dict(num_heads=5, num_kv_heads=5, head_dim=None),
             r"num_heads must divide in_features .* 5 and 12\. Pass",
         ),
+        (dict(scale=np.ones(1)), "scale must be a Python number, got ndarray. Fold"),
+        (dict(scale=float("nan")), "scale must be finite, got nan. Pass"),
+        (dict(dropout_rate="half"), "dropout_rate must be a number, got str. Pass"),
+        (dict(dropout_rate=1), "dropout_rate must be at least 0 and below 1, got 1. Pass"),
         (dict(compression="max"), r'compression must be "mlp" or "mean", got \'max\'\. Choose'),
         (dict(sharding={"head": "x"}), r"sharding maps some of \(.*\) to mesh axes, got \['head'\]\. Rename"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_construction(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         abstract_layer(**arguments)
 
 

@@ -15,7 +15,6 @@ from jax import lax  # noqa: E402
 from printed import last_line  # noqa: E402
 
 import nsa_jax.nn  # noqa: E402
-import nsa_jax.nn.attention as layer_module  # noqa: E402
 from nsa_jax import dispatch, layout  # noqa: E402
 from nsa_jax.kernels import xla  # noqa: E402
 from nsa_jax.kernels.xla import operations as xla_operations  # noqa: E402
@@ -165,11 +164,13 @@ def test_rejects_a_missing_lse_gradient(replace):
 
 
 def test_rejects_rotary_pairs_that_interleave(replace):
-    def interleaved(x, positions, *, base):
-        order = jnp.concatenate([jnp.arange(0, x.shape[-1], 2), jnp.arange(1, x.shape[-1], 2)])
-        return rotary.rotate(x[..., order], positions, base=base)[..., jnp.argsort(order)]
+    right = rotary.rotate
 
-    replace([layer_module], "rotate", interleaved)
+    def interleaved(x, positions, **settings):
+        order = jnp.concatenate([jnp.arange(0, x.shape[-1], 2), jnp.arange(1, x.shape[-1], 2)])
+        return right(x[..., order], positions, **settings)[..., jnp.argsort(order)]
+
+    replace([rotary], "rotate", interleaved)
 
     found = missed(LAYER)
     assert {"out", "d_x", "d_query_proj.kernel", "d_key_win_proj.kernel"} <= found

@@ -70,8 +70,11 @@ def twins(param_dtype="float32", **changes):
 
 @pytest.mark.parametrize("compression", ["mlp", "mean"])
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_both_layers_name_their_parameters_alike(compression, use_bias):
-    ours, theirs = twins(compression=compression, use_bias=use_bias)
+@pytest.mark.parametrize("sharing", [False, True])
+def test_both_layers_name_their_parameters_alike(compression, use_bias, sharing):
+    ours, theirs = twins(
+        compression=compression, use_bias=use_bias, normalize_qk=use_bias, share_keys_values=sharing
+    )
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
     named = by_path(nnx.state(theirs, nnx.Param))
     assert {name: parameter.get_value().shape for name, parameter in named.items()} == shapes

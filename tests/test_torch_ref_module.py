@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
 import nsa_torch_ref as ref  # noqa: E402
-from nsa_torch_ref.module import rotate  # noqa: E402
+from nsa_torch_ref.module import block_tokens  # noqa: E402
+from nsa_torch_ref.rotary import rotate  # noqa: E402
 
 CONFIG = ref.NSAConfig(
     compression_block_size=4,
@@ -73,7 +74,7 @@ def test_unknown_compression_is_an_error():
 
 
 def test_mlp_compressor_starts_as_the_mean():
-    x = tokens(2, 11, 2, 5)
+    x = block_tokens(tokens(2, 11, 2, 5), torch.ones((2, 11), dtype=torch.long), CONFIG)
     mlp, mean = (ref.Compressor(5, CONFIG, mode=mode).double()(x) for mode in ("mlp", "mean"))
     assert torch.equal(mlp, mean)
     assert mean.shape == (2, 4, 2, 5)
@@ -83,7 +84,7 @@ def test_compressor_is_the_loop_over_blocks():
     phi = randomised(ref.Compressor(5, CONFIG, hidden_dim=7)).requires_grad_(False)
     row = [0, 6, 6, 6, 6, 6, 6, 9, 9, 9, 4, 4, 4, 4]
     x = tokens(1, len(row), 2, 5)
-    out = phi(x, torch.tensor([row]))
+    out = phi(block_tokens(x, torch.tensor([row]), CONFIG))
     assert out.shape == (1, 6, 2, 5)
     for slot, first in enumerate([1, 3, 10]):
         for head in range(2):
@@ -101,7 +102,8 @@ def test_compressor_is_the_loop_over_blocks():
 
 
 def test_compressor_of_a_short_row_has_no_block():
-    assert ref.Compressor(5, CONFIG)(torch.zeros(3, 3, 2, 5)).shape == (3, 0, 2, 5)
+    blocks = block_tokens(torch.zeros(3, 3, 2, 5), torch.ones((3, 3), dtype=torch.long), CONFIG)
+    assert ref.Compressor(5, CONFIG)(blocks).shape == (3, 0, 2, 5)
 
 
 def test_gate_is_the_loop_over_units():
@@ -160,6 +162,50 @@ def test_step_by_step_decode_equals_the_full_forward(compression, length):
     module, x = layer(compression=compression), tokens(2, length, 12)
     torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(module.decode(x, length - 1), module(x)[:, -1:], atol=1e-12, rtol=1e-12)
+
+
+OPTIONS = {
+    "normed": dict(normalize_qk=True, scale=0.7),
+    "shared": dict(share_keys_values=True, normalize_qk=True),
+    "own parts": dict(
+        compressor=lambda *_: lambda blocks: blocks.amax(dim=2),
+        gate=lambda _, num_heads: lambda x: x[..., : 3 * num_heads].unflatten(-1, (num_heads, 3)),
+        rotary=lambda heads, positions: heads,
+    ),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_steps_with_options_equal_the_full_forward(options):
+    module, x = layer(**options), tokens(2, 20, 12)
+    torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
+    assert (module(x) - layer()(x)).abs().max() > 1e-2
+
+
+def test_own_parts_are_used():
+    x = tokens(1, 20, 12)
+    query, key_cmp, value_cmp, *_, gates = layer(**OPTIONS["own parts"]).operands(x)
+    plain = layer(rotary=OPTIONS["own parts"]["rotary"])
+    assert torch.equal(query, plain.query_proj(x))
+    for kind, compressed in (("key", key_cmp), ("value", value_cmp)):
+        tokens_of = getattr(plain, f"{kind}_cmp_proj")(x)
+        maxima = [tokens_of[:, start : start + 4].amax(dim=1) for start in range(0, 17, 2)]
+        assert torch.equal(compressed, torch.stack(maxima, dim=1))
+    assert torch.equal(gates, x.reshape(1, 20, 4, 3))
+
+
+def test_a_shared_pair_is_three_equal_pairs():
+    shared, separate = layer(share_keys_values=True), layer()
+    weights = separate.state_dict()
+    for name, value in shared.state_dict().items():
+        kind, _, rest = name.partition("_")
+        if kind in ("key", "value"):
+            weights |= {f"{kind}_{branch}_{rest}": value for branch in ("cmp", "slc", "win")}
+        else:
+            weights[name] = value
+    separate.load_state_dict(weights)
+    x = tokens(2, 25, 12)
+    assert torch.equal(shared(x), separate(x))
 
 
 def test_the_future_changes_no_past_output():

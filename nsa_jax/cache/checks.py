@@ -34,6 +34,7 @@ def check_operands(
         if holder is cache:
             arrays["query"] = query
     arrays |= dict(gates=gates, num_tokens=num_tokens)
+    _check_window(cache, tokens)
     sizes = arguments.bind_shapes(annotations, arrays)
     arguments.check_heads(sizes)
     arguments.check_dtypes(annotations, arrays)
@@ -51,7 +52,14 @@ def check_kind(cache: Any) -> None:
 
 
 def check_layer_cache(
-    cache: Any, *, batch: int, num_kv_heads: int, key_dim: int, value_dim: int, config: NSAConfig
+    cache: Any,
+    *,
+    batch: int,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    config: NSAConfig,
+    share_keys_values: bool,
 ) -> None:
     """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
     check_kind(cache)
@@ -62,6 +70,11 @@ def check_layer_cache(
         raise ValueError(
             f"a cache must have the heads and dims of its layer, got {of_cache} for {of_layer}. Call "
             "init_cache of the layer that takes it."
+        )
+    if cache.shares_keys_values != share_keys_values:
+        raise ValueError(
+            "a cache must share keys and values where its layer does, got share_keys_values="
+            f"{cache.shares_keys_values} for {share_keys_values}. Call init_cache of the layer that takes it."
         )
     if rows != batch:
         raise ValueError(
@@ -74,16 +87,27 @@ def check_layer_cache(
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:
     """Most tokens of a decode step. Raises ValueError if the cache was made with another config."""
     arguments.check_config(config)
-    window, raw = cache.key_win_ring.shape[1], cache.key_raw_ring.shape[1]
-    capacity = window - config.window_size + 1
-    blocks, expected_blocks = cache.key_cmp.shape[1], layout.num_compression_blocks(cache.max_length, config)
-    expected_raw = config.compression_block_size + capacity - 1
-    if capacity < 1 or (raw, blocks) != (expected_raw, expected_blocks):
+    raw, blocks = cache.key_raw_ring.shape[1], cache.key_cmp.shape[1]
+    capacity = raw - config.compression_block_size + 1
+    expected_blocks = layout.num_compression_blocks(cache.max_length, config)
+    expected_window = config.window_size + capacity - 1
+    window = expected_window if cache.key_win_ring is None else cache.key_win_ring.shape[1]
+    if capacity < 1 or (window, blocks) != (expected_window, expected_blocks):
         raise ValueError(
             f"a step must have the config of its cache, got rings of {window} and {raw} tokens and {blocks} "
             f"compression blocks for {config}. Pass init_cache the same config."
         )
     return capacity
+
+
+def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
+    """Raises ValueError unless the window branch has keys and values of its own in both or in neither."""
+    given = [name for name in ("key_win", "value_win") if getattr(tokens, name) is not None]
+    if len(given) != (0 if cache.shares_keys_values else 2):
+        raise ValueError(
+            "tokens must have key_win and value_win unless their cache shares keys and values, got "
+            f"{given} with share_keys_values={cache.shares_keys_values}. Pass init_cache the same."
+        )
 
 
 def check_room(cache: NSACache, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:

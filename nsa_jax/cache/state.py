@@ -19,12 +19,15 @@ class NSACache:
     Row `b` holds one sequence. Its token `s` lies in slot `s` of the selection arrays and in slot
     `s mod size` of a ring. Nothing beyond the row's length is ever read.
 
+    Branches that share keys and values store them once: the window branch reads the last tokens of the
+    selection arrays, and its rings are None.
+
     Attributes:
       key_slc: rotated keys of the selection branch.
       value_slc: their values.
       key_cmp: keys of the complete compression blocks, compressed and then rotated.
       value_cmp: their values.
-      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens.
+      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens; None if they are shared.
       value_win_ring: their values.
       key_raw_ring: keys, not rotated, of the last `l + step_capacity - 1` tokens, for the compression.
       value_raw_ring: their values.
@@ -36,8 +39,8 @@ class NSACache:
     value_slc: Float[Array, "B S K V"]
     key_cmp: Float[Array, "B C K H"]
     value_cmp: Float[Array, "B C K V"]
-    key_win_ring: Float[Array, "B window K H"]
-    value_win_ring: Float[Array, "B window K V"]
+    key_win_ring: Float[Array, "B window K H"] | None
+    value_win_ring: Float[Array, "B window K V"] | None
     key_raw_ring: Float[Array, "B raw K H"]
     value_raw_ring: Float[Array, "B raw K V"]
     lengths: Int32[Array, " B"]
@@ -48,16 +51,24 @@ class NSACache:
         """Most tokens that a row can hold."""
         return self.key_slc.shape[1]
 
+    @property
+    def shares_keys_values(self) -> bool:
+        """Whether the window branch reads the keys and values of the selection branch."""
+        return self.key_win_ring is None
+
 
 class TokenKeysValues(NamedTuple):
-    """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet."""
+    """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet.
+
+    Those of the window branch are None if they are those of the selection branch.
+    """
 
     key_cmp: Float[Array, "B T K H"]
     value_cmp: Float[Array, "B T K V"]
     key_slc: Float[Array, "B T K H"]
     value_slc: Float[Array, "B T K V"]
-    key_win: Float[Array, "B T K H"]
-    value_win: Float[Array, "B T K V"]
+    key_win: Float[Array, "B T K H"] | None = None
+    value_win: Float[Array, "B T K V"] | None = None
 
 
 class Reads(NamedTuple):
@@ -103,6 +114,7 @@ def init_cache(
     config: NSAConfig,
     dtype: DType,
     step_capacity: int = 8,
+    share_keys_values: bool = False,
 ) -> NSACache:
     """An empty cache.
 
@@ -115,6 +127,8 @@ def init_cache(
       config: block sizes; the steps must be given the same.
       dtype: of keys and values.
       step_capacity: most tokens that a row can gain in one `decode_step`.
+      share_keys_values: whether the window branch has the keys and values of the selection branch, which
+        spares its rings. The steps must then be given tokens without `key_win` and `value_win`.
 
     Returns:
       A cache of length 0 in every row. A row and KV head takes `max_length (1 + 1/d)` keys and values, and
@@ -134,10 +148,11 @@ def init_cache(
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}
         return {key: jnp.zeros((batch, length, num_kv_heads, dim), dtype) for key, dim in dims.items()}
 
+    window = arrays("win_ring", config.window_size + step_capacity - 1)
     return NSACache(
         **arrays("slc", max_length),
         **arrays("cmp", layout.num_compression_blocks(max_length, config)),
-        **arrays("win_ring", config.window_size + step_capacity - 1),
+        **(dict.fromkeys(window) if share_keys_values else window),
         **arrays("raw_ring", config.compression_block_size + step_capacity - 1),
         lengths=jnp.zeros(batch, jnp.int32),
         overflowed=jnp.zeros(batch, bool),

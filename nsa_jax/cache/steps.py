@@ -183,10 +183,15 @@ def _rings(
     cache: NSACache, tokens: TokenKeysValues, config: NSAConfig
 ) -> Iterator[tuple[str, Array, Array, int]]:
     """Name, ring, new tokens, and how many tokens before itself a token needs there."""
-    yield "key_win_ring", cache.key_win_ring, tokens.key_win, config.window_size - 1
-    yield "value_win_ring", cache.value_win_ring, tokens.value_win, config.window_size - 1
-    yield "key_raw_ring", cache.key_raw_ring, tokens.key_cmp, config.compression_block_size - 1
-    yield "value_raw_ring", cache.value_raw_ring, tokens.value_cmp, config.compression_block_size - 1
+    rings = (
+        ("key_win_ring", cache.key_win_ring, tokens.key_win, config.window_size - 1),
+        ("value_win_ring", cache.value_win_ring, tokens.value_win, config.window_size - 1),
+        ("key_raw_ring", cache.key_raw_ring, tokens.key_cmp, config.compression_block_size - 1),
+        ("value_raw_ring", cache.value_raw_ring, tokens.value_cmp, config.compression_block_size - 1),
+    )
+    for name, ring, token, history in rings:
+        if ring is not None and token is not None:  # None where the branches share keys and values
+            yield name, ring, token, history
 
 
 def _append(
@@ -264,13 +269,28 @@ def _attend(
     slc = attention.selected_attention(
         query, cache.key_slc, cache.value_slc, blocks, return_reads=count_reads, **where
     )
+    key_win, value_win = _window_tokens(cache, recent, new, query.shape[1], history)
     win = attention.window_attention(
         query,
-        recent["key_win_ring"],
-        recent["value_win_ring"],
+        key_win,
+        value_win,
         first_key=new.start - history,
         return_reads=count_reads,
         **where,
     )
     out = attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation)
     return out, Reads(cmp.reads, slc.reads, win.reads) if count_reads else None
+
+
+def _window_tokens(
+    cache: NSACache, recent: dict[str, Array], new: slots.Admitted, num_new: int, history: int
+) -> tuple[Array, Array]:
+    """Keys and values of the new tokens, and of the `history` tokens before them.
+
+    Shared ones lie in the selection arrays. These are read as a ring of the size of the capacity, in which no
+    token has been overwritten.
+    """
+    if not cache.shares_keys_values:
+        return recent["key_win_ring"], recent["value_win_ring"]
+    first, length = new.start - history, history + num_new
+    return slots.read_ring(cache.key_slc, first, length), slots.read_ring(cache.value_slc, first, length)

@@ -16,9 +16,10 @@ from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, placement
 from nsa_jax.nn.projections import Sharding
+from nsa_jax.nn.rope_scaling import as_plain, from_plain
 
 # These change how a model computes, not what its parameters are or mean.
-FREE_FIELDS = ("dtype", "remat")
+FREE_FIELDS = ("dtype", "remat", "dropout_rate")
 
 
 def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = None) -> None:
@@ -34,7 +35,8 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
         `{"optimizer": nnx.state(optimizer), "step": step}`. Random keys go in as `jax.random.key_data`.
 
     Raises:
-      TypeError: `model` is not a `Transformer`, or its configuration holds what JSON cannot.
+      TypeError: `model` is not a `Transformer`, or its configuration holds what JSON cannot, among that a
+        `rotary`, `compressor` or `gate` of one's own.
       ValueError: `restore` could not bring back the model, because its parameters, submodules or their
         settings are not those of its configuration; or `training` holds something else than arrays and
         numbers. Nothing is written then.
@@ -43,7 +45,7 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
     orbax = _orbax()
     restorable.check_model(model)
     items = {
-        "config": orbax.args.JsonSave(dataclasses.asdict(model.config)),
+        "config": orbax.args.JsonSave(_config_to_json(model.config)),
         "model": orbax.args.StandardSave(_parameters(model)),
     }
     if training is not None:
@@ -67,10 +69,13 @@ def restore(
 
     Args:
       path: directory of the checkpoint.
-      config: the configuration to restore, by default that of the checkpoint. `dtype` and `remat` may differ
-        from it.
+      config: the configuration to restore, by default that of the checkpoint. `dtype`, `remat` and
+        `dropout_rate` may differ from it.
       sharding: as in `Transformer`; parameters are read into this sharding of the mesh in context.
       implementation: as in `Transformer`.
+
+    Returns:
+      The model. Its dropout starts anew from seed 0; `nnx.reseed(model, default=seed)` sets another.
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
@@ -91,10 +96,12 @@ def restore(
         wanted = jax.tree.map(_placed, _parameters(abstract))
         args = orbax.args.Composite(model=orbax.args.StandardRestore(wanted))
         parameters = reader.restore(newest, args=args)["model"]
-    graph, state = nnx.split(abstract)
+    state = nnx.state(abstract, nnx.Param)
     for name, variable in by_path(state).items():
         variable.set_value(parameters[name])
-    return nnx.merge(graph, state)
+    nnx.update(abstract, state)
+    nnx.reseed(abstract, default=0)
+    return abstract
 
 
 def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
@@ -201,7 +208,14 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
+def _config_to_json(config: TransformerConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    return dataclasses.asdict(config) | {"rope_scaling": None if scaling is None else as_plain(scaling)}
+
+
 def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
+    scaling = values.get("rope_scaling")  # 0.1.0 had none
+    values |= {"rope_scaling": None if scaling is None else from_plain(scaling)}
     return TransformerConfig(**(values | {"nsa": NSAConfig(**values["nsa"])}))
 
 

@@ -5,10 +5,17 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from nsa_jax import arguments
 from nsa_jax.config import NSAConfig
-from nsa_jax.nn.projections import head_width
+from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts
+from nsa_jax.nn.projections import check_dropout_rate, head_width
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
 
 _ATTENTION = ("nsa", "dense", "window")
+
+# Fields that may hold a function, which no checkpoint can.
+FUNCTIONS = ("compressor", "gate", "rotary")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,15 +32,30 @@ class TransformerConfig:
       mlp_dim: inner width of SwiGLU, by default 8/3 of `model_dim`, rounded up to a multiple of 8.
       attention: "nsa", "dense" (full causal attention) or "window" (the last `nsa.window_size` tokens alone).
       nsa: block structure.
+      share_keys_values: whether the branches share keys and values, see `nsa_jax.nn.NSAAttention`.
       compression: "mlp" or "mean", see `nsa_jax.nn.Compressor`.
-      tie_embeddings: whether the output projection is the transposed embedding.
+      compressor: makes compressors of one's own, see `nsa_jax.nn.NSAAttention`.
+      gate: makes a gate of one's own, see `nsa_jax.nn.NSAAttention`.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim.
+      scale: factor of the logits of the attention, `head_dim**-0.5` by default.
+      dropout_rate: share of each attention layer's outputs that training drops; `train()` and `eval()` of the
+        model switch it on and off. `prefill` and `decode_step` drop nothing.
       rope_base: base of the rotary embedding.
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies, from `nsa_jax.nn`.
+      rotary: a rotary function in the place of the two, see `nsa_jax.nn.NSAAttention`.
+      tie_embeddings: whether the output projection is the transposed embedding.
       dtype: name of the dtype of the computation. Logits are float32 at least.
       param_dtype: name of the dtype of the parameters.
       remat: whether the backward pass recomputes each layer instead of storing what it computed.
 
+    `share_keys_values`, `compression`, `compressor` and `gate` are those of "nsa"; other kinds of attention
+    ignore them. A model with a `compressor`, `gate` or `rotary` of one's own cannot be saved: a checkpoint
+    holds no functions.
+
     Raises:
-      ValueError: a value is out of range or unknown, or head counts or widths do not divide.
+      TypeError: an option is of the wrong kind, or cannot be called as said there.
+      ValueError: a value is out of range or unknown, or head counts or widths do not divide; a `rotary` or
+        `compressor` beside what it takes the place of.
     """
 
     vocab_size: int
@@ -45,9 +67,17 @@ class TransformerConfig:
     mlp_dim: int | None = None
     attention: Literal["nsa", "dense", "window"] = "nsa"
     nsa: NSAConfig = NSAConfig()  # noqa: RUF009 (frozen)
+    share_keys_values: bool = False
     compression: Literal["mlp", "mean"] = "mlp"
+    compressor: MakeCompressor | None = None
+    gate: MakeGate | None = None
+    normalize_qk: bool = False
+    scale: float | None = None
+    dropout_rate: float = 0.0
+    rope_base: float = DEFAULT_BASE
+    rope_scaling: RopeScaling | None = None
+    rotary: RotaryFunction | None = None
     tie_embeddings: bool = True
-    rope_base: float = 10000.0
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool = False
@@ -58,7 +88,11 @@ class TransformerConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
                 )
-        head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
+        head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
+        arguments.resolve_scale(self.scale, head_dim)
+        check_dropout_rate(self.dropout_rate)
+        rotary_function(self.rope_base, self.rope_scaling, self.rotary)
+        check_parts(self.gate, self.compressor, self.compression)
         if self.attention not in _ATTENTION:
             raise ValueError(
                 f"attention must be one of {_ATTENTION}, got {self.attention!r}. Choose one of them."

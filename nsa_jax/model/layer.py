@@ -54,7 +54,12 @@ class DecoderLayer(nnx.Module):
         arguments: dict[str, Any] = dict(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            normalize_qk=config.normalize_qk,
+            scale=config.scale,
+            dropout_rate=config.dropout_rate,
             rope_base=config.rope_base,
+            rope_scaling=config.rope_scaling,
+            rotary=config.rotary,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             out_kernel_init=_residual_init(config),
@@ -67,7 +72,14 @@ class DecoderLayer(nnx.Module):
         self.attention: Any
         if config.attention == "nsa":
             self.attention = NSAAttention(
-                heads, width, config=config.nsa, compression=config.compression, **arguments
+                heads,
+                width,
+                config=config.nsa,
+                share_keys_values=config.share_keys_values,
+                compression=config.compression,
+                compressor=config.compressor,
+                gate=config.gate,
+                **arguments,
             )
         else:
             window = config.nsa.window_size if config.attention == "window" else None
@@ -80,9 +92,15 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
+        deterministic: bool | None = None,
     ) -> Float[Array, "B T D"]:
-        """One layer of the residual stream."""
-        out = self.attention(self.attention_norm(x), positions=positions, segment_ids=segment_ids)
+        """One layer of the residual stream; see `NSAAttention` for `deterministic`."""
+        out = self.attention(
+            self.attention_norm(x),
+            positions=positions,
+            segment_ids=segment_ids,
+            deterministic=deterministic,
+        )
         return self._add(x, out)
 
     def prefill(

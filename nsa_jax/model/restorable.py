@@ -10,10 +10,11 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.model.config import TransformerConfig
+from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, differences, listed
 
+SETTINGS = bool | int | float | str | tuple | NSAConfig | None
 # What a module holds of these says how it computes, not what; `restore` sets them anew.
 FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic")
 _REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
@@ -63,7 +64,16 @@ def check_training(named: dict[str, Any]) -> None:
 def _check_config(config: Any) -> None:
     if type(config) is not TransformerConfig:
         raise TypeError(f"model.config must be a TransformerConfig, got {type(config).__name__}. {_REMEDY}.")
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    functions = [name for name in FUNCTIONS if getattr(config, name) is not None]
+    if functions:
+        raise TypeError(
+            f"model.config must hold no functions to be saved, got {', '.join(functions)}. Save "
+            "nsa_jax.nn.weights of the model, and load them into one that is built by the same code."
+        )
+    values = _values(config)
+    if config.rope_scaling is not None:
+        del values["rope_scaling"]
+        values |= {f"rope_scaling.{name}": value for name, value in _values(config.rope_scaling).items()}
     odd = [
         f"{name}={value!r}"
         for name, value in values.items()
@@ -74,6 +84,10 @@ def _check_config(config: Any) -> None:
             f"model.config must hold plain numbers and strings, got {', '.join(odd)}. Build the model with, "
             'for example, dtype="bfloat16" or int(size).'
         )
+
+
+def _values(of: Any) -> dict[str, Any]:
+    return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
 
 
 def _check_parameters(model: Transformer, expected: Transformer) -> None:
@@ -121,11 +135,19 @@ def _submodules(module: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
-    """What a module holds beside parameters and submodules, as far as it can be compared."""
+    """What a module holds beside parameters and submodules, as far as it can be compared.
+
+    Functions can be in our modules. Those of Flax's are initializers, of which no two are equal.
+    """
+    ours = type(module).__module__.partition(".")[0] == "nsa_jax"
     return {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | tuple | NSAConfig | None)
+        if (isinstance(value, SETTINGS) or (ours and _is_function(value)))
         and name not in FREE_SETTINGS
         and not name.startswith("_pytree")
     }
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nnx.Module | nnx.Variable)

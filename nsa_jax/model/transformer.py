@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> list[Selection]:
-        """What each layer selects and how it gates its branches, for pictures.
+        """What each layer selects and how it gates its branches, for pictures; nothing is dropped.
 
         Raises:
           NotImplementedError: the model's attention is not NSA.
@@ -107,7 +107,7 @@ class Transformer(nnx.Module):
         for layer in self.layers:
             per_token = dict(positions=positions, segment_ids=segment_ids)
             selections.append(layer.attention.inspect(layer.attention_norm(x), **per_token))
-            x = layer(x, positions, segment_ids)
+            x = layer(x, positions, segment_ids, deterministic=True)
         return selections
 
     def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[NSACache, ...]:

@@ -1,20 +1,26 @@
 """Flax NNX layers of Native Sparse Attention."""
 
 from nsa_jax.nn.attention import NSAAttention, Operands, Selection
-from nsa_jax.nn.compressor import Compressor
+from nsa_jax.nn.compressor import Compressor, token_windows
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parameters import load_weights, weights
+from nsa_jax.nn.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nsa_jax.nn.rotary import rotate
 
 __all__ = [
     "Compressor",
     "DenseAttention",
     "Gate",
+    "LinearScaling",
+    "Llama3Scaling",
     "NSAAttention",
     "Operands",
+    "RopeScaling",
     "Selection",
+    "YarnScaling",
     "load_weights",
     "rotate",
+    "token_windows",
     "weights",
 ]

@@ -1,22 +1,36 @@
 """The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
 
 import functools
-from typing import Any, Literal, NamedTuple, overload
+import itertools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import attention
-from nsa_jax import cache as decoding
+from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
-from nsa_jax.cache import NSACache, Reads, TokenKeysValues
-from nsa_jax.cache.checks import check_layer_cache
+from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens
+from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens, token_windows
 from nsa_jax.nn.gate import Gate
-from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
-from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
+from nsa_jax.nn.projections import (
+    Sharding,
+    check_inputs,
+    head_norm,
+    head_width,
+    output_dropout,
+    projection,
+    token_positions,
+)
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
+from nsa_jax.nn.steps import CacheSteps
+
+# The middle of the names of the projections and norms of keys and values.
+BRANCHES = ("_cmp", "_slc", "_win")
+SHARED = ("",)
 
 
 class Selection(NamedTuple):
@@ -39,7 +53,7 @@ class Operands(NamedTuple):
     gates: Float[Array, "B T N 3"]
 
 
-class NSAAttention(nnx.Module):
+class NSAAttention(CacheSteps):
     """Causal self-attention layer with Native Sparse Attention, for the place of `nnx.MultiHeadAttention`.
 
     Section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3); queries and the
@@ -48,7 +62,9 @@ class NSAAttention(nnx.Module):
 
     Parameters, with which checkpoints are written: `query_proj`, `key_{cmp,slc,win}_proj`,
     `value_{cmp,slc,win}_proj` and `out_proj`, each with `kernel` (and `bias`), laid out as in
-    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`.
+    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`. With `normalize_qk` also
+    `query_norm` and `key_{cmp,slc,win}_norm`, each with `scale`. With `share_keys_values` there are
+    `key_proj`, `value_proj` and `key_norm` instead, as in `DenseAttention`.
 
     Args:
       num_heads: query heads.
@@ -57,9 +73,27 @@ class NSAAttention(nnx.Module):
       head_dim: width of queries and keys, `in_features // num_heads` by default.
       value_dim: width of values, `head_dim` by default.
       config: block structure.
+      share_keys_values: whether the branches share one pair of keys and values, instead of three pairs of
+        projections. A cache then stores them once and has no window ring.
       compression: "mlp" or "mean", see `Compressor`.
+      compressor: makes compressors of one's own: called as `compressor(head_dim, config, rngs=rngs)`, like
+        the class `Compressor`, once for the keys and once for the values. What it makes, a module or a
+        function, maps the un-rotated tokens of blocks `[B, m, l, K, H]` to `[B, m, K, H]`, each block by
+        itself. It is also called for windows that are no block, zeros among them, and what it makes of those
+        is dropped; its gradients must be finite there.
+      gate: makes a gate of one's own: called as `gate(in_features, num_heads, rngs=rngs)`, like the class
+        `Gate`. What it makes, a module or a function, maps the layer input `[B, T, D]` to `[B, T, N, 3]`, the
+        weights of the branches cmp, slc, win; each token by itself.
       use_bias: whether the projections have biases.
-      rope_base: base of the rotary embedding.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim, each token and head for
+        itself, before anything else: rotation and compression see normed heads.
+      scale: factor of the logits, `head_dim**-0.5` by default.
+      dropout_rate: share of the outputs that training drops, see `nnx.Dropout`; `train()` and `eval()` of
+        `nnx` switch it on and off. `prefill` and `decode_step` drop nothing.
+      rope_base: base of the rotary embedding, see `rotate`.
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies.
+      rotary: any function `(heads [B, T, heads, H], positions [B, T]) -> heads` in the place of the two, for
+        example `lambda heads, positions: heads` for none. It rotates queries, keys and compressed keys.
       dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -74,11 +108,15 @@ class NSAAttention(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: head counts or widths do not divide, unknown compression, unknown name in `sharding`.
+      TypeError: an option is of the wrong kind, or cannot be called as said above.
+      ValueError: head counts or widths do not divide, a number is out of range, unknown compression, unknown
+        name in `sharding`; a `rotary` or `compressor` beside what it takes the place of.
 
     Example:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
       >>> y = layer(x)  # x [B, T, 512]
+      >>> wide = functools.partial(Compressor, hidden_dim=512)  # it is told of no dtype, precision, sharding
+      >>> layer = NSAAttention(8, 512, num_kv_heads=2, compressor=wide, rngs=nnx.Rngs(0))
     """
 
     def __init__(
@@ -90,9 +128,17 @@ class NSAAttention(nnx.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
+        share_keys_values: bool = False,
         compression: CompressionMode = "mlp",
+        compressor: MakeCompressor | None = None,
+        gate: MakeGate | None = None,
         use_bias: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
         rope_base: float = DEFAULT_BASE,
+        rope_scaling: RopeScaling | None = None,
+        rotary: RotaryFunction | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -106,9 +152,10 @@ class NSAAttention(nnx.Module):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
-        self.config, self.rope_base, self.implementation = config, rope_base, implementation
-        self.dtype = dtype
+        self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
+        self.config, self.implementation, self.dtype = config, implementation, dtype
+        self.scale = arguments.resolve_scale(scale, head_dim)
+        self.rotary = rotary_function(rope_base, rope_scaling, rotary)
 
         project = functools.partial(
             projection,
@@ -121,41 +168,30 @@ class NSAAttention(nnx.Module):
             sharding=sharding,
             rngs=rngs,
         )
-        model, key_heads, value_heads = in_features, (num_kv_heads, head_dim), (num_kv_heads, value_dim)
-        into_kv_heads = functools.partial(project, dimensions=("model", "kv_heads", None))
-        self.query_proj = project(model, (num_heads, head_dim), dimensions=("model", "heads", None))
-        self.key_cmp_proj = into_kv_heads(model, key_heads)
-        self.value_cmp_proj = into_kv_heads(model, value_heads)
-        self.key_slc_proj = into_kv_heads(model, key_heads)
-        self.value_slc_proj = into_kv_heads(model, value_heads)
-        self.key_win_proj = into_kv_heads(model, key_heads)
-        self.value_win_proj = into_kv_heads(model, value_heads)
+        norm = functools.partial(
+            head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        into_kv_heads = functools.partial(project, in_features, dimensions=("model", "kv_heads", None))
+        self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
+        self.query_norm = norm()
+        for branch in SHARED if share_keys_values else BRANCHES:
+            setattr(self, f"key{branch}_proj", into_kv_heads((num_kv_heads, head_dim)))
+            setattr(self, f"value{branch}_proj", into_kv_heads((num_kv_heads, value_dim)))
+            setattr(self, f"key{branch}_norm", norm())
         self.out_proj = project(
             (num_heads, value_dim),
-            model,
+            in_features,
             dimensions=("heads", None, "model"),
             kernel_init=out_kernel_init or kernel_init,
         )
-        compressor = functools.partial(
-            Compressor,
-            config=config,
-            mode=compression,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            rngs=rngs,
-        )
-        self.compressor_key = compressor(head_dim)
-        self.compressor_value = compressor(value_dim)
-        self.gate = Gate(
-            in_features,
-            num_heads,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            sharding=sharding,
-            rngs=rngs,
-        )
+        check_parts(gate, compressor, compression)
+        own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
+        compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
+        self.compressor_key = make_compressor(compressor, head_dim, config, rngs)
+        self.compressor_value = make_compressor(compressor, value_dim, config, rngs)
+        gate = gate or functools.partial(Gate, **own_numbers, sharding=sharding)
+        self.gate = make_gate(gate, in_features, num_heads, rngs)
+        self.dropout = output_dropout(dropout_rate, rngs)
 
     def __call__(
         self,
@@ -164,6 +200,8 @@ class NSAAttention(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Int[Array, "B T K R"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends from every token to the tokens of its sequence up to itself.
 
@@ -173,6 +211,8 @@ class NSAAttention(nnx.Module):
             and keys only; causality, blocks and windows count tokens.
           segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
           block_indices: pins the selection, as `inspect` returns it, instead of choosing it.
+          deterministic: whether nothing is dropped; by default as `train()` or `eval()` left it.
+          rngs: source of dropout's random numbers, the layer's own by default.
 
         Returns:
           The layer output. A padding token gets what an attention output of zero gives: 0, or the output
@@ -190,9 +230,10 @@ class NSAAttention(nnx.Module):
             config=self.config,
             block_indices=block_indices,
             segment_ids=segment_ids,
+            scale=self.scale,
             implementation=self.implementation,
         )
-        return self.out_proj(out)
+        return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def operands(
         self,
@@ -206,14 +247,15 @@ class NSAAttention(nnx.Module):
         if positions is None:
             positions = token_positions(x, segment_ids)
         query, tokens, gates = self._project(x, positions)
-        key_cmp = self.compressor_key(tokens.key_cmp, segment_ids)
-        return Operands(
-            query,
-            rotate(key_cmp, first_tokens(positions, self.config, segment_ids), base=self.rope_base),
-            self.compressor_value(tokens.value_cmp, segment_ids),
-            *tokens[2:],
-            gates,
+        key_cmp, value_cmp = self._compress(
+            token_windows(tokens.key_cmp, self.config, segment_ids),
+            token_windows(tokens.value_cmp, self.config, segment_ids),
+            first_tokens(positions, self.config, segment_ids),
         )
+        _, _, key_slc, value_slc, key_win, value_win = tokens
+        if key_win is None or value_win is None:
+            key_win, value_win = key_slc, value_slc
+        return Operands(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
 
     def inspect(
         self,
@@ -229,125 +271,25 @@ class NSAAttention(nnx.Module):
             operands.key_cmp,
             config=self.config,
             segment_ids=segment_ids,
+            scale=self.scale,
             implementation=self.implementation,
         )
         return Selection(block_indices, operands.gates)
 
-    def init_cache(
-        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
-    ) -> NSACache:
-        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
-
-        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
-        """
-        return decoding.init_cache(
-            batch,
-            max_length,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.value_dim,
-            config=self.config,
-            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
-            step_capacity=step_capacity,
-        )
-
-    def check_cache(self, cache: NSACache, batch: int) -> None:
-        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
-        check_layer_cache(
-            cache,
-            batch=batch,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.value_dim,
-            config=self.config,
-        )
-
-    def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B T D"], NSACache]:
-        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
-
-        As `nsa_jax.cache.prefill`, which also says what is an error.
-
-        Args:
-          x: the layer input at the new tokens.
-          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
-          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
-
-        Returns:
-          The layer output at the new tokens, and the cache that holds them.
-        """
-        step = decoding.prefill(
-            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings()
-        )
-        return self.out_proj(step.out), step.cache
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
-
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: bool = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
-        """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
-
-        As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
-        `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
-        """
-        new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings())
-        if count_reads:
-            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
-            return self.out_proj(counted.out), counted.cache, counted.reads
-        step = decoding.decode_step(cache, *new, **settings)
-        return self.out_proj(step.out), step.cache
-
-    def _step_settings(self) -> dict[str, Any]:
-        return dict(config=self.config, compress=self._compress, implementation=self.implementation)
-
-    def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
-        """`_project` at the positions that follow those in the cache."""
-        check_inputs(x, self.in_features)
-        self.check_cache(cache, x.shape[0])
-        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
-
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
-        turn = functools.partial(rotate, positions=positions, base=self.rope_base)
-        tokens = TokenKeysValues(
-            key_cmp=self.key_cmp_proj(x),
-            value_cmp=self.value_cmp_proj(x),
-            key_slc=turn(self.key_slc_proj(x)),
-            value_slc=self.value_slc_proj(x),
-            key_win=turn(self.key_win_proj(x)),
-            value_win=self.value_win_proj(x),
-        )
-        return turn(self.query_proj(x)), tokens, self.gate(x)
+        if self.share_keys_values:
+            key, value = self._pair(*SHARED, x)
+            tokens = TokenKeysValues(key, value, turn(self.rotary, key, positions), value)
+        else:
+            (key_cmp, value_cmp), *others = (self._pair(branch, x) for branch in BRANCHES)
+            rotated = ((turn(self.rotary, key, positions), value) for key, value in others)
+            tokens = TokenKeysValues(key_cmp, value_cmp, *itertools.chain(*rotated))
+        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
+        return query, tokens, weigh(self.gate, x, self.num_heads).astype(query.dtype)
 
-    def _compress(
-        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
-    ) -> tuple[Array, Array]:
-        key_cmp = rotate(self.compressor_key.compress(key_windows), first_positions, base=self.rope_base)
-        return key_cmp, self.compressor_value.compress(value_windows)
+    def _pair(self, branch: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Keys of a branch, normed and not rotated, and its values."""
+        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
+        return key, getattr(self, f"value{branch}_proj")(x)

@@ -69,24 +69,13 @@ class Compressor(nnx.Module):
             self.kernel_out = nnx.Param(jnp.zeros((hidden, head_dim), param_dtype))
             self.bias_out = nnx.Param(jnp.zeros((head_dim,), param_dtype))
 
-    def __call__(
-        self, x: Float[Array, "B S K H"], segment_ids: Int[Array, "B S"] | None = None
-    ) -> Float[Array, "B C K H"]:
-        """Compresses every complete block of `x`; un-rotated tokens in, un-rotated blocks out.
+    def __call__(self, windows: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
+        """One key (or value) for each block.
 
         Args:
-          x: keys or values of the tokens.
-          segment_ids: sequences of packed rows, 0 = padding. Blocks then start at each sequence's first token
-            and lie compactly in sequence order.
-
-        Returns:
-          `C = (S - l) // d + 1` blocks, none where `S < l`. Unused slots of a packed row hold finite values
-          that no query sees.
+          windows: un-rotated tokens of each block: what `token_windows` takes out of a row, or what a cache
+            has gathered since its last block.
         """
-        return self.compress(token_windows(x, self.config, segment_ids))
-
-    def compress(self, windows: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
-        """Compresses blocks that are laid out already, for a cache that fills up block by block."""
         if self.mode == "mean":
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
         parameters = (self.position_embedding, self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)

@@ -7,12 +7,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import attention
+from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, default_platform
-from nsa_jax.nn.projections import Sharding, check_inputs, head_width, projection, token_positions
-from nsa_jax.nn.rotary import DEFAULT_BASE, rotate
+from nsa_jax.nn.projections import (
+    Sharding,
+    check_inputs,
+    head_norm,
+    head_width,
+    output_dropout,
+    projection,
+    token_positions,
+)
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 
 
 class DenseAttention(nnx.Module):
@@ -20,7 +29,8 @@ class DenseAttention(nnx.Module):
 
     Full attention is `jax.nn.dot_product_attention`, by cuDNN where that runs; with `window_size` a query
     sees that many most recent tokens, its own included, through `nsa_jax.attention.window_attention`. Both
-    have the same parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj`.
+    have the same parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj`; with `normalize_qk` also
+    `query_norm` and `key_norm`.
 
     Args:
       num_heads: query heads.
@@ -29,7 +39,12 @@ class DenseAttention(nnx.Module):
       head_dim: width of queries, keys and values, `in_features // num_heads` by default.
       window_size: tokens of the window; None for full attention.
       use_bias: whether the projections have biases.
-      rope_base: base of the rotary embedding.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim before they are rotated.
+      scale: factor of the logits, `head_dim**-0.5` by default.
+      dropout_rate: share of the outputs that training drops, see `NSAAttention`.
+      rope_base: base of the rotary embedding, see `rotate`.
+      rope_scaling: a scaling of its frequencies, see `NSAAttention`.
+      rotary: a function in the place of the two, see `NSAAttention`.
       dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -42,7 +57,7 @@ class DenseAttention(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: head counts or widths do not divide, unknown name in `sharding`.
+      TypeError, ValueError: as in `NSAAttention`.
     """
 
     def __init__(
@@ -54,7 +69,12 @@ class DenseAttention(nnx.Module):
         head_dim: int | None = None,
         window_size: int | None = None,
         use_bias: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
         rope_base: float = DEFAULT_BASE,
+        rope_scaling: RopeScaling | None = None,
+        rotary: RotaryFunction | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -66,7 +86,9 @@ class DenseAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
-        self.in_features, self.rope_base, self.implementation = in_features, rope_base, implementation
+        self.in_features, self.implementation = in_features, implementation
+        self.scale = arguments.resolve_scale(scale, head_dim)
+        self.rotary = rotary_function(rope_base, rope_scaling, rotary)
         self.window = None if window_size is None else NSAConfig(window_size=window_size)
         project = functools.partial(
             projection,
@@ -89,6 +111,11 @@ class DenseAttention(nnx.Module):
             dimensions=("heads", None, "model"),
             kernel_init=out_kernel_init or kernel_init,
         )
+        norm = functools.partial(
+            head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_norm, self.key_norm = norm(), norm()
+        self.dropout = output_dropout(dropout_rate, rngs)
 
     def __call__(
         self,
@@ -96,13 +123,15 @@ class DenseAttention(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends from every token to those of its sequence up to itself; arguments as in `NSAAttention`."""
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
-        query = rotate(self.query_proj(x), positions, base=self.rope_base)
-        key = rotate(self.key_proj(x), positions, base=self.rope_base)
+        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
+        key = turn(self.rotary, self.key_norm(self.key_proj(x)), positions)
         value = self.value_proj(x)
         if self.window is not None:
             out, _ = attention.window_attention(
@@ -111,18 +140,22 @@ class DenseAttention(nnx.Module):
                 value,
                 config=self.window,
                 segment_ids=segment_ids,
+                scale=self.scale,
                 implementation=self.implementation,
             )
         elif segment_ids is None:
+            implementation = choose_implementation(query)
             out = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation=choose_implementation(query)
+                query, key, value, is_causal=True, scale=self.scale, implementation=implementation
             )
         else:
             same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-            out = jax.nn.dot_product_attention(query, key, value, mask=same_sequence, is_causal=True)
+            out = jax.nn.dot_product_attention(
+                query, key, value, mask=same_sequence, is_causal=True, scale=self.scale
+            )
             # Padding attends to padding here, so that no row is empty; it shows nothing of it.
             out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
-        return self.out_proj(out)
+        return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:

@@ -1,17 +1,20 @@
-"""What the attention layers share: checked inputs, projections in and out of heads, and their sharding."""
+"""What the attention layers share: checked inputs, projections, norm of heads, dropout, and sharding."""
 
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 
 # "model" D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU, "vocab" the tokens; other dims are
 # replicated.
 DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
+
+NORM_EPSILON = 1e-6
 
 Sharding = Mapping[str, str | None]
 
@@ -54,6 +57,36 @@ def projection(
         bias_metadata=sharding_metadata(sharding, *dimensions[in_rank:]),
         **arguments,
     )
+
+
+def head_norm(
+    normalize: bool, width: int, *, dtype: DType | None, param_dtype: DType, rngs: nnx.Rngs
+) -> Callable[[Array], Array]:
+    """RMSNorm (arXiv:1910.07467) of each head with one learned scale; heads as they are unless asked for."""
+    if not normalize:
+        return unchanged
+    return nnx.RMSNorm(width, epsilon=NORM_EPSILON, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+def unchanged(heads: Array) -> Array:
+    """The heads."""
+    return heads
+
+
+def output_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Dropout for the output of a layer; at rate 0 it has no random state."""
+    check_dropout_rate(rate)
+    return nnx.Dropout(rate, rngs=rngs if rate else None)
+
+
+def check_dropout_rate(rate: float) -> None:
+    """Raises TypeError or ValueError unless `rate` is a number from 0 to below 1."""
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise TypeError(f"dropout_rate must be a number, got {type(rate).__name__}. Pass a float.")
+    if not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout_rate must be at least 0 and below 1, got {rate}. Pass the share of the outputs to drop."
+        )
 
 
 def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:

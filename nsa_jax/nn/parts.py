@@ -1,0 +1,93 @@
+"""The parts of a layer that its user may make: the gate, and the compressors of keys and values."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from nsa_jax.array_typing import Array, Float
+from nsa_jax.config import NSAConfig
+
+type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N 3"]]
+type CompressorFunction = Callable[[Float[Array, "B m l K H"]], Float[Array, "B m K H"]]
+
+type MakeGate = Callable[..., GateFunction]
+type MakeCompressor = Callable[..., CompressorFunction]
+
+GATE_CALL = "gate(in_features, num_heads, rngs=rngs)"
+COMPRESSOR_CALL = "compressor(head_dim, config, rngs=rngs)"
+_REMEDY = "Pass a class like nsa_jax.nn.Gate and nsa_jax.nn.Compressor, or lambda *_, rngs: function"
+
+
+def make_gate(make: MakeGate, in_features: int, num_heads: int, rngs: nnx.Rngs) -> GateFunction:
+    """The gate of a layer. Raises TypeError if `make` makes none."""
+    return _make(GATE_CALL, make, in_features, num_heads, rngs)
+
+
+def make_compressor(
+    make: MakeCompressor, head_dim: int, config: NSAConfig, rngs: nnx.Rngs
+) -> CompressorFunction:
+    """The compressor of keys, or of values. Raises TypeError if `make` makes none."""
+    return _make(COMPRESSOR_CALL, make, head_dim, config, rngs)
+
+
+def check_parts(gate: MakeGate | None, compressor: MakeCompressor | None, compression: str) -> None:
+    """Raises unless each part that is given can be made, and `compressor` alone says how to compress.
+
+    Raises:
+      TypeError: it cannot be called as `make_gate` or `make_compressor` does.
+      ValueError: `compressor` and a `compression` other than the default.
+    """
+    if gate is not None:
+        _check_make(GATE_CALL, gate)
+    if compressor is None:
+        return
+    _check_make(COMPRESSOR_CALL, compressor)
+    if compression != "mlp":
+        raise ValueError(
+            f"a compressor takes the place of compression, got compression={compression!r} beside it. "
+            "Leave one of the two out."
+        )
+
+
+def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
+    """`compressor(blocks)` in the dtype of `blocks`. Raises ValueError unless it is one for each block."""
+    compressed = compressor(blocks)
+    if compressed.shape != (*blocks.shape[:2], *blocks.shape[3:]):
+        raise ValueError(
+            f"a compressor must map [B, m, l, K, H] to [B, m, K, H], got {compressed.shape} for "
+            f"{blocks.shape}. Make it reduce axis 2, the tokens of a block, alone."
+        )
+    return compressed.astype(blocks.dtype)
+
+
+def weigh(gate: GateFunction, x: Float[Array, "B T D"], num_heads: int) -> Float[Array, "B T N 3"]:
+    """`gate(x)`. Raises ValueError unless it is one weight for each token, query head and branch."""
+    gates = gate(x)
+    if gates.shape != (*x.shape[:2], num_heads, 3):
+        raise ValueError(
+            f"a gate must map [B, T, D] to [B, T, N, 3], got {gates.shape} for {x.shape} with {num_heads} "
+            "query heads. Give each head the weights of cmp, slc and win."
+        )
+    return gates
+
+
+def _make[Part: Callable[..., Array]](
+    call: str, make: Callable[..., Part], size: int, other: int | NSAConfig, rngs: nnx.Rngs
+) -> Part:
+    _check_make(call, make)
+    part = make(size, other, rngs=rngs)
+    if not callable(part):
+        raise TypeError(f"{call} must make a function or module, got {type(part).__name__}. {_REMEDY}.")
+    return part
+
+
+def _check_make(call: str, make: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(make).bind(None, None, rngs=None)
+    except (TypeError, ValueError):  # no function, or the function of arrays that it should make
+        given = getattr(make, "__name__", type(make).__name__)
+        raise TypeError(
+            f"{call.partition('(')[0]} must be a function to be called as {call}, got {given}. {_REMEDY}."
+        ) from None

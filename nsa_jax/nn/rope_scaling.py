@@ -1,0 +1,162 @@
+"""Scaled rotary frequencies, by which models read positions beyond those that they were first trained on."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: every frequency divided by `factor` (Eq. 4 of arXiv:2306.15595).
+
+    Attributes:
+      factor: new length over original length, above 0.
+
+    Raises:
+      TypeError, ValueError: it is no number, or out of range.
+    """
+
+    factor: float
+    kind = "linear"
+    magnitude = 1.0
+
+    def __post_init__(self):
+        _check_positive(factor=self.factor)
+
+    def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies `base ** (-i / half)` in the place of which this scheme puts others."""
+        return frequency / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """The scheme of Llama 3.1: only what turns rarely within the original length is interpolated.
+
+    `apply_scaling` in `models/llama3/model.py` of github.com/meta-llama/llama-models. A dimension that turns
+    at least `high_frequency_factor` times within `original_length` keeps its frequency, one that turns at
+    most `low_frequency_factor` times has it divided by `factor`; between, the weight of the first is linear
+    in the number of turns. The defaults are those of Llama 3.1.
+
+    Attributes:
+      factor: new length over original length, above 0.
+      low_frequency_factor: turns, above 0.
+      high_frequency_factor: turns, above `low_frequency_factor`.
+      original_length: tokens that the model was first trained on.
+
+    Raises:
+      TypeError, ValueError: one is no number, or out of range.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+    kind = "llama3"
+    magnitude = 1.0
+
+    def __post_init__(self):
+        _check_positive(**dataclasses.asdict(self))
+        _check_order("low_frequency_factor", "high_frequency_factor", self)
+
+    def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
+        """As in `LinearScaling`."""
+        turns = frequency * self.original_length / (2 * math.pi)
+        width = self.high_frequency_factor - self.low_frequency_factor
+        kept = np.clip((turns - self.low_frequency_factor) / width, 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: low frequencies are interpolated, and rotated heads grow a little (arXiv:2309.00071).
+
+    Sections 3.2 and 3.4. Our reading follows the code that the authors released (github.com/jquesnelle/yarn)
+    and that released models run: the ramp between kept and interpolated frequencies is linear in the index of
+    the dimension, where the paper's is linear in its number of turns. It begins at the last whole index at
+    which a dimension turns at least `beta_fast` times within `original_length`, and ends at the first one at
+    which it turns at most `beta_slow` times.
+
+    Attributes:
+      factor: new length over original length, above 0.
+      original_length: tokens that the model was first trained on.
+      beta_fast: turns, above `beta_slow`.
+      beta_slow: turns, above 0.
+      attention_factor: multiplies rotated queries and keys, so its square multiplies the logits; by default
+        `0.1 ln(factor) + 1`, and 1 for a factor below 1.
+
+    Raises:
+      TypeError, ValueError: one is no number, or out of range.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    kind = "yarn"
+
+    def __post_init__(self):
+        given = dataclasses.asdict(self)
+        _check_positive(**{name: value for name, value in given.items() if value is not None})
+        _check_order("beta_slow", "beta_fast", self)
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated heads are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1
+
+    def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
+        """As in `LinearScaling`."""
+        if base <= 1:
+            raise ValueError(f"YaRN needs a rope_base above 1, got {base}. Pass the base of the model.")
+        half = len(frequency)
+
+        def index_that_turns(times: float) -> float:
+            return half * math.log(self.original_length / (2 * math.pi * times), base)
+
+        first = max(math.floor(index_that_turns(self.beta_fast)), 0)
+        # The bound is that of the released code, which takes the width of a head for the number of indices.
+        last = min(math.ceil(index_that_turns(self.beta_slow)), 2 * half - 1)
+        interpolated = np.clip((np.arange(half) - first) / max(last - first, 1), 0, 1)
+        return frequency * ((1 - interpolated) + interpolated / self.factor)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def as_plain(scaling: RopeScaling) -> dict[str, Any]:
+    """The scaling as plain data, `{"kind": "linear", "factor": 4.0}`, for files."""
+    return {"kind": scaling.kind, **dataclasses.asdict(scaling)}
+
+
+def from_plain(values: Mapping[str, Any]) -> RopeScaling:
+    """The scaling that `as_plain` wrote. Raises ValueError if it is of no known kind."""
+    kinds = {scheme.kind: scheme for scheme in get_args(RopeScaling)}
+    if values["kind"] not in kinds:
+        raise ValueError(
+            f"the kind of a rope_scaling must be one of {tuple(kinds)}, got {values['kind']!r}. Load it with "
+            "the version of nsa_jax that wrote it."
+        )
+    return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}. Pass an int or a float.")
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be finite and above 0, got {value}. Pass a positive number.")
+
+
+def _check_order(low: str, high: str, scaling: Llama3Scaling | YarnScaling) -> None:
+    values = getattr(scaling, low), getattr(scaling, high)
+    if values[0] >= values[1]:
+        raise ValueError(
+            f"{low} must be below {high}, got {values[0]} and {values[1]}. Pass them the other way round."
+        )

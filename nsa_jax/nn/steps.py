@@ -1,0 +1,155 @@
+"""What a layer does with a cache: prompts and decode steps, from the layer's own projections."""
+
+import abc
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import cache as decoding
+from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.cache.checks import check_layer_cache
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
+from nsa_jax.nn.parts import CompressorFunction, compress
+from nsa_jax.nn.projections import check_inputs
+from nsa_jax.nn.rotary import RotaryFunction, turn
+
+
+class CacheSteps(nnx.Module):
+    """The half of `NSAAttention` that decodes; the other half makes the parameters and projects."""
+
+    num_kv_heads: int
+    in_features: int
+    head_dim: int
+    value_dim: int
+    share_keys_values: bool
+    config: NSAConfig
+    scale: float
+    rotary: RotaryFunction
+    dtype: DType | None
+    implementation: Implementation | None
+    query_proj: nnx.LinearGeneral
+    out_proj: nnx.LinearGeneral
+    compressor_key: CompressorFunction
+    compressor_value: CompressorFunction
+
+    @abc.abstractmethod
+    def _project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Array, TokenKeysValues, Array]:
+        """Rotated queries, keys and values, gates."""
+
+    def init_cache(
+        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
+    ) -> NSACache:
+        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
+
+        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
+        """
+        return decoding.init_cache(
+            batch,
+            max_length,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            config=self.config,
+            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
+            step_capacity=step_capacity,
+            share_keys_values=self.share_keys_values,
+        )
+
+    def check_cache(self, cache: NSACache, batch: int) -> None:
+        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
+        check_layer_cache(
+            cache,
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.value_dim,
+            config=self.config,
+            share_keys_values=self.share_keys_values,
+        )
+
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
+
+        As `nsa_jax.cache.prefill`, which also says what is an error.
+
+        Args:
+          x: the layer input at the new tokens.
+          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
+          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
+
+        Returns:
+          The layer output at the new tokens, and the cache that holds them.
+        """
+        step = decoding.prefill(
+            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings()
+        )
+        return self.out_proj(step.out), step.cache
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: Literal[True],
+    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
+
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: bool = False,
+    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
+        """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
+
+        As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
+        `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
+        """
+        new = self._project_new(x, cache)
+        settings = dict(num_tokens=num_tokens, **self._step_settings())
+        if count_reads:
+            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
+            return self.out_proj(counted.out), counted.cache, counted.reads
+        step = decoding.decode_step(cache, *new, **settings)
+        return self.out_proj(step.out), step.cache
+
+    def _step_settings(self) -> dict[str, Any]:
+        return dict(
+            config=self.config,
+            compress=self._compress,
+            scale=self.scale,
+            implementation=self.implementation,
+        )
+
+    def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
+        """`_project` at the positions that follow those in the cache."""
+        check_inputs(x, self.in_features)
+        self.check_cache(cache, x.shape[0])
+        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+
+    def _compress(
+        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
+    ) -> tuple[Array, Array]:
+        """Compressed keys, rotated at the position of their block's first token, and compressed values."""
+        key_cmp = turn(self.rotary, compress(self.compressor_key, key_windows), first_positions)
+        return key_cmp, compress(self.compressor_value, value_windows)

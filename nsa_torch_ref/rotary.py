@@ -1,0 +1,79 @@
+"""Rotary position embedding and its scalings, one dimension at a time."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_torch_ref.attention import accumulation_dtype
+
+
+def frequency(i: int, half: int, base: float, scaling: Any = None) -> float:
+    """How fast pair `i` of `half` turns, in radians a token.
+
+    `scaling` is None or an object with the attributes that its `kind` needs: "linear" (arXiv:2306.15595)
+    `factor`; "llama3" (Llama 3.1) also `low_frequency_factor`, `high_frequency_factor` and `original_length`;
+    "yarn" (arXiv:2309.00071, with the ramp of its released code) `factor`, `beta_fast`, `beta_slow` and
+    `original_length`.
+    """
+    plain = base ** (-i / half)
+    if scaling is None:
+        return plain
+    interpolated = plain / scaling.factor
+    if scaling.kind == "linear":
+        return interpolated
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / plain
+        longest, shortest = (
+            scaling.original_length / turns
+            for turns in (scaling.low_frequency_factor, scaling.high_frequency_factor)
+        )
+        if wavelength <= shortest:
+            return plain
+        if wavelength >= longest:
+            return interpolated
+        part = (scaling.original_length / wavelength - scaling.low_frequency_factor) / (
+            scaling.high_frequency_factor - scaling.low_frequency_factor
+        )
+        return part * plain + (1 - part) * interpolated
+    assert scaling.kind == "yarn", scaling.kind
+
+    def bound(turns: float) -> float:
+        """The index, between two whole ones, of a pair that turns so often in the original length."""
+        return half * (math.log(scaling.original_length / turns) - math.log(2 * math.pi)) / math.log(base)
+
+    first, last = max(0, math.floor(bound(scaling.beta_fast))), math.ceil(bound(scaling.beta_slow))
+    last = min(last, 2 * half - 1)
+    if i <= first:
+        return plain
+    if i >= last:
+        return interpolated
+    part = (last - i) / (last - first)
+    return part * plain + (1 - part) * interpolated
+
+
+def magnitude(scaling: Any) -> float:
+    """What YaRN multiplies rotated heads by."""
+    if getattr(scaling, "kind", None) != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 1.0 if scaling.factor < 1 else 1.0 + math.log(scaling.factor) / 10
+
+
+def rotate(x: Tensor, positions: Tensor, base: float, scaling: Any = None) -> Tensor:
+    """Rotary embedding of [B, X, heads, H] at `positions` [B, X]: half-split pairs, odd last dim untouched.
+
+    Frequencies are computed in float64 and rounded to float32, angles are float32 products: correctly rounded
+    both, so that every framework turns by the same angle at any position.
+    """
+    half = x.shape[-1] // 2
+    frequencies = [frequency(i, half, base, scaling) for i in range(half)]
+    angle = positions[:, :, None, None].to(torch.float32) * torch.tensor(
+        frequencies, dtype=torch.float32, device=x.device
+    )
+    wide = x.to(accumulation_dtype(x.dtype))
+    cos, sin = (magnitude(scaling) * function(angle.to(wide.dtype)) for function in (torch.cos, torch.sin))
+    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).to(x.dtype)

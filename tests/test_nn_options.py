@@ -1,0 +1,60 @@
+"""Options of the NSA layer: a step through a cache gives what the full forward gives; dropout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small_layer import LENGTH, ROWS, WIDTH, WeightedSum, assert_steps_give, fixed_gate, make_layer, random
+
+from nsa_jax.nn import DenseAttention, YarnScaling
+
+# In training mode, where the forward drops outputs and a step must not.
+NORMED = dict(
+    normalize_qk=True,
+    scale=0.7,
+    dropout_rate=0.5,
+    rope_base=100.0,
+    rope_scaling=YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2),
+)
+
+
+OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate)
+
+
+@pytest.mark.parametrize("options", [NORMED, OWN_PARTS], ids=["normed", "own parts"])
+def test_steps_of_a_cache_equal_the_full_forward(options):
+    x = random(ROWS, LENGTH, WIDTH)
+    with jax.enable_x64(True):
+        layer = make_layer(jnp.float64, **options)
+        full = np.asarray(jax.jit(lambda x: layer(x, deterministic=True))(x))
+        assert_steps_give(full, layer, x)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_dropout_falls_on_the_output_in_training(kind):
+    """A quarter of it, anew in each call; what is left grows by as much as was lost."""
+    x = random(2, 40, WIDTH).astype(np.float32)
+    if kind == "nsa":
+        layer = make_layer(dropout_rate=0.25)
+    else:
+        layer = DenseAttention(4, WIDTH, num_kv_heads=2, dropout_rate=0.25, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def run(layer, x):
+        plain, keyed = layer(x, deterministic=True), [layer(x, rngs=jax.random.key(1)) for _ in range(2)]
+        return plain, *keyed, layer(x), layer(x)
+
+    plain, keyed, again, first, second = map(np.asarray, run(layer, x))
+    layer.eval()
+    evaluated = np.asarray(run(layer, x)[-1])
+
+    np.testing.assert_array_equal(keyed, again)
+    np.testing.assert_array_equal(evaluated, plain)
+    for out in (keyed, first, second):
+        kept = out != 0
+        # One rounding of the division, in float32.
+        np.testing.assert_allclose(out[kept], plain[kept] / 0.75, rtol=2 * np.finfo(np.float32).eps)
+        assert abs(kept.mean() - 0.75) < 6 * np.sqrt(0.25 * 0.75 / kept.size), "six standard deviations"
+    assert (first != second).any()
+    assert (first != keyed).any()

@@ -1,0 +1,123 @@
+"""A gate and a compressor of one's own in the NSA layer: against the plain computation, and wrong ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import has_form
+from small_layer import (
+    CONFIG,
+    LENGTH,
+    ROUNDING,
+    WIDTH,
+    WeightedSum,
+    assert_close,
+    fixed_gate,
+    make_layer,
+    random,
+)
+
+from nsa_jax import reference
+from nsa_jax.nn import Compressor, Gate, NSAAttention, rotate
+
+X = jax.ShapeDtypeStruct((2, 9, 12), jnp.float32)
+
+
+def test_values_and_gradients_are_those_of_the_plain_computation():
+    x, cotangent = random(2, LENGTH, WIDTH), random(2, LENGTH, WIDTH, seed=1)
+    starts = np.arange(0, LENGTH - CONFIG.compression_block_size + 1, CONFIG.compression_stride)
+
+    def plain(layer, x):
+        def tokens(name):
+            return getattr(layer, f"{name}_proj")(x)
+
+        def compress(name, weights):
+            blocks = (tokens(name)[:, start : start + len(weights)] for start in starts)
+            return jnp.stack([sum(block[:, i] * w for i, w in enumerate(weights)) for block in blocks], 1)
+
+        index = np.broadcast_to(np.arange(LENGTH), x.shape[:2])
+        exponents = jnp.exp(x.reshape(*x.shape[:2], 4, 3))
+        out = reference.native_sparse_attention(
+            rotate(tokens("query"), index),
+            rotate(compress("key_cmp", layer.compressor_key.weights[...]), index[:, starts]),
+            compress("value_cmp", layer.compressor_value.weights[...]),
+            rotate(tokens("key_slc"), index),
+            tokens("value_slc"),
+            rotate(tokens("key_win"), index),
+            tokens("value_win"),
+            exponents / exponents.sum(-1, keepdims=True),
+            config=CONFIG,
+        )
+        return layer.out_proj(out)
+
+    with jax.enable_x64(True):
+        graph, state = nnx.split(make_layer(jnp.float64, compressor=WeightedSum, gate=fixed_gate))
+
+        def evaluate(run):
+            out, pull_back = jax.vjp(lambda state, x: run(nnx.merge(graph, state), x), state, x)
+            return out, pull_back(cotangent)
+
+        evaluate = jax.jit(evaluate, static_argnums=0)
+        out, gradients = evaluate(NSAAttention.__call__)
+        expected, expected_gradients = evaluate(plain)
+
+    assert_close(out, expected, ROUNDING)
+    check = functools.partial(assert_close, tolerance=2 * ROUNDING)
+    jax.tree.map(check, gradients, expected_gradients)
+    assert np.any(gradients[0]["compressor_key"]["weights"].get_value())
+
+
+def test_parts_of_another_dtype_do_not_change_that_of_the_layer():
+    options = dict(compressor=functools.partial(Compressor, dtype="float32"), gate=fixed_gate)
+    layer = abstract_layer(dtype="bfloat16", param_dtype="bfloat16", **options)
+
+    operands = nnx.eval_shape(lambda layer, x: layer.operands(x), layer, X)
+
+    assert {operand.dtype for operand in operands} == {jnp.dtype("bfloat16")}
+
+
+def abstract_layer(**options):
+    return nnx.eval_shape(lambda: NSAAttention(4, 12, num_kv_heads=2, **options, rngs=nnx.Rngs(0)))
+
+
+def of_blocks(blocks):
+    return blocks.mean(2)
+
+
+WRONG = {
+    "function of blocks": (dict(compressor=of_blocks), TypeError, "called as compressor.* got of_blocks"),
+    "module": (dict(gate=Gate(12, 4, rngs=nnx.Rngs(0))), TypeError, "called as gate.* got Gate"),
+    "no function": (dict(gate="softmax"), TypeError, "called as gate.* got str"),
+    "makes nothing": (dict(gate=lambda *_, rngs: None), TypeError, "must make a function .* got NoneType"),
+    "and compression": (
+        dict(compressor=Compressor, compression="mean"),
+        ValueError,
+        "takes the place of compression, got compression='mean'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_parts(options, error, message):
+    with pytest.raises(error, match=message) as raised:
+        abstract_layer(**options)
+    assert has_form(str(raised.value))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(compressor=lambda *_, rngs: lambda blocks: blocks.mean(1)), r"\[B, m, K, H\], got .* Make it"),
+        (dict(gate=lambda *_, rngs: lambda x: x), r"\[B, T, N, 3\], got \(2, 9, 12\) .* with 4 query heads"),
+    ],
+    ids=["compressor", "gate"],
+)
+def test_parts_of_other_shapes(options, message):
+    config = dict(config=CONFIG)
+    with pytest.raises(ValueError, match=message) as raised:
+        nnx.eval_shape(lambda layer, x: layer(x), abstract_layer(**options, **config), X)
+    assert has_form(str(raised.value))

@@ -1,0 +1,186 @@
+"""Keys and values that the branches share: those of three equal pairs, and a cache that holds them once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import has_form
+from small_layer import (
+    CONFIG,
+    KEY_DIM,
+    KV_HEADS,
+    LENGTH,
+    ROUNDING,
+    ROWS,
+    VALUE_DIM,
+    WIDTH,
+    assert_close,
+    assert_steps_give,
+    make_layer,
+    random,
+)
+
+from nsa_jax import cache, layout, nn
+from nsa_jax.nn import NSAAttention
+
+BRANCHES = ("cmp", "slc", "win")
+PACKED = np.array([[0, 0] + [3] * 9 + [1] * 12, [5] * 3 + [0] + [2] * 19])
+
+
+def unshared(weights):
+    """The weights of a layer with three pairs, each a copy of the one pair."""
+    copied = {}
+    for name, value in weights.items():
+        first, *rest = name.split("_")
+        pair = first in ("key", "value")
+        copied |= {"_".join([first, branch, *rest]): value for branch in BRANCHES} if pair else {name: value}
+    return copied
+
+
+@functools.cache
+def twins():
+    """A layer that shares a pair, and one with three equal ones; float64."""
+    with jax.enable_x64(True):
+        shared = make_layer(jnp.float64, share_keys_values=True, normalize_qk=True)
+        separate = make_layer(jnp.float64, normalize_qk=True)
+        nn.load_weights(separate, unshared(nn.weights(shared)))
+    return shared, separate
+
+
+@pytest.mark.parametrize("segment_ids", [None, PACKED], ids=["plain", "packed"])
+def test_values_and_gradients_are_those_of_three_equal_pairs(segment_ids):
+    x, cotangent = random(2, LENGTH, WIDTH), random(2, LENGTH, WIDTH, seed=1)
+
+    @nnx.jit
+    def evaluate(layer, x):
+        graph, state = nnx.split(layer)
+        run = lambda state, x: nnx.merge(graph, state)(x, segment_ids=segment_ids)  # noqa: E731
+        out, pull_back = jax.vjp(run, state, x)
+        return out, *pull_back(cotangent)
+
+    with jax.enable_x64(True):
+        shared, separate = twins()
+        out, gradients, x_gradient = evaluate(shared, x)
+        expected, expected_gradients, expected_x_gradient = evaluate(separate, x)
+
+    assert_close(out, expected, ROUNDING)
+    assert_close(x_gradient, expected_x_gradient, 2 * ROUNDING)
+    expected_gradients = named(expected_gradients)
+    for name, gradient in named(gradients).items():
+        parts = [np.asarray(expected_gradients[copy]) for copy in unshared({name: None})]
+        assert_close(gradient, sum(parts), 2 * ROUNDING, name)
+        assert all(np.any(part) for part in parts), f"every branch of {name} learns"
+
+
+def named(state):
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+WINDOWS = {"window": 5, "window of one": 1, "window longer than the rows": 64}
+
+
+@pytest.mark.parametrize("window_size", WINDOWS.values(), ids=WINDOWS.keys())
+def test_steps_of_a_cache_equal_the_full_forward(window_size):
+    config = dataclasses.replace(CONFIG, window_size=window_size)
+    x = random(ROWS, LENGTH, WIDTH)
+    with jax.enable_x64(True):
+        layer = make_layer(jnp.float64, share_keys_values=True, config=config)
+        full = np.asarray(jax.jit(layer)(x))
+        assert_steps_give(full, layer, x)
+
+
+def test_steps_of_several_tokens_are_those_of_three_equal_pairs():
+    """Up to the capacity, where a row that has no room for all of its tokens takes none."""
+    x, capacity = random(3, 20, WIDTH), 12
+    prefilled, steps = np.array([4, 0, 7]), [np.array(each) for each in ([3, 2, 0], [1, 3, 3], [3, 3, 3])]
+
+    @nnx.jit
+    def run(layer, x):
+        held = layer.init_cache(3, capacity, step_capacity=3)
+        out, held = layer.prefill(x[:, :7], held, num_tokens=prefilled)
+        outs = [out]
+        for i, num_tokens in enumerate(steps):
+            out, held = layer.decode_step(x[:, 7 + 3 * i : 10 + 3 * i], held, num_tokens=num_tokens)
+            outs.append(out)
+        return outs, held
+
+    with jax.enable_x64(True):
+        (outs, held), (expected, expected_held) = (run(layer, x) for layer in twins())
+
+    for out, wanted in zip(outs, expected, strict=True):
+        assert_close(out, wanted, ROUNDING)
+    assert held.lengths.tolist() == [11, 8, 10]
+    assert held.overflowed.tolist() == [False, False, True]
+    for field in dataclasses.fields(held):
+        if "win_ring" not in field.name:
+            assert_close(getattr(held, field.name), getattr(expected_held, field.name), ROUNDING, field.name)
+
+
+def abstract_layer(**options):
+    sizes = dict(num_kv_heads=KV_HEADS, head_dim=KEY_DIM, value_dim=VALUE_DIM, config=CONFIG)
+    return nnx.eval_shape(lambda: NSAAttention(4, WIDTH, **sizes, **options, rngs=nnx.Rngs(0)))
+
+
+def test_a_cache_holds_one_pair_and_no_window_ring():
+    held = abstract_layer(share_keys_values=True).init_cache(2, 40, step_capacity=3)
+
+    tokens = 40 + layout.num_compression_blocks(40, CONFIG) + CONFIG.compression_block_size + 2
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(held) if leaf.ndim == 4)
+    assert numbers == 2 * tokens * KV_HEADS * (KEY_DIM + VALUE_DIM)
+    assert held.key_win_ring is held.value_win_ring is None
+    assert held.shares_keys_values
+    assert not abstract_layer().init_cache(2, 40).shares_keys_values
+
+
+def test_parameters_have_the_names_of_a_dense_layer():
+    sizes = dict(num_kv_heads=KV_HEADS, normalize_qk=True)
+    shared, dense = (
+        nnx.eval_shape(lambda make=make, rest=rest: make(4, WIDTH, **sizes, **rest, rngs=nnx.Rngs(0)))
+        for make, rest in ((NSAAttention, dict(share_keys_values=True)), (nn.DenseAttention, {}))
+    )
+    shapes = [{name: leaf.shape for name, leaf in named(nnx.state(each)).items()} for each in (shared, dense)]
+
+    assert shapes[1].items() <= shapes[0].items()
+    assert {name.partition(".")[0] for name in shapes[0].keys() - shapes[1].keys()} == {
+        "gate",
+        "compressor_key",
+        "compressor_value",
+    }
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode_step"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_cache_of_the_other_kind_is_one_clear_error(step, shares):
+    layer, other = (abstract_layer(share_keys_values=each) for each in (shares, not shares))
+    told = f"got share_keys_values={not shares} for {shares}. Call init_cache of the layer that takes it"
+
+    with pytest.raises(ValueError, match=told) as raised:
+        getattr(layer, step)(np.ones((2, 1, WIDTH), np.float32), other.init_cache(2, 8))
+
+    assert has_form(str(raised.value))
+
+
+@pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
+@pytest.mark.parametrize(
+    ("shares", "names"), [(True, ("key_win", "value_win")), (False, ("key_win",)), (False, ())], ids=str
+)
+def test_tokens_of_the_other_kind_are_one_clear_error(step, shares, names):
+    held = abstract_layer(share_keys_values=shares).init_cache(2, 8)
+    key, value = np.ones((2, 1, KV_HEADS, KEY_DIM)), np.ones((2, 1, KV_HEADS, VALUE_DIM))
+    window = {name: key if name == "key_win" else value for name in names}
+
+    with pytest.raises(ValueError, match="tokens must have key_win and value_win unless") as raised:
+        step(
+            held,
+            np.ones((2, 1, 4, KEY_DIM)),
+            cache.TokenKeysValues(key, value, key, value, **window),
+            np.ones((2, 1, 4, 3)),
+            config=CONFIG,
+            compress=lambda *_: None,
+        )
+
+    assert has_form(str(raised.value))
