@@ -116,7 +116,7 @@ type Annotations = Mapping[str, tuple[Any, bool]]
 
 @functools.cache
 def annotations_of(owner: Callable[..., Any]) -> Annotations:
-    """For each array that a function takes, or a class holds, its jaxtyping annotation; and if it may be None."""
+    """The jaxtyping annotation of each array of a function or a class, and whether it may be None."""
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)
     else:

@@ -42,29 +42,41 @@ class Operations(Protocol):
     def compressed_attention(
         self, query: Array, key_cmp: Array, value_cmp: Array, placement: Placement, scale: float, *,
         count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The compressed branch (Eq. 7)."""
+        ...
 
     def select_blocks(
         self, query: Array, key_cmp: Array, lse_cmp: Array | None, placement: Placement, scale: float
-    ) -> Array: ...
+    ) -> Array:
+        """The blocks that each query attends (Eq. 8-11)."""
+        ...
 
     def selected_attention(
         self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
         scale: float, *, count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The selected branch (Eq. 12)."""
+        ...
 
     def window_attention(
         self, query: Array, key_win: Array, value_win: Array, placement: Placement, scale: float, *,
         count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The window branch (section 3.3.3)."""
+        ...
 
-    def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array: ...
+    def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array:
+        """The sum of the branches (Eq. 5)."""
+        ...
 
     def native_sparse_attention(
         self, query: Array, key_cmp: Array, value_cmp: Array, key_slc: Array, value_slc: Array,
         key_win: Array, value_win: Array, gates: Array, block_indices: Array | None, placement: Placement,
         scale: float,
-    ) -> Array: ...  # fmt: skip
+    ) -> Array:  # fmt: skip
+        """All three branches and their sum."""
+        ...
 
 
 class Choice(NamedTuple):
@@ -185,7 +197,7 @@ def running(
     config: NSAConfig | None = None,
     return_reads: bool = False,
 ) -> Iterator[Operations]:
-    """Context that gives the chosen implementation; the lowered program carries its name and the operation's."""
+    """Context that gives the chosen implementation; the lowered program names it and the operation."""
     settings = dict(config=config, implementation=implementation, return_reads=return_reads)
     chosen = choose(operation, *arrays, **settings).implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):

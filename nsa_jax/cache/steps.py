@@ -51,8 +51,8 @@ def prefill(
       implementation: as in `nsa_jax.attention`.
 
     Returns:
-      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room for all
-      its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
+      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room
+      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
@@ -146,9 +146,9 @@ def decode_step(
       implementation: as in `prefill`.
 
     Returns:
-      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in `prefill`. A row without room
-      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and
-      outside.
+      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in
+      `prefill`. A row without room for all its new tokens keeps what it held, gets output 0, and its
+      `overflowed` is set, under `jit` and outside.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.

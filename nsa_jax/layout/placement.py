@@ -61,8 +61,8 @@ class Runs:
 
     Attributes:
       runs: one after the other; their lengths add up to `T`.
-      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is) tells
-        kernels that no tile reaches into a second selection block. Not checked.
+      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is)
+        tells kernels that no tile reaches into a second selection block. Not checked.
       num_queries: how many of the `T` queries of each row are real, from the first on; the others are
         padding. All by default.
     """
@@ -118,7 +118,7 @@ class Placement:
     first_keys: FirstKeys
 
     def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """First and one-past-last index, in an array of `num_keys`, of the window's keys: `max(0, t-w+1) .. t`.
+        """First and one-past-last index, among `num_keys` keys, of those of the window, `max(0, t-w+1) .. t`.
 
         The two are equal where a query sees nothing.
         """
@@ -138,7 +138,7 @@ class Placement:
         return self.sequence_start - _by_row(self.first_keys.slc)
 
     def selection_end(self, num_keys: int) -> Int32[Array, "B T"]:
-        """One past the index, in an array of `num_keys`, of the last key that a query may select; 0 for none."""
+        """One past the last key that a query may select, in an array of `num_keys`; 0 for none."""
         end = jnp.clip(self.selection_start() + self.position + 1, 0, num_keys)
         return jnp.where(self.position >= 0, end, 0)
 
@@ -150,7 +150,7 @@ class Placement:
         return self.run_firsts[0].known
 
     def tile_in_one_block(self, tokens: int) -> bool:
-        """Whether each `tokens` neighbouring queries, from the first on, are known to lie in one selection block.
+        """Whether each `tokens` neighbouring queries are known to lie in one selection block.
 
         Those of the plain rows: blocks of packed sequences begin anywhere.
         """

@@ -194,9 +194,7 @@ def load_rows(pointer, rows, DIM):
 @triton.jit
 def load_at(pointer, offset, inside, DIM):
     """Vectors that start at `pointer + offset`, 0 where not `inside`."""
-    x0 = tl.load(
-        pointer + offset[:, None] + tl.arange(0, DIM.D0)[None, :], mask=inside[:, None], other=0.0
-    )
+    x0 = tl.load(pointer + offset[:, None] + tl.arange(0, DIM.D0)[None, :], mask=inside[:, None], other=0.0)
     if DIM.D1 > 0:
         columns = DIM.D0 + tl.arange(0, DIM.D1)
         x1 = tl.load(pointer + offset[:, None] + columns[None, :], mask=inside[:, None], other=0.0)

@@ -33,7 +33,7 @@ class TileSizes(NamedTuple):
 
 
 class ChunkPlaces(NamedTuple):
-    """Where the queries of all chunks stand: the first position of each chunk, or the positions themselves."""
+    """Where the queries of all chunks stand: the first position of each chunk, or all positions."""
 
     first: Int32[Array, " chunks"] | None
     arrays: tuple[Int32[Array, "chunks B tokens"], ...]
@@ -99,7 +99,7 @@ class Look(NamedTuple):
     ) -> tuple[Bool[Array, "B #K tokens tile"], list[Array]]:
         """The keys `first .. first + tile - 1` of each array, and which of them each query sees.
 
-        The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
+        The slice is clamped at the end of the array; keys before `first` are masked: a tile had them.
         """
         if sizes.tile == arrays[0].shape[1]:
             clamped, tiles = jnp.int32(0), list(arrays)

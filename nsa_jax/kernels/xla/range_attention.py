@@ -1,4 +1,4 @@
-"""Attention of every query over a range of keys, or over chosen blocks in it: one branch, or all three at once.
+"""Attention of each query over a range of keys, or over chosen blocks in it: one branch, or all three.
 
 Queries go in chunks (outer loop), keys in tiles (inner loop over just the tiles that some query of the chunk
 sees, left out where one tile holds them all) with an online softmax, so memory is that of one `[chunk, tile]`
@@ -70,7 +70,10 @@ class Plan(NamedTuple):
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
         # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
         at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
-        sizes = (TileSizes.choose(num_queries, n, at_once[name], tiles) for name, n in zip(names, lengths))
+        sizes = (
+            TileSizes.choose(num_queries, n, at_once[name], tiles)
+            for name, n in zip(names, lengths, strict=True)
+        )
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
@@ -203,7 +206,7 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
 
     if num_keys > 0 and are_few(rows):
         sums, reads = add_up(attend_few, branch.sizes)
-        # Hidden keys or values that are not finite have spoilt sums: then, which is rare, once more with care.
+        # Hidden keys or values that are not finite have spoilt sums: rare, and then once more with care.
         spoilt = ~jnp.isfinite(sums.out).all()
         again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), spoilt)
         sums = jax.tree.map(partial(jnp.where, spoilt), again, sums)
