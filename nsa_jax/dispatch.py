@@ -7,7 +7,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
 
@@ -154,7 +154,7 @@ def choose(
     """
 
     def reason_against(name: str) -> str | None:
-        settings = dict(config=config, platform=platform, return_reads=return_reads)
+        settings: dict[str, Any] = dict(config=config, platform=platform, return_reads=return_reads)
         return unsupported_reason(operation, name, *arrays, **settings)
 
     named = implementation if implementation is not None else _forced.value
@@ -174,7 +174,7 @@ def choose(
     )
 
 
-def use_implementation(implementation: Implementation | None):
+def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
     """Context in which `implementation=None` means the given one, also inside functions already traced.
 
     Example:
@@ -198,7 +198,7 @@ def running(
     return_reads: bool = False,
 ) -> Iterator[Operations]:
     """Context that gives the chosen implementation; the lowered program names it and the operation."""
-    settings = dict(config=config, implementation=implementation, return_reads=return_reads)
+    settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     chosen = choose(operation, *arrays, **settings).implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         yield _operations(chosen)

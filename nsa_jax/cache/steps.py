@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -251,26 +251,17 @@ def _attend(
 ) -> tuple[Array, Reads | None]:
     """The three branches over the cache that holds the new tokens already; the window over `recent`."""
     history = config.window_size - 1
-    where = dict(
+    where: dict[str, Any] = dict(
         config=config,
         query_positions=Runs((Run(query.shape[1], new.start),), num_queries=new.num_tokens),
         scale=scale,
         implementation=implementation,
     )
-    cmp = attention.compressed_attention(
-        query, cache.key_cmp, cache.value_cmp, return_reads=count_reads, **where
-    )
+    branch: dict[str, Any] = where | dict(return_reads=count_reads)
+    cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **branch)
     blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
-    slc = attention.selected_attention(
-        query, cache.key_slc, cache.value_slc, blocks, return_reads=count_reads, **where
-    )
-    win = attention.window_attention(
-        query,
-        recent["key_win_ring"],
-        recent["value_win_ring"],
-        first_key=new.start - history,
-        return_reads=count_reads,
-        **where,
-    )
+    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, blocks, **branch)
+    window = recent["key_win_ring"], recent["value_win_ring"]
+    win = attention.window_attention(query, *window, first_key=new.start - history, **branch)
     out = attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation)
     return out, Reads(cmp.reads, slc.reads, win.reads) if count_reads else None

@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,8 @@ def place(
     length = _index(num_keys, batch)
     if query_positions is None:
         query_positions = default_runs(num_queries, length.value)
-    run_queries, runs, divisor = None, (), 1
+    run_queries, divisor = None, 1
+    runs: tuple[Run, ...] = ()
     if isinstance(query_positions, Runs):
         runs, divisor = query_positions.runs, query_positions.divisor
         positions = positions_of(query_positions, batch)
@@ -194,7 +195,7 @@ def place(
         positions = query_positions.astype(jnp.int32)
     outside = (positions < 0) | (positions >= _by_row(length))
     positions = jnp.where(outside, -1, positions)
-    known = dict(
+    known: dict[str, Any] = dict(
         config=config,
         packed=segment_ids is not None,
         run_lengths=tuple(run.length for run in runs),

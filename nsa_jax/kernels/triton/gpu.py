@@ -1,6 +1,7 @@
 """The GPU that kernels are made for, without importing Triton."""
 
 import importlib
+from typing import Any
 
 import jax
 
@@ -32,7 +33,7 @@ def target() -> int:
     return AMPERE if found == (8, 0) else ADA
 
 
-def shape_of(query: Array, key: Array, value: Array | None = None, **known: bool | int) -> Shape:
+def shape_of(query: Array, key: Array, value: Array | None = None, **known: Any) -> Shape:
     """What sizes depend on: the operands [B, T, N, H], [B, S, K, H] and [B, S, K, V], and what is `known`."""
     dims = (key if value is None else value).shape
     return Shape(target(), query.dtype.itemsize, query.shape[2] // dims[2], query.shape[3], dims[3], **known)

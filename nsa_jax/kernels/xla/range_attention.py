@@ -165,7 +165,8 @@ def _attend(query, keys_values, block_indices, placement, plan):
     def attend_chunk(inputs):
         rows, places, blocks = inputs
         here = places.placement(placement, plan.tokens)
-        outs, lses = [], []
+        outs: list[Array] = []
+        lses: list[Array] = []
         for branch, (key, value) in zip(plan.branches, keys_values, strict=True):
             if branch.name == "slc" and blocks is None:
                 fixed = jax.lax.stop_gradient((rows, keys_values[0][0], lses[0]))
@@ -232,14 +233,14 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
         rows, places, blocks, (outs, lse), gates, d_out, d_lse = inputs
         here = places.placement(placement, plan.tokens)
         seen = lse != -jnp.inf
-        products = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
-        products = jnp.where(seen, jnp.stack(products), 0)
+        of_branches = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
+        products = jnp.where(seen, jnp.stack(of_branches), 0)
         delta = products if gates is None else products * gates
         if d_lse is not None:
             delta = jnp.where(seen, delta - d_lse[None, ..., 0], 0)
         known = Rows.of(rows, d_out, jnp.where(seen, lse, 0), delta)
         d_query = zeros_beside(rows, rows.shape, accumulate)
-        new_totals = []
+        new_totals: list[tuple[Array, Array]] = []
         for i, (branch, (key, value), total) in enumerate(
             zip(plan.branches, keys_values, totals, strict=True)
         ):
@@ -291,6 +292,7 @@ def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPl
         return Look(*here.compression_range(num_keys), ascending=ascending)
     if branch.name == "win":
         return Look(*here.window_range(num_keys), ascending=ascending)
+    assert blocks is not None
     start, end = here.selection_start(), here.selection_end(num_keys)
     numbers = jnp.arange(layout.num_selection_blocks(num_keys, here.config), dtype=jnp.int32)
     chosen = (blocks[..., None] == numbers[None, None, None, None]).any(axis=3)
