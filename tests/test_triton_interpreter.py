@@ -29,6 +29,12 @@ CHECKS = {
             "case known_strides",
             "case known_halves",
             "case known_halves_many",
+            "case runs_window",
+            "case runs_one",
+            "case runs_of_odd_length",
+            "case runs_ring",
+            "case runs_strides",
+            "case runs_strides_part",
             "case nothing",
             "case zero_scale",
             "hidden keys",
@@ -55,7 +61,10 @@ CHECKS = {
         *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
         *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
     ),
-    "operations": ("case consecutive", "case packed", "case anywhere", "whole", "one token"),
+    "operations": (
+        *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
+        *("not finite, consecutive", "not finite, packed"),
+    ),
 }
 
 

@@ -42,7 +42,7 @@ def _sort(x: tl.tensor) -> tl.tensor:
     return tl.tensor(interpreter.TensorHandle(np.sort(x.handle.data), x.dtype), x.type)
 
 
-def triton_call(*operands, kernel, out_type, grid, **constants):
+def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **constants):
     """Stands in for `jax_triton.triton_call`."""
     for option in ("name", "num_warps", "num_stages", "backend_options"):
         constants.pop(option, None)
@@ -52,12 +52,13 @@ def triton_call(*operands, kernel, out_type, grid, **constants):
     def run(*arrays):
         arrays = iter(arrays)
         inputs = [None if x is None else torch.from_numpy(np.array(next(arrays))) for x in operands]
-        outputs = [_poisoned(shape) for shape in shapes]
+        changed = [inputs[i] for i in input_output_aliases]
+        outputs = [_poisoned(shape) for shape in shapes[len(changed) :]]
         whole = (*grid, 1, 1)[:3]
         if all(whole):
             with _ONE_AT_A_TIME:
                 kernel[whole](*inputs, *outputs, **constants)
-        return [x.numpy() for x in outputs]
+        return [x.numpy() for x in changed + outputs]
 
     structs = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     return tree.unflatten(jax.pure_callback(run, structs, *present))

@@ -65,6 +65,43 @@ def check_case(name: str) -> float:
     return worst
 
 
+def check_not_finite(name: str) -> float:
+    """NaN and infinity reach those who see them, and nobody else: the pattern of the oracle."""
+    case = CASES[name]
+    operands = jax.tree.map(np.copy, case.draw())
+    cotangents = {x: np.copy(cotangent) for x, cotangent in random_cotangents(case).items()}
+    with jax.enable_x64(True):
+        blocks = np.asarray(
+            jax.jit(lambda q, k: _select(q, k, case))(*(jnp.asarray(x) for x in operands[:2]))
+        )
+    queries = operands.query.shape[1]
+    operands.query[-1, queries // 2, 0, 3] = np.nan
+    operands.key_slc[0, 21, 0, 1] = np.nan
+    operands.value_slc[0, -9, -1, 2] = np.inf
+    operands.value_win[0, 18, 0, 0] = np.nan
+    operands.key_win[-1, 33, -1, 2] = np.nan
+    operands.value_cmp[0, -2, 0, 5] = np.nan
+    cotangents["out_cmp"][-1, 5, 0, 1] = np.inf
+    cotangents["out_win"][0, queries - 2, -1, 3] = np.nan
+    cotangents["out_slc"][0, 0, 0, 0] = np.nan  # padding in packed rows
+    cotangents["lse_slc"][0, queries // 3, 0] = np.nan
+    given = dict(operands=operands, cotangents=cotangents, block_indices=blocks)
+    expected = evaluate("reference", case, **given)
+    with interpreted():
+        found = evaluate("triton", case, "float32", **given)
+    worst = 0.0
+    for result in (*random_cotangents(case), *(f"d_{operand}" for operand in Operands._fields)):
+        finite = np.isfinite(expected[result])
+        wrong = np.argwhere(np.isfinite(found[result]) != finite)
+        wrong = [at for at in wrong if expected[result][tuple(at)] != -np.inf != found[result][tuple(at)]]
+        assert not wrong, (name, result, wrong[:5], len(wrong), wrong[0].size)
+        ours, theirs = (np.where(finite, x[result], 0) for x in (found, expected))
+        error = distance(ours, theirs) / max(1.0, size(theirs))
+        assert error <= TOLERANCE, (name, result, error)
+        worst = max(worst, error)
+    return worst
+
+
 def _select(query, key_cmp, case):
     settings = dict(config=case.config, scale=case.scale, query_positions=jnp.asarray(case.query_positions))
     segment_ids = case.segment_ids
@@ -123,6 +160,8 @@ def check_one_token() -> float:
 
 
 CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {
+    "not finite, consecutive": lambda: check_not_finite("consecutive"),
+    "not finite, packed": lambda: check_not_finite("packed"),
     "whole": check_whole,
     "one token": check_one_token,
 }

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import load_rows
+from nsa_jax.kernels.triton.pieces import added, cast, scaled
 from nsa_jax.kernels.triton.tiles import GATED_SUM_ROWS
 
 
@@ -48,6 +50,21 @@ def gate_gradients_kernel(
         source = out_cmp if branch == 0 else (out_slc if branch == 1 else out_win)
         d_gate = tl.sum(cotangent * tl.load(source + place, mask=inside, other=0.0).to(tl.float32), 1)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def gated_rows(out, out_cmp, out_slc, gates, rows, DIM):
+    """The gated sum of rows whose last branch is `out`, which is rounded as if it had been stored."""
+    gates += rows.first * 3
+    gate = tl.load(gates + rows.offset * 3 + 2, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+    total = scaled(cast(out, out_cmp.dtype.element_ty), gate)
+    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at a time would cost registers
+        source = out_cmp
+        if branch == 1:
+            source = out_slc
+        gate = tl.load(gates + rows.offset * 3 + branch, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+        total = added(total, scaled(load_rows(source, rows, DIM), gate))
+    return total
 
 
 def gated_sum(

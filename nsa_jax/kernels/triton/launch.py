@@ -1,5 +1,6 @@
 """The one door to the GPU: starts a Triton kernel on JAX arrays, and maps functions made of kernels."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 2,
     registers: int | None = None,
+    in_place: int = 0,
     **constants: Any,
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
@@ -39,6 +41,7 @@ def launch(
       num_warps: warps of a program.
       num_stages: tiles that a loop loads ahead.
       registers: most registers of a thread; None leaves it to the compiler.
+      in_place: how many results are the first operands, changed: no pointers of theirs follow the operands.
       **constants: the kernel's other parameters by name.
 
     Raises:
@@ -50,17 +53,21 @@ def launch(
             f"{max(grid[1:])}. Split the batch (jax.lax.map), or use implementation='xla'."
         )
     options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
-    results = jax_triton.triton_call(
-        *operands,
-        kernel=kernel,
-        out_type=out,
-        grid=grid,
-        name=kernel.repr(SimpleNamespace(constants=constants)),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **options,
-        **constants,
-    )
+    with warnings.catch_warnings():
+        # Its successor, a `jax.Ref` among the operands, is an effect that remat and custom gradients refuse.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        results = jax_triton.triton_call(
+            *operands,
+            kernel=kernel,
+            out_type=out,
+            grid=grid,
+            name=kernel.repr(SimpleNamespace(constants=constants)),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            input_output_aliases={i: i for i in range(in_place)},
+            **options,
+            **constants,
+        )
     # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
     axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: _vary(x, axes - _varying_axes(x)), results)

@@ -109,6 +109,7 @@ class QueryTile(NamedTuple):
       b: row of the batch.
       kv_head: the KV head.
       first_query: `b T`, where the batch row begins in arrays `[B, T]`.
+      number: of the tile, in order of its tokens.
       first_token: first token of the tile, among those of the batch row.
       token: token of each row, counted from the tile's first.
       rows: place of each row in arrays `[B T N, D]`.
@@ -117,6 +118,7 @@ class QueryTile(NamedTuple):
     b: tl.tensor
     kv_head: tl.tensor
     first_query: tl.tensor
+    number: tl.tensor
     first_token: tl.tensor
     token: tl.tensor
     rows: Rows
@@ -137,7 +139,13 @@ def query_tile(
     first_query = b.to(tl.int64) * num_queries
     first_row = (first_query + first_token) * (KV_HEADS * G) + kv_head * G
     rows = Rows(first_row, token * (KV_HEADS * G) + head, inside)
-    return QueryTile(b, kv_head, first_query, first_token, token, rows)
+    return QueryTile(b, kv_head, first_query, tile, first_token, token, rows)
+
+
+@triton.jit
+def mark_place(tile):
+    """Place of the tile's mark in arrays `[B, K, tiles]`."""
+    return tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile.number
 
 
 @triton.jit

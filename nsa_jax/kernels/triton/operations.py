@@ -17,8 +17,12 @@ from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.launch import folds_vmap
-from nsa_jax.kernels.triton.ranges import attend_ranges, range_gradients
-from nsa_jax.kernels.triton.ranges.edges import compression_edges, window_edges
+from nsa_jax.kernels.triton.ranges import (
+    attend_ranges,
+    compression_ranges,
+    range_gradients,
+    window_ranges,
+)
 from nsa_jax.kernels.triton.selection import choose_blocks
 from nsa_jax.layout import Placement
 
@@ -52,9 +56,8 @@ def window_attention(
 ) -> Attended:
     """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
     _counts_nothing(count_reads)
-    num_keys = key_win.shape[1]
-    edges, limits = window_edges(placement, num_keys), placement.window_range(num_keys)
-    return Attended(*_range_attention(query, key_win, value_win, *limits, scale, edges))
+    ranges = window_ranges(placement, key_win.shape[1])
+    return Attended(*_range_attention(query, key_win, value_win, ranges, scale))
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -129,31 +132,30 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, "nsa_out"), checkpoint_name(lse, "nsa_lse")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _range_attention(query, key, value, start, end, scale, edges):
-    return folds_vmap(partial(attend_ranges, scale=scale, edges=edges))(query, key, value, start, end)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _range_attention(query, key, value, ranges, scale):
+    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges)
 
 
-def _range_forward(query, key, value, start, end, scale, edges):
-    out, lse = _saved(*_range_attention(query, key, value, start, end, scale, edges))
-    return (out, lse), (query, key, value, start, end, out, lse)
+def _range_forward(query, key, value, ranges, scale):
+    out, lse = _saved(*_range_attention(query, key, value, ranges, scale))
+    return (out, lse), (query, key, value, ranges, out, lse)
 
 
-def _range_backward(scale, edges, residuals, cotangents):
+def _range_backward(scale, residuals, cotangents):
     def gradients(*arrays):
-        return range_gradients(*arrays, weight=None, previous=None, scale=scale, edges=edges)
+        return range_gradients(*arrays, weight=None, previous=None, scale=scale)
 
     *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
-    return *gradients_of_operands, None, None
+    return *gradients_of_operands, None
 
 
 _range_attention.defvjp(_range_forward, _range_backward)
 
 
 def _compressed(query, key_cmp, value_cmp, placement, scale):
-    num_keys = key_cmp.shape[1]
-    edges, limits = compression_edges(placement, num_keys), placement.compression_range(num_keys)
-    return _range_attention(query, key_cmp, value_cmp, *limits, scale, edges)
+    ranges = compression_ranges(placement, key_cmp.shape[1])
+    return _range_attention(query, key_cmp, value_cmp, ranges, scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -209,9 +211,8 @@ def _native(
     """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
     keys_values = (key_cmp, value_cmp, key_slc, value_slc)
     cmp, slc, _ = _first_two_branches(query, *keys_values, block_indices, placement, scale)
-    attend = partial(attend_ranges, scale=scale, edges=window_edges(placement, key_win.shape[1]))
-    limits, others = placement.window_range(key_win.shape[1]), (cmp[0], slc[0], gates)
-    return folds_vmap(attend)(query, key_win, value_win, *limits, others)[0]
+    ranges, others = window_ranges(placement, key_win.shape[1]), (cmp[0], slc[0], gates)
+    return folds_vmap(partial(attend_ranges, scale=scale))(query, key_win, value_win, ranges, others)[0]
 
 
 def _native_forward(
@@ -219,19 +220,16 @@ def _native_forward(
 ):
     keys_values = (key_cmp, value_cmp, key_slc, value_slc)
     cmp, slc, block_indices = _first_two_branches(query, *keys_values, block_indices, placement, scale)
-    num_keys = key_win.shape[1]
-    attend = partial(attend_ranges, scale=scale, edges=window_edges(placement, num_keys))
-    win = _saved(*folds_vmap(attend)(query, key_win, value_win, *placement.window_range(num_keys)))
+    attend = folds_vmap(partial(attend_ranges, scale=scale))
+    win = _saved(*attend(query, key_win, value_win, window_ranges(placement, key_win.shape[1])))
     out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return out, (query, *keys_values, key_win, value_win, gates, block_indices, placement, cmp, slc, win)
 
 
 def _first_two_branches(query, key_cmp, value_cmp, key_slc, value_slc, block_indices, placement, scale):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
-    num_keys = key_cmp.shape[1]
-    attend = partial(attend_ranges, scale=scale, edges=compression_edges(placement, num_keys))
-    limits = placement.compression_range(num_keys)
-    cmp = _saved(*folds_vmap(attend)(query, key_cmp, value_cmp, *limits))
+    attend = folds_vmap(partial(attend_ranges, scale=scale))
+    cmp = _saved(*attend(query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1])))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
     attend = partial(attend_blocks, scale=scale)
@@ -243,28 +241,26 @@ def _native_backward(scale, residuals, d_out):
     (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement,
      cmp, slc, win) = residuals  # fmt: skip
 
-    def of_ranges(key, value, limits, edges, saved, branch, previous):
-        def gradients(query, key, value, start, end, out, lse, d_out, weight, previous):
-            operands = (query, key, value, start, end, out, lse, d_out, None)
-            return range_gradients(*operands, weight=weight, previous=previous, scale=scale, edges=edges)
+    def of_ranges(key, value, ranges, saved, branch, previous):
+        def gradients(query, key, value, ranges, out, lse, d_out, weight, previous):
+            operands = (query, key, value, ranges, out, lse, d_out, None)
+            return range_gradients(*operands, weight=weight, previous=previous, scale=scale)
 
         weight = gates[..., branch].astype(jnp.float32)
-        return folds_vmap(gradients)(query, key, value, *limits, *saved, d_out, weight, previous)
+        return folds_vmap(gradients)(query, key, value, ranges, *saved, d_out, weight, previous)
 
     def of_blocks(query, key, value, block_indices, placement, out, lse, d_out, weight, previous):
         operands = (query, key, value, block_indices, placement, out, lse, d_out, None)
         return block_gradients(*operands, weight=weight, previous=previous, scale=scale)
 
-    num_keys = key_cmp.shape[1]
-    limits, edges = placement.compression_range(num_keys), compression_edges(placement, num_keys)
-    d_query, *d_cmp, d_gate_cmp = of_ranges(key_cmp, value_cmp, limits, edges, cmp, 0, None)
+    ranges = compression_ranges(placement, key_cmp.shape[1])
+    d_query, *d_cmp, d_gate_cmp = of_ranges(key_cmp, value_cmp, ranges, cmp, 0, None)
     gate_slc = gates[..., 1].astype(jnp.float32)
     d_query, *d_slc, d_gate_slc = folds_vmap(of_blocks)(
         query, key_slc, value_slc, block_indices, placement, *slc, d_out, gate_slc, d_query
     )
-    num_keys = key_win.shape[1]
-    limits, edges = placement.window_range(num_keys), window_edges(placement, num_keys)
-    d_query, *d_win, d_gate_win = of_ranges(key_win, value_win, limits, edges, win, 2, d_query)
+    ranges = window_ranges(placement, key_win.shape[1])
+    d_query, *d_win, d_gate_win = of_ranges(key_win, value_win, ranges, win, 2, d_query)
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, *d_cmp, *d_slc, *d_win, d_gates, None, None
 

@@ -88,6 +88,21 @@ def kept(x, condition):
 
 
 @triton.jit
+def spoiled_rows(x):
+    """Which rows hold anything that is not a finite number."""
+    total = tl.sum(x.first.to(tl.float32) * 0.0, 1)  # 0 * inf and 0 * NaN are NaN, and NaN stays
+    if x.second is not None:
+        total += tl.sum(x.second.to(tl.float32) * 0.0, 1)
+    return total != 0.0
+
+
+@triton.jit
+def is_spoiled(x):
+    """Whether the tile holds anything that is not a finite number: 1 or 0."""
+    return tl.max(spoiled_rows(x).to(tl.int32), 0)
+
+
+@triton.jit
 def inner(a, b, PRECISION: tl.constexpr):
     """`a b^T`, in float32."""
     product = tl.dot(a.first, tl.trans(b.first), input_precision=PRECISION)

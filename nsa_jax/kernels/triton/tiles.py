@@ -434,3 +434,11 @@ SELECTION = tuple(
 # --- Gated sum ----------------------------------------------------------------------------------------------
 
 GATED_SUM_ROWS = 32  # rows of a program
+
+# --- Mending: for numbers that are not finite, so speed hardly matters ---------------------------------------
+
+MENDED_TILES = 32  # marks that a program reads
+MENDED_HEADS = 16  # query heads at a time, the fewest rows of a product
+MENDED_KEYS = 32  # of a step
+MENDED_KEYS_OF_A_PROGRAM = 16
+MENDED_TOKENS = 32  # of a step for a key

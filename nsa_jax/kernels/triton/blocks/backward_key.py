@@ -34,6 +34,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.mending import mend_key_gradients, sight_of_blocks
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -99,7 +100,8 @@ def block_key_gradients(
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = jnp.where(items.written[..., None], d_value, 0)
-    return d_key, d_value
+    sight = sight_of_blocks(block_indices, placement, num_keys)
+    return mend_key_gradients(d_key, d_value, query, key, value, sight, lse, delta, d_out, weight, scale)
 
 
 def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):

@@ -21,13 +21,23 @@ from nsa_jax.kernels.triton.blocks.lists import UnionLists
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
+from nsa_jax.kernels.triton.loading import (
+    Keys,
+    key_tiles,
+    load_keys,
+    load_rows,
+    mark_place,
+    query_tile,
+    store_rows,
+)
+from nsa_jax.kernels.triton.mending import mend_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
     add_product,
     added,
     inner,
+    is_spoiled,
     kept,
     precision,
     scaled,
@@ -78,16 +88,21 @@ def block_query_gradient(
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    return launch(
+    d_query, products, delta, marks = launch(
         selected_query_gradient_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
-        out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
+        out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse), like(lists.counts)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
+    d_query = mend_query_gradient(
+        d_query, marks, query, key, value, lists.sight, lse, delta, d_out, weight, previous, scale,
+        tokens=tokens,
+    )  # fmt: skip
+    return d_query, products, delta
 
 
 @triton.jit
@@ -112,7 +127,7 @@ def _add_step(
 @triton.jit(repr=named("nsa_selected_query_gradient"))
 def selected_query_gradient_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse, d_out,
-    d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    d_lse, weight, previous, d_query, products, delta, marks, num_queries, num_keys,
     ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
@@ -127,9 +142,7 @@ def selected_query_gradient_kernel(
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
     q = load_rows(query, rows, KEY)
     d_out_rows = load_rows(d_out, rows, VALUE)
-    row = tl.load(
-        last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1
-    )
+    row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
     lse_2 = load_lse(lse, rows)
     sees = lse_2 < float("inf")
     numbers = row_numbers(Sources(out, d_lse, weight, products, delta), lse_2, d_out_rows, rows, VALUE)
@@ -151,6 +164,7 @@ def selected_query_gradient_kernel(
             dq = _add_step(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
+    tl.store(marks + mark_place(tile), is_spoiled(dq))
     if previous is not None:
         dq = added(dq, load_rows(previous, rows, KEY))
     store_rows(d_query, rows, dq, KEY)

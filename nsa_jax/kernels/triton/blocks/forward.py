@@ -26,8 +26,17 @@ from nsa_jax.kernels.triton.blocks.lists import UnionLists
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
-from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
+from nsa_jax.kernels.triton.loading import (
+    Keys,
+    key_tiles,
+    load_keys,
+    load_rows,
+    mark_place,
+    query_tile,
+    store_rows,
+)
+from nsa_jax.kernels.triton.mending import mend_forward
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, is_spoiled, precision, scaled
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes
 
@@ -62,11 +71,11 @@ def attend_blocks(
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    return launch(
+    out, lse, marks = launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
-             like(query, (batch, num_queries, num_heads), "float32")),
+             like(query, (batch, num_queries, num_heads), "float32"), like(lists.counts)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
@@ -74,6 +83,7 @@ def attend_blocks(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
+    return mend_forward(out, lse, marks, query, key, value, lists.sight, scale, tokens=tokens)
 
 
 class Entries(NamedTuple):
@@ -138,7 +148,7 @@ def _attend_step(
 @triton.jit(repr=named("nsa_selected_forward"))
 def selected_forward_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse,
-    num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
+    marks,    num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
     PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -151,9 +161,7 @@ def selected_forward_kernel(
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
     q = load_rows(query, rows, KEY)
-    row = tl.load(
-        last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1
-    )
+    row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
 
     this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)
@@ -174,7 +182,9 @@ def selected_forward_kernel(
     sees = state.total != 0  # of queries that are not a number, too
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)
     part = 1 / tl.where(sees, state.total, 1.0)
-    store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
+    result = scaled(state.out, part[:, None])
+    tl.store(marks + mark_place(tile), is_spoiled(result))
+    store_rows(out, rows, result, VALUE)
 
 
 @triton.jit

@@ -2,25 +2,25 @@
 
 import jax.numpy as jnp
 
-from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.ranges import forward
 from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
-from nsa_jax.kernels.triton.ranges.edges import Edges
+from nsa_jax.kernels.triton.ranges.edges import KeyRanges, compression_ranges, window_ranges
+
+__all__ = ["KeyRanges", "attend_ranges", "compression_ranges", "range_gradients", "window_ranges"]
 
 
 def attend_ranges(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    start: Int[Array, "B T"],
-    end: Int[Array, "B T"],
+    ranges: KeyRanges,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
     scale: float,
-    edges: Edges,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` of each query over keys `start .. end - 1`; `edges` is what is known of these.
+    """`(out, lse)` of each query over its range of keys.
 
     With `others`, which are the outputs of the compressed and the selected branch and the gates, `out` is the
     gated sum. There must be keys then.
@@ -29,15 +29,14 @@ def attend_ranges(
         assert others is None
         rows = query.shape[:3]
         return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
-    return forward.attend_ranges(query, key, value, start, end, scale, others, edges=edges)
+    return forward.attend_ranges(query, key, value, ranges, scale, others)
 
 
 def range_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    start: Int[Array, "B T"],
-    end: Int[Array, "B T"],
+    ranges: KeyRanges,
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
@@ -46,12 +45,11 @@ def range_gradients(
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
-    edges: Edges,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
 
     Args:
-      query, key, value, start, end, scale, edges: see `attend_ranges`.
+      query, key, value, ranges, scale: see `attend_ranges`.
       out, lse: what it returned.
       d_out: cotangent of the output, before the weight.
       d_lse: cotangent of `lse`, None for 0.
@@ -61,9 +59,9 @@ def range_gradients(
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if previous is None else previous
         return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(lse)
-    operands = (query, key, value, start, end)
+    operands = (query, key, value, ranges)
     d_query, products, delta = range_query_gradient(
-        *operands, out, lse, d_out, d_lse, weight, previous, scale, edges=edges
+        *operands, out, lse, d_out, d_lse, weight, previous, scale
     )
-    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight, scale, edges=edges)
+    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight, scale)
     return d_query, *d_keys, products

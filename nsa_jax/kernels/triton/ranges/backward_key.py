@@ -38,6 +38,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tiles,
     store_rows,
 )
+from nsa_jax.kernels.triton.mending import Sight, mend_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -49,12 +50,12 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.ranges.edges import (
-    NOTHING_KNOWN,
-    Edges,
+    KeyRanges,
     Limits,
     Ranges,
     query_limits,
     range_of,
+    run_at,
 )
 
 _SMALLEST_GATE = 1e-18
@@ -129,7 +130,7 @@ def row_scalars(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B 
         x = jnp.pad(x, padding, constant_values=fill)
         return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
 
-    seen = lse > -jnp.inf
+    seen = lse != -jnp.inf  # of NaN, too
     if weight is not None:
         seen &= (weight != 0) | (delta != 0)
     normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
@@ -146,15 +147,13 @@ def range_key_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    start: Int32[Array, "B T"],
-    end: Int32[Array, "B T"],
+    ranges: KeyRanges,
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
     weight: Float[Array, "B T N"] | None,
     scale: float,
     *,
-    edges: Edges = NOTHING_KNOWN,
     sizes: tiles.RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
@@ -171,21 +170,23 @@ def range_key_gradients(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
     scalars = row_scalars(lse, delta, weight, heads, tokens)
-    bounds = ranges = None
-    if edges.first_position is None:
+    edges = ranges.edges.in_tiles(tokens)
+    start, end, runs = ranges.in_tiles(tokens)
+    bounds = rows = None
+    if not edges.known:
         bounds = query_bounds(start, end, num_keys, sizes.keys, tokens)
-        ranges = row_ranges(start, end, heads, tokens)
+        rows = row_ranges(start, end, heads, tokens)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     if tma:
         block = tokens * padded_heads(heads)
-        ranges = None if ranges is None else TensorDescriptor.from_array(ranges, (1, 1, block))
+        rows = None if rows is None else TensorDescriptor.from_array(rows, (1, 1, block))
         scalars = TensorDescriptor.from_array(scalars, (1, 1, 1, block))
     d_key, d_value = launch(
         range_key_gradients_kernel, *query_tiles(query, num_kv_heads, tokens, tma),
         *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
-        *key_tiles(value, sizes.keys, tma), ranges, scalars, bounds,
+        *key_tiles(value, sizes.keys, tma), rows, scalars, bounds, runs,
         out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys,
@@ -194,9 +195,10 @@ def range_key_gradients(
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
         WEIGHTED=weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    if segments == 1:
-        return d_key, d_value
-    return d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
+    if segments > 1:
+        d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
+    sight = Sight(edges.branch, ranges.start, ranges.end)
+    return mend_key_gradients(d_key, d_value, query, key, value, sight, lse, delta, d_out, weight, scale)
 
 
 class KeyTile(NamedTuple):
@@ -252,7 +254,7 @@ def _load_scalar(data, queries, which, i):
 
 @triton.jit
 def _sum_tiles(
-    sums, tile, queries, gradients, data, ranges, steps,
+    sums, tile, queries, gradients, data, ranges, run, steps,
     SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -285,12 +287,12 @@ def _sum_tiles(
         normaliser = _load_scalar(data, queries, 0, i)
         p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(normaliser, ROW_AXIS))
         if MASKED:
-            if ranges.FIRST is None:
+            if not ranges.KNOWN:
                 start = _load_range(data, queries, 0, i)
                 count = _load_range(data, queries, 1, i)
             else:
                 token = i * queries.TOKENS + tl.arange(0, ROWS) // queries.PADDED_G
-                start, end = range_of(token, True, ranges)
+                start, end = range_of(token, True, ranges, run)
                 count = end - start
             ahead = tl.expand_dims(tile.first - start, ROW_AXIS)
             ahead += tl.expand_dims(tl.arange(0, KEYS), 1 - ROW_AXIS)
@@ -311,14 +313,24 @@ def _sum_tiles(
     return sums
 
 
+@triton.jit
+def _in_segment(limits, segment, segment_tiles):
+    """The limits inside a segment of the queries, in order."""
+    low = tl.maximum(limits.low, segment * segment_tiles)
+    high = tl.maximum(tl.minimum(limits.high, (segment + 1) * segment_tiles), low)
+    full_low = tl.minimum(tl.maximum(limits.full_low, low), high)
+    full_high = tl.minimum(tl.maximum(limits.full_high, full_low), high)
+    return Limits(low, full_low, full_high, high)
+
+
 @triton.jit(repr=named("nsa_{BRANCH}_key_gradients"))
 def range_key_gradients_kernel(
-    queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds,
+    queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds, runs,
     d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr, KV_HEADS: tl.constexpr,
     G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, BRANCH: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys, or their parts of one segment."""
@@ -331,26 +343,14 @@ def range_key_gradients_kernel(
     kv_head = tl.program_id(1) % KV_HEADS
     first_key = tile * KEYS
 
-    ranges: tl.constexpr = Ranges(None, None, FIRST, WINDOW, SIZE, STRIDE)
-    if FIRST is None:
-        bounds += (b.to(tl.int64) * key_tiles + tile) * 4
-        low, high = tl.load(bounds), tl.load(bounds + 3)
-        full_low, full_high = tl.load(bounds + 1), tl.load(bounds + 2)
-    else:
-        past_key = tl.minimum(first_key + KEYS, num_keys)
-        low, full_low, full_high, high = query_limits(first_key, past_key, num_queries, ranges, TOKENS)
-    low = tl.maximum(low, segment * segment_tiles)
-    high = tl.maximum(tl.minimum(high, (segment + 1) * segment_tiles), low)
-    full_low = tl.minimum(tl.maximum(full_low, low), high)
-    full_high = tl.minimum(tl.maximum(full_high, full_low), high)
-    steps = Limits(low, full_low, full_high, high)
-
+    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
+    ranges: tl.constexpr = Ranges(None, None, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
     keys: tl.constexpr = Keys(keys0, keys1, b, kv_head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, kv_head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
     held = KeyTile(load_keys(keys, first_key), load_keys(values, first_key), first_key)
     length = (num_queries + TOKENS - 1) // TOKENS * (TOKENS * PADDED_G)
     if not TMA:
-        if FIRST is None:
+        if not KNOWN:
             row_ranges += b.to(tl.int64) * 2 * length
         scalars += tl.program_id(1).to(tl.int64) * (3 if WEIGHTED else 2) * length
     data = RowData(row_ranges, scalars, length)
@@ -362,14 +362,36 @@ def range_key_gradients_kernel(
     )
 
     sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
-    sums = _sum_tiles(
-        sums, held, queries, gradients, data, ranges, steps,
-        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
-    )  # fmt: skip
-    sums = _sum_tiles(
-        sums, held, queries, gradients, data, ranges, steps,
-        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
-    )  # fmt: skip
+    if RUN_LENGTH is None:
+        run = run_at(runs, 0, num_queries, FIRST, RUN_LENGTH)
+        if KNOWN:
+            limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
+        else:
+            bounds += (b.to(tl.int64) * key_tiles + tile) * 4
+            limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
+        steps = _in_segment(limits, segment, segment_tiles)
+        sums = _sum_tiles(
+            sums, held, queries, gradients, data, ranges, run, steps,
+            SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
+        )  # fmt: skip
+        sums = _sum_tiles(
+            sums, held, queries, gradients, data, ranges, run, steps,
+            SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+        )  # fmt: skip
+    else:
+        runs += b * (num_queries // RUN_LENGTH) * 3
+        for number in tl.range(0, num_queries // RUN_LENGTH):
+            run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
+            limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
+            steps = _in_segment(limits, segment, segment_tiles)
+            sums = _sum_tiles(
+                sums, held, queries, gradients, data, ranges, run, steps,
+                SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
+            )  # fmt: skip
+            sums = _sum_tiles(
+                sums, held, queries, gradients, data, ranges, run, steps,
+                SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+            )  # fmt: skip
 
     c = tl.arange(0, KEYS)
     part = (segment * (tl.num_programs(1) // KV_HEADS) + b).to(tl.int64)

@@ -14,24 +14,34 @@ TFLOP/s; window 1.6 TFLOP, 2.1 ms.
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
+from nsa_jax.kernels.triton.loading import (
+    Keys,
+    key_tiles,
+    load_keys,
+    load_rows,
+    mark_place,
+    query_tile,
+    store_rows,
+)
+from nsa_jax.kernels.triton.mending import Sight, mend_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
     add_product,
     added,
     inner,
+    is_spoiled,
     kept,
     precision,
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.ranges.edges import NOTHING_KNOWN, Edges, Ranges, is_seen, key_limits, seen_by
+from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_at, seen_by
 from nsa_jax.kernels.triton.softmax import Sources, row_numbers
 
 
@@ -39,8 +49,7 @@ def range_query_gradient(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    start: Int32[Array, "B T"],
-    end: Int32[Array, "B T"],
+    ranges: KeyRanges,
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
@@ -49,13 +58,12 @@ def range_query_gradient(
     previous: Float[Array, "B T N H"] | None,
     scale: float,
     *,
-    edges: Edges = NOTHING_KNOWN,
     sizes: tiles.RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; with what the rows know.
 
     Args:
-      query, key, value, start, end, scale, edges: as `attend_ranges` had them.
+      query, key, value, ranges, scale: as `attend_ranges` had them.
       out, lse: what it returned.
       d_out: gradient of the gated sum, or of `out` where `weight` is None.
       d_lse: gradient of `lse`; None for 0.
@@ -71,27 +79,32 @@ def range_query_gradient(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        shape = shape_of(query, key, value, from_0=edges.from_0)
+        shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
         sizes = tiles.choose(tiles.RANGE_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, heads)
+    edges = ranges.edges.in_tiles(tokens)
     edge_tiles = edges.of_tiles(tokens, sizes.keys)
     tail = edge_tiles["TAIL"]
-    known = edges.first_position is not None
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    return launch(
+    grid = (triton.cdiv(num_queries, tokens), batch * num_kv_heads)
+    d_query, products, delta, marks = launch(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
-        None if known else start, None if known else end, out, lse, d_out, d_lse, weight, previous,
-        out=(like(query), like(lse), like(lse)),
-        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+        *ranges.in_tiles(tokens), out, lse, d_out, d_lse, weight, previous,
+        out=(like(query), like(lse), like(lse), like(query, (batch, num_kv_heads, grid[0]), "int32")), grid=grid,
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
+    d_query = mend_query_gradient(
+        d_query, marks, query, key, value, Sight(edges.branch, ranges.start, ranges.end), lse, delta, d_out, weight,
+        previous, scale, tokens=tokens,
+    )  # fmt: skip
+    return d_query, products, delta
 
 
 @triton.jit
@@ -115,20 +128,18 @@ def _add_step(
 
 @triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
 def range_query_gradient_kernel(
-    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
-    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends, runs,
+    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, marks, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
-    BRANCH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries, and the numbers of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(
-        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS
-    )
+    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -136,19 +147,25 @@ def range_query_gradient_kernel(
     tail_values: tl.constexpr = Keys(
         tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
     )
-    if FIRST is None:
+    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
+    number = 0
+    if RUN_LENGTH is not None:
+        runs += b * (num_queries // RUN_LENGTH) * 3
+        number = tile.first_token // RUN_LENGTH
+    elif FIRST is None:
         starts += tile.first_query
         ends += tile.first_query
-    ranges: tl.constexpr = Ranges(starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+    run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
+    ranges: tl.constexpr = Ranges(starts, ends, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
 
     q = load_rows(query, rows, KEY)
     d_out_rows = load_rows(d_out, rows, VALUE)
-    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges)
+    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges, run)
     sees = seen.count > 0
     # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
     normaliser = tl.load(lse + rows.first + rows.offset, mask=sees, other=float("inf")) * LOG2_E
     numbers = row_numbers(Sources(out, d_lse, weight, products, delta), normaliser, d_out_rows, rows, VALUE)
-    limits = key_limits(tile.first_token, num_queries, ranges, TOKENS, KEYS, KEYS)
+    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, KEYS)
 
     dq = zeros(TOKENS * PADDED_G, KEY)
     if PEEL:
@@ -170,6 +187,7 @@ def range_query_gradient_kernel(
             dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
+    tl.store(marks + mark_place(tile), is_spoiled(dq))
     if previous is not None:
         dq = added(dq, load_rows(previous, rows, KEY))
     store_rows(d_query, rows, dq, KEY)

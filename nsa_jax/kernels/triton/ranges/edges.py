@@ -1,24 +1,30 @@
 """Where the range of a tile of queries begins and ends, and which tiles of keys need a mask."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from nsa_jax.array_typing import Array, Int32
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
-from nsa_jax.layout import Placement
+from nsa_jax.layout import Index, Placement
 
 
 class Edges(NamedTuple):
-    """What is known, when a program is compiled, of the ranges of consecutive queries of one sequence.
+    """What is known, when a program is compiled, of the ranges of neighbouring queries.
 
     A query at position p has `(p + 1 - size) // stride + 1` keys before its end, and sees the last `window`
     of them.
 
     Attributes:
       branch: name of the branch, in the names of its kernels.
-      first_position: position of the first query, where the queries are consecutive and not packed;
-        None where nothing is known.
+      first_position: position of the first query, where all are consecutive tokens of one sequence, from
+        an array's first key on.
+      run_length: queries of each run of consecutive tokens, where an array says at which position they begin.
+      clipped: whether keys may be missing at the end of what a run sees.
       window: longest range; None for ranges that all start at 0.
       size: tokens that a key stands for; a query sees it when it has passed the last of them.
       stride: tokens between the first ones of two neighbouring keys.
@@ -26,14 +32,27 @@ class Edges(NamedTuple):
 
     branch: str = "range"
     first_position: int | None = None
+    run_length: int | None = None
+    clipped: bool = False
     window: int | None = None
     size: int = 1
     stride: int = 1
 
     @property
+    def known(self) -> bool:
+        """Whether kernels compute the ranges; else they load them."""
+        return self.first_position is not None or self.run_length is not None
+
+    @property
     def from_0(self) -> bool:
-        """Whether all ranges are known to begin at key 0: no key that all see stands behind one that some see."""
-        return self.first_position is not None and self.window is None
+        """Whether all ranges are known to begin at one key: none that all see stands behind one that some see."""
+        return self.known and self.window is None
+
+    def in_tiles(self, tokens: int) -> "Edges":
+        """What is known of tiles of `tokens` queries: nothing where one may reach into a second run."""
+        if self.run_length is None or self.run_length % tokens == 0:
+            return self
+        return self._replace(run_length=None)
 
     def of_tiles(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
         """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
@@ -42,13 +61,12 @@ class Edges(NamedTuple):
         step at either end may not be enough. With `halve` ranges that begin at 0 end in a step of half the
         keys, and may begin with one that all queries see.
         """
-        known = self.first_position is not None
         if self.window is None:
             # Ends within a tile of queries that differ by one at most lie in one tile of keys.
-            rest = not known or -(-(tokens - 1) // self.stride) > 1
-            return dict(TAIL=keys // 2 if known and halve else keys, FRONT=not self.from_0, REST=rest)
+            rest = not self.known or -(-(tokens - 1) // self.stride) > 1
+            return dict(TAIL=keys // 2 if self.known and halve else keys, FRONT=not self.from_0, REST=rest)
         tail = min(keys, max(16, triton.next_power_of_2(tokens - 1)))
-        rest = not known or tail < tokens - 1 or 0 < self.window % keys < tokens - 1
+        rest = not self.known or self.clipped or tail < tokens - 1 or 0 < self.window % keys < tokens - 1
         return dict(TAIL=tail, FRONT=True, REST=rest)
 
     def constants(self) -> dict[str, Any]:
@@ -56,46 +74,107 @@ class Edges(NamedTuple):
         return dict(
             BRANCH=self.branch,
             FIRST=self.first_position,
+            RUN_LENGTH=self.run_length,
+            CLIPPED=self.clipped,
             WINDOW=self.window,
             SIZE=self.size,
             STRIDE=self.stride,
         )
 
 
-NOTHING_KNOWN = Edges()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyRanges:
+    """The keys `start .. end - 1` of each query.
+
+    Attributes:
+      start, end: row indices; nothing is seen where `start >= end`.
+      runs: of each run the position of its first query, counted as `edges` counts keys; the lowest row index
+        that the array holds; and how many of its queries are real. None where nothing is known of runs.
+      edges: what is known of the ranges while tracing.
+    """
+
+    start: Int32[Array, "B T"]
+    end: Int32[Array, "B T"]
+    runs: Int32[Array, "B runs 3"] | None = None
+    edges: Edges = dataclasses.field(default=Edges(), metadata={"static": True})
+
+    def in_tiles(self, tokens: int) -> tuple[Array | None, Array | None, Array | None]:
+        """What kernels with tiles of `tokens` queries load: starts and ends, or runs, or nothing."""
+        edges = self.edges.in_tiles(tokens)
+        if not edges.known:
+            return self.start, self.end, None
+        return None, None, None if edges.run_length is None else self.runs
 
 
-def compression_edges(placement: Placement, num_keys: int) -> Edges:
-    """Edges of the compressed branch, whose array holds `num_keys` compressed keys."""
+def compression_ranges(placement: Placement, num_keys: int) -> KeyRanges:
+    """What queries see of the compressed branch, whose array holds `num_keys` compressed keys."""
     config = placement.config
     size, stride = config.compression_block_size, config.compression_stride
-    return Edges("compressed", _first(placement, "cmp"), None, size, stride)
+    edges = Edges("compressed", size=size, stride=stride)
+    limits = placement.compression_range(num_keys)
+    return _ranges(placement, limits, edges, placement.first_keys.cmp)
 
 
-def window_edges(placement: Placement, num_keys: int) -> Edges:
-    """Edges of the window branch, whose array holds `num_keys` keys."""
-    return Edges("window", _first(placement, "win"), placement.config.window_size)
+def window_ranges(placement: Placement, num_keys: int) -> KeyRanges:
+    """What queries see of the window branch, whose array holds `num_keys` keys."""
+    edges = Edges("window", window=placement.config.window_size)
+    return _ranges(placement, placement.window_range(num_keys), edges, placement.first_keys.win)
 
 
-def _first(placement: Placement, branch: str) -> int | None:
-    whole = getattr(placement.first_keys, branch).known == 0
-    return placement.first_position if whole else None
+def _ranges(placement: Placement, limits: tuple[Array, Array], edges: Edges, origin: Index) -> KeyRanges:
+    if placement.first_position is not None and origin.known == 0:
+        return KeyRanges(*limits, None, edges._replace(first_position=placement.first_position))
+    lengths = set(placement.run_lengths)
+    if placement.packed or len(lengths) != 1:
+        return KeyRanges(*limits, None, edges)
+    (length,) = lengths
+    batch = limits[0].shape[0]
+    first_key = origin.of_rows(batch)
+    firsts = jnp.stack([first.of_rows(batch) for first in placement.run_firsts], axis=1)
+    real = placement.run_queries
+    runs = (
+        firsts - first_key[:, None] * edges.stride,
+        jnp.broadcast_to(jnp.maximum(-first_key, 0)[:, None], firsts.shape),
+        jnp.full_like(firsts, length) if real is None else real,
+    )
+    known = edges._replace(run_length=length, clipped=origin.known != 0)
+    return KeyRanges(*limits, jnp.stack(runs, axis=-1), known)
 
 
 class Ranges(NamedTuple):
     """The keys that each query of a row of the batch sees, in kernels.
 
     Attributes:
-      starts, ends: of each query; None where `Edges` say it.
-      FIRST, WINDOW, SIZE, STRIDE: `Edges`.
+      starts, ends: of each query; None where they are computed.
+      num_keys: keys of a row.
+      KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
     """
 
     starts: tl.tensor | None
     ends: tl.tensor | None
-    FIRST: tl.constexpr
+    num_keys: tl.tensor
+    KNOWN: tl.constexpr
+    RUN_LENGTH: tl.constexpr
+    CLIPPED: tl.constexpr
     WINDOW: tl.constexpr
     SIZE: tl.constexpr
     STRIDE: tl.constexpr
+
+
+class Run(NamedTuple):
+    """Consecutive queries.
+
+    Attributes:
+      shift: position of a query, less its place in the row.
+      lowest: row index of the first key that there is.
+      begin, past: place of the run's first query, and behind its last real one.
+    """
+
+    shift: tl.tensor
+    lowest: tl.tensor
+    begin: tl.tensor
+    past: tl.tensor
 
 
 class Seen(NamedTuple):
@@ -125,39 +204,59 @@ def is_seen(first, seen, KEYS: tl.constexpr):
 
 
 @triton.jit
-def range_of(token, inside, ranges):
-    """`(start, end)` of the keys that each token sees; one that is not `inside` sees nothing."""
-    if ranges.FIRST is None:
+def run_at(runs, number, num_queries, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr):
+    """Run number `number` of a row of the batch; all queries are one where no array says more."""
+    if RUN_LENGTH is None:
+        run = Run(0 if FIRST is None else FIRST, 0, 0, num_queries)
+    else:
+        begin = number * RUN_LENGTH
+        at = runs + number * 3
+        run = Run(tl.load(at) - begin, tl.load(at + 1), begin, begin + tl.load(at + 2))
+    return run
+
+
+@triton.jit
+def range_of(token, inside, ranges, run):
+    """`(start, end)` of the keys that each token of a run sees; one that is not `inside` sees nothing."""
+    if not ranges.KNOWN:
         start = tl.load(ranges.starts + token, mask=inside, other=0)
         end = tl.load(ranges.ends + token, mask=inside, other=0)
     else:
-        past = ranges.FIRST + 1 + token
-        end = tl.where(inside & (past >= ranges.SIZE), (past - ranges.SIZE) // ranges.STRIDE + 1, 0)
+        past = run.shift + 1 + token
+        sees = inside & (past >= ranges.SIZE)
+        if ranges.RUN_LENGTH is not None:
+            sees = sees & (token < run.past)
+        end = tl.where(sees, (past - ranges.SIZE) // ranges.STRIDE + 1, 0)
         if ranges.WINDOW is None:
             start = end * 0
         else:
             start = tl.maximum(end - ranges.WINDOW, 0)
+        if ranges.CLIPPED:
+            start = tl.maximum(start, run.lowest)
+            end = tl.maximum(tl.minimum(end, ranges.num_keys), run.lowest)
     return start, end
 
 
 @triton.jit
-def seen_by(token, inside, ranges):
+def seen_by(token, inside, ranges, run):
     """`Seen` of each token."""
-    start, end = range_of(token, inside, ranges)
+    start, end = range_of(token, inside, ranges, run)
     return Seen(start, tl.maximum(end - start, 0))
 
 
 @triton.jit
-def key_limits(first_token, length, ranges, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr):
+def key_limits(
+    first_token, length, ranges, run, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
+):
     """Keys that a tile of TOKENS queries sees, and the middle that all of them see.
 
     `low` and `full_high` lie whole tiles of KEYS from `full_low`: so `low` may lie before the first key, even
     before 0. The middle of a window ends with the range of the first query; without a window it begins with
     the first whole tile, or behind a step of TAIL. Loaded ranges that are empty have no say.
     """
-    if ranges.FIRST is None:
+    if not ranges.KNOWN:
         token = first_token + tl.arange(0, TOKENS)
-        start, end = range_of(token, token < length, ranges)
+        start, end = range_of(token, token < length, ranges, run)
         some = start < end
         high = tl.max(tl.where(some, end, 0), 0)
         low = tl.minimum(tl.min(tl.where(some, start, LARGEST_INT), 0), high)
@@ -165,8 +264,10 @@ def key_limits(first_token, length, ranges, TOKENS: tl.constexpr, KEYS: tl.const
         first_end = tl.min(tl.where(some, end, high), 0)
     else:
         last_token = tl.minimum(first_token + TOKENS, length) - 1
-        low, first_end = range_of(first_token, True, ranges)
-        last_start, high = range_of(last_token, True, ranges)
+        if ranges.RUN_LENGTH is not None:
+            last_token = tl.maximum(tl.minimum(last_token, run.past - 1), first_token)
+        low, first_end = range_of(first_token, True, ranges, run)
+        last_start, high = range_of(last_token, True, ranges, run)
     if ranges.WINDOW is None:
         full_low = low + (last_start - low + KEYS - 1) // KEYS * KEYS
         full_high = full_low + tl.maximum(first_end - full_low, 0) // TAIL * TAIL
@@ -179,17 +280,17 @@ def key_limits(first_token, length, ranges, TOKENS: tl.constexpr, KEYS: tl.const
 
 
 @triton.jit
-def query_limits(first_key, past_key, num_queries, ranges, TOKENS: tl.constexpr):
-    """Tiles of TOKENS queries that see one of the keys `first_key .. past_key - 1`, and those that see all.
+def query_limits(first_key, past_key, ranges, run, TOKENS: tl.constexpr):
+    """Tiles of TOKENS queries of a run that see one of the keys `first_key .. past_key - 1`, or all of them.
 
     Where ranges are known. Where there are none, the limits are in no order.
     """
-    tiles = (num_queries + TOKENS - 1) // TOKENS
+    tiles = (run.past + TOKENS - 1) // TOKENS
     STRIDE: tl.constexpr = ranges.STRIDE
-    first_query = first_key * STRIDE + (ranges.SIZE - 1) - ranges.FIRST  # that sees the first key
+    first_query = first_key * STRIDE + (ranges.SIZE - 1) - run.shift  # that sees the first key
     all_begin = first_query + (past_key - 1 - first_key) * STRIDE  # the first that sees the last key
-    low = tl.maximum(first_query, 0) // TOKENS
-    full_low = (tl.maximum(all_begin, 0) + TOKENS - 1) // TOKENS
+    low = tl.maximum(first_query, run.begin) // TOKENS
+    full_low = (tl.maximum(all_begin, run.begin) + TOKENS - 1) // TOKENS
     if ranges.WINDOW is None:
         full_high = tiles
         high = tiles
@@ -197,4 +298,6 @@ def query_limits(first_key, past_key, num_queries, ranges, TOKENS: tl.constexpr)
         # behind the last query that sees the first key, and behind the last that sees the last one
         full_high = tl.maximum(first_query + ranges.WINDOW * STRIDE, 0) // TOKENS
         high = (tl.maximum(all_begin + ranges.WINDOW * STRIDE, 0) + TOKENS - 1) // TOKENS
+    if ranges.CLIPPED:
+        full_high = tl.where(first_key < run.lowest, full_low, full_high)
     return Limits(low, full_low, tl.minimum(full_high, tiles), tl.minimum(high, tiles))

@@ -18,23 +18,24 @@ step: 68 GB compressed.
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile, store_rows
-from nsa_jax.kernels.triton.pieces import (
-    LOG2_E,
-    Dim,
-    added,
-    cast,
-    inner,
-    kept,
-    precision,
-    scaled,
+from nsa_jax.kernels.triton.loading import (
+    Keys,
+    key_tiles,
+    load_keys,
+    load_rows,
+    mark_place,
+    query_tile,
+    store_rows,
 )
-from nsa_jax.kernels.triton.ranges.edges import NOTHING_KNOWN, Edges, Ranges, is_seen, key_limits, seen_by
+from nsa_jax.kernels.triton.mending import Sight, mend_forward
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, is_spoiled, kept, precision, scaled
+from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_at, seen_by
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 
@@ -42,20 +43,17 @@ def attend_ranges(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    start: Int32[Array, "B T"],
-    end: Int32[Array, "B T"],
+    ranges: KeyRanges,
     scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
-    edges: Edges = NOTHING_KNOWN,
     sizes: tiles.RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of each query over keys `start .. end - 1`; `start >= end` sees nothing.
+    """Attention of each query over its range of keys.
 
     Args:
-      query, key, value, start, end, scale: as above.
+      query, key, value, ranges, scale: as above.
       others: outputs of the compressed and the selected branch, and the gates; then `out` is the gated sum.
-      edges: what is known of the ranges of neighbouring queries.
       sizes: overrides the choice.
 
     Returns:
@@ -65,30 +63,33 @@ def attend_ranges(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        shape = shape_of(query, key, value, from_0=edges.from_0, gated=others is not None)
+        shape = shape_of(query, key, value, from_0=ranges.edges.from_0, gated=others is not None)
         sizes = tiles.choose(tiles.RANGE_FORWARD, shape)
     if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
+    edges = ranges.edges.in_tiles(tokens)
     edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    known = edges.first_position is not None
     tma = has_tma()
-    return launch(
+    grid = (triton.cdiv(num_queries, tokens), batch * num_kv_heads)
+    out, lse, marks = launch(
         range_forward_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
-        None if known else start, None if known else end, *(others or (None, None, None)),
+        *ranges.in_tiles(tokens), *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
-             like(query, (batch, num_queries, num_heads), "float32")),
-        grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
+             like(query, (batch, num_queries, num_heads), "float32"),
+             like(query, (batch, num_kv_heads, grid[0]), "int32")), grid=grid,
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
         SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
+    sight = Sight(edges.branch, ranges.start, ranges.end)
+    return mend_forward(out, lse, marks, query, key, value, sight, scale, others, tokens=tokens)
 
 
 @triton.jit
@@ -105,37 +106,20 @@ def _attend_step(
     return add_keys(state, p, top, values, first, PRECISION)
 
 
-@triton.jit
-def _gated_sum(out, out_cmp, out_slc, gates, rows, DIM):
-    """What `gated_sum` makes of the branches; the window's own output is rounded as if it had been stored."""
-    gates += rows.first * 3
-    gate = tl.load(gates + rows.offset * 3 + 2, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
-    total = scaled(cast(out, out_cmp.dtype.element_ty), gate)
-    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at a time would cost registers
-        source = out_cmp
-        if branch == 1:
-            source = out_slc
-        gate = tl.load(gates + rows.offset * 3 + branch, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
-        total = added(total, scaled(load_rows(source, rows, DIM), gate))
-    return total
-
-
 @triton.jit(repr=named("nsa_{BRANCH}_forward"))
 def range_forward_kernel(
-    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
-    out_cmp, out_slc, gates, out, lse, num_queries, num_keys,
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends, runs,
+    out_cmp, out_slc, gates, out, lse, marks, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
-    BRANCH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BRANCH: tl.constexpr, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps of a tile of queries."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    tile = query_tile(
-        tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS
-    )
+    tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
@@ -143,23 +127,25 @@ def range_forward_kernel(
     tail_values: tl.constexpr = Keys(
         tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
     )
-    if FIRST is None:
+    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
+    number = 0
+    if RUN_LENGTH is not None:
+        runs += b * (num_queries // RUN_LENGTH) * 3
+        number = tile.first_token // RUN_LENGTH
+    elif FIRST is None:
         starts += tile.first_query
         ends += tile.first_query
-    ranges: tl.constexpr = Ranges(starts, ends, FIRST, WINDOW, SIZE, STRIDE)
+    run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
+    ranges: tl.constexpr = Ranges(starts, ends, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
 
     q = load_rows(query, rows, KEY)
-    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges)
-    limits = key_limits(tile.first_token, num_queries, ranges, TOKENS, KEYS, TAIL)
+    seen = seen_by(tile.first_token + tile.token, rows.inside, ranges, run)
+    limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, TAIL)
     state = no_keys(TOKENS * PADDED_G, VALUE)
     if PEEL:
-        state = _attend_step(
-            q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, True
-        )
+        state = _attend_step(q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, True)
         if FRONT:
-            state = _attend_step(
-                q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, True
-            )
+            state = _attend_step(q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, True)
         elif TAIL < KEYS:  # noqa: SIM102 (one is known when this is compiled, the other is not)
             if limits.full_low > limits.low:
                 state = _attend_step(
@@ -178,5 +164,6 @@ def range_forward_kernel(
     part = tl.where(sees, 1 / tl.where(sees, state.total, 1.0), 0.0)
     result = kept(scaled(state.out, part[:, None]), sees[:, None])
     if gates is not None:
-        result = _gated_sum(result, out_cmp, out_slc, gates, rows, VALUE)
+        result = gated_rows(result, out_cmp, out_slc, gates, rows, VALUE)
+    tl.store(marks + mark_place(tile), is_spoiled(result))
     store_rows(out, rows, result, VALUE)

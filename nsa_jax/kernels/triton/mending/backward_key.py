@@ -1,0 +1,134 @@
+"""Mends gradients of keys and values that are not finite, key by key.
+
+grid = (ceil(S / 16), B K): one program for 16 keys, whose gradients it reads: no marks are needed. For each key
+with a number that is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads
+the rows of those that see it. A gradient of which no number can become finite again is left.
+
+Nothing to mend: reads the gradients once, `B S K (H + V) itemsize` (67 MB at 64k, K = 4, 128/128; 17 us).
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot
+from nsa_jax.kernels.triton.pieces import (
+    LOG2_E,
+    Dim,
+    Pieces,
+    row_products,
+    scaled,
+    spoiled_rows,
+    zeros,
+)
+from nsa_jax.kernels.triton.softmax import load_lse
+from nsa_jax.kernels.triton.tiles import MENDED_KEYS_OF_A_PROGRAM, MENDED_TOKENS
+
+
+def mend_key_gradients(
+    d_key: Float[Array, "B S K H"],
+    d_value: Float[Array, "B S K V"],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    sight: Sight,
+    lse: Float[Array, "B T N"],
+    delta: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    weight: Float[Array, "B T N"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """`(d_key, d_value)` where what is not finite is formed again, in place."""
+    batch, num_queries, num_heads, key_dim = query.shape
+    num_keys, num_kv_heads, value_dim = value.shape[1:]
+    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    return launch(
+        mend_key_gradients_kernel, d_key, d_value, query, key, value, sight.start, sight.end, sight.blocks,
+        lse, delta, d_out, weight, out=(like(d_key), like(d_value)), in_place=2,
+        grid=(triton.cdiv(num_keys, MENDED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
+        num_queries=num_queries, num_keys=num_keys, **sight.constants(),
+        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, KEYS=MENDED_KEYS_OF_A_PROGRAM,
+        TOKENS=MENDED_TOKENS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_column_sums(total, weights, x):
+    """`total + sum of weights x` over the rows of x."""
+    first = total.first + tl.sum(weights[:, None] * x.first.to(tl.float32), 0)[None, :]
+    if x.second is None:
+        second = None
+    else:
+        second = total.second + tl.sum(weights[:, None] * x.second.to(tl.float32), 0)[None, :]
+    return Pieces(first, second)
+
+
+@triton.jit
+def _some_finite(x):
+    """Whether any number of the row `[1, _]` is finite: 1 or 0."""
+    some = tl.max((x.first * 0.0 == 0.0).to(tl.int32))
+    if x.second is not None:
+        some = some | tl.max((x.second * 0.0 == 0.0).to(tl.int32))
+    return some
+
+
+@triton.jit(repr=named("nsa_{BRANCH}_mend_key_gradients"))
+def mend_key_gradients_kernel(
+    d_key, d_value, query, key, value, starts, ends, blocks, lse, delta, d_out, weight,
+    num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of KEYS keys and their values, as far as they are not finite."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    slots: tl.constexpr = Slots(starts, ends, blocks, SLOTS, BLOCK)
+    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(1) % KV_HEADS
+    first_key = tl.program_id(0) * KEYS
+    c = tl.arange(0, KEYS)
+    mine = Rows((b * num_keys + first_key) * KV_HEADS + kv_head, c * KV_HEADS, first_key + c < num_keys)
+    spoiled = spoiled_rows(load_rows(d_key, mine, KEY)) | spoiled_rows(load_rows(d_value, mine, VALUE))
+    if tl.max(spoiled.to(tl.int32), 0) == 0:
+        return
+    one = tl.arange(0, 1)
+    for i in range(KEYS):
+        if tl.max((spoiled & (c == i)).to(tl.int32), 0) != 0:
+            this = Rows(mine.first + i * KV_HEADS, one, one == 0)
+            k = load_rows(key, this, KEY)
+            v = load_rows(value, this, VALUE)
+            dk = zeros(1, KEY)
+            dv = zeros(1, VALUE)
+            first = 0
+            more = 1
+            while (first < num_queries) & (more != 0):
+                token = first + tl.arange(0, TOKENS)
+                sees = token < 0
+                for slot in range(SLOTS):
+                    at = b * num_queries + token
+                    start, end = keys_in_slot(slots, at, at * KV_HEADS + kv_head, slot, token < num_queries)
+                    sees = sees | ((start <= first_key + i) & (first_key + i < end))
+                if tl.max(sees.to(tl.int32), 0) != 0:
+                    for head in range(G):
+                        row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
+                        rows = Rows(row, tl.arange(0, TOKENS) * (KV_HEADS * G), sees)
+                        q = load_rows(query, rows, KEY)
+                        d_out_rows = load_rows(d_out, rows, VALUE)
+                        p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(lse, rows))
+                        dp = row_products(d_out_rows, v)
+                        weighted = p
+                        if weight is not None:
+                            gate = tl.load(weight + rows.first + rows.offset, mask=sees, other=0.0)
+                            weighted = p * gate
+                            dp = dp * gate
+                        shift = tl.load(delta + rows.first + rows.offset, mask=sees, other=0.0)
+                        ds = tl.where(sees, p * (dp - shift), 0.0)
+                        dk = _add_column_sums(dk, ds, q)
+                        dv = _add_column_sums(dv, tl.where(sees, weighted, 0.0), d_out_rows)
+                    more = _some_finite(dk) | _some_finite(dv)
+                first += TOKENS
+            store_rows(d_key, this, scaled(dk, SCALE), KEY)
+            store_rows(d_value, this, dv, VALUE)
