@@ -29,6 +29,7 @@ ROOMS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
     "blocks": (f"{TRITON}/blocks/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
+    "mending": (f"{TRITON}/mending/**/*.py",),
     "shared": (f"{TRITON}/*.py",),
     "calls": (
         "nsa_jax/attention/**/*.py",
@@ -40,12 +41,12 @@ ROOMS = {
 # Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room.
 NATIVE = "tests/test_gpu_native.py::"
 ROOMS_OF_TESTS = {
-    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", "shared", "calls"),
-    f"{NATIVE}test_a_block_named_twice_harms_no_other": ("blocks", "shared", "calls"),
-    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[compressed_attention": ("ranges", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[window_attention": ("ranges", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[selected_attention": ("blocks", "shared", "calls"),
+    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", "mending", "shared", "calls"),
+    f"{NATIVE}test_a_block_named_twice_harms_no_other": ("blocks", "mending", "shared", "calls"),
+    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", "mending", "shared", "calls"),
+    f"{NATIVE}test_sampled_rows_of_64k_tokens[compressed_attention": ("ranges", "mending", "shared", "calls"),
+    f"{NATIVE}test_sampled_rows_of_64k_tokens[window_attention": ("ranges", "mending", "shared", "calls"),
+    f"{NATIVE}test_sampled_rows_of_64k_tokens[selected_attention": ("blocks", "mending", "shared", "calls"),
 }
 
 

@@ -13,6 +13,7 @@ ROOM_FILES = {
     "ranges": "nsa_jax/kernels/triton/ranges/forward.py",
     "blocks": "nsa_jax/kernels/triton/blocks/deeper/lists.py",
     "selection": "nsa_jax/kernels/triton/selection/importance.py",
+    "mending": "nsa_jax/kernels/triton/mending/sight.py",
     "shared": "nsa_jax/kernels/triton/launch.py",
     "calls": "nsa_jax/layout/placement.py",
 }
@@ -75,7 +76,7 @@ def test_tests_depend_on_rooms_that_exist():
     assert {room for rooms in gpu_evidence.ROOMS_OF_TESTS.values() for room in rooms} <= set(
         gpu_evidence.ROOMS
     )
-    assert gpu_evidence.rooms_of(SELECTED) == ("blocks", "shared", "calls")
+    assert gpu_evidence.rooms_of(SELECTED) == ("blocks", "mending", "shared", "calls")
     assert gpu_evidence.rooms_of(WHOLE) == tuple(gpu_evidence.ROOMS)
 
 

@@ -435,7 +435,7 @@ SELECTION = tuple(
 
 GATED_SUM_ROWS = 32  # rows of a program
 
-# --- Mending: for numbers that are not finite, so speed hardly matters ---------------------------------------
+# --- Mending: for numbers that are not finite, so speed hardly matters --------------------------------------
 
 MENDED_TILES = 32  # marks that a program reads
 MENDED_HEADS = 16  # query heads at a time, the fewest rows of a product
