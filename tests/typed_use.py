@@ -76,7 +76,7 @@ def choice() -> None:
     assert_type(chosen.refused, tuple[tuple[str, str], ...])
     assert_type(nsa_jax.unsupported_reason("gated_sum", "xla"), str | None)
     with nsa_jax.use_implementation("xla"):
-        operations()
+        assert_type(nsa_jax.window_attention(query, key, key, config=CONFIG), Attended)
 
 
 def conversions() -> None:
