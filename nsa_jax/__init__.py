@@ -11,12 +11,15 @@ from nsa_jax.attention import (
 from nsa_jax.config import NSAConfig
 from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
 from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
+from nsa_jax.layout import Run, Runs
 
 # The build reads it from here: the metadata of an editable install would be those of the day it was made.
 __version__ = "0.2.0"
 
 __all__ = [
     "NSAConfig",
+    "Run",
+    "Runs",
     "__version__",
     "block_indices_from_ranges",
     "choose",

@@ -114,9 +114,13 @@ def bind_shapes(annotations: "Annotations", arrays: Mapping[str, Any]) -> dict[s
 type Annotations = Mapping[str, tuple[Any, bool]]
 
 
-@functools.cache
 def annotations_of(owner: Callable[..., Any]) -> Annotations:
-    """For each array that a function takes, or a class holds, its jaxtyping annotation; and if it may be None."""
+    """The jaxtyping annotation of each array of a function or a class, and whether it may be None."""
+    return _annotations_of(owner)
+
+
+@functools.cache
+def _annotations_of(owner: Any) -> Annotations:
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)
     else:
@@ -274,6 +278,7 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
     Where only compressed keys are known, the row has as many tokens as there are queries, or, with positions
     given, at most as many as have `C` blocks.
     """
+    length: Any
     if "C" in sizes and ("S" in sizes or not placed):
         length = sizes.get("S", sizes["T"])
         check_blocks(sizes["C"], length, config)

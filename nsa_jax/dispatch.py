@@ -7,7 +7,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
 
@@ -42,29 +42,41 @@ class Operations(Protocol):
     def compressed_attention(
         self, query: Array, key_cmp: Array, value_cmp: Array, placement: Placement, scale: float, *,
         count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The compressed branch (Eq. 7)."""
+        ...
 
     def select_blocks(
         self, query: Array, key_cmp: Array, lse_cmp: Array | None, placement: Placement, scale: float
-    ) -> Array: ...
+    ) -> Array:
+        """The blocks that each query attends (Eq. 8-11)."""
+        ...
 
     def selected_attention(
         self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
         scale: float, *, count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The selected branch (Eq. 12)."""
+        ...
 
     def window_attention(
         self, query: Array, key_win: Array, value_win: Array, placement: Placement, scale: float, *,
         count_reads: bool,
-    ) -> Attended | AttendedReads: ...  # fmt: skip
+    ) -> Attended | AttendedReads:  # fmt: skip
+        """The window branch (section 3.3.3)."""
+        ...
 
-    def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array: ...
+    def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array:
+        """The sum of the branches (Eq. 5)."""
+        ...
 
     def native_sparse_attention(
         self, query: Array, key_cmp: Array, value_cmp: Array, key_slc: Array, value_slc: Array,
         key_win: Array, value_win: Array, gates: Array, block_indices: Array | None, placement: Placement,
         scale: float,
-    ) -> Array: ...  # fmt: skip
+    ) -> Array:  # fmt: skip
+        """All three branches and their sum."""
+        ...
 
 
 class Choice(NamedTuple):
@@ -142,7 +154,7 @@ def choose(
     """
 
     def reason_against(name: str) -> str | None:
-        settings = dict(config=config, platform=platform, return_reads=return_reads)
+        settings: dict[str, Any] = dict(config=config, platform=platform, return_reads=return_reads)
         return unsupported_reason(operation, name, *arrays, **settings)
 
     named = implementation if implementation is not None else _forced.value
@@ -162,7 +174,7 @@ def choose(
     )
 
 
-def use_implementation(implementation: Implementation | None):
+def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
     """Context in which `implementation=None` means the given one, also inside functions already traced.
 
     Example:
@@ -185,8 +197,8 @@ def running(
     config: NSAConfig | None = None,
     return_reads: bool = False,
 ) -> Iterator[Operations]:
-    """Context that gives the chosen implementation; the lowered program carries its name and the operation's."""
-    settings = dict(config=config, implementation=implementation, return_reads=return_reads)
+    """Context that gives the chosen implementation; the lowered program names it and the operation."""
+    settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     chosen = choose(operation, *arrays, **settings).implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         yield _operations(chosen)

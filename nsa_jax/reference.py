@@ -1,7 +1,7 @@
 """The oracle: Native Sparse Attention in its plainest form, for tests and `parity` only.
 
-It stores whole `[T, S]` masks, gives every query a copy of the keys that it sees (so that what is hidden takes
-no part, NaN included), works in any float dtype up to float64 and differentiates by plain AD. Users run
+It stores whole `[T, S]` masks, gives every query a copy of the keys that it sees (so that what is hidden
+takes no part, NaN included), works in any float dtype up to float64 and differentiates by plain AD. Users run
 `nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and conventions of
 the one of the same name in `nsa_jax.attention`, where they are documented.
 """

@@ -77,8 +77,8 @@ def _has_gpu() -> bool:
 
 
 def _lacks_gpu_tests(config) -> bool:
-    if hasattr(config, "workerinput"):  # under pytest-xdist only the controller sees all reports
-        return False
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return False  # under pytest-xdist only the controller sees all reports
     passed = config.pluginmanager.get_plugin("terminalreporter").stats.get("passed")
     return _asks_for_gpu(config) and not passed
 

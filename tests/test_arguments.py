@@ -141,7 +141,7 @@ def test_wrong_batch(operation, name):
         ("native_sparse_attention", "value_win", (B, S, K, V + 2), "axis V of value_win must be 5 "),
         ("select_blocks", "lse_cmp", (B, T, K), "axis N of lse_cmp must be 4 "),
         ("selected_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
-        ("window_attention", "segment_ids", (B, S + 1), "the keys of the window must be those of all S = 71 "),
+        ("window_attention", "segment_ids", (B, S + 1), "the keys of the window must be those of all S = 71"),
         ("window_attention", "query_positions", (B, T + 1), "axis T of query_positions must be 70 "),
     ],
 )  # fmt: skip

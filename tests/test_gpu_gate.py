@@ -28,6 +28,10 @@ def test_a_gpu_run_of_skips_fails(tmp_path, options):
     assert "and none did" in result.stdout
 
 
+def test_a_run_that_only_collects_is_no_gpu_run(tmp_path):
+    assert run_gpu_tests(tmp_path, SKIPS, "--collect-only").returncode == pytest.ExitCode.OK
+
+
 def test_a_gpu_run_that_ran_a_test_passes(tmp_path):
     result = run_gpu_tests(tmp_path, RUNS)
 

@@ -13,8 +13,7 @@ from messages import has_form
 from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
-from nsa_jax.config import NSAConfig
-from nsa_jax.model import Transformer, TransformerConfig, restore, restore_training, save
+from nsa_jax.model import Transformer, restore, restore_training, save
 from nsa_jax.nn.rotary import Rotary
 
 CONFIG = dataclasses.replace(MODEL, attention="window")

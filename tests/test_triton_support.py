@@ -127,6 +127,8 @@ def test_missing_package(installed, package):
         ("jax-triton", "0.3.1", ">=0.4.1,<0.5"),
         ("triton", "3.9.0", ">=3.8,<3.9"),
         ("triton", "3.7.1", ">=3.8,<3.9"),
+        ("jax", "0.11.1rc2", ">=0.11.1,<0.12"),  # comes before 0.11.1
+        ("jax", "0.12.0.dev20261101", ">=0.11.1,<0.12"),
     ],
 )
 def test_wrong_version(installed, package, version, bounds):
@@ -137,6 +139,16 @@ def test_wrong_version(installed, package, version, bounds):
     assert f"got {version}." in text
 
 
+@pytest.mark.parametrize(
+    ("package", "version"), [("jax", "0.11.1+local"), ("jax-triton", "0.4.1+git0a1b2c3")]
+)
+def test_version_with_a_label_is_read_as_a_version(installed, package, version):
+    """Versions were once cut at their dots, which made 0.11 of `0.11.1+local`: too old."""
+    installed.versions[package] = version
+
+    assert reason() is None
+
+
 def test_import_that_fails_is_quoted(installed, monkeypatch):
     def fail(name):
         raise OSError("libcuda is gone")
@@ -144,6 +156,19 @@ def test_import_that_fails_is_quoted(installed, monkeypatch):
     monkeypatch.setattr(support.importlib, "import_module", fail)
 
     assert "got OSError at its import: libcuda is gone" in reason()
+
+
+@pytest.mark.parametrize("name", ["triton_kernel_call_lib", "cb"])
+def test_private_name_that_is_missing_is_a_reason(installed, name):
+    """A jax-triton of another build; `choose` once raised AttributeError there."""
+    delattr(installed.lowering, name)
+
+    text = reason()
+    assert "need jax-triton, got AttributeError at its import" in text
+    assert name in text
+    assert has_form(text)
+    chosen = dispatch.choose(*_call(shapes()), config=CONFIG, platform="cuda")
+    assert chosen.implementation == "xla"
 
 
 def test_lowering_support_is_probed_too(installed):

@@ -85,6 +85,8 @@ def compressed_attention(
         scale=scale,
     )
     arrays = query, key_cmp, value_cmp
-    settings = dict(config=config, return_reads=return_reads)
-    with dispatch.running("compressed_attention", implementation, *arrays, **settings) as kernels:
+    chosen = dispatch.running(
+        "compressed_attention", implementation, *arrays, config=config, return_reads=return_reads
+    )
+    with chosen as kernels:
         return kernels.compressed_attention(*arrays, *call, count_reads=return_reads)

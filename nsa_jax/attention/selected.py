@@ -81,6 +81,8 @@ def selected_attention(
         scale=scale,
     )
     arrays = query, key_slc, value_slc, layout.distinct_blocks(block_indices)
-    settings = dict(config=config, return_reads=return_reads)
-    with dispatch.running("selected_attention", implementation, *arrays, **settings) as kernels:
+    chosen = dispatch.running(
+        "selected_attention", implementation, *arrays, config=config, return_reads=return_reads
+    )
+    with chosen as kernels:
         return kernels.selected_attention(*arrays, *call, count_reads=return_reads)

@@ -83,6 +83,8 @@ def window_attention(
         first_key_win=first_key,
     )
     arrays = query, key_win, value_win
-    settings = dict(config=config, return_reads=return_reads)
-    with dispatch.running("window_attention", implementation, *arrays, **settings) as kernels:
+    chosen = dispatch.running(
+        "window_attention", implementation, *arrays, config=config, return_reads=return_reads
+    )
+    with chosen as kernels:
         return kernels.window_attention(*arrays, *call, count_reads=return_reads)

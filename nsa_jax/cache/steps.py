@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ def prefill(
       implementation: as in `nsa_jax.attention`.
 
     Returns:
-      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room for all
-      its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
+      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room
+      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
@@ -146,9 +146,9 @@ def decode_step(
       implementation: as in `prefill`.
 
     Returns:
-      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in `prefill`. A row without room
-      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and
-      outside.
+      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in
+      `prefill`. A row without room for all its new tokens keeps what it held, gets output 0, and its
+      `overflowed` is set, under `jit` and outside.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
@@ -256,28 +256,18 @@ def _attend(
 ) -> tuple[Array, Reads | None]:
     """The three branches over the cache that holds the new tokens already; the window over `recent`."""
     history = config.window_size - 1
-    where = dict(
+    where: dict[str, Any] = dict(
         config=config,
         query_positions=Runs((Run(query.shape[1], new.start),), num_queries=new.num_tokens),
         scale=scale,
         implementation=implementation,
     )
-    cmp = attention.compressed_attention(
-        query, cache.key_cmp, cache.value_cmp, return_reads=count_reads, **where
-    )
+    branch: dict[str, Any] = where | dict(return_reads=count_reads)
+    cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **branch)
     blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
-    slc = attention.selected_attention(
-        query, cache.key_slc, cache.value_slc, blocks, return_reads=count_reads, **where
-    )
-    key_win, value_win = _window_tokens(cache, recent, new, query.shape[1], history)
-    win = attention.window_attention(
-        query,
-        key_win,
-        value_win,
-        first_key=new.start - history,
-        return_reads=count_reads,
-        **where,
-    )
+    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, blocks, **branch)
+    window = _window_tokens(cache, recent, new, query.shape[1], history)
+    win = attention.window_attention(query, *window, first_key=new.start - history, **branch)
     out = attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation)
     return out, Reads(cmp.reads, slc.reads, win.reads) if count_reads else None
 

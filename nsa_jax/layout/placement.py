@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ class Runs:
 
     Attributes:
       runs: one after the other; their lengths add up to `T`.
-      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is) tells
-        kernels that no tile reaches into a second selection block. Not checked.
+      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is)
+        tells kernels that no tile reaches into a second selection block. Not checked.
       num_queries: how many of the `T` queries of each row are real, from the first on; the others are
         padding. All by default.
     """
@@ -118,7 +118,7 @@ class Placement:
     first_keys: FirstKeys
 
     def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """First and one-past-last index, in an array of `num_keys`, of the window's keys: `max(0, t-w+1) .. t`.
+        """First and one-past-last index, among `num_keys` keys, of those of the window, `max(0, t-w+1) .. t`.
 
         The two are equal where a query sees nothing.
         """
@@ -138,7 +138,7 @@ class Placement:
         return self.sequence_start - _by_row(self.first_keys.slc)
 
     def selection_end(self, num_keys: int) -> Int32[Array, "B T"]:
-        """One past the index, in an array of `num_keys`, of the last key that a query may select; 0 for none."""
+        """One past the last key that a query may select, in an array of `num_keys`; 0 for none."""
         end = jnp.clip(self.selection_start() + self.position + 1, 0, num_keys)
         return jnp.where(self.position >= 0, end, 0)
 
@@ -150,7 +150,7 @@ class Placement:
         return self.run_firsts[0].known
 
     def tile_in_one_block(self, tokens: int) -> bool:
-        """Whether each `tokens` neighbouring queries, from the first on, are known to lie in one selection block.
+        """Whether each `tokens` neighbouring queries are known to lie in one selection block.
 
         Those of the plain rows: blocks of packed sequences begin anywhere.
         """
@@ -183,7 +183,8 @@ def place(
     length = _index(num_keys, batch)
     if query_positions is None:
         query_positions = default_runs(num_queries, length.value)
-    run_queries, runs, divisor = None, (), 1
+    run_queries, divisor = None, 1
+    runs: tuple[Run, ...] = ()
     if isinstance(query_positions, Runs):
         runs, divisor = query_positions.runs, query_positions.divisor
         positions = positions_of(query_positions, batch)
@@ -194,7 +195,7 @@ def place(
         positions = query_positions.astype(jnp.int32)
     outside = (positions < 0) | (positions >= _by_row(length))
     positions = jnp.where(outside, -1, positions)
-    known = dict(
+    known: dict[str, Any] = dict(
         config=config,
         packed=segment_ids is not None,
         run_lengths=tuple(run.length for run in runs),

@@ -1,6 +1,7 @@
 """The GPU that kernels are made for, without importing Triton."""
 
 import importlib
+from typing import Any
 
 import jax
 
@@ -22,7 +23,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def target() -> int:
-    """The kind of GPU whose tile sizes fit, as `tiles` names it: all from compute capability 9.0 on are HOPPER's.
+    """The kind of GPU whose tile sizes fit, as `tiles` names it: HOPPER from compute capability 9.0 on.
 
     Consumer cards of 12.0 have less shared memory: they take those of ADA.
     """
@@ -32,7 +33,7 @@ def target() -> int:
     return AMPERE if found == (8, 0) else ADA
 
 
-def shape_of(query: Array, key: Array, value: Array | None = None, **known: bool | int) -> Shape:
+def shape_of(query: Array, key: Array, value: Array | None = None, **known: Any) -> Shape:
     """What sizes depend on: the operands [B, T, N, H], [B, S, K, H] and [B, S, K, V], and what is `known`."""
     dims = (key if value is None else value).shape
     return Shape(target(), query.dtype.itemsize, query.shape[2] // dims[2], query.shape[3], dims[3], **known)

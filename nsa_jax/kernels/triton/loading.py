@@ -143,8 +143,8 @@ def query_tile(
 @triton.jit
 def load_keys(keys, token):
     """The tile of keys that starts at `token`, 0 outside of the row's `0 .. length - 1`."""
+    WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
     if keys.TMA:
-        WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
         x0 = keys.first.load([keys.b, token, keys.head * WIDTH]).reshape(keys.ROWS, keys.DIM.D0)
         if keys.DIM.D1 > 0:
             x1 = keys.second.load([keys.b, token, keys.head * WIDTH + keys.DIM.D0])
@@ -153,7 +153,6 @@ def load_keys(keys, token):
             x1 = None
         tile = Pieces(x0, x1)
     else:
-        WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
         row = token + tl.arange(0, keys.ROWS)
         pointer = keys.first + (keys.b.to(tl.int64) * keys.length * keys.HEADS + keys.head) * WIDTH
         offset = row.to(tl.int64) * (keys.HEADS * WIDTH)

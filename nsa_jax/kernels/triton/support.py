@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 
 import jax
+from packaging.specifiers import SpecifierSet
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
@@ -18,13 +19,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 _VERSIONS = {
-    "jax": ((0, 11, 1), (0, 12), "jax-triton 0.4.1 does not lower on JAX 0.12"),
-    "jax-triton": ((0, 4, 1), (0, 5), "0.4 launches through the FFI"),
-    "triton": (
-        (3, 8),
-        (3, 9),
-        "jax-triton lowers no descriptor of 3.7, CUDA 13.0 refuses the PTX of 3.9",
-    ),
+    "jax": (">=0.11.1,<0.12", "jax-triton 0.4.1 does not lower on JAX 0.12"),
+    "jax-triton": (">=0.4.1,<0.5", "0.4 launches through the FFI"),
+    "triton": (">=3.8,<3.9", "jax-triton lowers no descriptor of 3.7, CUDA 13.0 refuses the PTX of 3.9"),
 }
 
 
@@ -122,22 +119,24 @@ def _blocks(operation: str, config: NSAConfig) -> str | None:
 @functools.cache
 def _installation() -> str | None:
     """Why the kernels cannot be lowered here: what is missing, or of a version that does not work."""
-    for package, (oldest, newest, why) in _VERSIONS.items():
+    for package, (bounds, why) in _VERSIONS.items():
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return f"the Triton kernels need {package}, got no such package."
-        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        if not oldest <= numbers < newest:
-            bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newest))}"
+        if not SpecifierSet(bounds).contains(found, prereleases=True):
             return f"the Triton kernels need {package}{bounds} ({why}), got {found}."
     try:
         lowering = importlib.import_module("jax_triton.triton_lib")
+        plugin, compiler = (
+            lowering.triton_kernel_call_lib,
+            lowering.cb,
+        )  # private, so maybe missing
     except Exception as error:  # whatever stops the import is the reason
         return f"the Triton kernels need jax-triton, got {type(error).__name__} at its import: {error}."
-    if lowering.triton_kernel_call_lib is None:
+    if plugin is None:
         return "the Triton kernels need jax-cuda13-plugin, got a jaxlib without it."
-    if not inspect.ismodule(lowering.cb):  # it stands in for a compiler that it could not import
+    if not inspect.ismodule(compiler):  # it stands in for a compiler that it could not import
         found = importlib.metadata.version("triton")
         return f"the Triton kernels need a Triton that jax-triton can import, got a broken {found}."
     return None

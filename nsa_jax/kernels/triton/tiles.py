@@ -1,4 +1,4 @@
-"""The sizes of all tiles, by GPU, dtype, heads and dims. They change the speed and what fits, never the answer.
+"""The sizes of all tiles, by GPU, dtype, heads and dims. They change the speed, never the answer.
 
 One table for each kernel: the first row whose `Bounds` hold and whose tiles fit into shared memory counts.
 `by` says what chose the row: a file of `benchmarks/results`; "other dims", the table of tuning runs on an
@@ -105,7 +105,7 @@ class Row[S: Sizes](NamedTuple):
 
 
 def choose[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
-    """The sizes of the first row that is for this shape and fits; where none fits, of the last that is for it."""
+    """The sizes of the first row that is for this shape and fits; if none fits, of the last for it."""
     suitable = [row.sizes for row in table if row.bounds.hold(shape)]
     fitting = [sizes for sizes in suitable if sizes.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]]
     return (fitting or suitable[-1:])[0]
@@ -176,7 +176,7 @@ RANGE_QUERY_GRADIENT = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 
-# Beside tiles: sums and logits on their way from one layout of registers to another, as seen in compiled code.
+# Beside tiles: sums and logits between two layouts of registers, as seen in compiled code.
 RANGE_CONVERSION_BYTES = {2: 16 * KIB, 4: 32 * KIB}
 
 
@@ -275,7 +275,7 @@ class BlockGradientSizes(BlockQuerySizes):
     __slots__ = ()
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Queries, output gradients, keys and values of all stages, and on Hopper d_logits, as wgmma wants."""
+        """Queries, output gradients, keys and values of all stages; on Hopper d_logits, for wgmma."""
         rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
         d_logits = 2 * rows * keys * shape.float_bytes if self.peel else 0
         return (rows + self.num_stages * keys) * shape.dims * shape.operand_bytes() + d_logits
@@ -435,7 +435,7 @@ SELECTION = tuple(
 
 GATED_SUM_ROWS = 32  # rows of a program
 
-# --- Mending: for numbers that are not finite, so speed hardly matters ---------------------------------------
+# --- Mending: for numbers that are not finite, so speed hardly matters --------------------------------------
 
 MENDED_HEADS = 16  # query heads at a time, the fewest rows of a product
 MENDED_KEYS = 32  # of a step

@@ -34,7 +34,7 @@ NO_BLOCK = jnp.iinfo(jnp.int32).max  # as a start: sorts behind every block
 
 
 class BlockLists(NamedTuple):
-    """Keys of each row: those of its blocks, which begin at `starts[r]`, from `floor` on and below `limit`."""
+    """Keys of each row: those of its blocks, which begin at `starts[r]`, from `floor` to below `limit`."""
 
     starts: Int32[Array, "rows R"]
     floor: Int32[Array, " rows"]

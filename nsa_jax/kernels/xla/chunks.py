@@ -33,7 +33,7 @@ class TileSizes(NamedTuple):
 
 
 class ChunkPlaces(NamedTuple):
-    """Where the queries of all chunks stand: the first position of each chunk, or the positions themselves."""
+    """Where the queries of all chunks stand: the first position of each chunk, or all positions."""
 
     first: Int32[Array, " chunks"] | None
     arrays: tuple[Int32[Array, "chunks B tokens"], ...]
@@ -53,16 +53,17 @@ class ChunkPlaces(NamedTuple):
     def placement(self, whole: Placement, tokens: int) -> Placement:
         """That of one chunk, whose places these are."""
         batch, num_queries = whole.position.shape
+        starts: list[Array]
         if self.first is not None:
+            assert whole.first_position is not None
             position = self.first + jnp.arange(tokens, dtype=jnp.int32)[None]
             position = jnp.where(position < whole.first_position + num_queries, position, -1)
-            position = jnp.broadcast_to(position, (batch, tokens))
-            starts = (jnp.zeros_like(position),) * 2
+            position, starts = jnp.broadcast_to(position, (batch, tokens)), []
         else:
             position, *starts = self.arrays
-            starts = starts or (jnp.zeros_like(position),) * 2
+        sequence_start, compression_start = starts or [jnp.zeros_like(position)] * 2
         return dataclasses.replace(
-            whole, position=position, sequence_start=starts[0], compression_start=starts[1],
+            whole, position=position, sequence_start=sequence_start, compression_start=compression_start,
             run_lengths=(), run_firsts=(), run_queries=None,
         )  # fmt: skip
 
@@ -99,7 +100,7 @@ class Look(NamedTuple):
     ) -> tuple[Bool[Array, "B #K tokens tile"], list[Array]]:
         """The keys `first .. first + tile - 1` of each array, and which of them each query sees.
 
-        The slice is clamped at the end of the array; keys before `first`, seen by an earlier tile, are masked.
+        The slice is clamped at the end of the array; keys before `first` are masked: a tile had them.
         """
         if sizes.tile == arrays[0].shape[1]:
             clamped, tiles = jnp.int32(0), list(arrays)

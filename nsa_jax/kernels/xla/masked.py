@@ -111,8 +111,9 @@ def all_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B keys K H"
 def few_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B keys K H"]) -> Array:
     """`all_logits` for few rows, if all keys are finite.
 
-    The keys of one KV head do not lie together, so a product for each KV head first copies them. Few rows are
-    cheaper as rows of all heads, with zeros in the places of the others: one product, of the keys as they lie.
+    The keys of one KV head do not lie together, so a product for each KV head first copies them. Few rows
+    are cheaper as rows of all heads, with zeros in the places of the others: one product, of the keys as
+    they lie.
     """
     batch, num_kv_heads, rows, dim = query.shape
     own = jnp.eye(num_kv_heads, dtype=query.dtype)[None, :, None, :, None]

@@ -108,7 +108,7 @@ def _attend_branch(
 ) -> Attended | AttendedReads:
     plan = Plan.of((name,), (key,), query.shape[1], placement, scale, tiles, count_reads)
     out, lse, reads = attend_branch(query, (key, value), block_indices, placement, plan)
-    return AttendedReads(out, lse, reads) if count_reads else Attended(out, lse)
+    return Attended(out, lse) if reads is None else AttendedReads(out, lse, reads)
 
 
 def _attend_listed(query, key, value, block_indices, placement, scale, count_reads, tiles):

@@ -1,4 +1,4 @@
-"""Attention of every query over a range of keys, or over chosen blocks in it: one branch, or all three at once.
+"""Attention of each query over a range of keys, or over chosen blocks in it: one branch, or all three.
 
 Queries go in chunks (outer loop), keys in tiles (inner loop over just the tiles that some query of the chunk
 sees, left out where one tile holds them all) with an online softmax, so memory is that of one `[chunk, tile]`
@@ -70,7 +70,10 @@ class Plan(NamedTuple):
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
         # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
         at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
-        sizes = (TileSizes.choose(num_queries, n, at_once[name], tiles) for name, n in zip(names, lengths))
+        sizes = (
+            TileSizes.choose(num_queries, n, at_once[name], tiles)
+            for name, n in zip(names, lengths, strict=True)
+        )
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
@@ -162,7 +165,8 @@ def _attend(query, keys_values, block_indices, placement, plan):
     def attend_chunk(inputs):
         rows, places, blocks = inputs
         here = places.placement(placement, plan.tokens)
-        outs, lses = [], []
+        outs: list[Array] = []
+        lses: list[Array] = []
         for branch, (key, value) in zip(plan.branches, keys_values, strict=True):
             if branch.name == "slc" and blocks is None:
                 fixed = jax.lax.stop_gradient((rows, keys_values[0][0], lses[0]))
@@ -203,7 +207,7 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
 
     if num_keys > 0 and are_few(rows):
         sums, reads = add_up(attend_few, branch.sizes)
-        # Hidden keys or values that are not finite have spoilt sums: then, which is rare, once more with care.
+        # Hidden keys or values that are not finite have spoilt sums: rare, and then once more with care.
         spoilt = ~jnp.isfinite(sums.out).all()
         again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), spoilt)
         sums = jax.tree.map(partial(jnp.where, spoilt), again, sums)
@@ -229,14 +233,14 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
         rows, places, blocks, (outs, lse), gates, d_out, d_lse = inputs
         here = places.placement(placement, plan.tokens)
         seen = lse != -jnp.inf
-        products = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
-        products = jnp.where(seen, jnp.stack(products), 0)
+        of_branches = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
+        products = jnp.where(seen, jnp.stack(of_branches), 0)
         delta = products if gates is None else products * gates
         if d_lse is not None:
             delta = jnp.where(seen, delta - d_lse[None, ..., 0], 0)
         known = Rows.of(rows, d_out, jnp.where(seen, lse, 0), delta)
         d_query = zeros_beside(rows, rows.shape, accumulate)
-        new_totals = []
+        new_totals: list[tuple[Array, Array]] = []
         for i, (branch, (key, value), total) in enumerate(
             zip(plan.branches, keys_values, totals, strict=True)
         ):
@@ -288,6 +292,7 @@ def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPl
         return Look(*here.compression_range(num_keys), ascending=ascending)
     if branch.name == "win":
         return Look(*here.window_range(num_keys), ascending=ascending)
+    assert blocks is not None
     start, end = here.selection_start(), here.selection_end(num_keys)
     numbers = jnp.arange(layout.num_selection_blocks(num_keys, here.config), dtype=jnp.int32)
     chosen = (blocks[..., None] == numbers[None, None, None, None]).any(axis=3)

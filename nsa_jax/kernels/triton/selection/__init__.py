@@ -119,8 +119,8 @@ def _score(
     tma = has_tma() and padded == own  # else keys are loaded one by one
     return launch(
         importance_kernel,
-        *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers, placement.position,
-        placement.compression_start if placement.packed else None, chunk,
+        *key_tiles(query, sizes.tokens, tma), *key_tiles(key_cmp, columns, tma), normalisers,
+        placement.position, placement.compression_start if placement.packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(-(-shape[2] // sizes.tokens) * column_programs, shape[0] * shape[1]),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages,

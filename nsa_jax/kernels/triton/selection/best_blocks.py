@@ -4,8 +4,8 @@ Grid: x = tokens of the chunk, y = batch rows of the chunk times KV heads; one w
 row of scores in pieces of `COLUMNS` and keeps the best so far: as long as the piece's largest score beats the
 worst one kept, it takes that one's place. Of equal scores the piece yields the lower block first and the kept
 one with the highest block gives way, so ties go to the lower block. Initial and local blocks stand in slots
-that nothing can replace; a sort of the slots gives the ascending order. There are 32 slots at least, so that a
-warp reduces them, as it does the columns, in one instruction.
+that nothing can replace; a sort of the slots gives the ascending order. There are at least 32 slots, so that
+a warp reduces them, as it does the columns, in one instruction.
 
 Floor at 64k tokens and 4 KV heads: 0.5 GB of scores, 0.17 ms at 3 TB/s; some 30 rounds of 33 instructions in
 a row of 512 blocks, and what stands around them, are 0.35 G warp instructions, 0.35 ms.

@@ -1,0 +1,146 @@
+"""A user's program that calls everything public, for `mypy --strict` and `pyright`: `tox -e type`.
+
+`assert_type` fails where a result is of another type than is said here; `Any` is of another type than all.
+"""
+# pyright: strict, reportUnknownMemberType=false
+# (jax.numpy annotates its own functions in part only)
+
+from collections.abc import Callable
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import checkify
+
+import nsa_jax
+from nsa_jax import NSAConfig, Run, Runs, convert, debug
+from nsa_jax.array_typing import Attended, AttendedReads
+from nsa_jax.cache import NSACache, Reads
+from nsa_jax.dispatch import Choice
+from nsa_jax.generate import Generation, generate, sample, truncate
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import DenseAttention, NSAAttention, Operands, Selection, rotate
+
+CONFIG = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    window_size=16,
+)
+LENGTH, LAST = 40, 8
+
+
+def operations() -> None:
+    """Every operation, on queries that are all tokens of the row, and on those that are its last."""
+    query = jnp.ones((1, LENGTH, 4, 16))
+    key = value = jnp.ones((1, LENGTH, 2, 16))
+    key_cmp = value_cmp = jnp.ones((1, 9, 2, 16))
+    gates = jnp.ones((1, LENGTH, 4, 3))
+
+    cmp = nsa_jax.compressed_attention(query, key_cmp, value_cmp, config=CONFIG)
+    assert_type(cmp, Attended)
+    assert_type(cmp.out, jax.Array)
+    out, lse = cmp
+    assert_type(lse, jax.Array)
+    counted = nsa_jax.compressed_attention(query, key_cmp, value_cmp, config=CONFIG, return_reads=True)
+    assert_type(counted, AttendedReads)
+    assert_type(counted.reads, jax.Array)
+
+    blocks = nsa_jax.select_blocks(query, key_cmp, lse_cmp=lse, config=CONFIG)
+    assert_type(blocks, jax.Array)
+    slc = nsa_jax.selected_attention(query, key, value, blocks, config=CONFIG, implementation="xla")
+    assert_type(slc, Attended)
+    assert_type(
+        nsa_jax.selected_attention(query, key, value, blocks, config=CONFIG, return_reads=True), AttendedReads
+    )
+
+    last = Runs((Run(LAST, LENGTH - LAST),), divisor=LAST)
+    win = nsa_jax.window_attention(query[:, -LAST:], key, value, config=CONFIG, query_positions=last)
+    assert_type(win, Attended)
+    assert_type(nsa_jax.window_attention(query, key, value, config=CONFIG, return_reads=True), AttendedReads)
+
+    total = nsa_jax.gated_sum(out, slc.out, out, gates)
+    assert_type(total, jax.Array)
+    keys_values = key_cmp, value_cmp, key, value, key, value
+    whole = nsa_jax.native_sparse_attention(query, *keys_values, gates, config=CONFIG)
+    assert_type(whole, jax.Array)
+
+
+def choice() -> None:
+    """What runs, and why."""
+    query, key = jnp.ones((1, LENGTH, 4, 16)), jnp.ones((1, LENGTH, 2, 16))
+    chosen = nsa_jax.choose("window_attention", query, key, key, config=CONFIG, platform="cpu")
+    assert_type(chosen, Choice)
+    assert_type(chosen.refused, tuple[tuple[str, str], ...])
+    assert_type(nsa_jax.unsupported_reason("gated_sum", "xla"), str | None)
+    with nsa_jax.use_implementation("xla"):
+        assert_type(nsa_jax.window_attention(query, key, key, config=CONFIG), Attended)
+
+
+def conversions() -> None:
+    """Indices from other forms, and checks of their values."""
+    segment_ids = convert.segment_ids_from_cu_seqlens(jnp.array([0, 24, LENGTH]), LENGTH)
+    assert_type(segment_ids, jax.Array)
+    ranges = jnp.array([[[[[0, 8]]]]])
+    blocks = nsa_jax.block_indices_from_ranges(
+        ranges, layout="BTKn2", query_positions=jnp.array([[30]]), config=CONFIG
+    )
+    assert_type(blocks, jax.Array)
+    checked = debug.checked(nsa_jax.select_blocks)
+    query, key_cmp = jnp.ones((1, LENGTH, 4, 16)), jnp.ones((1, 9, 2, 16))
+
+    def run() -> jax.Array:
+        return checked(query, key_cmp, config=CONFIG)
+
+    _, blocks = checkify.checkify(run)()
+    assert_type(blocks, jax.Array)
+
+
+def layers() -> None:
+    """A layer, forward and step by step."""
+    layer = NSAAttention(4, 64, num_kv_heads=2, config=CONFIG, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, LENGTH, 64))
+    assert_type(layer(x), jax.Array)
+    assert_type(layer.operands(x), Operands)
+    assert_type(layer.inspect(x), Selection)
+    cache = layer.init_cache(1, LENGTH + 2)
+    assert_type(cache, NSACache)
+    assert_type(layer.prefill(x, cache), tuple[jax.Array, NSACache])
+    assert_type(layer.decode_step(x[:, :1], cache), tuple[jax.Array, NSACache])
+    counted = layer.decode_step(x[:, :1], cache, count_reads=True)
+    assert_type(counted, tuple[jax.Array, NSACache, Reads])
+    assert_type(counted[2].slc, jax.Array)
+
+    dense = DenseAttention(4, 64, num_kv_heads=2, rngs=nnx.Rngs(0))
+    assert_type(dense(x), jax.Array)
+    assert_type(rotate(jnp.ones((1, LENGTH, 4, 16)), jnp.arange(LENGTH)[None]), jax.Array)
+
+
+def language_model() -> None:
+    """A model, and the text that it writes."""
+    config = TransformerConfig(
+        vocab_size=32, num_layers=1, model_dim=64, num_heads=4, num_kv_heads=2, nsa=CONFIG
+    )
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    prompts = jnp.ones((1, 5), jnp.int32)
+    assert_type(model(prompts), jax.Array)
+    assert_type(model.inspect(prompts), list[Selection])
+    caches = model.init_cache(1, 8)
+    assert_type(caches, tuple[NSACache, ...])
+    logits, caches = model.prefill(prompts, caches)
+    assert_type(logits, jax.Array)
+    assert_type(model.decode_step(prompts[:, :1], caches), tuple[jax.Array, tuple[NSACache, ...]])
+    text = generate(model, prompts, max_new_tokens=3)
+    assert_type(text, Generation)
+    assert_type(text.tokens, jax.Array)
+    assert_type(truncate(logits, top_k=3), jax.Array)
+    assert_type(sample(logits, jax.random.key(0)), jax.Array)
+
+
+PARTS: tuple[Callable[[], None], ...] = (operations, choice, conversions, layers, language_model)
+
+if __name__ == "__main__":
+    for part in PARTS:
+        part()
