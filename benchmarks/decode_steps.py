@@ -143,7 +143,8 @@ def _settings(config: NSAConfig, implementation: str) -> dict[str, Any]:
 
 
 def _empty(shape: Shape, config: NSAConfig) -> cache.NSACache:
-    sizes = {"num_kv_heads": shape.kv_heads, "key_dim": shape.key_dim, "value_dim": shape.value_dim}
+    dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim}
+    sizes: dict[str, Any] = dims | {"num_kv_heads": shape.kv_heads}
     room = shape.length + NEW_TOKENS
     return cache.init_cache(shape.batch, room, config=config, dtype=shape.dtype, **sizes)
 

@@ -1,4 +1,4 @@
-"""Attention over selected blocks: lists of the blocks of neighbouring queries, and kernels that loop over them."""
+"""Attention over selected blocks: lists of what neighbours chose, and kernels that loop over them."""
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton import tiles

@@ -183,7 +183,8 @@ def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int3
     """How many entries are below `first`, `first + 1`, ..., `first + number - 1`."""
     length = ascending.shape[0]
     return launch(
-        count_below_kernel, ascending, out=like(ascending, (number,)), grid=(triton.cdiv(number, COUNTS_OF_A_PROGRAM),),
+        count_below_kernel, ascending, out=like(ascending, (number,)),
+        grid=(triton.cdiv(number, COUNTS_OF_A_PROGRAM),),
         length=length, number=number, first=first, STEPS=length.bit_length(), SIZE=COUNTS_OF_A_PROGRAM,
     )  # fmt: skip
 

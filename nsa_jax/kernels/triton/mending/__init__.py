@@ -2,9 +2,9 @@
 
 The kernels multiply whole tiles, and give what a query does not see the weight 0; but 0 times NaN is NaN. To
 keep such numbers apart in their loops costs registers that they do not have. So they work as if all numbers
-were finite, and these kernels look at what is not finite in their results once more: one query or one key at a
-time, loading nothing that is not seen, and writing in place. Where all is finite, as it always should be, they
-read a part of the results and end.
+were finite, and these kernels look once more at what is not finite in their results: one query or one key at
+a time, loading nothing that is not seen, and writing in place. Where all is finite, as it always should be,
+they read a part of the results and end.
 """
 
 from nsa_jax.kernels.triton.mending.backward_key import mend_key_gradients

@@ -1,8 +1,8 @@
 """Mends gradients of keys and values that are not finite, key by key.
 
-grid = (ceil(S / 16), B K): one program for 16 keys, whose gradients it reads: no marks are needed. For each key
-with a number that is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads
-the rows of those that see it. A gradient of which no number can become finite again is left.
+grid = (ceil(S / 16), B K): one program for 16 keys, whose gradients it reads. For each key with a number that
+is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads the rows of those
+that see the key. It ends when no number of the gradient is finite.
 
 Nothing to mend: reads the gradients once, `B S K (H + V) itemsize` (67 MB at 64k, K = 4, 128/128; 17 us).
 """

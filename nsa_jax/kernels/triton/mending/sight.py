@@ -1,6 +1,6 @@
 """What one query sees, key by key: one range of keys, or one for each of its blocks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ class Sight(NamedTuple):
     blocks: Int32[Array, "B T K R"] | None = None
     block_size: int = 1
 
-    def constants(self) -> dict[str, int | str]:
+    def constants(self) -> dict[str, Any]:
         """What the kernels are told."""
         slots = 1 if self.blocks is None else self.blocks.shape[-1]
         return dict(BRANCH=self.branch, SLOTS=slots, BLOCK=self.block_size)

@@ -62,7 +62,7 @@ _SMALLEST_GATE = 1e-18
 
 
 def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, dims: int, keys: int) -> int:
-    """Parts of the queries: more where tiles of keys are few, within `segments B S K (H + V) 4` bytes of sums.
+    """Parts of the queries: more where tiles of keys are few; `segments B S K (H + V) 4` bytes of sums.
 
     As many keys as queries (a window) need one.
     """
@@ -171,11 +171,11 @@ def range_key_gradients(
     )
     scalars = row_scalars(lse, delta, weight, heads, tokens)
     edges = ranges.edges.in_tiles(tokens)
-    start, end, runs = ranges.in_tiles(tokens)
+    *_, runs = ranges.in_tiles(tokens)
     bounds = rows = None
     if not edges.known:
-        bounds = query_bounds(start, end, num_keys, sizes.keys, tokens)
-        rows = row_ranges(start, end, heads, tokens)
+        bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)
+        rows = row_ranges(ranges.start, ranges.end, heads, tokens)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
@@ -325,12 +325,13 @@ def _in_segment(limits, segment, segment_tiles):
 
 @triton.jit(repr=named("nsa_{BRANCH}_key_gradients"))
 def range_key_gradients_kernel(
-    queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds, runs,
-    d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr, KV_HEADS: tl.constexpr,
-    G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    queries0, queries1, gradients0, gradients1, keys0, keys1, values0, values1, row_ranges, scalars, bounds,
+    runs, d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, BRANCH: tl.constexpr, FIRST: tl.constexpr,
-    RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys, or their parts of one segment."""

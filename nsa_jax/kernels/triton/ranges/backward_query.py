@@ -126,13 +126,14 @@ def _add_step(
 
 @triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
 def range_query_gradient_kernel(
-    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends, runs,
-    out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
+    runs, out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
     BRANCH: tl.constexpr, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr,
-    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries, and the numbers of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)

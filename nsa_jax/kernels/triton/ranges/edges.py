@@ -45,7 +45,7 @@ class Edges(NamedTuple):
 
     @property
     def from_0(self) -> bool:
-        """Whether all ranges are known to begin at one key: none that all see stands behind one that some see."""
+        """Whether all ranges are known to begin at one key: what all see stands before what some see."""
         return self.known and self.window is None
 
     def in_tiles(self, tokens: int) -> "Edges":
