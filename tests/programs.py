@@ -13,6 +13,7 @@ import brute_force
 import jax
 import jax.numpy as jnp
 import numpy as np
+from budget import distance, size
 from cases import BY_NAME, Case, Operands
 
 from nsa_jax import arguments, attention, layout, reference
@@ -182,21 +183,6 @@ def settled(case: Case, scores: np.ndarray, error: float) -> np.ndarray:
     first_out = np.take_along_axis(ranked, slots + 1, -1)[..., 0]
     with np.errstate(invalid="ignore"):  # inf - inf where nothing was left out
         return (first_out == -np.inf) | (last_in - first_out > 2 * error)
-
-
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """max|found - expected|; 0 between equal infinities, infinite beside a NaN."""
-    assert found.shape == expected.shape
-    found, expected = found.astype(np.float64), expected.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        apart = np.where(found == expected, 0, np.abs(found - expected))
-    return float(np.max(np.where(np.isnan(apart), np.inf, apart), initial=0))
-
-
-def size(values: np.ndarray) -> float:
-    """max|values| of those that are finite."""
-    values = np.abs(values.astype(np.float64))
-    return float(np.max(values[np.isfinite(values)], initial=0))
 
 
 def disagreements(

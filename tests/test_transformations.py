@@ -12,8 +12,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budget import distance
 from cases import Case
-from programs import distance
 
 from nsa_jax import attention, layout
 from nsa_jax.config import NSAConfig

@@ -1,4 +1,4 @@
-"""Every Triton kernel becomes machine code for A100, L4 and H100 without a GPU: memory, spills, instructions.
+"""Every Triton kernel becomes machine code for GPUs that are not there: memory, spills, instructions.
 
 The kernels are those of a forward and backward at 64k tokens, as JAX lowers them. Triton's own assembler
 turns their PTX into machine code and says what that needs.
@@ -34,8 +34,8 @@ from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH = 65536
-ASSEMBLER = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}
+ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 
 # Every kernel, by the name that a profile shows.
 WITH_PRODUCTS = {
@@ -43,6 +43,11 @@ WITH_PRODUCTS = {
     *(f"nsa_{branch}_query_gradient" for branch in ("compressed", "window", "selected")),
     *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
     "nsa_importance",
+}
+MENDING = {
+    f"nsa_{branch}_mend_{what}"
+    for branch in ("compressed", "window", "selected")
+    for what in ("forward", "query_gradient", "key_gradients")
 }
 WITHOUT_PRODUCTS = {
     "nsa_best_blocks",
@@ -52,7 +57,7 @@ WITHOUT_PRODUCTS = {
     "nsa_gated_sum",
     "nsa_gate_gradients",
 }
-KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS
+KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | MENDING
 
 
 class Shape(NamedTuple):
@@ -130,6 +135,9 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
 }
 
+# What multiplies matrices.
+PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+
 # Tiles of few heads have fewer rows than the 64 of `wgmma`.
 SMALL_TILES = {("1 head", "nsa_selected_forward"), ("1 head", "nsa_selected_query_gradient")}
 
@@ -198,7 +206,15 @@ def jit_functions() -> dict[triton.JITFunction, str]:
 
 
 def assemble(result: triton_lib.CompilationResult, target: str) -> Kernel:
-    command = [ASSEMBLER, "-v", f"--gpu-name={target}", "-o", "/dev/null", "/dev/stdin"]
+    blackwell = target in (TARGETS[100], TARGETS[120])
+    command = [
+        ASSEMBLERS / ("ptxas-blackwell" if blackwell else "ptxas"),
+        "-v",
+        f"--gpu-name={target}",
+        "-o",
+        "/dev/null",
+        "/dev/stdin",
+    ]
     done = subprocess.run(command, input=result.binary, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (spilled,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
@@ -218,8 +234,12 @@ def instructions(kernel: Kernel, capability: int, name: str) -> list[str]:
     """What the PTX of a kernel must contain: matrix products, and on Hopper loads of whole tiles."""
     if kernel.name not in WITH_PRODUCTS:
         return []
-    small = capability < 90 or (name, kernel.name) in SMALL_TILES
-    products = [] if name == "float32" else ["mma.sync" if small else "wgmma"]
+    if name == "float32":
+        products = []
+    elif (name, kernel.name) in SMALL_TILES:
+        products = ["mma.sync"]
+    else:
+        products = [PRODUCTS[capability]]
     # The queries that chose a block stand anywhere: the gradient of its keys gathers them by pointers.
     gathers = kernel.name == "nsa_selected_key_gradients"
     return products if capability < 90 or gathers else [*products, "cp.async.bulk.tensor"]
@@ -256,7 +276,7 @@ def test_no_two_functions_share_a_name():
     assert [name for name, count in names.items() if count > 1] == []
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in jit_functions().items() if name.endswith("_kernel")
-               for branch in ("compressed", "window")}  # fmt: skip
+               for branch in ("compressed", "window", "selected")}  # fmt: skip
     assert kernels == KERNELS
 
 

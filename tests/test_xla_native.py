@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budget import distance, size
 from cases import BY_NAME
-from programs import MODULES, OPTIONS, Operands, by_brute_force, distance, evaluate, random_cotangents, size
+from programs import MODULES, OPTIONS, Operands, by_brute_force, evaluate, random_cotangents
 
 
 def of_the_sum_alone(case):

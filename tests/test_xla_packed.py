@@ -1,8 +1,9 @@
 """Several sequences in one row give what each gives alone."""
 
 import numpy as np
+from budget import distance
 from cases import BY_NAME, PLAIN, Case, Operands
-from programs import BRANCHES, by_brute_force, cached, distance, evaluate, random_cotangents
+from programs import BRANCHES, by_brute_force, cached, evaluate, random_cotangents
 
 SHORT = BY_NAME["shorter_than_every_block_and_window"]
 TOGETHER = Case(

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from budget import distance, size
 from cases import PLAIN, Operands
-from programs import distance, evaluate, importance, random_cotangents, settled, size
+from programs import evaluate, importance, random_cotangents, settled
 
 DTYPES = ("float32", "bfloat16", "float16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

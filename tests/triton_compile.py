@@ -10,8 +10,14 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-DEVICE_KINDS = {80: "NVIDIA A100-SXM4-80GB", 89: "NVIDIA L4", 90: "NVIDIA H100 80GB HBM3"}
-SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+DEVICE_KINDS = {
+    80: "NVIDIA A100-SXM4-80GB",
+    89: "NVIDIA L4",
+    90: "NVIDIA H100 80GB HBM3",
+    100: "NVIDIA B200",
+    120: "NVIDIA RTX PRO 6000 Blackwell",
+}
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -29,7 +35,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def device(capability: int):
-    """Context in which JAX lowers for a GPU of this compute capability (80, 89, 90)."""
+    """Context in which JAX lowers for a GPU of this compute capability, times 10."""
     abstract = AbstractDevice(device_kind=DEVICE_KINDS[capability], num_cores=132, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 

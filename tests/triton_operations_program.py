@@ -11,8 +11,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from budget import distance, size
 from cases import Case, Operands
-from programs import distance, evaluate, random_cotangents, size
+from programs import evaluate, random_cotangents
 
 from benchmarks import one_token
 from nsa_jax import attention, reference
@@ -42,8 +43,8 @@ CASES = {
         value_dim=16, positions=(39, -1, 0, 26, 7, 8, 31, 38), scale=0.3, runs=RUNS,
     ),
 }  # fmt: skip
-# float32 sums of at most 100 terms: an error of 50 eps of the largest value, on either side
-TOLERANCE = 100 * float(np.finfo(np.float32).eps)
+# Of the largest value, beside the exact result: the budget of `parity`, without what it allows on top.
+TOLERANCE = 8 * float(np.finfo(np.float32).eps)
 
 
 def check_case(name: str) -> float:
@@ -140,7 +141,7 @@ def check_whole() -> float:
         assert np.array_equal(both[0], ours)
         assert np.array_equal(both[1], ours)
         error = distance(np.asarray(ours), np.asarray(theirs)) / max(1.0, size(np.asarray(theirs)))
-        assert error <= TOLERANCE, error
+        assert error <= 2 * TOLERANCE, error  # neither is exact
         worst = max(worst, error)
     return worst
 
@@ -155,7 +156,7 @@ def check_one_token() -> float:
     with interpreted():
         found = one_token.selected_attention(query, key, value, blocks, config=CONFIG)
     worst = max(distance(*map(np.asarray, pair)) for pair in zip(found, expected, strict=True))
-    assert worst <= TOLERANCE * max(1.0, size(np.asarray(expected[0]))), worst
+    assert worst <= 2 * TOLERANCE * max(1.0, size(np.asarray(expected[0]))), worst
     return worst
 
 
