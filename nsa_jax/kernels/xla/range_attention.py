@@ -70,7 +70,9 @@ class Plan(NamedTuple):
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
         # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
         at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
-        sizes = (TileSizes.choose(num_queries, n, at_once[name], tiles) for name, n in zip(names, lengths))
+        sizes = [TileSizes.choose(num_queries, n, at_once[name], tiles) for name, n in zip(names, lengths)]
+        if not placement.rows_alike:  # together the rows see more: a loop, mostly of one turn
+            sizes = [x._replace(one=x.tile == n) for x, n in zip(sizes, lengths, strict=True)]
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
@@ -283,7 +285,7 @@ def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement)
 
 def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPlaces, num_keys: int) -> Look:
     """What the queries of a chunk see in one branch."""
-    ascending = places.first is not None
+    ascending = places.first is not None and here.rows_alike
     if branch.name == "cmp":
         return Look(*here.compression_range(num_keys), ascending=ascending)
     if branch.name == "win":
