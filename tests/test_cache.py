@@ -88,9 +88,10 @@ def test_ragged_rows_equal_their_own_full_forward(layer, chunk):
         assert cache.lengths.tolist() == lengths.tolist()
 
 
-def test_row_is_independent_of_the_others(layer):
+@pytest.mark.parametrize("factor", [-3, np.nan], ids=["other_numbers", "nan"])
+def test_row_is_independent_of_the_others(layer, factor):
     """The tokens and the length of a neighbour do not change one bit of a row."""
-    other = layer.map(lambda x: x.at[1].multiply(-3))
+    other = layer.map(lambda x: x.at[1].multiply(factor))
     _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 20, 7)
     _, other_cache = other.prefill_in_chunks(layer.empty(LENGTH), [20, 11], 7)
 

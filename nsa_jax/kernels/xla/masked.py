@@ -150,7 +150,7 @@ def merged(left: Partial, right: Partial) -> Partial:
 
 def normalised(sums: Partial) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """`(out, lse)`; 0 and -inf for a row that has seen no key."""
-    seen = sums.largest != -jnp.inf  # NaN counts as seen
+    seen = sums.total != 0  # NaN counts as seen; in `largest` it may be lost, as a maximum on a CPU drops it
     total = jnp.where(seen, sums.total, 1)
     out = jnp.where(seen[..., None], sums.out / total[..., None], 0)
     return out, jnp.where(seen, sums.largest + jnp.log(total), -jnp.inf)

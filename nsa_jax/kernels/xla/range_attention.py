@@ -19,6 +19,7 @@ from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.chunks import ChunkPlaces, Look, TileSizes, zeros_beside
 from nsa_jax.kernels.xla.masked import (
     CAREFUL_TILE,
+    Partial,
     Rows,
     are_few,
     attend_few,
@@ -206,9 +207,13 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
     if num_keys > 0 and are_few(rows):
         sums, reads = add_up(attend_few, branch.sizes)
         # Hidden keys or values that are not finite have spoilt sums: then, which is rare, once more with care.
-        spoilt = ~jnp.isfinite(sums.out).all()
-        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), spoilt)
-        sums = jax.tree.map(partial(jnp.where, spoilt), again, sums)
+        clean = jnp.isfinite(sums.total) & jnp.isfinite(sums.out).all(axis=-1)
+        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), ~clean.all())
+        sums = Partial(
+            jnp.where(clean, sums.largest, again.largest),
+            jnp.where(clean, sums.total, again.total),
+            jnp.where(clean[..., None], sums.out, again.out),
+        )
     else:
         sums, reads = add_up(attend_tile, branch.sizes)
     out, lse = normalised(sums)
