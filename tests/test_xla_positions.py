@@ -70,6 +70,16 @@ def test_default_positions_are_the_last_of_the_row(case):
     agree(results(case, None, case.query_positions), results(case, EXPLICIT, case.query_positions))
 
 
+@every_case
+def test_positions_that_the_row_does_not_have_are_padding(case):
+    """`nsa_jax.debug` names them; here they see nothing and are seen by nothing."""
+    behind, before = (case.query_positions.copy() for _ in range(2))
+    behind[:, [0, 3, 10]] = case.num_keys, 2**31 - 1, -7
+    before[:, [0, 3, 10]] = -1
+
+    agree(results(case, EXPLICIT, behind), results(case, EXPLICIT, before))
+
+
 RUNS = {
     # The rows see keys far apart, which one tile of a window's length cannot hold.
     "ragged": Runs((Run(NUM_QUERIES, np.array([3, 45])),)),
