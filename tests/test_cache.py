@@ -88,9 +88,10 @@ def test_ragged_rows_equal_their_own_full_forward(layer, chunk):
         assert cache.lengths.tolist() == lengths.tolist()
 
 
-def test_row_is_independent_of_the_others(layer):
+@pytest.mark.parametrize("factor", [-3, np.nan], ids=["other_numbers", "nan"])
+def test_row_is_independent_of_the_others(layer, factor):
     """The tokens and the length of a neighbour do not change one bit of a row."""
-    other = layer.map(lambda x: x.at[1].multiply(-3))
+    other = layer.map(lambda x: x.at[1].multiply(factor))
     _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 20, 7)
     _, other_cache = other.prefill_in_chunks(layer.empty(LENGTH), [20, 11], 7)
 
@@ -157,6 +158,22 @@ def test_chunk_that_overflows_under_jit_writes_nothing_and_flags_it(layer):
     layer.agree(out[1], np.s_[1, 20:27])
     assert_row_kept(cache, dataclasses.replace(after, overflowed=cache.overflowed), row=0)
     assert after.overflowed.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode_step"])
+def test_numbers_of_tokens_out_of_range_are_cut_under_jit(layer, step):
+    """More than T are T and fewer than 0 are 0: nothing is written that was not given."""
+    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [9, 17], 64)
+    step, operands = getattr(layer, step), layer.slice([9, 17], 4)
+
+    out, after = step(cache, *operands, num_tokens=np.array([99, -5]))
+    expected, expected_after = step(cache, *operands, num_tokens=np.array([4, 0]))
+
+    assert (out == expected).all()
+    for found, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected_after), strict=True):
+        assert (found == wanted).all()
+    assert after.lengths.tolist() == [13, 17]
+    assert not after.overflowed.any()
 
 
 def test_capacity_shorter_than_a_compression_block(layer):

@@ -192,6 +192,24 @@ def test_checked_operations_are_checked_for_shapes_and_kinds_first():
         attend(keys, keys, keys, config=OVERLAPPING, query_positions=[[0, 1, 2]])
 
 
+def test_checked_operations_are_checked_before_they_run():
+    """What is out of range may take an operation long, or to another error."""
+    ran = []
+
+    def operation(query, key_win, value_win, *, config, query_positions):
+        if not isinstance(query + 0, jax.core.Tracer):  # which all work is while tracing
+            ran.append(query_positions.tolist())
+        return query
+
+    keys = jnp.zeros((1, 3, 1, 4))
+    attend = functools.partial(debug.checked(operation), keys, keys, keys, config=OVERLAPPING)
+    with refused(match="^query_positions must lie in"):
+        attend(query_positions=jnp.asarray([[0, 1, 3]]))
+    attend(query_positions=jnp.asarray([[0, 1, 2]]))
+
+    assert ran == [[[0, 1, 2]]]
+
+
 def test_checks_inside_jit_are_an_error_to_throw(operands):
     attend = functools.partial(debug.checked(attention.selected_attention), config=PLAIN.config)
     attend = jax.jit(checkify.checkify(attend))

@@ -58,6 +58,14 @@ def test_top_p_counts_among_what_top_k_left():
     assert (truncate(logits, top_k=2, top_p=0.5) > -jnp.inf).tolist() == [[True, False, False, False]]
 
 
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_top_p_of_one_changes_nothing(top_k):
+    """Even where the first probability is rounded to 1, so that nothing is left for the others."""
+    logits = jnp.array([[0.0, -40.0, -80.0, -120.0], [-200.0, 0.0, -1.0, -1.0]])
+
+    assert truncate(logits, top_k=top_k, top_p=1.0).tolist() == truncate(logits, top_k=top_k).tolist()
+
+
 def test_top_p_stops_as_soon_as_there_is_enough():
     """Four equal tokens have exactly a quarter each."""
     kept = truncate(jnp.zeros((1, 4)), top_p=0.5) > -jnp.inf

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from nsa_jax import attention, layout
+from nsa_jax import attention, layout, reference
 from nsa_jax.config import NSAConfig
 
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_what_is_not_a_number_stays_where_it_is(part):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_not_finite_reaches_those_who_see_it(dtype):
-    """The pattern of `xla`, whose own is that of the oracle, in outputs and gradients."""
+    """The pattern of the oracle, number by number, in outputs and gradients."""
     query, *keys, gates = operands(1100, batch=2, heads=8, kv_heads=2, dtype=dtype)
     cotangent = jax.random.normal(jax.random.key(9), (2, 1100, 8, 128), dtype)
     blocks = attention.select_blocks(query, keys[0], config=CONFIG, implementation="xla")
@@ -130,14 +130,14 @@ def test_what_is_not_finite_reaches_those_who_see_it(dtype):
     ):
         at = b, int(keys[i].shape[1] * part), k, 3 * i
         keys[i] = keys[i].at[at].set(jnp.inf if i == 3 else jnp.nan)
-    results = {}
-    for implementation in ("xla", "triton"):
-        function = functools.partial(attend, implementation=implementation, block_indices=blocks)
-        run = jax.jit(functools.partial(with_gradients, function=function))
-        poison_memory()
-        results[implementation] = run(cotangent, query, *keys, gates)
-    for name, ours, theirs in zip(("out", *NAMES), results["triton"], results["xla"], strict=True):
-        finite = np.isfinite(np.asarray(theirs, np.float32))
+    arrays = query, *keys, gates
+    oracle = functools.partial(reference.native_sparse_attention, config=CONFIG, block_indices=blocks)
+    wide = [x.astype("float32") for x in (cotangent, *arrays)]
+    expected = jax.jit(functools.partial(with_gradients, function=oracle))(*wide)
+    poison_memory()
+    run = functools.partial(with_gradients, function=functools.partial(attend, block_indices=blocks))
+    for name, ours, theirs in zip(("out", *NAMES), jax.jit(run)(cotangent, *arrays), expected, strict=True):
+        finite = np.isfinite(np.asarray(theirs))
         assert not finite.all(), name
         assert finite.any(), name
         assert np.array_equal(np.isfinite(np.asarray(ours, np.float32)), finite), name

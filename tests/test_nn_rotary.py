@@ -8,7 +8,7 @@ import pytest
 from nsa_jax.nn import rotate
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [1, 3, 7, 8])
 def test_rotate_is_a_complex_product(head_dim):
     half = head_dim // 2
     rng = np.random.default_rng(0)

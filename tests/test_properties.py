@@ -151,24 +151,28 @@ def test_query_heads_of_a_kv_head_may_change_places():
 
 @pytest.mark.parametrize("fill", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("module", ["reference", "xla"])
-def test_keys_that_nobody_may_see_need_not_be_finite(module, fill):
-    """For outputs and selections; values must be finite, as must keys where gradients are taken: 0 NaN is
-    NaN."""
+def test_what_nobody_may_see_need_not_be_finite(module, fill):
+    """Queries, keys, values and gates of the future, of padding and of other rows and KV heads."""
     after = 30
-    operands = PLAIN.draw()
-    for name, hidden in hidden_rows(PLAIN, after).items():
-        if name.startswith("key"):
-            getattr(operands, name)[:, hidden] = fill
-    found, expected = evaluate(module, PLAIN, operands=operands), cached(module, "plain")
     past = slice(None, after + 1)
+    found = evaluate(module, PLAIN, operands=with_other_future(PLAIN, after, lambda x: fill))
     for name in PER_QUERY:
-        if name in expected:
-            assert np.array_equal(found[name][:, past], expected[name][:, past]), name
+        if name in found:
+            assert np.array_equal(found[name][:, past], cached(module, "plain")[name][:, past]), name
 
-    operands = PACKED_ROWS.draw()
-    for name in ("key_slc", "key_win"):
-        getattr(operands, name)[PACKED_ROWS.segment_ids == 0] = fill
+    operands, padding = PACKED_ROWS.draw(), PACKED_ROWS.segment_ids == 0
+    for name in Operands._fields:
+        if not name.endswith("_cmp"):
+            getattr(operands, name)[padding] = fill
     found, expected = evaluate(module, PACKED_ROWS, operands=operands), cached(module, "packed_rows")
-    for name in PER_QUERY:
-        if name in expected:
-            assert np.array_equal(found[name], expected[name]), name
+    for name, x in expected.items():
+        seen = np.s_[:] if name.endswith("_cmp") and name.startswith("d_") else ~padding
+        assert np.array_equal(found[name][seen], x[seen]), name
+
+    operands = PLAIN.draw()
+    for x in operands:
+        x[0] = fill
+        x[:, :, : x.shape[2] // PLAIN.num_kv_heads] = fill
+    found, expected = evaluate(module, PLAIN, operands=operands), cached(module, "plain")
+    for name, x in expected.items():
+        assert np.array_equal(found[name][1, :, x.shape[2] // 2 :], x[1, :, x.shape[2] // 2 :]), name

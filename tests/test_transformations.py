@@ -1,5 +1,6 @@
 """Operations under jit, grad, vmap, scan, remat and export, and in two shards, equal their plain calls."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 from budget import distance
 from cases import Case
 
-from nsa_jax import attention, layout
+from nsa_jax import attention, layout, reference
 from nsa_jax.config import NSAConfig
 
 CONFIG = NSAConfig(
@@ -117,6 +118,50 @@ def test_export_survives_serialisation(operands, cotangent, expected):
 
     assert restored.platforms == ("cpu",)
     agree(restored.call(cotangent, *operands), expected)
+
+
+def test_export_for_any_number_of_rows(operands, cotangent, expected):
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (cotangent, *operands)]
+    exported = jax.export.export(jax.jit(functools.partial(with_gradients, attend)))(*shapes)
+
+    agree(exported.call(cotangent, *operands), expected)
+    agree(exported.call(cotangent[1:2], *(x[1:2] for x in operands)), [x[1:2] for x in expected])
+
+
+@pytest.mark.parametrize("num_selected_blocks", [4, 3], ids=["at_once", "by_branch"])
+def test_hessian_vector_products_are_those_of_the_reference(num_selected_blocks):
+    """As the documentation writes them: `jvp` of a gradient. In float64, with the selection that is made."""
+    config = dataclasses.replace(CONFIG, num_selected_blocks=num_selected_blocks, selection_block_size=4)
+    num_keys = 22 if num_selected_blocks == 4 else 26  # more than twice the selected blocks
+    case = dataclasses.replace(CASE, config=config, num_keys=num_keys)
+    rng = case.generator("hessian")
+    tangents = [rng.standard_normal(x.shape) for x in case.draw()]
+    weights = rng.standard_normal((*case.draw().query.shape[:3], case.value_dim))
+
+    def product(module, operands, tangents):
+        def objective(operands):
+            return (module.native_sparse_attention(*operands, config=config) * weights).sum()
+
+        return jax.jvp(jax.grad(objective), (operands,), (tangents,))[1]
+
+    with jax.enable_x64(True):
+        found, expected = (
+            jax.jit(functools.partial(product, module))(tuple(case.draw()), tuple(tangents))
+            for module in (attention, reference)
+        )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(theirs).max() > 0.1
+        assert distance(np.asarray(ours), np.asarray(theirs)) < 1e-12 * max(1, np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", ["native_sparse_attention", "window_attention"])
+def test_forward_mode_of_an_operation_is_refused(operands, name):
+    """`nsa_jax.attention` says so; the error is JAX's."""
+    arrays = operands if name == "native_sparse_attention" else (operands[0], *operands[5:7])
+    run = functools.partial(getattr(attention, name), config=CONFIG)
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        jax.jvp(run, arrays, arrays)
 
 
 def test_index_arrays_may_be_traced(operands):

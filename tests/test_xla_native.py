@@ -1,5 +1,6 @@
 """`native_sparse_attention` is its branches, its own selection and its gated sum, forward and backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,6 +24,8 @@ def of_the_sum_alone(case):
         ("xla", "last_queries_of_the_row", "selected"),
         ("xla", "packed_rows_queried_anywhere", "selected"),
         ("xla", "packed_rows_queried_anywhere", "given"),
+        ("xla", "everything_covered", "selected"),  # short rows: the three branches at once
+        ("xla", "window_of_one_many_forced", "given"),
     ],
 )
 def test_whole_is_its_parts(module, name, selection):
@@ -51,3 +54,40 @@ def test_whole_is_its_parts(module, name, selection):
 
     for result, array in zip(("out", *(f"d_{operand}" for operand in Operands._fields)), found, strict=True):
         assert distance(np.asarray(array), expected[result]) < 1e-12 * max(1, size(expected[result])), result
+
+
+@pytest.mark.parametrize(
+    ("name", "num_selected_blocks"),
+    [("packed_rows", 7), ("last_queries_of_the_row", 4)],
+    ids=["three_branches_at_once", "branch_by_branch"],
+)
+def test_gates_of_exactly_zero_have_finite_gradients(name, num_selected_blocks):
+    """The branch that a gate shuts keeps the gradient of its gate, and hands on none of its own."""
+    case = BY_NAME[name]
+    config = dataclasses.replace(case.config, num_selected_blocks=num_selected_blocks)
+    operands = case.draw()
+    operands.gates[:, ::2, :, 0] = 0
+    operands.gates[:, :, 1] = 0
+    operands.gates[..., 2] = 0
+    cotangent = random_cotangents(case)["out"]
+
+    def with_gradients(module, cotangent, *operands):
+        attend = functools.partial(
+            MODULES[module].native_sparse_attention, config=config, segment_ids=case.segment_ids
+        )
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(cotangent)
+
+    with jax.enable_x64(True):
+        found, expected = (
+            jax.jit(functools.partial(with_gradients, module), compiler_options=OPTIONS[module])(
+                jnp.asarray(cotangent), *map(jnp.asarray, operands)
+            )
+            for module in ("xla", "reference")
+        )
+    names = ("out", *(f"d_{operand}" for operand in Operands._fields))
+    for name, ours, theirs in zip(names, map(np.asarray, found), map(np.asarray, expected), strict=True):
+        assert np.isfinite(ours).all(), name
+        assert distance(ours, theirs) < 1e-12 * max(1, size(theirs)), name
+    assert not np.any(found[1 + Operands._fields.index("key_win")])
+    assert np.any(found[-1][..., 2])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PACKED_ROWS, PLAIN
-from programs import cached, evaluate, in_tiles
+from cases import BY_NAME, PACKED_ROWS, PLAIN
+from programs import by_brute_force, cached, disagreements, evaluate, in_tiles
 
 from nsa_jax import attention, reference
 from nsa_jax.config import NSAConfig
@@ -95,3 +95,17 @@ def test_one_head_can_decide_for_all_heads_of_its_kv_head():
 
     assert evaluate("xla", case, operands=operands)["blocks"].tolist() == expected.tolist()
     assert (expected[:, :, 0] != cached("xla", "plain")["blocks"][:, :, 0]).any()
+
+
+@pytest.mark.parametrize("name", ["plain", "packed_rows", "everything_covered", "last_queries_of_the_row"])
+def test_blocks_said_twice_count_once_wherever_they_stand(name):
+    """In outputs, gradients and reads, by lists of blocks and by masks."""
+    case, blocks = BY_NAME[name], by_brute_force(name)["blocks"].copy()
+    blocks[..., 2] = blocks[..., 0]
+    twice = np.concatenate([blocks[..., 1:], blocks[..., :1]], axis=-1)  # not ascending either
+    once = np.where(np.arange(blocks.shape[-1]) == 2, -1, blocks)
+    found = evaluate("xla", case, block_indices=twice)
+
+    assert disagreements(found, evaluate("reference", case, block_indices=twice)) == {}
+    assert disagreements(found, evaluate("xla", case, block_indices=once)) == {}
+    assert (found["reads_slc"] == brute_force.evaluate(case, case.draw(), once)["reads_slc"]).all()

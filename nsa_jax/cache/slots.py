@@ -37,7 +37,7 @@ def write(buffer: Array, new: Array, slot: Int32[Array, "B T"], valid: Bool[Arra
     if size == 0:
         return buffer
     # What is not valid goes beyond the end, each to a slot of its own: the indices are unique as promised.
-    slot = jnp.where(valid, slot, size + jnp.arange(new.shape[1], dtype=jnp.int32))
+    slot = jnp.where(valid, slot, size + jnp.arange(new.shape[1], dtype=jnp.int32)[None])
     target = buffer.at[_rows(buffer), slot]
     written = target.set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
     # Else XLA may fuse the write into what reads the buffer, which makes it a second buffer: at 32k tokens a
@@ -48,7 +48,7 @@ def write(buffer: Array, new: Array, slot: Int32[Array, "B T"], valid: Bool[Arra
 def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
     """Puts the admitted tokens into the ring: the last of them, if it is shorter than their number."""
     kept = min(ring.shape[1], new.shape[1])
-    offset = jnp.maximum(admitted.num_tokens - kept, 0)[:, None] + jnp.arange(kept, dtype=jnp.int32)
+    offset = jnp.maximum(admitted.num_tokens - kept, 0)[:, None] + jnp.arange(kept, dtype=jnp.int32)[None]
     if kept < new.shape[1]:
         new = new.at[_rows(new), offset].get(mode="promise_in_bounds")
     slot = (admitted.start[:, None] + offset) % ring.shape[1]
@@ -57,7 +57,7 @@ def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
 
 def read_ring(ring: Array, first: Int32[Array, " B"], length: int) -> Array:
     """Tokens `first .. first + length - 1` in order; any numbers for those that the ring does not hold."""
-    token = first[:, None] + jnp.arange(length, dtype=jnp.int32)
+    token = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return ring.at[_rows(ring), token % ring.shape[1]].get(mode="promise_in_bounds")
 
 

@@ -203,9 +203,9 @@ def _append(
     compress: Compress,
 ) -> NSACache:
     """Writes the selection arrays and the complete blocks; `recent` ends in the new tokens."""
-    offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)
+    offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)[None]
     index, valid = new.start[:, None] + offset, offset < new.num_tokens[:, None]
-    (key_cmp, value_cmp), block, complete = _compress_complete(recent, new, len(offset), config, compress)
+    (key_cmp, value_cmp), block, complete = _compress_complete(recent, new, offset.shape[1], config, compress)
     return dataclasses.replace(
         cache,
         key_slc=slots.write(cache.key_slc, tokens.key_slc, index, valid),
@@ -221,12 +221,12 @@ def _compress_complete(recent, new, num_new, config, compress):
     """As many blocks as the new tokens could complete: compressed, their numbers, which are complete."""
     size, stride = config.compression_block_size, config.compression_stride
     first = layout.num_compression_blocks(new.start, config)
-    block = first[:, None] + jnp.arange((num_new - 1) // stride + 1, dtype=jnp.int32)
+    block = first[:, None] + jnp.arange((num_new - 1) // stride + 1, dtype=jnp.int32)[None]
     complete = block < layout.num_compression_blocks(new.start + new.num_tokens, config)[:, None]
     # `recent` begins l - 1 tokens before the new ones. A block that is not complete ends beyond it: it takes
     # any window, so that nothing is read out of bounds.
     start = jnp.clip(block * stride - new.start[:, None] + size - 1, 0, num_new - 1)
-    window = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+    window = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None, None]
 
     def run(*key_value):

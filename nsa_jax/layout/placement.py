@@ -149,6 +149,12 @@ class Placement:
             return None
         return self.run_firsts[0].known
 
+    @property
+    def rows_alike(self) -> bool:
+        """Whether the runs, and the arrays of keys, are known to begin at the same index in every row."""
+        indices = (*self.run_firsts, *self.first_keys)
+        return self.position.shape[0] == 1 or all(index.known is not None for index in indices)
+
     def tile_in_one_block(self, tokens: int) -> bool:
         """Whether each `tokens` neighbouring queries are known to lie in one selection block.
 

@@ -58,7 +58,7 @@ def product(spec: str, left: Array, right: Array, accumulate) -> Array:
 
 def accumulator(x: Array):
     """The dtype of logits and sums: float32, or float64 for float64."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def attend_tile(
@@ -151,7 +151,7 @@ def merged(left: Partial, right: Partial) -> Partial:
 
 def normalised(sums: Partial) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """`(out, lse)`; 0 and -inf for a row that has seen no key."""
-    seen = sums.largest != -jnp.inf  # NaN counts as seen
+    seen = sums.total != 0  # NaN counts as seen; in `largest` it may be lost, as a maximum on a CPU drops it
     total = jnp.where(seen, sums.total, 1)
     out = jnp.where(seen[..., None], sums.out / total[..., None], 0)
     return out, jnp.where(seen, sums.largest + jnp.log(total), -jnp.inf)

@@ -14,6 +14,7 @@ from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int, Int
 from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.block_attention import NO_BLOCK, BlockLists, ItemSizes, block_attention
 from nsa_jax.kernels.xla.chunks import ChunkPlaces
+from nsa_jax.kernels.xla.masked import accumulator
 from nsa_jax.kernels.xla.range_attention import BranchName, Plan, attend_all, attend_branch
 from nsa_jax.kernels.xla.selection import choose_blocks
 from nsa_jax.kernels.xla.tiles import DEFAULT, Tiles
@@ -165,7 +166,7 @@ def gated_sum(
     gates: Float[Array, "B T N 3"],
 ) -> Float[Array, "B T N V"]:
     """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32 or wider."""
-    accumulate = jnp.promote_types(out_cmp.dtype, jnp.float32)
+    accumulate = accumulator(out_cmp)
     gates = gates.astype(accumulate)
     branches = (branch.astype(accumulate) for branch in (out_cmp, out_slc, out_win))
     cmp, slc, win = (gates[..., i, None] * branch for i, branch in enumerate(branches))

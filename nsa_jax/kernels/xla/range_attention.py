@@ -19,6 +19,7 @@ from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.chunks import ChunkPlaces, Look, TileSizes, zeros_beside
 from nsa_jax.kernels.xla.masked import (
     CAREFUL_TILE,
+    Partial,
     Rows,
     are_few,
     attend_few,
@@ -70,10 +71,12 @@ class Plan(NamedTuple):
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
         # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
         at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
-        sizes = (
+        sizes = [
             TileSizes.choose(num_queries, n, at_once[name], tiles)
             for name, n in zip(names, lengths, strict=True)
-        )
+        ]
+        if not placement.rows_alike:  # together the rows see more: a loop, mostly of one turn
+            sizes = [x._replace(one=x.tile == n) for x, n in zip(sizes, lengths, strict=True)]
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
@@ -208,9 +211,13 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
     if num_keys > 0 and are_few(rows):
         sums, reads = add_up(attend_few, branch.sizes)
         # Hidden keys or values that are not finite have spoilt sums: rare, and then once more with care.
-        spoilt = ~jnp.isfinite(sums.out).all()
-        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), spoilt)
-        sums = jax.tree.map(partial(jnp.where, spoilt), again, sums)
+        clean = jnp.isfinite(sums.total) & jnp.isfinite(sums.out).all(axis=-1)
+        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), ~clean.all())
+        sums = Partial(
+            jnp.where(clean, sums.largest, again.largest),
+            jnp.where(clean, sums.total, again.total),
+            jnp.where(clean[..., None], sums.out, again.out),
+        )
     else:
         sums, reads = add_up(attend_tile, branch.sizes)
     out, lse = normalised(sums)
@@ -287,7 +294,7 @@ def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement)
 
 def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPlaces, num_keys: int) -> Look:
     """What the queries of a chunk see in one branch."""
-    ascending = places.first is not None
+    ascending = places.first is not None and here.rows_alike
     if branch.name == "cmp":
         return Look(*here.compression_range(num_keys), ascending=ascending)
     if branch.name == "win":

@@ -1,9 +1,9 @@
 """Mends outputs and log-sum-exps that are not finite, query by query.
 
-grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. A value that is not finite spoils a column
-in all rows of the tiles that read it, and a key a whole row, with its log-sum-exp. So it is enough to look at
-the output of the KV head's first query head and at the log-sum-exps of all. For a spoilt query 16 heads at a
-time loop over the keys that it sees, 32 a step; no others are loaded.
+grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. A value that is not finite spoils a
+column in all rows of the tiles that read it, and a key a whole row, with its log-sum-exp. So it is enough to
+look at the output of the KV head's first query head and at the log-sum-exps of all. For a spoilt query 16
+heads at a time loop over the keys that it sees, 32 a step; no others are loaded.
 
 Nothing to mend: reads `B T K (V itemsize + 4 G)` bytes (84 MB at 64k, K = 4, G = 16, V = 128; 20 us).
 """

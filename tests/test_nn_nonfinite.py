@@ -1,0 +1,66 @@
+"""A layer and a model hand on no NaN from where they may not look, in a forward and in decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_model import CONFIG, LENGTH, make_model, tokens
+
+BAD = CONFIG.vocab_size - 1  # the token whose embedding is NaN
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same model, without and with a token that spoils everything it reaches."""
+    clean, spoilt = make_model(), make_model()
+    embedding = spoilt.embed.embedding
+    embedding[...] = embedding[...].at[BAD].set(jnp.nan)
+    return clean, spoilt
+
+
+def harmless():
+    return np.minimum(tokens(), BAD - 1)
+
+
+@pytest.mark.parametrize("place", ["other_row", "future", "padding", "other_sequence"])
+def test_forward(models, place):
+    ids, segment_ids = harmless(), np.ones((2, LENGTH), np.int32)
+    hidden = np.zeros((2, LENGTH), bool)
+    if place == "other_row":
+        hidden[0] = True
+    elif place == "future":
+        hidden[:, 9:] = True
+    else:
+        hidden[:, 4:9] = True
+        segment_ids[:, 4:9] = 0 if place == "padding" else 2
+        segment_ids[:, 9:] = 3
+    run = jax.jit(lambda model, ids, segment_ids: model(ids, segment_ids=segment_ids))
+    found = run(models[1], np.where(hidden, BAD, ids), segment_ids)
+    expected = run(models[1], ids, segment_ids)
+
+    columns = np.arange(CONFIG.vocab_size) != BAD  # the output is tied to the embedding
+    assert np.abs(found - expected)[~hidden][:, columns].max() < 1e-5 * np.abs(expected)[..., columns].max()
+    assert np.isnan(found)[hidden].all()
+
+
+def test_decoding(models):
+    """Row 0 is spoilt throughout, the padding of row 1's prompt too, and both rows' unused slots."""
+    clean, spoilt = models
+    ids = harmless()
+    prompt = np.where(np.arange(9) < np.array([[9], [5]]), ids[:, :9], BAD)
+    prompt[0] = BAD
+    held = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, spoilt.init_cache(2, LENGTH)
+    )
+    _, held = jax.jit(lambda model, *x: model.prefill(*x))(spoilt, prompt, held, np.array([9, 5]))
+    _, fresh = jax.jit(lambda model, *x: model.prefill(*x))(
+        clean, prompt, clean.init_cache(2, LENGTH), np.array([9, 5])
+    )
+    step = jax.jit(lambda model, *x: model.decode_step(*x))
+    columns = np.arange(CONFIG.vocab_size) != BAD
+    for t in range(5, 13):
+        ours, held = step(spoilt, np.array([[BAD], ids[1, t : t + 1]]), held, np.ones(2, np.int32))
+        theirs, fresh = step(clean, ids[:, t : t + 1], fresh, np.ones(2, np.int32))
+
+        assert np.abs(ours - theirs)[1][..., columns].max() < 1e-5 * np.abs(theirs).max()
+        assert np.isnan(ours[0]).all()

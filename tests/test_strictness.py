@@ -1,0 +1,75 @@
+"""Every operation and step traces where JAX promotes neither dtypes nor ranks on its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cache_layer import SMALL, Layer
+from cases import BY_NAME
+
+from nsa_jax import attention, cache
+
+# Lists of blocks; packed rows of them; few rows; all branches at once; no compressed keys.
+NAMES = ("plain", "packed_rows", "last_queries_of_the_row", "everything_covered", "one_token")
+SETTINGS = {
+    "dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),
+    "ranks": functools.partial(jax.numpy_rank_promotion, "raise"),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+@every_setting
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_operations_and_their_gradients(name, dtype, setting):
+    case = BY_NAME[name]
+    shared = dict(
+        config=case.config, query_positions=jnp.asarray(case.query_positions), implementation="xla",
+        segment_ids=None if case.runs is None else jnp.asarray(case.segment_ids),
+    )  # fmt: skip
+
+    def everything(operands):
+        query, key_cmp, value_cmp, *keys_values, gates = operands
+        cmp = attention.compressed_attention(query, key_cmp, value_cmp, **shared)
+        blocks = attention.select_blocks(query, key_cmp, lse_cmp=cmp.lse, **shared)
+        slc = attention.selected_attention(query, *keys_values[:2], blocks, **shared, return_reads=True)
+        win = attention.window_attention(query, *keys_values[2:], **shared)
+        attention.select_blocks(query, key_cmp, **shared)
+        attention.native_sparse_attention(*operands, **shared, block_indices=blocks.astype(jnp.int8))
+        # Of the branches, and of the whole: gates may have a dtype of their own.
+        wide = attention.gated_sum(cmp.out, slc.out, win.out, gates.astype(jnp.float32))
+        return wide, cmp.lse, slc.lse, win.lse, attention.native_sparse_attention(*operands, **shared)
+
+    def with_gradients(operands):
+        results, pull_back = jax.vjp(everything, operands)
+        return results, pull_back(results)
+
+    operands = jax.tree.map(lambda x: jnp.asarray(x, dtype), case.draw())
+    with setting():
+        results, (gradients,) = jax.eval_shape(with_gradients, operands)
+
+    assert results[-1].dtype == dtype
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), operands
+    )
+
+
+@every_setting
+@pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
+def test_steps_of_a_cache(step, setting):
+    layer = Layer.make(length=4, dtype=jnp.bfloat16)
+    held, operands = layer.empty(16), layer.slice(0, 4)
+    step = functools.partial(step, config=SMALL, compress=compress_first)
+    with setting():
+        out, after = jax.eval_shape(
+            lambda held, *operands: step(held, *operands, num_tokens=jnp.array([4, 2])), held, *operands
+        )
+
+    assert out.dtype == jnp.bfloat16
+    assert jax.tree.structure(after) == jax.tree.structure(held)
+
+
+def compress_first(key_windows, value_windows, first_positions):
+    """The first token of each block: the compressor is the caller's, who has to be as strict."""
+    return key_windows[:, :, 0], value_windows[:, :, 0]

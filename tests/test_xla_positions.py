@@ -1,0 +1,155 @@
+"""Where the queries stand: default positions, runs, and window keys that begin anywhere, against explicit
+positions and keys of the whole row.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from budget import distance, size
+from cases import OVERLAPPING, PACKED_ROWS, PLAIN
+from programs import disagreements
+
+from nsa_jax import attention, layout
+from nsa_jax.layout import Run, Runs
+
+NUM_QUERIES = 11  # of 61 and of 75 keys
+CASES = {
+    "plain": dataclasses.replace(PLAIN, num_queries=NUM_QUERIES),
+    # So many blocks that the whole operation attends all branches at once.
+    "packed": dataclasses.replace(
+        PACKED_ROWS, num_queries=NUM_QUERIES, config=dataclasses.replace(OVERLAPPING, num_selected_blocks=7)
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def results(case, positions, explicit):
+    """Every output and log-sum-exp, the selection, the whole operation and its gradients, in float64."""
+    shared = dict(config=case.config, segment_ids=case.segment_ids)
+
+    def everything(operands, explicit, cotangent):
+        shared["query_positions"] = explicit if positions is EXPLICIT else positions
+        # Of the compressed keys alone nobody can tell where the last queries of a plain row stand.
+        tells = positions is not None or case.runs is not None
+        of_cmp = shared if tells else shared | dict(query_positions=explicit)
+        query, key_cmp, value_cmp, *keys_values, _ = operands
+        cmp = attention.compressed_attention(query, key_cmp, value_cmp, **of_cmp)
+        blocks = attention.select_blocks(query, key_cmp, **of_cmp)
+        slc = attention.selected_attention(query, *keys_values[:2], blocks, **shared)
+        win = attention.window_attention(query, *keys_values[2:], **shared)
+        whole = functools.partial(attention.native_sparse_attention, **shared)
+        out, pull_back = jax.vjp(whole, *operands)
+        return *cmp, blocks, *slc, *win, out, *pull_back(cotangent)
+
+    with jax.enable_x64(True):
+        operands = case.draw()
+        cotangent = case.generator("cotangent").standard_normal((*operands.query.shape[:3], case.value_dim))
+        return program(case, positions, everything)(operands, explicit, cotangent)
+
+
+EXPLICIT = "explicit"
+PROGRAMS = {}
+
+
+def program(case, positions, function):
+    """Explicit positions are an argument, so that all of them share one program."""
+    if positions is EXPLICIT:
+        return PROGRAMS.setdefault(case.name, jax.jit(function))
+    return jax.jit(function)
+
+
+def agree(found, expected):
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert distance(np.asarray(ours), np.asarray(theirs)) <= 1e-12 * max(1, size(np.asarray(theirs))), i
+
+
+@every_case
+def test_default_positions_are_the_last_of_the_row(case):
+    agree(results(case, None, case.query_positions), results(case, EXPLICIT, case.query_positions))
+
+
+@every_case
+def test_positions_that_the_row_does_not_have_are_padding(case):
+    """`nsa_jax.debug` names them; here they see nothing and are seen by nothing."""
+    behind, before = (case.query_positions.copy() for _ in range(2))
+    behind[:, [0, 3, 10]] = case.num_keys, 2**31 - 1, -7
+    before[:, [0, 3, 10]] = -1
+
+    agree(results(case, EXPLICIT, behind), results(case, EXPLICIT, before))
+
+
+RUNS = {
+    # The rows see keys far apart, which one tile of a window's length cannot hold.
+    "ragged": Runs((Run(NUM_QUERIES, np.array([3, 45])),)),
+    "ragged_beyond_the_row_some_real": Runs(
+        (Run(NUM_QUERIES, np.array([70, 49])),), num_queries=np.array([11, 4])
+    ),
+    "two_runs_one_ragged": Runs((Run(7, 42), Run(4, np.array([56, 28]))), divisor=14),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), [*(("plain", name) for name in RUNS), ("packed", "two_runs_one_ragged")]
+)
+def test_runs_equal_their_positions(row, name):
+    case, runs = CASES[row], RUNS[name]
+    positions = np.asarray(layout.positions_of(runs, case.batch))
+
+    agree(results(case, runs, positions), results(case, EXPLICIT, positions))
+
+
+def with_gradients(operation, case, arrays, **settings):
+    """The output and the gradients by the name of their operand, in float64."""
+    cotangent = case.generator("cotangent").standard_normal((*arrays["query"].shape[:3], case.value_dim))
+
+    def run(arrays, cotangent):
+        def attend(arrays):
+            result = operation(**arrays, config=case.config, segment_ids=case.segment_ids, **settings)
+            return result if operation is attention.native_sparse_attention else result.out
+
+        out, pull_back = jax.vjp(attend, arrays)
+        return pull_back(cotangent)[0] | dict(out=out)
+
+    with jax.enable_x64(True):
+        return {name: np.asarray(x) for name, x in jax.jit(run)(arrays, cotangent).items()}
+
+
+WINDOW = ("query", "key_win", "value_win")
+
+
+@pytest.mark.parametrize(
+    ("operation", "row", "run_first", "first"),
+    [
+        ("window_attention", "plain", [50, 37], -4),
+        ("window_attention", "plain", 37, [-3, 25]),
+        ("window_attention", "packed", [50, 37], [-3, 25]),
+        ("native_sparse_attention", "plain", 37, [-3, 25]),
+        ("native_sparse_attention", "packed", [50, 37], [-3, 25]),
+    ],
+)
+def test_window_keys_that_begin_anywhere_are_those_of_the_row(operation, row, run_first, first):
+    """Places that are no token of the row hold huge numbers; tokens that the array lacks are not needed."""
+    case = CASES[row]
+    runs = Runs((Run(NUM_QUERIES, run_first if isinstance(run_first, int) else np.array(run_first)),))
+    first = first if isinstance(first, int) else np.array(first)
+    operands = case.draw()._asdict()
+    if operation == "window_attention":
+        operands = {name: operands[name] for name in WINDOW}
+    token = np.broadcast_to(first, case.batch)[:, None] + np.arange(case.num_keys + 9)
+    inside = ((token >= 0) & (token < case.num_keys))[..., None, None]
+    at = np.clip(token, 0, case.num_keys - 1)[..., None, None]
+
+    def held(x, elsewhere):
+        return np.where(inside, np.take_along_axis(x, at, axis=1), elsewhere)
+
+    name = "first_key" if operation == "window_attention" else "first_key_win"
+    attend = functools.partial(with_gradients, getattr(attention, operation), case, query_positions=runs)
+    part = {name: held(operands[name], 1e6) for name in WINDOW[1:]}
+    found, expected = attend(arrays=operands | part, **{name: first}), attend(arrays=operands)
+    expected |= {name: held(expected[name], 0) for name in WINDOW[1:]}
+
+    assert disagreements(found, expected) == {}
+    assert found["key_win"].any()
