@@ -10,6 +10,7 @@ from messages import has_form
 
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout import Run, Runs
 
 CONFIG = NSAConfig()
 TRACED = jax.ShapeDtypeStruct
@@ -311,6 +312,71 @@ def test_more_queries_than_keys_need_positions():
     blocks = array("block_indices", (B, S + 1, K, 16))
     refused(ValueError, rule, "selected_attention", query=query, block_indices=blocks)
     call("window_attention", query=query, query_positions=array("query_positions", (B, S + 1)))
+
+
+@pytest.mark.parametrize(
+    ("runs", "error", "rule"),
+    [
+        (Runs((Run(T - 1, 0),)), ValueError, r"the lengths of runs must be .* got \[69\] and T = 70"),
+        (Runs((Run(T, 0), Run(0, 0))), ValueError, r"the lengths of runs must be .* got \[70, 0\]"),
+        (Runs((Run(T + 1, 0), Run(-1, 0))), ValueError, r"the lengths of runs must be .* got \[71, -1\]"),
+        (Runs((Run(float(T), 0),)), ValueError, r"the lengths of runs must be .* got \[70.0\]"),
+        (Runs(()), ValueError, r"the lengths of runs must be .* got \[\] and T = 70"),
+        (Runs((Run(T, 0),), divisor=0), ValueError, "divisor must be a positive int, got 0"),
+        (Runs((Run(T, 0),), divisor=2.0), ValueError, "divisor must be a positive int, got 2.0"),
+        (Runs((Run(T, 0.0),)), TypeError, "the first of a run must be an integer or an array, got float"),
+        (Runs((Run(T, True),)), TypeError, "the first of a run must be an integer or an array, got bool"),
+        (Runs((Run(T, np.zeros(B)),)), ValueError, "the first of a run must be one integer, .* got float64"),
+        (Runs((Run(T, np.zeros(3, int)),)), ValueError, r"the first of a run must be .* shape \(3,\)"),
+        (Runs((Run(T, 0),), num_queries=3), TypeError, "num_queries must be an integer or an array, got int"),
+        (Runs((Run(T, 0),), num_queries=np.array(3)), ValueError, r"num_queries must be .* shape \(\)"),
+    ],
+    ids=[
+        "too_few", "empty", "negative", "float_length", "none", "divisor_0", "float_divisor", "float_first",
+        "bool_first", "float_firsts", "firsts_of_other_rows", "int_num_queries", "scalar_num_queries",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("operation", ["compressed_attention", "window_attention"])
+def test_runs_that_make_no_sense(operation, runs, error, rule):
+    refused(error, "^" + rule, operation, dict(query_positions=runs))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        Runs((Run(T, 0),)),
+        Runs((Run(T, 0),), divisor=1),
+        Runs((Run(T - 1, np.int64(3)), Run(1, np.array(0, np.int8)))),
+        Runs((Run(T, np.zeros(B, int)),), divisor=64, num_queries=np.zeros(B, np.uint8)),
+    ],
+    ids=["default", "divisor_one", "numpy_scalars", "one_a_row"],
+)
+def test_runs_may_be_given_in_many_ways(runs):
+    call("window_attention", dict(query_positions=runs))
+
+
+@pytest.mark.parametrize(
+    ("first", "error", "rule"),
+    [
+        (1.0, TypeError, "first_key must be an integer or an array, got float"),
+        (False, TypeError, "first_key must be an integer or an array, got bool"),
+        (np.zeros(3, int), ValueError, r"first_key must be one integer, .* got int64 of shape \(3,\)"),
+        (np.zeros(B), ValueError, r"first_key must be one integer, .* got float64 of shape \(2,\)"),
+    ],
+    ids=["float", "bool", "rows", "floats"],
+)  # fmt: skip
+def test_first_keys_that_make_no_sense(first, error, rule):
+    refused(error, "^" + rule, "window_attention", dict(first_key=first))
+    refused(error, "^" + rule, "native_sparse_attention", dict(first_key_win=first))
+
+
+def test_window_keys_of_another_number_need_their_first():
+    changed = {name: array(name, (B, S + 3, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
+    rule = (
+        "^the keys of the window must be those of all S = 70 tokens unless their first is given, got W = 73"
+    )
+    refused(ValueError, rule, "native_sparse_attention", dict(first_key_win=0), **changed)
+    call("native_sparse_attention", dict(first_key_win=-3), **changed)
 
 
 def test_numpy_arrays_are_welcome():

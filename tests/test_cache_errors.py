@@ -107,6 +107,11 @@ def test_step_refuses_what_does_not_fit(step, changes, error, message):
         step(**arguments(**changes))
 
 
+def test_fields_of_a_cache_are_not_assigned():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LAYER.empty(4).lengths = jnp.zeros(2, jnp.int32)
+
+
 def test_step_longer_than_its_capacity():
     with pytest.raises(ValueError, match=r"step_capacity, got 5 > 4 tokens\. Call prefill, or init_cache"):
         cache.decode_step(**arguments(5))

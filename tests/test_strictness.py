@@ -9,6 +9,7 @@ from cache_layer import SMALL, Layer
 from cases import BY_NAME
 
 from nsa_jax import attention, cache
+from nsa_jax.generate import sample
 
 # Lists of blocks; packed rows of them; few rows; all branches at once; no compressed keys.
 NAMES = ("plain", "packed_rows", "last_queries_of_the_row", "everything_covered", "one_token")
@@ -68,6 +69,20 @@ def test_steps_of_a_cache(step, setting):
 
     assert out.dtype == jnp.bfloat16
     assert jax.tree.structure(after) == jax.tree.structure(held)
+
+
+@every_setting
+@pytest.mark.parametrize(
+    "drawing",
+    [{}, dict(temperature=0.7), dict(temperature=0.7, top_k=3, top_p=0.9)],
+    ids=["greedy", "all", "some"],
+)
+def test_draws(drawing, setting):
+    logits, keys = jax.ShapeDtypeStruct((2, 7), jnp.bfloat16), jax.random.split(jax.random.key(0), 2)
+    with setting():
+        tokens = jax.eval_shape(lambda logits, drawing: sample(logits, keys, **drawing), logits, drawing)
+
+    assert tokens == jax.ShapeDtypeStruct((2,), jnp.int32)
 
 
 def compress_first(key_windows, value_windows, first_positions):

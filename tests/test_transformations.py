@@ -120,10 +120,15 @@ def test_export_survives_serialisation(operands, cotangent, expected):
     agree(restored.call(cotangent, *operands), expected)
 
 
-def test_export_for_any_number_of_rows(operands, cotangent, expected):
+@pytest.mark.parametrize("num_selected_blocks", [4, 2], ids=["at_once", "by_branch"])
+def test_export_for_any_number_of_rows(operands, cotangent, num_selected_blocks):
+    config = dataclasses.replace(CONFIG, num_selected_blocks=num_selected_blocks, num_local_blocks=1)
+    attend = functools.partial(attention.native_sparse_attention, config=config)
+    program = jax.jit(functools.partial(with_gradients, attend))
+    expected = program(cotangent, *operands)
     (batch,) = jax.export.symbolic_shape("batch")
     shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (cotangent, *operands)]
-    exported = jax.export.export(jax.jit(functools.partial(with_gradients, attend)))(*shapes)
+    exported = jax.export.export(program)(*shapes)
 
     agree(exported.call(cotangent, *operands), expected)
     agree(exported.call(cotangent[1:2], *(x[1:2] for x in operands)), [x[1:2] for x in expected])

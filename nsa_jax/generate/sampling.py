@@ -33,7 +33,7 @@ def sample(
     """
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     logits = truncate(logits, top_k=top_k, top_p=top_p)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
@@ -58,7 +58,7 @@ def truncate(
     """
     if top_k is None and top_p is None:
         return logits
-    vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True).astype(jnp.int32)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     kept = jnp.full(logits.shape[:-1], logits.shape[-1], jnp.int32)
