@@ -120,28 +120,31 @@ def test_what_is_not_a_number_stays_where_it_is(part):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_not_finite_reaches_those_who_see_it(dtype):
     """The pattern of the oracle, number by number, in outputs and gradients."""
-    query, *keys, gates = operands(1100, batch=2, heads=8, kv_heads=2, dtype=dtype)
-    cotangent = jax.random.normal(jax.random.key(9), (2, 1100, 8, 128), dtype)
+    query, *keys, gates = operands(600, batch=2, heads=8, kv_heads=2, key_dim=64, value_dim=64, dtype=dtype)
+    cotangent = jax.random.normal(jax.random.key(9), (2, 600, 8, 64), dtype)
     blocks = attention.select_blocks(query, keys[0], config=CONFIG, implementation="xla")
-    query = query.at[1, 500, 3, 7].set(jnp.nan)
-    cotangent = cotangent.at[0, 900, 2, 5].set(jnp.inf)
-    for i, (b, part, k) in enumerate(
-        [(0, 0.2, 1), (0, 0.5, 0), (1, 0.6, 1), (1, 0.9, 0), (0, 0.7, 0), (1, 0.3, 1)]
-    ):
+    query = query.at[1, 300, 3, 7].set(jnp.nan)
+    cotangent = cotangent.at[0, 500, 2, 5].set(jnp.inf)
+    places = (0, 0.2, 1), (0, 0.5, 0), (1, 0.6, 1), (1, 0.9, 0), (0, 0.7, 0), (1, 0.3, 1)
+    for i, (b, part, k) in enumerate(places):
         at = b, int(keys[i].shape[1] * part), k, 3 * i
         keys[i] = keys[i].at[at].set(jnp.inf if i == 3 else jnp.nan)
-    arrays = query, *keys, gates
-    oracle = functools.partial(reference.native_sparse_attention, config=CONFIG, block_indices=blocks)
-    wide = [x.astype("float32") for x in (cotangent, *arrays)]
-    expected = jax.jit(functools.partial(with_gradients, function=oracle))(*wide)
+    arrays = cotangent, query, *keys, gates
+
+    def oracle(cotangent, *arrays):
+        function = functools.partial(reference.native_sparse_attention, config=CONFIG, block_indices=blocks)
+        return with_gradients(cotangent, *arrays, function=function)
+
+    same, exact = jax.jit(oracle)(*(x.astype("float32") for x in arrays)), in_float64(oracle, *arrays)
     poison_memory()
     run = functools.partial(with_gradients, function=functools.partial(attend, block_indices=blocks))
-    for name, ours, theirs in zip(("out", *NAMES), jax.jit(run)(cotangent, *arrays), expected, strict=True):
-        finite = np.isfinite(np.asarray(theirs))
+    for name, ours, *theirs in zip(("out", *NAMES), jax.jit(run)(*arrays), same, exact, strict=True):
+        finite = np.isfinite(theirs[1])
         assert not finite.all(), name
         assert finite.any(), name
         assert np.array_equal(np.isfinite(np.asarray(ours, np.float32)), finite), name
-        assert_same_maths(*(jnp.where(finite, x, 0) for x in (ours, theirs)))
+        found = jnp.where(finite, ours, 0)
+        assert_within_budget([name], [found], *([np.where(finite, x, 0)] for x in theirs))
 
 
 @pytest.mark.parametrize("length", [512, 1536])

@@ -332,3 +332,21 @@ def test_forced_blocks_are_the_first_and_the_ones_that_end_with_the_query(config
         forced = {*range(config.num_initial_blocks), *range(own - config.num_local_blocks + 1, own + 1)}
         for block in range(own + 1):  # later ones are no candidates
             assert layout.is_forced(block, position, config) == (block in forced)
+
+
+def test_runs_keep_what_is_known_of_them_as_an_argument_of_jit():
+    runs = Runs((Run(4, 2), Run(3, jnp.int32(9))), divisor=2, num_queries=jnp.asarray([5]))
+
+    seen = []
+
+    @jax.jit
+    def positions(runs):
+        seen.append(runs)
+        return layout.positions_of(runs, 1)
+
+    np.testing.assert_array_equal(positions(runs), [[2, 3, 4, 5, 9, -1, -1]])
+    assert [run.length for run in seen[0].runs] == [4, 3]
+    assert seen[0].runs[0].first == 2
+    assert isinstance(seen[0].runs[1].first, jax.core.Tracer)
+    assert seen[0].divisor == 2
+    np.testing.assert_array_equal(layout.positions_of(jax.tree.map(lambda x: x, runs), 1), positions(runs))

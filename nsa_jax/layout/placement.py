@@ -52,6 +52,7 @@ class Run(NamedTuple):
     first: int | Int[Array, ""] | Int[Array, " B"]
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """Queries that form runs of consecutive tokens, as a value of `query_positions`.
@@ -70,6 +71,20 @@ class Runs:
     runs: tuple[Run, ...]
     divisor: int = 1
     num_queries: Int[Array, " B"] | None = None
+
+    def tree_flatten(self):
+        """Lengths, the divisor and first indices that are ints are part of the structure."""
+        ints = tuple(isinstance(run.first, numbers.Integral) for run in self.runs)
+        firsts = tuple(int(run.first) if i else None for run, i in zip(self.runs, ints, strict=True))
+        arrays = tuple(None if i else run.first for run, i in zip(self.runs, ints, strict=True))
+        return (arrays, self.num_queries), (tuple(run.length for run in self.runs), firsts, self.divisor)
+
+    @classmethod
+    def tree_unflatten(cls, known, arrays):
+        """The inverse."""
+        (lengths, firsts, divisor), (traced, num_queries) = known, arrays
+        ends = (x if first is None else first for x, first in zip(traced, firsts, strict=True))
+        return cls(tuple(map(Run, lengths, ends)), divisor, num_queries)
 
 
 class FirstKeys(NamedTuple):

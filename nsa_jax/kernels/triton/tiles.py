@@ -7,7 +7,8 @@ H100 in `docs/kernels.md`; or "compiled": only seen to compile, with the spills 
 Without importing Triton.
 """
 
-from typing import NamedTuple, Protocol
+import dataclasses
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from nsa_jax.kernels.triton.dims import padded_heads
 
@@ -88,6 +89,7 @@ class Bounds(NamedTuple):
         )
 
 
+@runtime_checkable
 class Sizes(Protocol):
     """The sizes of one kernel."""
 
@@ -96,7 +98,8 @@ class Sizes(Protocol):
         ...
 
 
-class Row[S: Sizes](NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Row[S: Sizes]:
     """One row of a table."""
 
     bounds: Bounds
@@ -439,5 +442,5 @@ GATED_SUM_ROWS = 32  # rows of a program
 
 MENDED_HEADS = 16  # query heads at a time, the fewest rows of a product
 MENDED_KEYS = 32  # of a step
-MENDED_KEYS_OF_A_PROGRAM = 16
+MENDED_KEYS_OF_A_PROGRAM = 64
 MENDED_TOKENS = 32  # query tokens of a program, and of a step for a key

@@ -103,7 +103,7 @@ def block_query_gradient(
 
 
 @triton.jit
-def _add_step(
+def _add_entry(
     dq, q, d_out, numbers, keys, values, step, row,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -151,14 +151,14 @@ def selected_query_gradient_kernel(
     dq = zeros(TOKENS * PADDED_G, KEY)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
-        dq = _add_step(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
+        dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
     for i in tl.range(0, steps.free):
         step = load_step(entries, i, True, tile.token)
-        dq = _add_step(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, False)
+        dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, False)
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(steps.free, steps.last):
             step = load_step(entries, i, True, tile.token)
-            dq = _add_step(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
+            dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
     if previous is not None:

@@ -125,7 +125,7 @@ def load_step(entries, step, exists, token):
 
 
 @triton.jit
-def _attend_step(
+def _attend_entry(
     q, state, keys, values, step, row, SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """The state with the keys of a step; `row` is the last key that each row may see."""
@@ -169,14 +169,14 @@ def selected_forward_kernel(
     state = no_keys(TOKENS * PADDED_G, VALUE)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
-        state = _attend_step(q, state, keys, values, step, row, SCALE, PRECISION, True)
+        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, True)
     for i in tl.range(0, steps.free):
         step = load_step(entries, i, True, tile.token)
-        state = _attend_step(q, state, keys, values, step, row, SCALE, PRECISION, False)
+        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, False)
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(steps.free, steps.last):
             step = load_step(entries, i, True, tile.token)
-            state = _attend_step(q, state, keys, values, step, row, SCALE, PRECISION, True)
+            state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, True)
 
     sees = state.total != 0  # of queries that are not a number, too
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)

@@ -1,6 +1,6 @@
 """Mends gradients of keys and values that are not finite, key by key.
 
-grid = (ceil(S / 16), B K): one program for 16 keys, whose gradients it reads. For each key with a number that
+grid = (ceil(S / 64), B K): one program for 64 keys, whose gradients it reads. For each key with a number that
 is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads the rows of those
 that see the key. It ends when no number of the gradient is finite.
 

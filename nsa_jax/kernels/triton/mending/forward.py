@@ -1,9 +1,10 @@
 """Mends outputs and log-sum-exps that are not finite, query by query.
 
 grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. A value that is not finite spoils a
-column in all rows of the tiles that read it, and a key a whole row, with its log-sum-exp. So it is enough to
-look at the output of the KV head's first query head and at the log-sum-exps of all. For a spoilt query 16
-heads at a time loop over the keys that it sees, 32 a step; no others are loaded.
+column in all rows of the tiles that read it, and in the selected branch a key a whole row, with its
+log-sum-exp. So it is enough to look at the output of the KV head's first query head and, for blocks, at the
+log-sum-exps of all. For a spoilt query 16 heads at a time loop over the keys that it sees, 32 a step; no
+others are loaded.
 
 Nothing to mend: reads `B T K (V itemsize + 4 G)` bytes (84 MB at 64k, K = 4, G = 16, V = 128; 20 us).
 """
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
@@ -38,16 +39,27 @@ def mend_forward(
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads = num_heads // num_kv_heads
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         mend_forward_kernel, out, lse, query, key, value, sight.start, sight.end, sight.blocks,
         *(others or (None, None, None)), out=(like(out), like(lse)), in_place=2,
         grid=(triton.cdiv(num_queries, MENDED_TOKENS), batch * num_kv_heads), num_stages=1,
         num_queries=num_queries, num_keys=num_keys, **sight.constants(),
-        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, TOKENS=MENDED_TOKENS,
+        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=MENDED_TOKENS,
         HEADS=MENDED_HEADS, KEYS=MENDED_KEYS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PRECISION=precision(query.dtype),
     )  # fmt: skip
+
+
+@triton.jit
+def _spoilt_sums(lse, firsts, G: tl.constexpr, PADDED_G: tl.constexpr):
+    """Of which tokens a log-sum-exp is spoilt, in any of the G heads from the `firsts` on."""
+    head = tl.arange(0, PADDED_G)[None, :]
+    inside = firsts.inside[:, None] & (head < G)
+    number = tl.load(lse + firsts.first + firsts.offset[:, None] + head, mask=inside, other=0.0)
+    wrong = (number * 0.0 != 0.0) & (number != float("-inf"))
+    return tl.max(wrong.to(tl.int32), 1) != 0
 
 
 @triton.jit
@@ -64,7 +76,7 @@ def _add_values(state, logits, v, PRECISION: tl.constexpr):
 def mend_forward_kernel(
     out, lse, query, key, value, starts, ends, blocks, out_cmp, out_slc, gates,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +91,8 @@ def mend_forward_kernel(
     first_row = ((b * num_queries + first_token) * KV_HEADS + kv_head) * G
     firsts = Rows(first_row, t * (KV_HEADS * G), first_token + t < num_queries)
     spoiled = spoiled_rows(load_rows(out, firsts, VALUE))
-    for head in range(G):
-        number = tl.load(lse + firsts.first + head + firsts.offset, mask=firsts.inside, other=0.0)
-        spoiled = spoiled | ((number * 0.0 != 0.0) & (number != float("-inf")))
+    if blocks is not None:
+        spoiled = spoiled | _spoilt_sums(lse, firsts, G, PADDED_G)
     if tl.max(spoiled.to(tl.int32), 0) == 0:
         return
     for i in range(TOKENS):
