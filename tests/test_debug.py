@@ -233,3 +233,12 @@ def test_checks_of_packed_rows_pass_on_our_own_selections():
         query_positions=jnp.asarray(case.query_positions),
         segment_ids=jnp.asarray(case.segment_ids),
     )
+
+
+def test_the_gated_sum_has_nothing_to_check():
+    branch, gates = jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 3))
+
+    error, out = checkify.checkify(debug.checked(attention.gated_sum))(branch, branch, branch, gates)
+
+    assert error.get() is None
+    np.testing.assert_array_equal(out, 3 * branch)
