@@ -84,54 +84,78 @@ SHAPES = {
 CASES = [*((90, name) for name in reversed(SHAPES) if name != "main"), *((c, "main") for c in TARGETS)]
 
 # Most bytes that a thread of a kernel may store to spill registers, by GPU and shape; kernels not named spill
-# nothing. As measured with Triton 3.8, its ptxas and the tile sizes of `target()`.
+# nothing. As measured with Triton 3.8, its ptxas and the sizes of `tiles`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (80, "main"): {
-        "block_backward_key._key_gradients_kernel": 28,
-        "gated_sum._gate_gradients_kernel": 28,
+        "nsa_gate_gradients": 28,
+        "nsa_selected_key_gradients": 28,
     },
     (89, "main"): {
-        "range_forward._attend_ranges_kernel": 104,
-        "range_backward_key._key_gradients_kernel": 8,
-        "block_backward_key._key_gradients_kernel": 16,
+        "nsa_selected_key_gradients": 4,
+        "nsa_window_forward": 104,
+        "nsa_window_key_gradients": 8,
     },
-    (90, "main"): {"block_backward_key._key_gradients_kernel": 60},
+    (90, "main"): {
+        "nsa_compressed_mend_key_gradients": 4,
+        "nsa_selected_key_gradients": 44,
+        "nsa_window_mend_key_gradients": 4,
+    },
+    (100, "main"): {
+        "nsa_importance": 256,
+        "nsa_window_forward": 12,
+        "nsa_window_key_gradients": 28,
+    },
+    (120, "main"): {
+        "nsa_compressed_key_gradients": 1244,
+        "nsa_compressed_mend_key_gradients": 8,
+        "nsa_selected_key_gradients": 28,
+        "nsa_selected_mend_key_gradients": 8,
+        "nsa_window_key_gradients": 1184,
+        "nsa_window_mend_key_gradients": 8,
+    },
     (90, "192/128"): {
-        "range_forward._attend_ranges_kernel": 52,
-        "block_forward._attend_blocks_kernel": 4,
-        "block_backward_key._key_gradients_kernel": 24,
+        "nsa_selected_forward": 16,
+        "nsa_selected_key_gradients": 16,
+        "nsa_window_forward": 52,
     },
     (90, "256"): {
-        "range_forward._attend_ranges_kernel": 316,
-        "block_backward_query._query_gradient_kernel": 56,
+        "nsa_selected_query_gradient": 56,
+        "nsa_window_forward": 316,
     },
     (90, "4 heads"): {
-        "range_backward_query._query_gradient_kernel": 8,
-        "block_backward_key._key_gradients_kernel": 112,
+        "nsa_selected_key_gradients": 116,
+        "nsa_window_query_gradient": 8,
     },
     (90, "1 head"): {
-        "range_forward._attend_ranges_kernel": 32,
-        "block_forward._attend_blocks_kernel": 84,
-        "block_backward_key._key_gradients_kernel": 60,
-    },
-    (90, "64 heads"): {
-        "range_forward._attend_ranges_kernel": 36,
-        "range_backward_key._key_gradients_kernel": 132,
-        "block_forward._attend_blocks_kernel": 32,
-        "block_backward_key._key_gradients_kernel": 48,
-    },
-    (90, "128 heads"): {
-        "range_backward_key._key_gradients_kernel": 1652,
-        "block_backward_key._key_gradients_kernel": 52,
-    },
-    (90, "128 wide heads"): {
-        "range_backward_key._key_gradients_kernel": 2304,
-        "block_backward_key._key_gradients_kernel": 132,
+        "nsa_selected_forward": 112,
+        "nsa_selected_key_gradients": 56,
+        "nsa_window_forward": 32,
+        "nsa_window_query_gradient": 8,
     },
     (90, "float32"): {
-        "range_backward_key._key_gradients_kernel": 464,
-        "block_backward_query._query_gradient_kernel": 4,
-        "block_backward_key._key_gradients_kernel": 284,
+        "nsa_compressed_key_gradients": 460,
+        "nsa_selected_key_gradients": 272,
+        "nsa_selected_query_gradient": 4,
+        "nsa_window_key_gradients": 464,
+    },
+    (90, "64 heads"): {
+        "nsa_compressed_key_gradients": 120,
+        "nsa_selected_forward": 24,
+        "nsa_selected_key_gradients": 40,
+        "nsa_window_forward": 36,
+        "nsa_window_key_gradients": 140,
+    },
+    (90, "128 heads"): {
+        "nsa_compressed_key_gradients": 1648,
+        "nsa_selected_key_gradients": 52,
+        "nsa_window_key_gradients": 1644,
+    },
+    (90, "128 wide heads"): {
+        "nsa_compressed_key_gradients": 2300,
+        "nsa_compressed_mend_key_gradients": 28,
+        "nsa_selected_key_gradients": 112,
+        "nsa_window_key_gradients": 2296,
+        "nsa_window_mend_key_gradients": 28,
     },
 }
 

@@ -211,3 +211,28 @@ def test_shards_of_kv_heads_exchange_nothing(check_vma):
     assert f"tensor<1x4096x{HEADS // 2}x{DIM}xbf16>" in text
     exchanges = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_scatter)"
     assert not re.findall(exchanges, text)
+
+
+def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():
+    """XLA lets calls write into a slice of the array in which a scan stacks its outputs.
+
+    A call in place writes into its operand instead, and the slice would stay as it was.
+    """
+    arguments = operands(1024)
+
+    def scanned(d_out, *operands):
+        def step(carry, _):
+            out, gradients = with_gradients(carry, *operands)
+            return gradients[0], (attend(carry, *operands[1:]), out, gradients)
+
+        return jax.lax.scan(step, d_out, None, length=3)
+
+    text = triton_compile.compile_for_h100(scanned, arguments[0], *arguments).as_text()
+
+    in_place = {
+        name
+        for name, body in re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, flags=re.M | re.S)
+        if "output_to_operand_aliasing" in body
+    }
+    assert in_place, "kernels write in place"
+    assert in_place.isdisjoint(re.findall(r"fusion\(.*calls=%?([\w.-]+)", text))

@@ -68,6 +68,10 @@ def launch(
             **options,
             **constants,
         )
+    if in_place:
+        # XLA lets calls write straight into a slice of the array in which a scan stacks its outputs. A call
+        # in place writes where its operand lies: the slice would stay as it was.
+        results = jax.lax.optimization_barrier(results)
     # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
     axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: _vary(x, axes - _varying_axes(x)), results)
