@@ -134,9 +134,12 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "float32"): {
         "nsa_compressed_key_gradients": 460,
+        "nsa_compressed_mend_key_gradients": 4,
         "nsa_selected_key_gradients": 272,
+        "nsa_selected_mend_key_gradients": 20,
         "nsa_selected_query_gradient": 4,
         "nsa_window_key_gradients": 464,
+        "nsa_window_mend_key_gradients": 4,
     },
     (90, "64 heads"): {
         "nsa_compressed_key_gradients": 120,
@@ -152,10 +155,11 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "128 wide heads"): {
         "nsa_compressed_key_gradients": 2300,
-        "nsa_compressed_mend_key_gradients": 28,
+        "nsa_compressed_mend_key_gradients": 12,
         "nsa_selected_key_gradients": 112,
+        "nsa_selected_mend_key_gradients": 8,
         "nsa_window_key_gradients": 2296,
-        "nsa_window_mend_key_gradients": 28,
+        "nsa_window_mend_key_gradients": 12,
     },
 }
 
