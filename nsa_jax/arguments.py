@@ -287,6 +287,8 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
     elif "S" in sizes:
         length = sizes["S"]
     else:
+        if not isinstance(first_key, numbers.Integral):
+            first_key = jnp.asarray(first_key, jnp.int32)  # of 8 bits a sum would wrap
         length = first_key + sizes["W"]
     held = sizes.get("S" if "C" in sizes else "W", length)
     if not placed and sizes["T"] > held:

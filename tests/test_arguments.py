@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from messages import has_form
 
-from nsa_jax import attention
+from nsa_jax import arguments, attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import Run, Runs
 
@@ -408,3 +408,16 @@ def test_narrow_block_indices_are_numbers_like_others():
 
     for narrow, wide in zip(run(blocks.astype(jnp.int8)), run(blocks.astype(jnp.int32)), strict=True):
         assert np.array_equal(narrow, wide)
+
+
+def test_a_first_key_of_few_bits_does_not_wrap():
+    query, key = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 100, 1, 8))
+    keywords = dict(config=NSAConfig(), scale=None, query_positions=None, segment_ids=None)
+
+    def positions(first_key):
+        given = dict(query=query, key_win=key, value_win=key)
+        call = arguments.check(attention.window_attention, given, first_key_win=first_key, **keywords)
+        return np.asarray(call.placement.position)
+
+    np.testing.assert_array_equal(positions(200), [[296, 297, 298, 299]])
+    np.testing.assert_array_equal(positions(jnp.uint8(200)), positions(200))

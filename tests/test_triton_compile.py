@@ -350,14 +350,33 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
     }
 
 
-def test_more_heads_than_a_grid_holds_are_refused():
-    query, key, value = (jax.ShapeDtypeStruct((33_000, 64, 2, 64), jnp.bfloat16) for _ in range(3))
+def lower_window(batch: int):
+    arrays = [jax.ShapeDtypeStruct((batch, 64, 1, 64), jnp.bfloat16)] * 3
+    return triton_compile.lower(
+        lambda *arrays: attention.window_attention(*arrays, config=CONFIG, implementation="triton"), *arrays
+    )
 
-    with pytest.raises(
-        NotImplementedError, match="at most 65535 batch rows times KV heads, got 66000"
-    ) as error:
-        triton_compile.lower(
-            lambda *arrays: attention.window_attention(*arrays, config=CONFIG, implementation="triton"),
-            query, key, value,
-        )  # fmt: skip
+
+def test_more_heads_than_a_grid_holds_are_refused():
+    refusal = pytest.raises(NotImplementedError, match="at most 65535 batch rows times KV heads, got 65536")
+    with refusal as error:
+        lower_window(65536)
     assert has_form(str(error.value))
+    assert "triton_kernel_call_ffi" in lower_window(65535).as_text()
+
+
+def test_the_choice_of_blocks_has_no_gradient():
+    """Also where the log-sum-exps that it is given depend on what is differentiated."""
+    query, key_cmp, value_cmp, key, value, *_ = operands(MAIN, 4096)
+
+    def loss(query, key_cmp, value_cmp, key, value):
+        settings = dict(config=CONFIG, implementation="triton")
+        cmp = attention.compressed_attention(query, key_cmp, value_cmp, **settings)
+        blocks = attention.select_blocks(query, key_cmp, lse_cmp=cmp.lse, **settings)
+        out = attention.selected_attention(query, key, value, blocks, **settings).out
+        return (out + cmp.out).astype(jnp.float32).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    text = triton_compile.lower(gradients, query, key_cmp, value_cmp, key, value).as_text()
+
+    assert text.count("triton_kernel_call_ffi") > 10

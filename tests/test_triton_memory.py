@@ -236,3 +236,14 @@ def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():
     }
     assert in_place, "kernels write in place"
     assert in_place.isdisjoint(re.findall(r"fusion\(.*calls=%?([\w.-]+)", text))
+
+
+def test_vmap_of_gradients_without_compressed_keys():
+    """Rows shorter than a compression block: an axis of length 0 beside the one that `vmap` adds."""
+    arguments = operands(16)
+    mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (arguments[0], *arguments)]
+
+    with triton_compile.device(90):
+        _, gradients = jax.eval_shape(jax.vmap(with_gradients), *mapped)
+
+    assert [x.shape for x in gradients] == [x.shape for x in mapped[1:]]

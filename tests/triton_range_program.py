@@ -240,7 +240,8 @@ def check_case(name: str) -> dict[str, float]:
     weight = jax.nn.sigmoid(draw(*d_lse.shape)) if case.weighted else None
     previous = draw(*query.shape) if case.weighted else None
     ranges = key_ranges(case, random)
-    assert case.runs is None or ranges.edges.run_length is not None, name
+    if case.runs is not None:  # whole tiles, or a single run
+        assert ranges.edges.in_tiles(32 // case.heads, case.num_queries).known == ("odd" not in name), name
     start, end = ranges.start, ranges.end
     scale = case.key_dim**-0.5 if case.scale is None else case.scale
 

@@ -41,7 +41,7 @@ def launch(
       num_warps: warps of a program.
       num_stages: tiles that a loop loads ahead.
       registers: most registers of a thread; None leaves it to the compiler.
-      in_place: how many results are the first operands, changed: no pointers of theirs follow the operands.
+      in_place: how many of the first operands are also the results; the kernel gets one pointer for both.
       **constants: the kernel's other parameters by name.
 
     Raises:
@@ -106,7 +106,7 @@ def folds_vmap[R](function: Callable[..., R]) -> Callable[..., R]:
             return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
         results = mapped(*jax.tree.map(fold, args, tuple(is_mapped)))
-        results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped

@@ -9,8 +9,7 @@ a run and are masked in a loop of their own.
 
 No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
 block / 16), adds them in the order of the items and copies the blocks that were one item (270 MB at 64k,
-0.1 ms; Triton calls cannot write into an operand without a deprecated option). Gradients are the same bit
-for bit at every run.
+0.1 ms, which `launch(in_place=...)` could spare). Gradients are the same bit for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).

@@ -147,7 +147,7 @@ def _attend_entry(
 @triton.jit(repr=named("nsa_selected_forward"))
 def selected_forward_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse,
-        num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
+    num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
     PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,

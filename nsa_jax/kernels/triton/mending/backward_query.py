@@ -2,7 +2,8 @@
 
 grid = (ceil(T / 32), B K), as `mending.forward`: the same loops, and one more product a step. What is not
 finite in a key or value that a query does not see has spoilt the gradients of all its heads: the first one of
-a KV head tells.
+a KV head tells. In the selected branch a product that overflows spoils the whole row of one head: there the
+first column of all heads is read, too.
 
 Nothing to mend: reads `B T K H itemsize` bytes (67 MB at 64k, K = 4, H = 128; 17 us).
 """
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
-from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot
+from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot, spoilt_heads
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -46,13 +47,14 @@ def mend_query_gradient(
     """`d_query` where spoilt queries are formed again, in place."""
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
+    heads = num_heads // num_kv_heads
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     return launch(
         mend_query_gradient_kernel, d_query, query, key, value, sight.start, sight.end, sight.blocks,
         lse, delta, d_out, weight, previous, out=like(d_query), in_place=1,
         grid=(triton.cdiv(num_queries, MENDED_TOKENS), batch * num_kv_heads), num_stages=1,
         num_queries=num_queries, num_keys=num_keys, **sight.constants(),
-        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, TOKENS=MENDED_TOKENS,
+        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=MENDED_TOKENS,
         HEADS=MENDED_HEADS, KEYS=MENDED_KEYS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PRECISION=precision(query.dtype),
     )  # fmt: skip
@@ -62,7 +64,7 @@ def mend_query_gradient(
 def mend_query_gradient_kernel(
     d_query, query, key, value, starts, ends, blocks, lse, delta, d_out, weight, previous,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +79,8 @@ def mend_query_gradient_kernel(
     first_row = ((b * num_queries + first_token) * KV_HEADS + kv_head) * G
     firsts = Rows(first_row, t * (KV_HEADS * G), first_token + t < num_queries)
     spoiled = spoiled_rows(load_rows(d_query, firsts, KEY))
+    if blocks is not None:
+        spoiled = spoiled | spoilt_heads(d_query, firsts, H0 + H1, G, PADDED_G)
     if tl.max(spoiled.to(tl.int32), 0) == 0:
         return
     for i in range(TOKENS):

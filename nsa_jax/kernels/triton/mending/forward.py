@@ -17,7 +17,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
-from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot
+from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot, spoilt_heads
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, precision, scaled, spoiled_rows
 from nsa_jax.kernels.triton.softmax import Softmax, natural_lse, no_keys
 from nsa_jax.kernels.triton.tiles import MENDED_HEADS, MENDED_KEYS, MENDED_TOKENS
@@ -53,16 +53,6 @@ def mend_forward(
 
 
 @triton.jit
-def _spoilt_sums(lse, firsts, G: tl.constexpr, PADDED_G: tl.constexpr):
-    """Of which tokens a log-sum-exp is spoilt, in any of the G heads from the `firsts` on."""
-    head = tl.arange(0, PADDED_G)[None, :]
-    inside = firsts.inside[:, None] & (head < G)
-    number = tl.load(lse + firsts.first + firsts.offset[:, None] + head, mask=inside, other=0.0)
-    wrong = (number * 0.0 != 0.0) & (number != float("-inf"))
-    return tl.max(wrong.to(tl.int32), 1) != 0
-
-
-@triton.jit
 def _add_values(state, logits, v, PRECISION: tl.constexpr):
     """The state with values that are loaded already, and their logits in base 2."""
     top = tl.maximum(state.largest, tl.max(logits, 1))
@@ -92,7 +82,7 @@ def mend_forward_kernel(
     firsts = Rows(first_row, t * (KV_HEADS * G), first_token + t < num_queries)
     spoiled = spoiled_rows(load_rows(out, firsts, VALUE))
     if blocks is not None:
-        spoiled = spoiled | _spoilt_sums(lse, firsts, G, PADDED_G)
+        spoiled = spoiled | spoilt_heads(lse, firsts, 1, G, PADDED_G)
     if tl.max(spoiled.to(tl.int32), 0) == 0:
         return
     for i in range(TOKENS):
@@ -116,7 +106,8 @@ def mend_forward_kernel(
                         logits = tl.where((c < end)[None, :], logits, float("-inf"))
                         state = _add_values(state, logits, v, PRECISION)
                 some = number > 0
-                tl.store(lse + rows.first + rows.offset, natural_lse(state, some), mask=rows.inside)
+                if blocks is not None:  # of ranges they cannot be spoilt: they stay as they are, bit by bit
+                    tl.store(lse + rows.first + rows.offset, natural_lse(state, some), mask=rows.inside)
                 part = tl.where(some, 1 / tl.where(some, state.total, 1.0), 0.0)
                 result = scaled(state.out, part[:, None])
                 if gates is not None:

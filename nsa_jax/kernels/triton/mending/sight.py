@@ -48,6 +48,16 @@ class Slots(NamedTuple):
 
 
 @triton.jit
+def spoilt_heads(pointer, rows, WIDTH: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr):
+    """Of which tokens the first number `[WIDTH]` is NaN or +inf, in any of the G heads from `rows` on."""
+    head = tl.arange(0, PADDED_G)[None, :]
+    inside = rows.inside[:, None] & (head < G)
+    number = tl.load(pointer + (rows.first + rows.offset[:, None] + head) * WIDTH, mask=inside, other=0.0)
+    wrong = (number * 0.0 != 0.0) & (number != float("-inf"))
+    return tl.max(wrong.to(tl.int32), 1) != 0
+
+
+@triton.jit
 def keys_in_slot(slots, query, query_head, slot, exists):
     """`(start, end)` of the keys in a slot of query `b T + t` and KV head, `(b T + t) K + k`."""
     start = tl.load(slots.starts + query, mask=exists, other=0)

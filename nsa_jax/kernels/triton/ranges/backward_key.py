@@ -170,8 +170,7 @@ def range_key_gradients(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
     scalars = row_scalars(lse, delta, weight, heads, tokens)
-    edges = ranges.edges.in_tiles(tokens)
-    *_, runs = ranges.in_tiles(tokens)
+    edges, (*_, runs) = ranges.in_tiles(tokens)
     bounds = rows = None
     if not edges.known:
         bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)
@@ -314,13 +313,24 @@ def _sum_tiles(
 
 
 @triton.jit
-def _in_segment(limits, segment, segment_tiles):
-    """The limits inside a segment of the queries, in order."""
+def _sum_run(
+    sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what lies within the limits and the segment: the tiles that need a mask, then the others."""
     low = tl.maximum(limits.low, segment * segment_tiles)
     high = tl.maximum(tl.minimum(limits.high, (segment + 1) * segment_tiles), low)
     full_low = tl.minimum(tl.maximum(limits.full_low, low), high)
     full_high = tl.minimum(tl.maximum(limits.full_high, full_low), high)
-    return Limits(low, full_low, full_high, high)
+    steps = Limits(low, full_low, full_high, high)
+    sums = _sum_tiles(
+        sums, tile, queries, gradients, data, ranges, run, steps,
+        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
+    )  # fmt: skip
+    return _sum_tiles(
+        sums, tile, queries, gradients, data, ranges, run, steps,
+        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+    )  # fmt: skip
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_key_gradients"))
@@ -370,28 +380,18 @@ def range_key_gradients_kernel(
         else:
             bounds += (b.to(tl.int64) * key_tiles + tile) * 4
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
-        steps = _in_segment(limits, segment, segment_tiles)
-        sums = _sum_tiles(
-            sums, held, queries, gradients, data, ranges, run, steps,
-            SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
-        )  # fmt: skip
-        sums = _sum_tiles(
-            sums, held, queries, gradients, data, ranges, run, steps,
-            SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+        sums = _sum_run(
+            sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+            SCALE, KEYS_FIRST, WEIGHTED, PRECISION,
         )  # fmt: skip
     else:
         runs += b * (num_queries // RUN_LENGTH) * 3
         for number in tl.range(0, num_queries // RUN_LENGTH):
             run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
-            steps = _in_segment(limits, segment, segment_tiles)
-            sums = _sum_tiles(
-                sums, held, queries, gradients, data, ranges, run, steps,
-                SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
-            )  # fmt: skip
-            sums = _sum_tiles(
-                sums, held, queries, gradients, data, ranges, run, steps,
-                SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+            sums = _sum_run(
+                sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
+                SCALE, KEYS_FIRST, WEIGHTED, PRECISION,
             )  # fmt: skip
 
     c = tl.arange(0, KEYS)

@@ -80,7 +80,7 @@ def range_query_gradient(
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
         sizes = tiles.choose(tiles.RANGE_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, heads)
-    edges = ranges.edges.in_tiles(tokens)
+    edges, loaded = ranges.in_tiles(tokens)
     edge_tiles = edges.of_tiles(tokens, sizes.keys)
     tail = edge_tiles["TAIL"]
     tma = has_tma()
@@ -89,7 +89,7 @@ def range_query_gradient(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
-        *ranges.in_tiles(tokens), out, lse, d_out, d_lse, weight, previous,
+        *loaded, out, lse, d_out, d_lse, weight, previous,
         out=(like(query), like(lse), like(lse)),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,

@@ -21,10 +21,10 @@ class Edges(NamedTuple):
 
     Attributes:
       branch: name of the branch, in the names of its kernels.
-      first_position: position of the first query, where all are consecutive tokens of one sequence, from
-        an array's first key on.
+      first_position: position of the first query, where all are consecutive tokens of one sequence and the
+        array holds the row from key 0.
       run_length: queries of each run of consecutive tokens, where an array says at which position they begin.
-      clipped: whether keys may be missing at the end of what a run sees.
+      clipped: whether keys may be missing at either end of what a run sees.
       window: longest range; None for ranges that all start at 0.
       size: tokens that a key stands for; a query sees it when it has passed the last of them.
       stride: tokens between the first ones of two neighbouring keys.
@@ -48,9 +48,9 @@ class Edges(NamedTuple):
         """Whether all ranges are known to begin at one key: what all see stands before what some see."""
         return self.known and self.window is None
 
-    def in_tiles(self, tokens: int) -> "Edges":
+    def in_tiles(self, tokens: int, num_queries: int) -> "Edges":
         """What is known of tiles of `tokens` queries: nothing where one may reach into a second run."""
-        if self.run_length is None or self.run_length % tokens == 0:
+        if self.run_length in (None, num_queries) or self.run_length % tokens == 0:
             return self
         return self._replace(run_length=None)
 
@@ -99,12 +99,12 @@ class KeyRanges:
     runs: Int32[Array, "B runs 3"] | None = None
     edges: Edges = dataclasses.field(default=Edges(), metadata={"static": True})
 
-    def in_tiles(self, tokens: int) -> tuple[Array | None, Array | None, Array | None]:
-        """What kernels with tiles of `tokens` queries load: starts and ends, or runs, or nothing."""
-        edges = self.edges.in_tiles(tokens)
+    def in_tiles(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
+        """What is known of tiles of `tokens` queries, and what kernels load: starts, ends, runs, or None."""
+        edges = self.edges.in_tiles(tokens, self.start.shape[1])
         if not edges.known:
-            return self.start, self.end, None
-        return None, None, None if edges.run_length is None else self.runs
+            return edges, (self.start, self.end, None)
+        return edges, (None, None, None if edges.run_length is None else self.runs)
 
 
 def compression_ranges(placement: Placement, num_keys: int) -> KeyRanges:
@@ -232,8 +232,8 @@ def range_of(token, inside, ranges, run):
         else:
             start = tl.maximum(end - ranges.WINDOW, 0)
         if ranges.CLIPPED:
-            start = tl.maximum(start, run.lowest)
             end = tl.maximum(tl.minimum(end, ranges.num_keys), run.lowest)
+            start = tl.minimum(tl.maximum(start, run.lowest), end)
     return start, end
 
 

@@ -68,7 +68,7 @@ def attend_ranges(
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
-    edges = ranges.edges.in_tiles(tokens)
+    edges, loaded = ranges.in_tiles(tokens)
     edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
     tail = edge_tiles["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
@@ -76,7 +76,7 @@ def attend_ranges(
     out, lse = launch(
         range_forward_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
-        *ranges.in_tiles(tokens), *(others or (None, None, None)),
+        *loaded, *(others or (None, None, None)),
         out=(like(query, (batch, num_queries, num_heads, value_dim)),
              like(query, (batch, num_queries, num_heads), "float32")),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
