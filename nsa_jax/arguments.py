@@ -64,6 +64,8 @@ def check(
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
     check_first_key(first_key_win, sizes)
+    if not isinstance(first_key_win, numbers.Integral):
+        first_key_win = jnp.asarray(first_key_win, jnp.int32)  # a sum of fewer bits would wrap
     placement = layout.place(
         config,
         batch=sizes["B"],
@@ -119,7 +121,7 @@ def annotations_of(owner: Callable[..., Any]) -> Annotations:
     return _annotations_of(owner)
 
 
-@functools.cache
+@functools.cache  # which, to a type checker, takes no class whose objects cannot be hashed
 def _annotations_of(owner: Any) -> Annotations:
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)
@@ -287,8 +289,6 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
     elif "S" in sizes:
         length = sizes["S"]
     else:
-        if not isinstance(first_key, numbers.Integral):
-            first_key = jnp.asarray(first_key, jnp.int32)  # of 8 bits a sum would wrap
         length = first_key + sizes["W"]
     held = sizes.get("S" if "C" in sizes else "W", length)
     if not placed and sizes["T"] > held:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nsa_jax.arguments import check_integers
 from nsa_jax.array_typing import Array, Int, Int32
 from nsa_jax.config import NSAConfig
 
@@ -45,7 +46,7 @@ def segment_ids_from_cu_seqlens(
         raise ValueError(f"length must be at least 0, got {length}. Pass the number of tokens of a row.")
     traced = isinstance(cu_seqlens, jax.core.Tracer)
     if traced:
-        _check_integers("cu_seqlens", cu_seqlens)
+        check_integers(cu_seqlens=cu_seqlens)
     bounds = cu_seqlens if traced else _concrete("cu_seqlens", cu_seqlens)
     if bounds.ndim not in (1, 2) or bounds.shape[-1] < 1:
         raise ValueError(
@@ -159,13 +160,8 @@ def _concrete(name: str, array) -> np.ndarray:
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{name} must be concrete, got a traced array. Convert it outside jit.")
     array = np.asarray(array)
-    _check_integers(name, array)
+    check_integers(**{name: array})
     return array.astype(np.int64)  # an unsigned difference is never negative
-
-
-def _check_integers(name: str, array: Array | np.ndarray) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}. Cast it to int32.")
 
 
 def _check_bounds(bounds: np.ndarray, length: int, where: str) -> None:
@@ -185,6 +181,5 @@ def _forbid(wrong: np.ndarray, start: np.ndarray, end: np.ndarray, rule: str, re
         b, t, k, n = (int(axis[0]) for axis in np.nonzero(wrong))
         raise ValueError(
             f"the ranges of a query {rule}, got [{start[b, t, k, n]}, {end[b, t, k, n]}) at row {b}, "
-            f"query {t}, "
-            f"KV head {k}, range {n}. {remedy}."
+            f"query {t}, KV head {k}, range {n}. {remedy}."
         )

@@ -29,7 +29,7 @@ ROOMS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
     "blocks": (f"{TRITON}/blocks/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
-    "mending": (f"{TRITON}/mending/**/*.py",),
+    "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "shared": (f"{TRITON}/*.py",),
     "calls": (
         "nsa_jax/attention/**/*.py",
@@ -39,14 +39,16 @@ ROOMS = {
     ),
 }
 # Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room.
+ALWAYS = ("nonfinite", "shared", "calls")
 NATIVE = "tests/test_gpu_native.py::"
+SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
 ROOMS_OF_TESTS = {
-    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", "mending", "shared", "calls"),
-    f"{NATIVE}test_a_block_named_twice_harms_no_other": ("blocks", "mending", "shared", "calls"),
-    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", "mending", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[compressed_attention": ("ranges", "mending", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[window_attention": ("ranges", "mending", "shared", "calls"),
-    f"{NATIVE}test_sampled_rows_of_64k_tokens[selected_attention": ("blocks", "mending", "shared", "calls"),
+    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
+    f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),
+    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", *ALWAYS),
+    f"{SAMPLED}[compressed_attention": ("ranges", *ALWAYS),
+    f"{SAMPLED}[window_attention": ("ranges", *ALWAYS),
+    f"{SAMPLED}[selected_attention": ("blocks", *ALWAYS),
 }
 
 

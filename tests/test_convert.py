@@ -46,7 +46,7 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
         ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
         ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
         ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
-        ([0.0, 4.0], TypeError, "cu_seqlens must be integers, got float64"),
+        ([0.0, 4.0], TypeError, "cu_seqlens must be an integer array, got float64"),
         ([[0, 4], [0, 9]], ValueError, "cu_seqlens must end within the row, got 9 > 8 in row 1"),
         ([[0, 4], [2, 4]], ValueError, r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
     ],
@@ -105,7 +105,7 @@ def test_bad_lengths_are_one_clear_error(length, error, rule):
 def test_what_a_compiled_conversion_refuses():
     for arguments, error, rule in (
         ((jnp.zeros((1, 1, 2), int), 8), ValueError, r"cu_seqlens must be \[n \+ 1\] or"),
-        ((jnp.zeros(2), 8), TypeError, "cu_seqlens must be integers, got float32"),
+        ((jnp.zeros(2), 8), TypeError, "cu_seqlens must be an integer array, got float32"),
     ):
         with pytest.raises(error, match=rule) as raised:
             jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)(*arguments)
@@ -249,7 +249,9 @@ def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
 
 
 def test_floating_ranges_are_refused():
-    with pytest.raises(TypeError, match=r"^ranges must be integers, got float64\. Cast it to int32\.$"):
+    with pytest.raises(
+        TypeError, match=r"^ranges must be an integer array, got float64\. Cast it to int32\.$"
+    ):
         convert(np.zeros((1, 1, 1, 1, 2)), layout="BTKn2")
 
 

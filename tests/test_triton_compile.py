@@ -44,8 +44,8 @@ WITH_PRODUCTS = {
     *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
     "nsa_importance",
 }
-MENDING = {
-    f"nsa_{branch}_mend_{what}"
+RECOMPUTING = {
+    f"nsa_{branch}_recompute_{what}"
     for branch in ("compressed", "window", "selected")
     for what in ("forward", "query_gradient", "key_gradients")
 }
@@ -57,7 +57,7 @@ WITHOUT_PRODUCTS = {
     "nsa_gated_sum",
     "nsa_gate_gradients",
 }
-KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | MENDING
+KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
 
 
 class Shape(NamedTuple):
@@ -96,9 +96,9 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 8,
     },
     (90, "main"): {
-        "nsa_compressed_mend_key_gradients": 4,
+        "nsa_compressed_recompute_key_gradients": 4,
         "nsa_selected_key_gradients": 44,
-        "nsa_window_mend_key_gradients": 4,
+        "nsa_window_recompute_key_gradients": 4,
     },
     (100, "main"): {
         "nsa_importance": 256,
@@ -107,11 +107,11 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (120, "main"): {
         "nsa_compressed_key_gradients": 1244,
-        "nsa_compressed_mend_key_gradients": 8,
+        "nsa_compressed_recompute_key_gradients": 8,
         "nsa_selected_key_gradients": 28,
-        "nsa_selected_mend_key_gradients": 8,
+        "nsa_selected_recompute_key_gradients": 8,
         "nsa_window_key_gradients": 1184,
-        "nsa_window_mend_key_gradients": 8,
+        "nsa_window_recompute_key_gradients": 8,
     },
     (90, "192/128"): {
         "nsa_selected_forward": 16,
@@ -134,12 +134,12 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "float32"): {
         "nsa_compressed_key_gradients": 460,
-        "nsa_compressed_mend_key_gradients": 4,
+        "nsa_compressed_recompute_key_gradients": 4,
         "nsa_selected_key_gradients": 272,
-        "nsa_selected_mend_key_gradients": 20,
+        "nsa_selected_recompute_key_gradients": 20,
         "nsa_selected_query_gradient": 4,
         "nsa_window_key_gradients": 464,
-        "nsa_window_mend_key_gradients": 4,
+        "nsa_window_recompute_key_gradients": 4,
     },
     (90, "64 heads"): {
         "nsa_compressed_key_gradients": 120,
@@ -155,11 +155,11 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "128 wide heads"): {
         "nsa_compressed_key_gradients": 2300,
-        "nsa_compressed_mend_key_gradients": 12,
+        "nsa_compressed_recompute_key_gradients": 12,
         "nsa_selected_key_gradients": 112,
-        "nsa_selected_mend_key_gradients": 8,
+        "nsa_selected_recompute_key_gradients": 8,
         "nsa_window_key_gradients": 2296,
-        "nsa_window_mend_key_gradients": 12,
+        "nsa_window_recompute_key_gradients": 12,
     },
 }
 

@@ -153,7 +153,7 @@ def test_remat_runs_the_forward_kernels(kind):
     assert {name: found[name] for name in FORWARD} == {name: times * n for name, n in FORWARD.items()}
     backward = {name: n for name, n in found.items() if name.endswith(("_query_gradient", "_key_gradients"))}
     branches = ("compressed", "selected", "window")
-    kinds = ("query_gradient", "key_gradients", "mend_query_gradient", "mend_key_gradients")
+    kinds = ("query_gradient", "key_gradients", "recompute_query_gradient", "recompute_key_gradients")
     assert backward == {f"nsa_{branch}_{kind}": 1 for branch in branches for kind in kinds}
 
 

@@ -152,11 +152,11 @@ def check_case(case: Case) -> dict[str, float]:
         )
         d_lse_of_all = jnp.where(lse > -jnp.inf, d_lse, jnp.nan)
         d_query, _, delta = block_query_gradient(
-            query, key, value, lists, placed.config, out, lse, d_out, d_lse_of_all, weight, previous,
-            case.scale, one_block=one_block, sizes=backward,
+            query, key, value, lists, placed.config, out, lse, d_out, d_lse_of_all, weight=weight,
+            previous=previous, scale=case.scale, one_block=one_block, sizes=backward,
         )  # fmt: skip
         d_key, d_value = block_key_gradients(
-            query, key, value, indices, placed, lse, delta, d_out, weight, case.scale, sizes=keys
+            query, key, value, indices, placed, lse, delta, d_out, weight=weight, scale=case.scale, sizes=keys
         )
         return out, lse, d_query, d_key, d_value
 

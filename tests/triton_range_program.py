@@ -272,11 +272,11 @@ def check_case(name: str) -> dict[str, float]:
             sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
         )  # fmt: skip
         found["d_query"], found["products"], delta = range_query_gradient(
-            *operands, found["out"], found["lse"], d_out, d_lse, weight, previous, scale,
-            sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel),
+            *operands, found["out"], found["lse"], d_out, d_lse, weight=weight, previous=previous,
+            scale=scale, sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel),
         )  # fmt: skip
         found["d_key"], found["d_value"] = range_key_gradients(
-            *operands, found["lse"], delta, d_out, weight, scale,
+            *operands, found["lse"], delta, d_out, weight=weight, scale=scale,
             sizes=RangeKeySizes(16, 16, 4, 2, case.segments, case.keys_first),
         )  # fmt: skip
         return found

@@ -14,7 +14,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.model import restorable
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
-from nsa_jax.nn.parameters import by_path, placement
+from nsa_jax.nn.parameters import by_path, sharding_of
 from nsa_jax.nn.projections import Sharding
 from nsa_jax.nn.rope_scaling import as_plain, from_plain
 
@@ -204,7 +204,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The leaf with a sharding that arrays can be read into: of the mesh in context, or the first device."""
-    where = placement(leaf) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = sharding_of(leaf) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 

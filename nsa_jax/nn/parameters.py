@@ -54,7 +54,7 @@ def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) 
     _check_arrays(weights, "Convert them, for example with np.asarray, outside jit")
     check_names_and_shapes(present, weights)
     _check_kinds(present, weights)
-    places = {name: placement(value) for name, value in present.items()}
+    places = {name: sharding_of(value) for name, value in present.items()}
     for name, parameter in parameters.items():
         # A copy of our own: JAX may use the memory of a NumPy array instead of copying it.
         own = np.array(weights[name], dtype=present[name].dtype)
@@ -96,7 +96,7 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def placement(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
+def sharding_of(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
     """Where the array of a parameter belongs: where `value` is; None for the default device.
 
     Raises:

@@ -8,6 +8,7 @@ remat policy can keep it: `save_only_these_names(*SAVED_NAMES)` runs no forward 
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,8 +121,8 @@ def native_sparse_attention(
     The backward reads the cotangent of the output itself: gates enter the branches' kernels as a weight of
     each row, so no cotangent of a branch is ever stored, and the branches add up one gradient of the query.
     """
-    keys_values = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    return _native(query, *keys_values, gates, block_indices, placement, scale)
+    keys_values = KeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    return _native(query, keys_values, gates, block_indices, placement, scale)
 
 
 def _counts_nothing(count_reads: bool) -> None:
@@ -204,65 +205,78 @@ def _gated_sum_backward(operands, d_out):
 _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(10,))
-def _native(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement, scale
-):
+class KeysValues(NamedTuple):
+    """Keys and values of the three branches."""
+
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_slc: Float[Array, "B S K H"]
+    value_slc: Float[Array, "B S K V"]
+    key_win: Float[Array, "B W K H"]
+    value_win: Float[Array, "B W K V"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _native(query, keys_values, gates, block_indices, placement, scale):
     """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
-    keys_values = (key_cmp, value_cmp, key_slc, value_slc)
-    cmp, slc, _ = _first_two_branches(query, *keys_values, block_indices, placement, scale)
-    ranges, others = window_ranges(placement, key_win.shape[1]), (cmp[0], slc[0], gates)
-    return folds_vmap(partial(attend_ranges, scale=scale))(query, key_win, value_win, ranges, others)[0]
+    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale)
+    others = (cmp[0], slc[0], gates)
+    return _window(query, keys_values, placement, scale, others)[0]
 
 
-def _native_forward(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement, scale
-):
-    keys_values = (key_cmp, value_cmp, key_slc, value_slc)
-    cmp, slc, block_indices = _first_two_branches(query, *keys_values, block_indices, placement, scale)
-    attend = folds_vmap(partial(attend_ranges, scale=scale))
-    win = _saved(*attend(query, key_win, value_win, window_ranges(placement, key_win.shape[1])))
+def _native_forward(query, keys_values, gates, block_indices, placement, scale):
+    cmp, slc, block_indices = _first_two_branches(query, keys_values, block_indices, placement, scale)
+    win = _saved(*_window(query, keys_values, placement, scale))
     out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
-    return out, (query, *keys_values, key_win, value_win, gates, block_indices, placement, cmp, slc, win)
+    return out, (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, key_cmp, value_cmp, key_slc, value_slc, block_indices, placement, scale):
+def _first_two_branches(query, keys_values, block_indices, placement, scale):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
-    attend = folds_vmap(partial(attend_ranges, scale=scale))
-    cmp = _saved(*attend(query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1])))
+    key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
+    attend_compressed = folds_vmap(partial(attend_ranges, scale=scale))
+    ranges = compression_ranges(placement, key_cmp.shape[1])
+    cmp = _saved(*attend_compressed(query, key_cmp, value_cmp, ranges))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    attend = partial(attend_blocks, scale=scale)
-    slc = _saved(*folds_vmap(attend)(query, key_slc, value_slc, block_indices, placement))
+    attend_selected = folds_vmap(partial(attend_blocks, scale=scale))
+    slc = _saved(*attend_selected(query, key_slc, value_slc, block_indices, placement))
     return cmp, slc, block_indices
 
 
+def _window(query, keys_values, placement, scale, others=None):
+    """`(out, lse)` of the window branch; with `others`, `out` is the gated sum."""
+    key, value = keys_values.key_win, keys_values.value_win
+    ranges = window_ranges(placement, key.shape[1])
+    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
+
+
 def _native_backward(scale, residuals, d_out):
-    (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, block_indices, placement,
-     cmp, slc, win) = residuals  # fmt: skip
+    query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
-    def of_ranges(key, value, ranges, saved, branch, previous):
-        def gradients(query, key, value, ranges, out, lse, d_out, weight, previous):
-            operands = (query, key, value, ranges, out, lse, d_out, None)
-            return range_gradients(*operands, weight=weight, previous=previous, scale=scale)
-
-        weight = gates[..., branch].astype(jnp.float32)
-        return folds_vmap(gradients)(query, key, value, ranges, *saved, d_out, weight, previous)
+    def of_ranges(query, key, value, ranges, out, lse, d_out, weight, previous):
+        operands = (query, key, value, ranges, out, lse, d_out, None)
+        return range_gradients(*operands, weight=weight, previous=previous, scale=scale)
 
     def of_blocks(query, key, value, block_indices, placement, out, lse, d_out, weight, previous):
         operands = (query, key, value, block_indices, placement, out, lse, d_out, None)
         return block_gradients(*operands, weight=weight, previous=previous, scale=scale)
 
+    gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
     ranges = compression_ranges(placement, key_cmp.shape[1])
-    d_query, *d_cmp, d_gate_cmp = of_ranges(key_cmp, value_cmp, ranges, cmp, 0, None)
-    gate_slc = gates[..., 1].astype(jnp.float32)
+    d_query, *d_cmp, d_gate_cmp = folds_vmap(of_ranges)(
+        query, key_cmp, value_cmp, ranges, *cmp, d_out, gate_cmp, None
+    )
     d_query, *d_slc, d_gate_slc = folds_vmap(of_blocks)(
         query, key_slc, value_slc, block_indices, placement, *slc, d_out, gate_slc, d_query
     )
     ranges = window_ranges(placement, key_win.shape[1])
-    d_query, *d_win, d_gate_win = of_ranges(key_win, value_win, ranges, win, 2, d_query)
+    d_query, *d_win, d_gate_win = folds_vmap(of_ranges)(
+        query, key_win, value_win, ranges, *win, d_out, gate_win, d_query
+    )
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
-    return d_query, *d_cmp, *d_slc, *d_win, d_gates, None, None
+    return d_query, KeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
 
 
 _native.defvjp(_native_forward, _native_backward)

@@ -88,7 +88,7 @@ def kept(x, condition):
 
 
 @triton.jit
-def spoiled_rows(x):
+def nonfinite_rows(x):
     """Which rows hold anything that is not a finite number."""
     total = tl.sum(x.first.to(tl.float32) * 0.0, 1)  # 0 * inf and 0 * NaN are NaN, and NaN stays
     if x.second is not None:

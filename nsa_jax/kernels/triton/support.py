@@ -93,11 +93,8 @@ def _gates(operation: str, arrays: tuple) -> object:
 
 
 def _blocks(operation: str, config: NSAConfig) -> str | None:
-    block, stride, number = (
-        config.selection_block_size,
-        config.compression_stride,
-        config.num_selected_blocks,
-    )
+    block, stride = config.selection_block_size, config.compression_stride
+    number = config.num_selected_blocks
     if operation in ("selected_attention", "native_sparse_attention") and block not in (16, 32, 64, 128):
         return (
             f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one "
@@ -128,10 +125,8 @@ def _installation() -> str | None:
             return f"the Triton kernels need {package}{bounds} ({why}), got {found}."
     try:
         lowering = importlib.import_module("jax_triton.triton_lib")
-        plugin, compiler = (
-            lowering.triton_kernel_call_lib,
-            lowering.cb,
-        )  # private, so maybe missing
+        plugin = lowering.triton_kernel_call_lib  # both private, so maybe missing
+        compiler = lowering.cb
     except Exception as error:  # whatever stops the import is the reason
         return f"the Triton kernels need jax-triton, got {type(error).__name__} at its import: {error}."
     if plugin is None:

@@ -440,7 +440,7 @@ GATED_SUM_ROWS = 32  # rows of a program
 
 # --- Mending: for numbers that are not finite, so speed hardly matters --------------------------------------
 
-MENDED_HEADS = 16  # query heads at a time, the fewest rows of a product
-MENDED_KEYS = 32  # of a step
-MENDED_KEYS_OF_A_PROGRAM = 64
-MENDED_TOKENS = 32  # query tokens of a program, and of a step for a key
+RECOMPUTED_HEADS = 16  # query heads at a time, the fewest rows of a product
+RECOMPUTED_KEYS = 32  # of a step
+RECOMPUTED_KEYS_OF_A_PROGRAM = 64
+RECOMPUTED_TOKENS = 32  # query tokens of a program, and of a step for a key

@@ -137,9 +137,7 @@ def _attend_listed(query, key, value, block_indices, placement, scale, count_rea
         flatten(jnp.where(useful, starts, NO_BLOCK)), flatten(name(jnp.zeros_like(end))), flatten(name(end))
     )
     blocks_per_sequence = layout.num_selection_blocks(num_keys, config)
-    if (
-        placement.packed
-    ):  # each sequence, of which there are as many as queries at most, ends in a part of one
+    if placement.packed:  # each sequence, of at most as many as there are queries, ends in a part of one
         blocks_per_sequence = min(blocks_per_sequence + num_queries, num_keys)
     sizes = ItemSizes.choose(
         num_rows=_static(batch) * num_kv_heads * num_queries,

@@ -55,10 +55,10 @@ def block_gradients(
     tokens = tokens_of(sizes.rows, shape.heads)
     lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
     d_query, products, delta = block_query_gradient(
-        query, key, value, lists, placement.config, out, lse, d_out, d_lse, weight, previous, scale,
-        one_block=placement.tile_in_one_block(tokens), sizes=sizes,
+        query, key, value, lists, placement.config, out, lse, d_out, d_lse, weight=weight,
+        previous=previous, scale=scale, one_block=placement.tile_in_one_block(tokens), sizes=sizes,
     )  # fmt: skip
     d_keys = block_key_gradients(
-        query, key, value, block_indices, placement, lse, delta, d_out, weight, scale
+        query, key, value, block_indices, placement, lse, delta, d_out, weight=weight, scale=scale
     )
     return d_query, *d_keys, products

@@ -8,8 +8,8 @@ from L2. Queries that do not see the whole block, mostly the block's own, stand 
 a run and are masked in a loop of their own.
 
 No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
-block / 16), adds them in the order of the items and copies the blocks that were one item (270 MB at 64k,
-0.1 ms, which `launch(in_place=...)` could spare). Gradients are the same bit for bit at every run.
+block / 16), adds them in the order of the items and writes them, in place, beside the blocks that were one
+item. Gradients are the same bit for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
@@ -33,7 +33,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.mending import mend_key_gradients, sight_of_blocks
+from nsa_jax.kernels.triton.nonfinite import recompute_key_gradients, visible_in_blocks
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -57,9 +57,9 @@ def block_key_gradients(
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    *,
     weight: Float[Array, "B T N"] | None,
     scale: float,
-    *,
     sizes: tiles.BlockKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of the keys and values.
@@ -99,20 +99,19 @@ def block_key_gradients(
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = jnp.where(items.written[..., None], d_value, 0)
-    sight = sight_of_blocks(block_indices, placement, num_keys)
-    return mend_key_gradients(d_key, d_value, query, key, value, sight, lse, delta, d_out, weight, scale)
+    visible = visible_in_blocks(block_indices, placement, num_keys)
+    return recompute_key_gradients(
+        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
+    )
 
 
 def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
-    """Copies the gradients of the blocks that are one item and adds up the others."""
+    """Adds up the gradients of the blocks that are several items, in place."""
     heads, num_blocks = items.partials.shape
-    operands = (
-        part_key, part_value, items.slots, items.partials, items.starts, items.limits, d_key, d_value
-    )  # fmt: skip
     return launch(
-        add_partials_kernel, *operands,
-        out=(like(d_key), like(d_value)), grid=(num_blocks, heads, dims["BLOCK"] // 16),
-        num_keys=d_key.shape[1], **dims,
+        add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials, items.starts,
+        items.limits, out=(like(d_key), like(d_value)), in_place=2,
+        grid=(num_blocks, heads, dims["BLOCK"] // 16), num_keys=d_key.shape[1], **dims,
     )  # fmt: skip
 
 
@@ -229,13 +228,13 @@ def selected_key_gradients_kernel(
     held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
     source: tl.constexpr = Gathered(
         query, d_out, lse, delta, weight, last_keys + b * num_queries, tokens,
-        b * num_queries * (KV_HEADS * G) + kv_head * G,
-        KV_HEADS * G, G, PADDED_G, TOKENS, KEY, VALUE, WIDE,
+        first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
+        NUM_HEADS=KV_HEADS * G, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip
     sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
     middle = first + tl.cdiv(masked - first, TOKENS) * TOKENS
-    sums = _add_steps(sums, held, source, first, middle, end, SCALE, PRECISION, True)
-    sums = _add_steps(sums, held, source, middle, end, end, SCALE, PRECISION, False)
+    sums = _add_steps(sums, held, source, first, middle, end, SCALE, PRECISION, CAUSAL=True)
+    sums = _add_steps(sums, held, source, middle, end, end, SCALE, PRECISION, CAUSAL=False)
     dk = scaled(sums.dk, SCALE)
     if slot < 0:
         mine = Rows(keys.first, keys.offset, start + n < limit)
@@ -259,11 +258,11 @@ def _add_slots(part, slot, count, within, BLOCK: tl.constexpr, DIM):
 
 @triton.jit(repr=named("nsa_selected_add_partials"))
 def add_partials_kernel(
-    part_key, part_value, slots, partials, starts, limits, old_key, old_value, d_key, d_value,
+    d_key, d_value, part_key, part_value, slots, partials, starts, limits,
     num_keys, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of 16 keys of a block: copied where it was one item, else added up."""
+    """Gradients of 16 keys of a block of several items."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     block = tl.program_id(0)
@@ -271,15 +270,13 @@ def add_partials_kernel(
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
     count = tl.load(partials + tl.program_id(1) * num_blocks + block)
+    if count == 0:
+        return
     n = tl.arange(0, 16)
     within = tl.program_id(2) * 16
     key = tl.load(starts + b * num_blocks + block) + within
     mine = key + n < tl.load(limits + b * num_blocks + block)
     to = Rows((b.to(tl.int64) * num_keys + key) * KV_HEADS + kv_head, n * KV_HEADS, mine)
-    if count == 0:
-        store_rows(d_key, to, load_rows(old_key, to, KEY), KEY)
-        store_rows(d_value, to, load_rows(old_value, to, VALUE), VALUE)
-    else:
-        slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
-        store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
-        store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)
+    slot = tl.load(slots + tl.program_id(1) * num_blocks + block).to(tl.int64)
+    store_rows(d_key, to, _add_slots(part_key, slot, count, within, BLOCK, KEY), KEY)
+    store_rows(d_value, to, _add_slots(part_value, slot, count, within, BLOCK, VALUE), VALUE)

@@ -29,7 +29,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.mending import mend_query_gradient
+from nsa_jax.kernels.triton.nonfinite import recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -55,10 +55,10 @@ def block_query_gradient(
     lse: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
     d_lse: Float[Array, "B T N"] | None,
+    *,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
-    *,
     one_block: bool = False,
     sizes: BlockGradientSizes,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
@@ -96,8 +96,9 @@ def block_query_gradient(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = mend_query_gradient(
-        d_query, query, key, value, lists.sight, lse, delta, d_out, weight, previous, scale,
+    d_query = recompute_query_gradient(
+        d_query, query, key, value, lists.visible, lse, delta, d_out,
+        weight=weight, previous=previous, scale=scale,
     )  # fmt: skip
     return d_query, products, delta
 
@@ -151,14 +152,23 @@ def selected_query_gradient_kernel(
     dq = zeros(TOKENS * PADDED_G, KEY)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
-        dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
+        dq = _add_entry(
+            dq, q, d_out_rows, numbers, keys, values, step, row,
+            SCALE=SCALE, PRECISION=PRECISION, CAUSAL=True,
+        )  # fmt: skip
     for i in tl.range(0, steps.free):
         step = load_step(entries, i, True, tile.token)
-        dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, False)
+        dq = _add_entry(
+            dq, q, d_out_rows, numbers, keys, values, step, row,
+            SCALE=SCALE, PRECISION=PRECISION, CAUSAL=False,
+        )  # fmt: skip
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(steps.free, steps.last):
             step = load_step(entries, i, True, tile.token)
-            dq = _add_entry(dq, q, d_out_rows, numbers, keys, values, step, row, SCALE, PRECISION, True)
+            dq = _add_entry(
+                dq, q, d_out_rows, numbers, keys, values, step, row,
+                SCALE=SCALE, PRECISION=PRECISION, CAUSAL=True,
+            )  # fmt: skip
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
     if previous is not None:

@@ -34,7 +34,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.mending import mend_forward
+from nsa_jax.kernels.triton.nonfinite import recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes
@@ -82,7 +82,7 @@ def attend_blocks(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    return mend_forward(out, lse, query, key, value, lists.sight, scale)
+    return recompute_forward(out, lse, query, key, value, lists.visible, scale)
 
 
 class Entries(NamedTuple):
@@ -169,14 +169,14 @@ def selected_forward_kernel(
     state = no_keys(TOKENS * PADDED_G, VALUE)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
-        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, True)
+        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=True)
     for i in tl.range(0, steps.free):
         step = load_step(entries, i, True, tile.token)
-        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, False)
+        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=False)
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(steps.free, steps.last):
             step = load_step(entries, i, True, tile.token)
-            state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, True)
+            state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=True)
 
     sees = state.total != 0  # of queries that are not a number, too
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)

@@ -61,7 +61,7 @@ def range_gradients(
         return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(lse)
     operands = (query, key, value, ranges)
     d_query, products, delta = range_query_gradient(
-        *operands, out, lse, d_out, d_lse, weight, previous, scale
+        *operands, out, lse, d_out, d_lse, weight=weight, previous=previous, scale=scale
     )
-    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight, scale)
+    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight=weight, scale=scale)
     return d_query, *d_keys, products

@@ -38,7 +38,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tiles,
     store_rows,
 )
-from nsa_jax.kernels.triton.mending import Sight, mend_key_gradients
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -105,7 +105,7 @@ def query_bounds(
     return jnp.stack([first, full_first, full_last, last], axis=-1)
 
 
-def row_ranges(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 rows"]:
+def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 rows"]:
     """Start and count of the keys that each row sees, as a step reads them: whole tiles, padded heads."""
     padding = ((0, 0), (0, -start.shape[1] % tokens))
 
@@ -115,7 +115,7 @@ def row_ranges(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 rows"]:
     return jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
 
 
-def row_scalars(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
+def scalars_of_rows(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
     """Normaliser, shift and, with a weight, gate of each row, as a step reads them.
 
     Such that `p = exp2(logits - normaliser)`, `dv` sums `gate p` and `dk` sums `gate p (dp - shift)`: this
@@ -151,9 +151,9 @@ def range_key_gradients(
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    *,
     weight: Float[Array, "B T N"] | None,
     scale: float,
-    *,
     sizes: tiles.RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
@@ -169,12 +169,12 @@ def range_key_gradients(
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
-    scalars = row_scalars(lse, delta, weight, heads, tokens)
+    scalars = scalars_of_rows(lse, delta, weight, heads, tokens)
     edges, (*_, runs) = ranges.in_tiles(tokens)
     bounds = rows = None
     if not edges.known:
         bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)
-        rows = row_ranges(ranges.start, ranges.end, heads, tokens)
+        rows = ranges_of_rows(ranges.start, ranges.end, heads, tokens)
     out = [like(x) if segments == 1 else like(x, (segments, *x.shape), "float32") for x in (key, value)]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
@@ -196,8 +196,10 @@ def range_key_gradients(
     )  # fmt: skip
     if segments > 1:
         d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
-    sight = Sight(edges.branch, ranges.start, ranges.end)
-    return mend_key_gradients(d_key, d_value, query, key, value, sight, lse, delta, d_out, weight, scale)
+    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
+    return recompute_key_gradients(
+        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
+    )
 
 
 class KeyTile(NamedTuple):
@@ -286,7 +288,7 @@ def _sum_tiles(
         normaliser = _load_scalar(data, queries, 0, i)
         p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(normaliser, ROW_AXIS))
         if MASKED:
-            if not ranges.KNOWN:
+            if data.ranges is not None:
                 start = _load_range(data, queries, 0, i)
                 count = _load_range(data, queries, 1, i)
             else:
@@ -325,11 +327,11 @@ def _sum_run(
     steps = Limits(low, full_low, full_high, high)
     sums = _sum_tiles(
         sums, tile, queries, gradients, data, ranges, run, steps,
-        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, True,
+        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION, MASKED=True,
     )  # fmt: skip
     return _sum_tiles(
         sums, tile, queries, gradients, data, ranges, run, steps,
-        SCALE, KEYS_FIRST, WEIGHTED, PRECISION, False,
+        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION, MASKED=False,
     )  # fmt: skip
 
 
@@ -354,44 +356,44 @@ def range_key_gradients_kernel(
     kv_head = tl.program_id(1) % KV_HEADS
     first_key = tile * KEYS
 
-    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
-    ranges: tl.constexpr = Ranges(None, None, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
+    ranges: tl.constexpr = Ranges(None, None, None, num_keys, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
     keys: tl.constexpr = Keys(keys0, keys1, b, kv_head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, kv_head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
     held = KeyTile(load_keys(keys, first_key), load_keys(values, first_key), first_key)
     length = (num_queries + TOKENS - 1) // TOKENS * (TOKENS * PADDED_G)
     if not TMA:
-        if not KNOWN:
+        if row_ranges is not None:
             row_ranges += b.to(tl.int64) * 2 * length
         scalars += tl.program_id(1).to(tl.int64) * (3 if WEIGHTED else 2) * length
     data = RowData(row_ranges, scalars, length)
     queries: tl.constexpr = Queries(
-        queries0, queries1, b, kv_head, num_queries, KV_HEADS, G, PADDED_G, TOKENS, KEY, TMA
-    )
+        queries0, queries1, b, kv_head, num_queries,
+        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=KEY, TMA=TMA,
+    )  # fmt: skip
     gradients: tl.constexpr = Queries(
-        gradients0, gradients1, b, kv_head, num_queries, KV_HEADS, G, PADDED_G, TOKENS, VALUE, TMA
-    )
+        gradients0, gradients1, b, kv_head, num_queries,
+        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=VALUE, TMA=TMA,
+    )  # fmt: skip
 
     sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
     if RUN_LENGTH is None:
-        run = run_at(runs, 0, num_queries, FIRST, RUN_LENGTH)
-        if KNOWN:
+        run = run_at(runs, b, 0, num_queries, FIRST, RUN_LENGTH)
+        if bounds is None:
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
         else:
             bounds += (b.to(tl.int64) * key_tiles + tile) * 4
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
         sums = _sum_run(
             sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
-            SCALE, KEYS_FIRST, WEIGHTED, PRECISION,
+            SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION,
         )  # fmt: skip
     else:
-        runs += b * (num_queries // RUN_LENGTH) * 3
         for number in tl.range(0, num_queries // RUN_LENGTH):
-            run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
+            run = run_at(runs, b, number, num_queries, FIRST, RUN_LENGTH)
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
             sums = _sum_run(
                 sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
-                SCALE, KEYS_FIRST, WEIGHTED, PRECISION,
+                SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION,
             )  # fmt: skip
 
     c = tl.arange(0, KEYS)

@@ -27,7 +27,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.mending import Sight, mend_query_gradient
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -39,7 +39,7 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_at, seen_by
+from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
 from nsa_jax.kernels.triton.softmax import Sources, row_numbers
 
 
@@ -52,10 +52,10 @@ def range_query_gradient(
     lse: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
     d_lse: Float[Array, "B T N"] | None,
+    *,
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
-    *,
     sizes: tiles.RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; with what the rows know.
@@ -98,10 +98,10 @@ def range_query_gradient(
         SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = mend_query_gradient(
-        d_query, query, key, value, Sight(edges.branch, ranges.start, ranges.end), lse, delta, d_out, weight,
-        previous, scale,
-    )  # fmt: skip
+    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
+    d_query = recompute_query_gradient(
+        d_query, query, key, value, visible, lse, delta, d_out, weight=weight, previous=previous, scale=scale
+    )
     return d_query, products, delta
 
 
@@ -146,16 +146,10 @@ def range_query_gradient_kernel(
     tail_values: tl.constexpr = Keys(
         tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
     )
-    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
-    number = 0
-    if RUN_LENGTH is not None:
-        runs += b * (num_queries // RUN_LENGTH) * 3
-        number = tile.first_token // RUN_LENGTH
-    elif FIRST is None:
-        starts += tile.first_query
-        ends += tile.first_query
-    run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
-    ranges: tl.constexpr = Ranges(starts, ends, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
+    run = run_of(tile, runs, num_queries, FIRST, RUN_LENGTH)
+    ranges: tl.constexpr = Ranges(
+        starts, ends, tile.first_query, num_keys, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE
+    )
 
     q = load_rows(query, rows, KEY)
     d_out_rows = load_rows(d_out, rows, VALUE)
@@ -170,20 +164,56 @@ def range_query_gradient_kernel(
     if PEEL:
         dq = _add_step(
             dq, q, d_out_rows, numbers, tail_keys, tail_values, limits.full_high, seen,
-            SCALE, PRECISION, True,
+            SCALE=SCALE, PRECISION=PRECISION, MASKED=True,
         )  # fmt: skip
         if FRONT:
             dq = _add_step(
                 dq, q, d_out_rows, numbers, keys, values, limits.full_low - KEYS, seen,
-                SCALE, PRECISION, True,
+                SCALE=SCALE, PRECISION=PRECISION, MASKED=True,
             )  # fmt: skip
     for first in tl.range(limits.full_low, limits.full_high, KEYS):
-        dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, False)
+        dq = _add_step(
+            dq,
+            q,
+            d_out_rows,
+            numbers,
+            keys,
+            values,
+            first,
+            seen,
+            SCALE=SCALE,
+            PRECISION=PRECISION,
+            MASKED=False,
+        )
     if REST or not PEEL:
         for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
-            dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
+            dq = _add_step(
+                dq,
+                q,
+                d_out_rows,
+                numbers,
+                keys,
+                values,
+                first,
+                seen,
+                SCALE=SCALE,
+                PRECISION=PRECISION,
+                MASKED=True,
+            )
         for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
-            dq = _add_step(dq, q, d_out_rows, numbers, keys, values, first, seen, SCALE, PRECISION, True)
+            dq = _add_step(
+                dq,
+                q,
+                d_out_rows,
+                numbers,
+                keys,
+                values,
+                first,
+                seen,
+                SCALE=SCALE,
+                PRECISION=PRECISION,
+                MASKED=True,
+            )
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
     if previous is not None:

@@ -146,15 +146,16 @@ class Ranges(NamedTuple):
     """The keys that each query of a row of the batch sees, in kernels.
 
     Attributes:
-      starts, ends: of each query; None where they are computed.
+      starts, ends: of each query of the batch; None where they are computed.
+      first_query: where the row begins in them.
       num_keys: keys of a row.
-      KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
+      RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
     """
 
     starts: tl.tensor | None
     ends: tl.tensor | None
+    first_query: tl.tensor | None
     num_keys: tl.tensor
-    KNOWN: tl.constexpr
     RUN_LENGTH: tl.constexpr
     CLIPPED: tl.constexpr
     WINDOW: tl.constexpr
@@ -204,23 +205,30 @@ def is_seen(first, seen, KEYS: tl.constexpr):
 
 
 @triton.jit
-def run_at(runs, number, num_queries, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr):
-    """Run number `number` of a row of the batch; all queries are one where no array says more."""
+def run_at(runs, b, number, num_queries, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr):
+    """Run number `number` of row `b` of the batch; all queries are one where no array says more."""
     if RUN_LENGTH is None:
         run = Run(0 if FIRST is None else FIRST, 0, 0, num_queries)
     else:
         begin = number * RUN_LENGTH
-        at = runs + number * 3
+        at = runs + (b * (num_queries // RUN_LENGTH) + number) * 3
         run = Run(tl.load(at) - begin, tl.load(at + 1), begin, begin + tl.load(at + 2))
     return run
 
 
 @triton.jit
+def run_of(tile, runs, num_queries, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr):
+    """The run of a tile of queries."""
+    number = 0 if RUN_LENGTH is None else tile.first_token // RUN_LENGTH
+    return run_at(runs, tile.b, number, num_queries, FIRST, RUN_LENGTH)
+
+
+@triton.jit
 def range_of(token, inside, ranges, run):
     """`(start, end)` of the keys that each token of a run sees; one that is not `inside` sees nothing."""
-    if not ranges.KNOWN:
-        start = tl.load(ranges.starts + token, mask=inside, other=0)
-        end = tl.load(ranges.ends + token, mask=inside, other=0)
+    if ranges.starts is not None:
+        start = tl.load(ranges.starts + ranges.first_query + token, mask=inside, other=0)
+        end = tl.load(ranges.ends + ranges.first_query + token, mask=inside, other=0)
     else:
         past = run.shift + 1 + token
         sees = inside & (past >= ranges.SIZE)
@@ -254,7 +262,7 @@ def key_limits(
     before 0. The middle of a window ends with the range of the first query; without a window it begins with
     the first whole tile, or behind a step of TAIL. Loaded ranges that are empty have no say.
     """
-    if not ranges.KNOWN:
+    if ranges.starts is not None:
         token = first_token + tl.arange(0, TOKENS)
         start, end = range_of(token, token < length, ranges, run)
         some = start < end

@@ -32,9 +32,9 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.mending import Sight, mend_forward
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
-from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_at, seen_by
+from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 
@@ -86,8 +86,8 @@ def attend_ranges(
         SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    sight = Sight(edges.branch, ranges.start, ranges.end)
-    return mend_forward(out, lse, query, key, value, sight, scale, others)
+    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
+    return recompute_forward(out, lse, query, key, value, visible, scale, others)
 
 
 @triton.jit
@@ -126,37 +126,35 @@ def range_forward_kernel(
     tail_values: tl.constexpr = Keys(
         tail_values0, tail_values1, b, head, num_keys, KV_HEADS, TAIL, VALUE, TMA
     )
-    KNOWN: tl.constexpr = FIRST is not None or RUN_LENGTH is not None
-    number = 0
-    if RUN_LENGTH is not None:
-        runs += b * (num_queries // RUN_LENGTH) * 3
-        number = tile.first_token // RUN_LENGTH
-    elif FIRST is None:
-        starts += tile.first_query
-        ends += tile.first_query
-    run = run_at(runs, number, num_queries, FIRST, RUN_LENGTH)
-    ranges: tl.constexpr = Ranges(starts, ends, num_keys, KNOWN, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE)
+    run = run_of(tile, runs, num_queries, FIRST, RUN_LENGTH)
+    ranges: tl.constexpr = Ranges(
+        starts, ends, tile.first_query, num_keys, RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE
+    )
 
     q = load_rows(query, rows, KEY)
     seen = seen_by(tile.first_token + tile.token, rows.inside, ranges, run)
     limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, TAIL)
     state = no_keys(TOKENS * PADDED_G, VALUE)
     if PEEL:
-        state = _attend_step(q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, True)
+        state = _attend_step(
+            q, state, tail_keys, tail_values, limits.full_high, seen, SCALE, PRECISION, MASKED=True
+        )
         if FRONT:
-            state = _attend_step(q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, True)
+            state = _attend_step(
+                q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, MASKED=True
+            )
         elif TAIL < KEYS:  # noqa: SIM102 (one is known when this is compiled, the other is not)
             if limits.full_low > limits.low:
                 state = _attend_step(
-                    q, state, tail_keys, tail_values, limits.low, seen, SCALE, PRECISION, False
+                    q, state, tail_keys, tail_values, limits.low, seen, SCALE, PRECISION, MASKED=False
                 )
     for first in tl.range(limits.full_low, limits.full_high, KEYS):
-        state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, False)
+        state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=False)
     if REST or not PEEL:
         for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
-            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, True)
+            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=True)
         for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
-            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, True)
+            state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=True)
 
     sees = seen.count > 0
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)

@@ -1,57 +1,54 @@
-"""Mends gradients of keys and values that are not finite, key by key.
+"""Recomputes gradients of keys and values that are not finite, key by key.
 
 grid = (ceil(S / 64), B K): one program for 64 keys, whose gradients it reads. For each key with a number that
 is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads the rows of those
 that see the key. It ends when no number of the gradient is finite.
 
-Nothing to mend: reads the gradients once, `B S K (H + V) itemsize` (67 MB at 64k, K = 4, 128/128; 17 us).
+Where all is finite: reads `B S K (H + V) itemsize` bytes (67 MB at 64k, K = 4, 128/128; 17 us).
 """
 
 import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot
+from nsa_jax.kernels.triton.nonfinite.visible_keys import Slots, VisibleKeys, keys_in_slot
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
     Pieces,
+    nonfinite_rows,
     row_products,
     scaled,
-    spoiled_rows,
     zeros,
 )
 from nsa_jax.kernels.triton.softmax import load_lse
-from nsa_jax.kernels.triton.tiles import MENDED_KEYS_OF_A_PROGRAM, MENDED_TOKENS
+from nsa_jax.kernels.triton.tiles import RECOMPUTED_KEYS_OF_A_PROGRAM, RECOMPUTED_TOKENS
 
 
-def mend_key_gradients(
+def recompute_key_gradients(
     d_key: Float[Array, "B S K H"],
     d_value: Float[Array, "B S K V"],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    sight: Sight,
+    visible: VisibleKeys,
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
+    *,
     weight: Float[Array, "B T N"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """`(d_key, d_value)` where what is not finite is formed again, in place."""
-    batch, num_queries, num_heads, key_dim = query.shape
-    num_keys, num_kv_heads, value_dim = value.shape[1:]
-    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    """`(d_key, d_value)` where what is not finite is computed again, in place. Arguments as before."""
+    batch, num_keys, num_kv_heads, _ = key.shape
     return launch(
-        mend_key_gradients_kernel, d_key, d_value, query, key, value, sight.start, sight.end, sight.blocks,
-        lse, delta, d_out, weight, out=(like(d_key), like(d_value)), in_place=2,
-        grid=(triton.cdiv(num_keys, MENDED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
-        num_queries=num_queries, num_keys=num_keys, **sight.constants(),
-        KV_HEADS=num_kv_heads, G=num_heads // num_kv_heads, KEYS=MENDED_KEYS_OF_A_PROGRAM,
-        TOKENS=MENDED_TOKENS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
+        recompute_key_gradients_kernel, d_key, d_value, query, key, value, visible.start, visible.end,
+        visible.blocks, lse, delta, d_out, weight, out=(like(d_key), like(d_value)), in_place=2,
+        grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
+        KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
+        **visible.constants(query, value, scale),
     )  # fmt: skip
 
 
@@ -75,8 +72,8 @@ def _some_finite(x):
     return some
 
 
-@triton.jit(repr=named("nsa_{BRANCH}_mend_key_gradients"))
-def mend_key_gradients_kernel(
+@triton.jit(repr=named("nsa_{BRANCH}_recompute_key_gradients"))
+def recompute_key_gradients_kernel(
     d_key, d_value, query, key, value, starts, ends, blocks, lse, delta, d_out, weight,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
@@ -91,12 +88,12 @@ def mend_key_gradients_kernel(
     first_key = tl.program_id(0) * KEYS
     c = tl.arange(0, KEYS)
     mine = Rows((b * num_keys + first_key) * KV_HEADS + kv_head, c * KV_HEADS, first_key + c < num_keys)
-    spoiled = spoiled_rows(load_rows(d_key, mine, KEY)) | spoiled_rows(load_rows(d_value, mine, VALUE))
-    if tl.max(spoiled.to(tl.int32), 0) == 0:
+    nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY)) | nonfinite_rows(load_rows(d_value, mine, VALUE))
+    if tl.max(nonfinite.to(tl.int32), 0) == 0:
         return
     one = tl.arange(0, 1)
     for i in range(KEYS):
-        if tl.max((spoiled & (c == i)).to(tl.int32), 0) != 0:
+        if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
             this = Rows(mine.first + i * KV_HEADS, one, one == 0)
             k = load_rows(key, this, KEY)
             v = load_rows(value, this, VALUE)

@@ -1,54 +1,56 @@
-"""Mends outputs and log-sum-exps that are not finite, query by query.
+"""Recomputes outputs and log-sum-exps that are not finite, query by query.
 
-grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. A value that is not finite spoils a
-column in all rows of the tiles that read it, and in the selected branch a key a whole row, with its
-log-sum-exp. So it is enough to look at the output of the KV head's first query head and, for blocks, at the
-log-sum-exps of all. For a spoilt query 16 heads at a time loop over the keys that it sees, 32 a step; no
-others are loaded.
+grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. In the kernels before, a value that is
+not finite makes one column NaN in all rows of the tiles that read it; in the selected branch a key makes
+whole rows NaN, with their log-sum-exps. So it is enough to read the output of the KV head's first query head
+and, for blocks, the log-sum-exps of all heads. For each such query, 16 heads at a time loop over the keys
+that it sees, 32 a step; no others are loaded.
 
-Nothing to mend: reads `B T K (V itemsize + 4 G)` bytes (84 MB at 64k, K = 4, G = 16, V = 128; 20 us).
+Where all is finite: reads `B T K (V itemsize + 4 G)` bytes (84 MB at 64k, K = 4, G = 16, V = 128; 20 us).
 """
 
 import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim
+from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
-from nsa_jax.kernels.triton.mending.sight import Sight, Slots, keys_in_slot, spoilt_heads
-from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, precision, scaled, spoiled_rows
+from nsa_jax.kernels.triton.nonfinite.visible_keys import (
+    Slots,
+    VisibleKeys,
+    first_heads,
+    keys_in_slot,
+    nonfinite_heads,
+)
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, nonfinite_rows, precision, scaled
 from nsa_jax.kernels.triton.softmax import Softmax, natural_lse, no_keys
-from nsa_jax.kernels.triton.tiles import MENDED_HEADS, MENDED_KEYS, MENDED_TOKENS
+from nsa_jax.kernels.triton.tiles import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 
 
-def mend_forward(
+def recompute_forward(
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    sight: Sight,
+    visible: VisibleKeys,
     scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` where spoilt queries are formed again, in place.
+    """`(out, lse)` where what is not finite is computed again, in place.
 
     With `others`, the outputs of two branches and the gates, `out` is the gated sum.
     """
-    batch, num_queries, num_heads, key_dim = query.shape
-    num_keys, num_kv_heads, value_dim = value.shape[1:]
-    heads = num_heads // num_kv_heads
-    (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
+    batch, num_queries, num_heads, _ = query.shape
+    num_kv_heads = key.shape[2]
     return launch(
-        mend_forward_kernel, out, lse, query, key, value, sight.start, sight.end, sight.blocks,
+        recompute_forward_kernel, out, lse, query, key, value, visible.start, visible.end, visible.blocks,
         *(others or (None, None, None)), out=(like(out), like(lse)), in_place=2,
-        grid=(triton.cdiv(num_queries, MENDED_TOKENS), batch * num_kv_heads), num_stages=1,
-        num_queries=num_queries, num_keys=num_keys, **sight.constants(),
-        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=MENDED_TOKENS,
-        HEADS=MENDED_HEADS, KEYS=MENDED_KEYS, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        PRECISION=precision(query.dtype),
+        grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
+        PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
+        KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),
     )  # fmt: skip
 
 
@@ -62,31 +64,29 @@ def _add_values(state, logits, v, PRECISION: tl.constexpr):
     return Softmax(out, top, state.total * decay + tl.sum(p, 1))
 
 
-@triton.jit(repr=named("nsa_{BRANCH}_mend_forward"))
-def mend_forward_kernel(
+@triton.jit(repr=named("nsa_{BRANCH}_recompute_forward"))
+def recompute_forward_kernel(
     out, lse, query, key, value, starts, ends, blocks, out_cmp, out_slc, gates,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of TOKENS queries, as far as they are spoilt."""
+    """Outputs and log-sum-exps of TOKENS queries, as far as they are not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     slots: tl.constexpr = Slots(starts, ends, blocks, SLOTS, BLOCK)
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
     first_token = tl.program_id(0) * TOKENS
-    t = tl.arange(0, TOKENS)
-    first_row = ((b * num_queries + first_token) * KV_HEADS + kv_head) * G
-    firsts = Rows(first_row, t * (KV_HEADS * G), first_token + t < num_queries)
-    spoiled = spoiled_rows(load_rows(out, firsts, VALUE))
+    firsts = first_heads(first_token, num_queries, KV_HEADS, G, TOKENS)
+    nonfinite = nonfinite_rows(load_rows(out, firsts, VALUE))
     if blocks is not None:
-        spoiled = spoiled | spoilt_heads(lse, firsts, 1, G, PADDED_G)
-    if tl.max(spoiled.to(tl.int32), 0) == 0:
+        nonfinite = nonfinite | nonfinite_heads(lse, firsts, 1, G, PADDED_G)
+    if tl.max(nonfinite.to(tl.int32), 0) == 0:
         return
     for i in range(TOKENS):
-        if tl.max((spoiled & (t == i)).to(tl.int32), 0) != 0:
+        if tl.max((nonfinite & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
             at = b * num_queries + first_token + i
             for head in range(0, G, HEADS):
                 r = tl.arange(0, HEADS)
@@ -106,7 +106,7 @@ def mend_forward_kernel(
                         logits = tl.where((c < end)[None, :], logits, float("-inf"))
                         state = _add_values(state, logits, v, PRECISION)
                 some = number > 0
-                if blocks is not None:  # of ranges they cannot be spoilt: they stay as they are, bit by bit
+                if blocks is not None:  # those of ranges are always right
                     tl.store(lse + rows.first + rows.offset, natural_lse(state, some), mask=rows.inside)
                 part = tl.where(some, 1 / tl.where(some, state.total, 1.0), 0.0)
                 result = scaled(state.out, part[:, None])
