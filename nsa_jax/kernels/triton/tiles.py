@@ -438,7 +438,7 @@ SELECTION = tuple(
 
 GATED_SUM_ROWS = 32  # rows of a program
 
-# --- Mending: for numbers that are not finite, so speed hardly matters --------------------------------------
+# --- Recomputing: for numbers that are not finite, so speed hardly matters --------------------------------------
 
 RECOMPUTED_HEADS = 16  # query heads at a time, the fewest rows of a product
 RECOMPUTED_KEYS = 32  # of a step

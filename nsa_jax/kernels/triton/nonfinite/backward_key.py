@@ -1,8 +1,9 @@
 """Recomputes gradients of keys and values that are not finite, key by key.
 
-grid = (ceil(S / 64), B K): one program for 64 keys, whose gradients it reads. For each key with a number that
-is not finite it loops over the queries, 32 tokens a step with one head at a time, and loads the rows of those
-that see the key. It ends when no number of the gradient is finite.
+grid = (ceil(S / 64), B K): one program for 64 keys, whose gradients it reads. They lie ceil(S / 64) apart, so
+that the keys of a bad block fall to as many programs. For each key with a number that is not finite it loops
+over the queries, 32 tokens a step with one head at a time, and loads the rows of those that see the key. It
+ends when no number of the gradient is finite.
 
 Where all is finite: reads `B S K (H + V) itemsize` bytes (67 MB at 64k, K = 4, 128/128; 17 us).
 """
@@ -85,16 +86,18 @@ def recompute_key_gradients_kernel(
     slots: tl.constexpr = Slots(starts, ends, blocks, SLOTS, BLOCK)
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
-    first_key = tl.program_id(0) * KEYS
+    apart = tl.num_programs(0)
     c = tl.arange(0, KEYS)
-    mine = Rows((b * num_keys + first_key) * KV_HEADS + kv_head, c * KV_HEADS, first_key + c < num_keys)
+    first_row = (b * num_keys + tl.program_id(0)) * KV_HEADS + kv_head
+    mine = Rows(first_row, c.to(tl.int64) * apart * KV_HEADS, tl.program_id(0) + c * apart < num_keys)
     nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY)) | nonfinite_rows(load_rows(d_value, mine, VALUE))
     if tl.max(nonfinite.to(tl.int32), 0) == 0:
         return
     one = tl.arange(0, 1)
     for i in range(KEYS):
         if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
-            this = Rows(mine.first + i * KV_HEADS, one, one == 0)
+            column = tl.program_id(0) + i * apart
+            this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
             k = load_rows(key, this, KEY)
             v = load_rows(value, this, VALUE)
             dk = zeros(1, KEY)
@@ -107,7 +110,7 @@ def recompute_key_gradients_kernel(
                 for slot in range(SLOTS):
                     at = b * num_queries + token
                     start, end = keys_in_slot(slots, at, at * KV_HEADS + kv_head, slot, token < num_queries)
-                    sees = sees | ((start <= first_key + i) & (first_key + i < end))
+                    sees = sees | ((start <= column) & (column < end))
                 if tl.max(sees.to(tl.int32), 0) != 0:
                     for head in range(G):
                         row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
