@@ -64,8 +64,9 @@ def check(
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
     check_first_key(first_key_win, sizes)
-    if not isinstance(first_key_win, numbers.Integral):
-        first_key_win = jnp.asarray(first_key_win, jnp.int32)  # a sum of fewer bits would wrap
+    # `_row_length` adds to it: a number of few bits would wrap.
+    known = isinstance(first_key_win, numbers.Integral)
+    first_key_win = int(first_key_win) if known else jnp.asarray(first_key_win, jnp.int32)
     placement = layout.place(
         config,
         batch=sizes["B"],
@@ -121,7 +122,7 @@ def annotations_of(owner: Callable[..., Any]) -> Annotations:
     return _annotations_of(owner)
 
 
-@functools.cache  # which, to a type checker, takes no class whose objects cannot be hashed
+@functools.cache  # a function of its own: to type checkers its arguments must be hashable
 def _annotations_of(owner: Any) -> Annotations:
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)
@@ -183,7 +184,7 @@ def check_floats(**arrays: Array) -> None:
 
 
 def check_integers(**arrays: Array) -> None:
-    """Positions, segment ids and block indices must be integers."""
+    """Arrays of indices must be integers."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} must be an integer array, got {array.dtype}. Cast it to int32.")

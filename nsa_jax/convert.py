@@ -91,8 +91,7 @@ def block_indices_from_ranges(
 
     Raises:
       ValueError: unknown layout, wrong number of axes, or a range that is misaligned, reversed, overlapping
-      another,
-        in the future, or one block too many; the message names the first such query.
+        another, in the future, or one block too many; the message names the first such query.
       TypeError: not integers, or traced.
     """
     if layout not in RANGES_LAYOUTS:
@@ -136,13 +135,8 @@ def block_indices_from_ranges(
     slots = config.num_selected_blocks
     count = np.where(empty, 0, -(-end // size) - start // size)
     total = count.sum(axis=-1, keepdims=True)
-    _forbid(
-        np.broadcast_to(total > slots, start.shape),
-        start,
-        end,
-        f"must cover at most {slots} blocks",
-        "Drop some",
-    )
+    too_many = np.broadcast_to(total > slots, start.shape)
+    _forbid(too_many, start, end, f"must cover at most {slots} blocks", "Drop some")
     unused = np.iinfo(np.int32).max
     steps = np.arange(slots)
     blocks = np.where(steps < count[..., None], (start // size)[..., None] + steps, unused)

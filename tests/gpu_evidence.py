@@ -38,10 +38,10 @@ ROOMS = {
         "nsa_jax/dispatch.py",
     ),
 }
-# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room.
 ALWAYS = ("nonfinite", "shared", "calls")
 NATIVE = "tests/test_gpu_native.py::"
 SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
+# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room.
 ROOMS_OF_TESTS = {
     f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
     f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),

@@ -421,3 +421,4 @@ def test_a_first_key_of_few_bits_does_not_wrap():
 
     np.testing.assert_array_equal(positions(200), [[296, 297, 298, 299]])
     np.testing.assert_array_equal(positions(jnp.uint8(200)), positions(200))
+    np.testing.assert_array_equal(positions(np.int8(100)), positions(100))

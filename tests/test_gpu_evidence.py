@@ -13,7 +13,7 @@ ROOM_FILES = {
     "ranges": "nsa_jax/kernels/triton/ranges/forward.py",
     "blocks": "nsa_jax/kernels/triton/blocks/deeper/lists.py",
     "selection": "nsa_jax/kernels/triton/selection/importance.py",
-    "nonfinite": "nsa_jax/kernels/triton/nonfinite/visible.py",
+    "nonfinite": "nsa_jax/kernels/triton/nonfinite/visible_keys.py",
     "shared": "nsa_jax/kernels/triton/launch.py",
     "calls": "nsa_jax/layout/placement.py",
 }

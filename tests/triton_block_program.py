@@ -22,6 +22,7 @@ from nsa_jax.kernels.triton.blocks.forward import attend_blocks
 from nsa_jax.kernels.triton.blocks.items import invert
 from nsa_jax.kernels.triton.blocks.lists import union_lists
 from nsa_jax.kernels.triton.dims import tokens_of
+from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
 
@@ -147,16 +148,28 @@ def check_case(case: Case) -> dict[str, float]:
     @jax.jit
     def kernels(query, key, value):
         lists = union_lists(indices, placed, case.num_keys, tokens=tokens)
+        visible = visible_in_blocks(indices, placed, case.num_keys)
         out, lse = attend_blocks(
-            query, key, value, lists, placed.config, case.scale, one_block=one_block, sizes=forward
+            query, key, value, lists, visible, placed.config, case.scale, one_block=one_block, sizes=forward
         )
         d_lse_of_all = jnp.where(lse > -jnp.inf, d_lse, jnp.nan)
         d_query, _, delta = block_query_gradient(
-            query, key, value, lists, placed.config, out, lse, d_out, d_lse_of_all, weight=weight,
+            query, key, value, lists, visible, placed.config, out, lse, d_out, d_lse_of_all, weight=weight,
             previous=previous, scale=case.scale, one_block=one_block, sizes=backward,
         )  # fmt: skip
         d_key, d_value = block_key_gradients(
-            query, key, value, indices, placed, lse, delta, d_out, weight=weight, scale=case.scale, sizes=keys
+            query,
+            key,
+            value,
+            indices,
+            placed,
+            visible,
+            lse,
+            delta,
+            d_out,
+            weight=weight,
+            scale=case.scale,
+            sizes=keys,
         )
         return out, lse, d_query, d_key, d_value
 

@@ -7,6 +7,7 @@ from triton_interpreter import interpreted  # isort: skip
 
 import sys
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,38 @@ def check_not_finite(name: str) -> float:
     return worst
 
 
+def check_a_key_that_is_not_a_number() -> float:
+    """In each branch alone, whose gradients no other branch hides: the pattern of the oracle."""
+    case = CASES["consecutive"]
+    operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
+    own = jnp.arange(case.num_keys)[None, :, None, None] // CONFIG.selection_block_size
+    blocks = jnp.concatenate([own, jnp.where(own > 0, 0, -1), jnp.full_like(own, -1)], axis=-1)
+    branches = {
+        "compressed_attention": (operands.key_cmp.at[0, 4, 0, 1].set(jnp.nan), operands.value_cmp, ()),
+        "window_attention": (operands.key_win.at[0, 21, 0, 1].set(jnp.nan), operands.value_win, ()),
+        "selected_attention": (
+            operands.key_slc.at[0, 21, 0, 1].set(jnp.nan),
+            operands.value_slc,
+            (blocks,),
+        ),
+    }
+    for name, (key, value, more) in branches.items():
+
+        def with_gradients(function, *arrays, more=more):
+            (out, _), pull_back = jax.vjp(lambda *x: tuple(function(*x, *more, config=CONFIG)[:2]), *arrays)
+            return out, *pull_back((jnp.ones_like(out), jnp.zeros(out.shape[:-1])))
+
+        expected = jax.jit(partial(with_gradients, getattr(reference, name)))(operands.query, key, value)
+        ours = partial(getattr(attention, name), implementation="triton")
+        with interpreted():
+            found = jax.jit(partial(with_gradients, ours))(operands.query, key, value)
+        for ours, theirs in zip(found, expected, strict=True):
+            finite = np.isfinite(theirs)
+            assert not finite.all(), name
+            assert np.array_equal(np.isfinite(ours), finite), name
+    return 0.0
+
+
 def _select(query, key_cmp, case):
     settings = dict(config=case.config, scale=case.scale, query_positions=jnp.asarray(case.query_positions))
     segment_ids = case.segment_ids
@@ -163,6 +196,7 @@ def check_one_token() -> float:
 CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {
     "not finite, consecutive": lambda: check_not_finite("consecutive"),
     "not finite, packed": lambda: check_not_finite("packed"),
+    "a key that is not a number": check_a_key_that_is_not_a_number,
     "whole": check_whole,
     "one token": check_one_token,
 }

@@ -30,6 +30,17 @@ from nsa_jax.layout import Placement
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
 
+class BranchKeysValues(NamedTuple):
+    """Keys and values of the three branches."""
+
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_slc: Float[Array, "B S K H"]
+    value_slc: Float[Array, "B S K V"]
+    key_win: Float[Array, "B W K H"]
+    value_win: Float[Array, "B W K V"]
+
+
 @partial(jax.jit, static_argnames=("scale", "count_reads"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
@@ -121,7 +132,7 @@ def native_sparse_attention(
     The backward reads the cotangent of the output itself: gates enter the branches' kernels as a weight of
     each row, so no cotangent of a branch is ever stored, and the branches add up one gradient of the query.
     """
-    keys_values = KeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     return _native(query, keys_values, gates, block_indices, placement, scale)
 
 
@@ -133,22 +144,37 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, "nsa_out"), checkpoint_name(lse, "nsa_lse")
 
 
+def _attend_ranges(query, key, value, ranges, scale, others=None):
+    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
+
+
+def _attend_blocks(query, key, value, block_indices, placement, scale):
+    return folds_vmap(partial(attend_blocks, scale=scale))(query, key, value, block_indices, placement)
+
+
+def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, previous=None):
+    """Those of `range_gradients` or `block_gradients`, which can be mapped by `vmap`."""
+
+    def of_arrays(operands, saved, cotangents, weight, previous):
+        return gradients(*operands, *saved, *cotangents, weight=weight, previous=previous, scale=scale)
+
+    return folds_vmap(of_arrays)(operands, saved, cotangents, weight, previous)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _range_attention(query, key, value, ranges, scale):
-    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges)
+    return _attend_ranges(query, key, value, ranges, scale)
 
 
 def _range_forward(query, key, value, ranges, scale):
-    out, lse = _saved(*_range_attention(query, key, value, ranges, scale))
-    return (out, lse), (query, key, value, ranges, out, lse)
+    saved = _saved(*_range_attention(query, key, value, ranges, scale))
+    return saved, ((query, key, value, ranges), saved)
 
 
 def _range_backward(scale, residuals, cotangents):
-    def gradients(*arrays):
-        return range_gradients(*arrays, weight=None, previous=None, scale=scale)
-
-    *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
-    return *gradients_of_operands, None
+    operands, saved = residuals
+    *gradients, _ = _gradients(range_gradients, operands, saved, cotangents, scale)
+    return *gradients, None
 
 
 _range_attention.defvjp(_range_forward, _range_backward)
@@ -161,20 +187,18 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _block_attention(query, key, value, block_indices, placement, scale):
-    return folds_vmap(partial(attend_blocks, scale=scale))(query, key, value, block_indices, placement)
+    return _attend_blocks(query, key, value, block_indices, placement, scale)
 
 
 def _block_forward(query, key, value, block_indices, placement, scale):
-    out, lse = _saved(*_block_attention(query, key, value, block_indices, placement, scale))
-    return (out, lse), (query, key, value, block_indices, placement, out, lse)
+    saved = _saved(*_block_attention(query, key, value, block_indices, placement, scale))
+    return saved, ((query, key, value, block_indices, placement), saved)
 
 
 def _block_backward(scale, residuals, cotangents):
-    def gradients(*arrays):
-        return block_gradients(*arrays, weight=None, previous=None, scale=scale)
-
-    *gradients_of_operands, _ = folds_vmap(gradients)(*residuals, *cotangents)
-    return *gradients_of_operands, None, None
+    operands, saved = residuals
+    *gradients, _ = _gradients(block_gradients, operands, saved, cotangents, scale)
+    return *gradients, None, None
 
 
 _block_attention.defvjp(_block_forward, _block_backward)
@@ -205,17 +229,6 @@ def _gated_sum_backward(operands, d_out):
 _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of the three branches."""
-
-    key_cmp: Float[Array, "B C K H"]
-    value_cmp: Float[Array, "B C K V"]
-    key_slc: Float[Array, "B S K H"]
-    value_slc: Float[Array, "B S K V"]
-    key_win: Float[Array, "B W K H"]
-    value_win: Float[Array, "B W K V"]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _native(query, keys_values, gates, block_indices, placement, scale):
     """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
@@ -234,13 +247,11 @@ def _native_forward(query, keys_values, gates, block_indices, placement, scale):
 def _first_two_branches(query, keys_values, block_indices, placement, scale):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
-    attend_compressed = folds_vmap(partial(attend_ranges, scale=scale))
     ranges = compression_ranges(placement, key_cmp.shape[1])
-    cmp = _saved(*attend_compressed(query, key_cmp, value_cmp, ranges))
+    cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    attend_selected = folds_vmap(partial(attend_blocks, scale=scale))
-    slc = _saved(*attend_selected(query, key_slc, value_slc, block_indices, placement))
+    slc = _saved(*_attend_blocks(query, key_slc, value_slc, block_indices, placement, scale))
     return cmp, slc, block_indices
 
 
@@ -248,35 +259,28 @@ def _window(query, keys_values, placement, scale, others=None):
     """`(out, lse)` of the window branch; with `others`, `out` is the gated sum."""
     key, value = keys_values.key_win, keys_values.value_win
     ranges = window_ranges(placement, key.shape[1])
-    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
+    return _attend_ranges(query, key, value, ranges, scale, others)
 
 
 def _native_backward(scale, residuals, d_out):
     query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
-    def of_ranges(query, key, value, ranges, out, lse, d_out, weight, previous):
-        operands = (query, key, value, ranges, out, lse, d_out, None)
-        return range_gradients(*operands, weight=weight, previous=previous, scale=scale)
-
-    def of_blocks(query, key, value, block_indices, placement, out, lse, d_out, weight, previous):
-        operands = (query, key, value, block_indices, placement, out, lse, d_out, None)
-        return block_gradients(*operands, weight=weight, previous=previous, scale=scale)
-
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
-    ranges = compression_ranges(placement, key_cmp.shape[1])
-    d_query, *d_cmp, d_gate_cmp = folds_vmap(of_ranges)(
-        query, key_cmp, value_cmp, ranges, *cmp, d_out, gate_cmp, None
+    compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
+    d_query, *d_cmp, d_gate_cmp = _gradients(
+        range_gradients, compressed, cmp, (d_out, None), scale, weight=gate_cmp
     )
-    d_query, *d_slc, d_gate_slc = folds_vmap(of_blocks)(
-        query, key_slc, value_slc, block_indices, placement, *slc, d_out, gate_slc, d_query
+    selected = (query, key_slc, value_slc, block_indices, placement)
+    d_query, *d_slc, d_gate_slc = _gradients(
+        block_gradients, selected, slc, (d_out, None), scale, weight=gate_slc, previous=d_query
     )
-    ranges = window_ranges(placement, key_win.shape[1])
-    d_query, *d_win, d_gate_win = folds_vmap(of_ranges)(
-        query, key_win, value_win, ranges, *win, d_out, gate_win, d_query
+    window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
+    d_query, *d_win, d_gate_win = _gradients(
+        range_gradients, window, win, (d_out, None), scale, weight=gate_win, previous=d_query
     )
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
-    return d_query, KeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
+    return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
 
 
 _native.defvjp(_native_forward, _native_backward)

@@ -438,9 +438,9 @@ SELECTION = tuple(
 
 GATED_SUM_ROWS = 32  # rows of a program
 
-# --- Recomputing: for numbers that are not finite, so speed hardly matters --------------------------------------
+# --- Recomputing: for numbers that are not finite, so speed hardly matters ----------------------------------
 
 RECOMPUTED_HEADS = 16  # query heads at a time, the fewest rows of a product
 RECOMPUTED_KEYS = 32  # of a step
-RECOMPUTED_KEYS_OF_A_PROGRAM = 64
+RECOMPUTED_KEYS_OF_A_PROGRAM = 64  # that it looks at
 RECOMPUTED_TOKENS = 32  # query tokens of a program, and of a step for a key

@@ -8,6 +8,7 @@ from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
 from nsa_jax.kernels.triton.blocks.lists import union_lists
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
+from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.layout import Placement
 
 
@@ -25,9 +26,10 @@ def attend_blocks(
     sizes = tiles.choose(tiles.BLOCK_FORWARD, shape)
     tokens = tokens_of(sizes.rows, shape.heads)
     lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+    visible = visible_in_blocks(block_indices, placement, key.shape[1])
     one_block = placement.tile_in_one_block(tokens)
     return forward.attend_blocks(
-        query, key, value, lists, placement.config, scale, one_block=one_block, sizes=sizes
+        query, key, value, lists, visible, placement.config, scale, one_block=one_block, sizes=sizes
     )
 
 
@@ -54,11 +56,12 @@ def block_gradients(
     sizes = tiles.choose(tiles.BLOCK_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, shape.heads)
     lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+    visible = visible_in_blocks(block_indices, placement, key.shape[1])
     d_query, products, delta = block_query_gradient(
-        query, key, value, lists, placement.config, out, lse, d_out, d_lse, weight=weight,
+        query, key, value, lists, visible, placement.config, out, lse, d_out, d_lse, weight=weight,
         previous=previous, scale=scale, one_block=placement.tile_in_one_block(tokens), sizes=sizes,
     )  # fmt: skip
     d_keys = block_key_gradients(
-        query, key, value, block_indices, placement, lse, delta, d_out, weight=weight, scale=scale
+        query, key, value, block_indices, placement, visible, lse, delta, d_out, weight=weight, scale=scale
     )
     return d_query, *d_keys, products

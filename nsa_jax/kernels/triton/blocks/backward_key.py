@@ -4,12 +4,12 @@ grid = (items, block / keys): one program per item of up to `item` queries that 
 (`blocks.items`). It holds the block's keys and values and the two sums; each step gathers the rows of a few
 tokens, tokens times query heads of the KV head = `rows`, whose `N H` floats lie together. Items are ordered
 by KV head and block, and tokens ascend in an item, so that programs that run together read the same queries
-from L2. Queries that do not see the whole block, mostly the block's own, stand first in
-a run and are masked in a loop of their own.
+from L2. Queries that do not see the whole block, mostly the block's own, stand first in a run and are masked
+in a loop of their own.
 
 No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
-block / 16), adds them in the order of the items and writes them, in place, beside the blocks that were one
-item. Gradients are the same bit for bit at every run.
+block / 16), adds them in the order of the items and writes the sums into `d_key` and `d_value`, which hold
+the blocks of one item already. Gradients are the same bit for bit at every run.
 
 Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
 `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
@@ -33,7 +33,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.nonfinite import recompute_key_gradients, visible_in_blocks
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -54,6 +54,7 @@ def block_key_gradients(
     value: Float[Array, "B S K V"],
     block_indices: Int[Array, "B T K R"],
     placement: layout.Placement,
+    visible: VisibleKeys,
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     d_out: Float[Array, "B T N V"],
@@ -68,6 +69,7 @@ def block_key_gradients(
       query, key, value, lse, delta, d_out, weight, scale: see `block_query_gradient`.
       block_indices: sequence-local blocks of each query, each at most once; -1 in unused slots.
       placement: where each query stands; plain rows are faster than packed ones.
+      visible: the blocks once more, in the form that `nonfinite` takes.
       sizes: tile sizes, chosen when None.
     """
     num_queries, num_heads, key_dim = query.shape[1:]
@@ -99,7 +101,6 @@ def block_key_gradients(
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = jnp.where(items.written[..., None], d_value, 0)
-    visible = visible_in_blocks(block_indices, placement, num_keys)
     return recompute_key_gradients(
         d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
     )

@@ -29,7 +29,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import recompute_query_gradient
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -50,6 +50,7 @@ def block_query_gradient(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     lists: UnionLists,
+    visible: VisibleKeys,
     config: NSAConfig,
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],
@@ -66,7 +67,7 @@ def block_query_gradient(
 
     Args:
       query, key, value, config, scale, one_block: see `attend_blocks`.
-      lists: made with `tokens_of(sizes.rows, N // K)` tokens.
+      lists, visible: the blocks by tiles of `tokens_of(sizes.rows, N // K)` tokens, and by queries.
       out, lse: what the forward returned.
       d_out: cotangent of the weighted output.
       d_lse: cotangent of `lse`; None for 0.
@@ -97,7 +98,7 @@ def block_query_gradient(
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     d_query = recompute_query_gradient(
-        d_query, query, key, value, lists.visible, lse, delta, d_out,
+        d_query, query, key, value, visible, lse, delta, d_out,
         weight=weight, previous=previous, scale=scale,
     )  # fmt: skip
     return d_query, products, delta
@@ -142,7 +143,7 @@ def selected_query_gradient_kernel(
     d_out_rows = load_rows(d_out, rows, VALUE)
     row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
     lse_2 = load_lse(lse, rows)
-    sees = lse_2 < float("inf")
+    sees = lse_2 != float("inf")  # a row whose log-sum-exp is NaN sees something
     numbers = row_numbers(Sources(out, d_lse, weight, products, delta), lse_2, d_out_rows, rows, VALUE)
 
     this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)

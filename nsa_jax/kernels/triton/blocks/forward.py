@@ -34,7 +34,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import recompute_forward
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes
@@ -45,16 +45,18 @@ def attend_blocks(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     lists: UnionLists,
+    visible: VisibleKeys,
     config: NSAConfig,
     scale: float,
     *,
     one_block: bool = False,
     sizes: BlockForwardSizes,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of each query over its blocks, `lists` made with `tokens_of(sizes.rows, N // K)` tokens.
+    """Attention of each query over its blocks.
 
     Args:
-      query, key, value, lists, config, scale: as above.
+      query, key, value, config, scale: as above.
+      lists, visible: the blocks by tiles of `tokens_of(sizes.rows, N // K)` tokens, and by queries.
       one_block: whether the queries of every tile are known to lie in one block.
       sizes: tile sizes.
 
@@ -82,7 +84,7 @@ def attend_blocks(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    return recompute_forward(out, lse, query, key, value, lists.visible, scale)
+    return recompute_forward(out, lse, query, key, value, visible, scale)
 
 
 class Entries(NamedTuple):

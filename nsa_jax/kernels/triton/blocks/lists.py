@@ -15,7 +15,6 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int, Int32
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, visible_in_blocks
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
 from nsa_jax.kernels.triton.tiles import PAIRS_OF_A_WARP
 from nsa_jax.layout import Placement
@@ -30,7 +29,6 @@ class UnionLists(NamedTuple):
       counts: entries of the tile.
       unmasked: leading entries that every query of the tile may see to their last key.
       rows: row index of the last key that a query sees, -1 where it sees nothing.
-      visible: the same, query by query.
     """
 
     starts: Int32[Array, "B K tiles size"]
@@ -38,7 +36,6 @@ class UnionLists(NamedTuple):
     counts: Int32[Array, "B K tiles"]
     unmasked: Int32[Array, "B K tiles"]
     rows: Int32[Array, "B T"]
-    visible: VisibleKeys
 
 
 def last_rows(placement: Placement) -> Int32[Array, "B T"]:
@@ -79,8 +76,7 @@ def union_lists(
         num_queries=num_queries, KV_HEADS=num_kv_heads, SLOTS=slots, PADDED_SLOTS=padded_slots, TOKENS=tokens,
         BLOCK=placement.config.selection_block_size,
     )  # fmt: skip
-    visible = visible_in_blocks(block_indices, placement, num_keys)
-    return UnionLists(starts, members, counts, unmasked, rows, visible)
+    return UnionLists(starts, members, counts, unmasked, rows)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def visible_in_blocks(
     return VisibleKeys("selected", *limits, block_indices, placement.config.selection_block_size)
 
 
-class Slots(NamedTuple):
+class VisibleRanges(NamedTuple):
     """`VisibleKeys` in kernels, where SLOTS ranges belong to a query."""
 
     starts: tl.tensor
@@ -80,12 +80,12 @@ def nonfinite_heads(pointer, rows, WIDTH: tl.constexpr, G: tl.constexpr, PADDED_
 
 
 @triton.jit
-def keys_in_slot(slots, query, query_head, slot, exists):
+def keys_in_slot(visible, query, query_head, slot, exists):
     """`(start, end)` of the keys in a slot of query `b T + t` and KV head, `(b T + t) K + k`."""
-    start = tl.load(slots.starts + query, mask=exists, other=0)
-    end = tl.load(slots.ends + query, mask=exists, other=0)
-    if slots.blocks is not None:
-        block = tl.load(slots.blocks + query_head * slots.SLOTS + slot, mask=exists, other=-1)
-        start += tl.maximum(block, 0) * slots.BLOCK
-        end = tl.where(block >= 0, tl.minimum(end, start + slots.BLOCK), start)
+    start = tl.load(visible.starts + query, mask=exists, other=0)
+    end = tl.load(visible.ends + query, mask=exists, other=0)
+    if visible.blocks is not None:
+        block = tl.load(visible.blocks + query_head * visible.SLOTS + slot, mask=exists, other=-1)
+        start += tl.maximum(block, 0) * visible.BLOCK
+        end = tl.where(block >= 0, tl.minimum(end, start + visible.BLOCK), start)
     return start, end

@@ -146,7 +146,8 @@ class Ranges(NamedTuple):
     """The keys that each query of a row of the batch sees, in kernels.
 
     Attributes:
-      starts, ends: of each query of the batch; None where they are computed.
+      starts, ends: of each query of the batch; None where they are computed, and in the gradient of keys,
+        whose rows load them (`RowData`).
       first_query: where the row begins in them.
       num_keys: keys of a row.
       RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
