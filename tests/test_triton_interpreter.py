@@ -63,7 +63,7 @@ CHECKS = {
     ),
     "operations": (
         *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
-        *("not finite, consecutive", "not finite, packed"),
+        *("not finite, consecutive", "not finite, packed", "a key that is not a number"),
     ),
 }
 
