@@ -241,7 +241,7 @@ def check_case(name: str) -> dict[str, float]:
     previous = draw(*query.shape) if case.weighted else None
     ranges = key_ranges(case, random)
     if case.runs is not None:  # whole tiles, or a single run
-        assert ranges.edges.in_tiles(32 // case.heads, case.num_queries).known == ("odd" not in name), name
+        assert ranges.edges.of_tiles(32 // case.heads, case.num_queries).known == ("odd" not in name), name
     start, end = ranges.start, ranges.end
     scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
@@ -309,17 +309,17 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
 
 def check_edges_of_the_paper() -> dict[str, float]:
     """Training on plain rows needs neither loop beside the one without a mask."""
-    assert known(0, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
-    assert known(0, None, 32, 16).of_tiles(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
-    assert known(0, None, 32, 16).of_tiles(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)
-    assert Edges().of_tiles(4, 128, halve=True)["TAIL"] == 128
-    assert known(0, 514).of_tiles(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
-    assert not known(2, 510).of_tiles(4, 64)["REST"]
-    assert known(0, 512).of_tiles(64, 32)["REST"]  # 63 keys behind the first query
-    assert known(0, 512).of_tiles(64, 64)["TAIL"] == 64
-    assert known(0, None, 8, 4).of_tiles(8, 64)["REST"]
-    assert known(None, 512).of_tiles(4, 64) == dict(TAIL=16, FRONT=True, REST=True)
-    assert Edges().of_tiles(4, 64) == dict(TAIL=64, FRONT=True, REST=True)
+    assert known(0, 512).end_steps(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
+    assert known(0, None, 32, 16).end_steps(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
+    assert known(0, None, 32, 16).end_steps(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)
+    assert Edges().end_steps(4, 128, halve=True)["TAIL"] == 128
+    assert known(0, 514).end_steps(4, 64)["REST"]  # 512 .. 514 keys before the first query of a tile
+    assert not known(2, 510).end_steps(4, 64)["REST"]
+    assert known(0, 512).end_steps(64, 32)["REST"]  # 63 keys behind the first query
+    assert known(0, 512).end_steps(64, 64)["TAIL"] == 64
+    assert known(0, None, 8, 4).end_steps(8, 64)["REST"]
+    assert known(None, 512).end_steps(4, 64) == dict(TAIL=16, FRONT=True, REST=True)
+    assert Edges().end_steps(4, 64) == dict(TAIL=64, FRONT=True, REST=True)
     return {}
 
 

@@ -200,7 +200,12 @@ block_attention.defvjp(_forward, _backward)
 
 
 def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
-    """Sorts the pairs of a chunk by block and cuts each block's run into items."""
+    """Sorts the pairs of a chunk by block and cuts the pairs of each block into items.
+
+    Four pairs of blocks 8, 0, 8, 8 in items of 2: in order of blocks they are the pairs 1, 0, 2, 3; their
+    ranks among those of their block 0, 0, 1, 2. A rank that 2 divides opens an item: blocks 0, 8, 8 with the
+    pairs (1, -), (0, 2), (3, -). The places of pairs 0 to 3 in these are 2, 0, 3, 4.
+    """
     starts = starts.reshape(-1)
     size, num_pairs = sizes.pairs_per_item, starts.shape[0]
     pair = jnp.arange(num_pairs, dtype=jnp.int32)

@@ -80,6 +80,28 @@ class Plan(NamedTuple):
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
+class _Chunk(NamedTuple):
+    """What the backward takes of each chunk, by its rows; None for what a call does not have.
+
+    Attributes:
+      query: the rows.
+      places: where they stand.
+      blocks: those chosen.
+      saved: what the forward left.
+      gates: weights of the branches in the output.
+      d_out: cotangent of the output: of the gated sum, or of the only branch.
+      d_lse: cotangent of the only branch's log-sum-exps.
+    """
+
+    query: Float[Array, "chunks B K rows H"]
+    places: ChunkPlaces
+    blocks: Int32[Array, "chunks B tokens K R"] | None
+    saved: "_Saved"
+    gates: Float[Array, "chunks branches B K rows"] | None
+    d_out: Float[Array, "chunks B K rows V"]
+    d_lse: Float[Array, "chunks B K rows 1"] | None
+
+
 class _Saved(NamedTuple):
     """What the backward needs of the branches, by the rows of each chunk."""
 
@@ -236,38 +258,31 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
     def split(x):
         return None if x is None else cutting.split_rows(x, num_kv_heads, plan.tokens)
 
-    def differentiate_chunk(totals, inputs):
-        rows, places, blocks, (outs, lse), gates, d_out, d_lse = inputs
-        here = places.placement(placement, plan.tokens)
-        seen = lse != -jnp.inf
-        of_branches = [(x.astype(accumulate) * d_out.astype(accumulate)).sum(axis=-1) for x in outs]
-        products = jnp.where(seen, jnp.stack(of_branches), 0)
-        delta = products if gates is None else products * gates
-        if d_lse is not None:
-            delta = jnp.where(seen, delta - d_lse[None, ..., 0], 0)
-        known = Rows.of(rows, d_out, jnp.where(seen, lse, 0), delta)
-        d_query = zeros_beside(rows, rows.shape, accumulate)
-        new_totals: list[tuple[Array, Array]] = []
-        for i, (branch, (key, value), total) in enumerate(
-            zip(plan.branches, keys_values, totals, strict=True)
-        ):
-            of_branch = known._replace(
-                normaliser=known.normaliser[i], delta=delta[i], weight=None if gates is None else gates[i]
+    def differentiate_chunk(totals, chunk):
+        here = chunk.places.placement(placement, plan.tokens)
+        known, products = _rows_and_products(chunk, accumulate)
+        d_query = zeros_beside(chunk.query, chunk.query.shape, accumulate)
+        new_totals = []
+        for i, branch in enumerate(plan.branches):
+            key, value = keys_values[i]
+            weight = None if chunk.gates is None else chunk.gates[i]
+            rows = known._replace(normaliser=known.normaliser[i], delta=known.delta[i], weight=weight)
+            look = _look(branch, here, chunk.blocks, chunk.places, key.shape[1])
+            carry = (d_query, *totals[i])
+            d_query, *d_key_value = _differentiate_chunk(
+                rows, look, key, value, carry, branch, plan, placement
             )
-            look = _look(branch, here, blocks, places, key.shape[1])
-            carry = (d_query, *total)
-            carry = _differentiate_chunk(of_branch, look, key, value, carry, branch, plan, placement)
-            d_query, new_totals = carry[0], [*new_totals, carry[1:]]
+            new_totals.append(tuple(d_key_value))
         return tuple(new_totals), (d_query.astype(query.dtype), products)
 
-    inputs = (
-        split(query),
-        ChunkPlaces.of(placement, plan.tokens),
-        None if block_indices is None else cutting.split_tokens(block_indices, plan.tokens, fill=-1),
-        saved,
-        None if gates is None else _rows_of_gates(gates, num_kv_heads, plan).astype(accumulate),
-        split(d_out),
-        split(None if d_lse is None else d_lse[..., None]),
+    inputs = _Chunk(
+        query=split(query),
+        places=ChunkPlaces.of(placement, plan.tokens),
+        blocks=None if block_indices is None else cutting.split_tokens(block_indices, plan.tokens, fill=-1),
+        saved=saved,
+        gates=None if gates is None else _rows_of_gates(gates, num_kv_heads, plan).astype(accumulate),
+        d_out=split(d_out),
+        d_lse=split(None if d_lse is None else d_lse[..., None]),
     )
     totals = jax.tree.map(lambda x: zeros_beside(x, x.shape, accumulate), keys_values)
     totals, (d_query, products) = cutting.fold_chunks(differentiate_chunk, totals, inputs)
@@ -275,6 +290,19 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
     d_gates = jnp.moveaxis(products, 1, -1)  # [chunks, B, K, rows, branches]
     d_gates = cutting.join_rows(d_gates, num_queries, num_heads)
     return cutting.join_rows(d_query, num_queries, num_heads), gradients, d_gates
+
+
+def _rows_and_products(chunk: _Chunk, accumulate) -> tuple[Rows, Float[Array, "branches B K rows"]]:
+    """What the rows know, branch by branch, and `sum(out * d_out)`, which are the gradients of the gates."""
+    outs, lse = chunk.saved
+    d_out = chunk.d_out.astype(accumulate)
+    seen = lse != -jnp.inf
+    products = jnp.stack([(out.astype(accumulate) * d_out).sum(axis=-1) for out in outs])
+    products = jnp.where(seen, products, 0)
+    delta = products if chunk.gates is None else products * chunk.gates
+    if chunk.d_lse is not None:
+        delta = jnp.where(seen, delta - chunk.d_lse[None, ..., 0], 0)
+    return Rows.of(chunk.query, chunk.d_out, jnp.where(seen, lse, 0), delta), products
 
 
 def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement):

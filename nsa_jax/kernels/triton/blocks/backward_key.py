@@ -4,8 +4,8 @@ grid = (items, block / keys): one program per item of up to `item` queries that 
 (`blocks.items`). It holds the block's keys and values and the two sums; each step gathers the rows of a few
 tokens, tokens times query heads of the KV head = `rows`, whose `N H` floats lie together. Items are ordered
 by KV head and block, and tokens ascend in an item, so that programs that run together read the same queries
-from L2. Queries that do not see the whole block, mostly the block's own, stand first in a run and are masked
-in a loop of their own.
+from L2. Queries that do not see the whole block, mostly the block's own, stand first in their
+group and are masked in a loop of their own.
 
 No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
 block / 16), adds them in the order of the items and writes the sums into `d_key` and `d_value`, which hold

@@ -1,8 +1,8 @@
 """Inverts the selection: for each key block the queries that chose it, cut into pieces of work.
 
-The (query, block) pairs of a KV head are sorted by block. The pairs of one block are a run, which is cut into
-items of at most `item` pairs. A block whose pairs fit one item is written at once; the items of any other
-block store partial sums, which are added in order.
+The (query, block) pairs of a KV head are sorted by block. The pairs of one block are a group, which is cut
+into items of at most `item` pairs. A block whose pairs fit one item is written at once; the items of any
+other block store partial sums, which are added in order.
 
 Blocks have dense numbers in their row: in a plain row their index, in a packed one, where blocks begin
 anywhere, `start // l' + sequences that begin before`, which grows from block to block.
@@ -30,7 +30,7 @@ class BlockItems(NamedTuple):
     """Queries by block. A block is named by its batch, KV head and number in the row.
 
     Attributes:
-      tokens: queries in order of their blocks; ascending in a run, those that need the causal mask first.
+      tokens: queries in order of their blocks, see `_Groups`.
       items: batch times K plus KV head (-1: no item), row index of the block's first key, row index behind
         the last key to write, first pair, pair behind the last that needs the causal mask, pair behind the
         last, slot for the partial sums or -1.
@@ -60,6 +60,22 @@ class _Numbering(NamedTuple):
     limits: Int32[Array, "B blocks"]
 
 
+class _Groups(NamedTuple):
+    """The pairs of a query and a block that it sees, sorted by block: those of one block are a group.
+
+    Attributes:
+      tokens: query of each pair; in a group those that need the causal mask first, each part ascending.
+      first: first pair of each group.
+      masked: pair behind the last that needs the causal mask.
+      end: pair behind the last.
+    """
+
+    tokens: Int32[Array, " pairs"]
+    first: Int32[Array, " groups"]
+    masked: Int32[Array, " groups"]
+    end: Int32[Array, " groups"]
+
+
 def invert(
     block_indices: Int[Array, "B T K R"],
     placement: layout.Placement,
@@ -77,58 +93,80 @@ def invert(
     numbering = (_number_packed if packed else _number_plain)(placement, num_keys)
     num_blocks = numbering.starts.shape[1]
     heads = batch * num_kv_heads
-    num_pairs, num_runs = block_indices.size, heads * num_blocks
-    if max(2 * num_runs + 2, num_pairs) >= 2**31:
+    num_pairs, num_groups = block_indices.size, heads * num_blocks
+    if max(2 * num_groups + 2, num_pairs) >= 2**31:
         raise NotImplementedError(
             f"the Triton kernels need fewer than 2^31 pairs of a query and a block, got {num_pairs} of "
-            f"{num_runs} blocks. Split the batch or the heads, or use implementation='xla'."
+            f"{num_groups} blocks. Split the batch or the heads, or use implementation='xla'."
         )
 
-    row = last_rows(placement)[:, :, None, None]
-    start = placement.sequence_start[:, :, None, None] + block_indices * size
-    exists = (block_indices >= 0) & (start <= row)
-    query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
-    head = jnp.arange(heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
-    run = head * num_blocks + numbering.first[:, :, None, None] + block_indices
-    needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
-    place = jnp.where(exists, 2 * run + needs_no_mask, 2 * num_runs)
-    query = jnp.broadcast_to(query, block_indices.shape)
-    place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
-    bounds = _count_below(place, 0, 2 * num_runs + 1)
-    first, masked, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
-
+    groups = _sort_pairs(block_indices, placement, numbering)
     several = num_queries > item
     if not several:  # one item a block
         item = max(num_pairs, 1)
-    count = -(-(end - first) // item)
+    count = -(-(groups.end - groups.first) // item)  # items of each group
     chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
     partials = jnp.where(count > 1, count, 0)
+    slots = jnp.cumsum(partials, dtype=jnp.int32) - partials
     if not packed:  # a block nobody chose is an item too: it writes zeros
         count = jnp.maximum(count, 1)
-    item_ends = jnp.cumsum(count, dtype=jnp.int32)
-    run_slots = jnp.cumsum(partials, dtype=jnp.int32) - partials
-
-    num_items = num_pairs // item + (min(num_runs, num_pairs) if packed else num_runs)
-    number = jnp.arange(num_items, dtype=jnp.int32)
-    in_use = number < item_ends[-1]
-    run = jnp.minimum(_count_below(item_ends, 1, num_items), num_runs - 1)
-    index = number - (item_ends - count)[run]
-    item_first = first[run] + index * item
-    item_end = jnp.minimum(item_first + item, end[run])
-    head, block = run // num_blocks, run % num_blocks
-    b = head // num_kv_heads
+    num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
+    slot_of = jnp.where(partials > 0, slots, -1)
+    items = _item_table(groups, count, slot_of, numbering, num_kv_heads, item, num_items)
+    written = _written(numbering, chosen, num_keys, size) if packed else None
     # A block of several items has more than `item` pairs: in all at most twice the full items.
     num_slots = max(min(num_items, 2 * num_pairs // item), 1) if several else 0
-    items = (
-        jnp.where(in_use, head, -1), numbering.starts[b, block], numbering.limits[b, block], item_first,
-        jnp.clip(masked[run], item_first, item_end), item_end,
-        jnp.where(partials[run] > 0, run_slots[run] + index, -1),
-    )  # fmt: skip
-    written = _written(numbering, chosen, num_keys, size) if packed else None
-    slots, partials = (x.reshape(heads, num_blocks) for x in (run_slots, partials))
+    slots, partials = (x.reshape(heads, num_blocks) for x in (slots, partials))
     return BlockItems(
-        tokens, jnp.stack(items, -1), slots, partials, numbering.starts, numbering.limits, written, num_slots
+        groups.tokens, items, slots, partials, numbering.starts, numbering.limits, written, num_slots
     )
+
+
+def _sort_pairs(
+    block_indices: Int[Array, "B T K R"], placement: layout.Placement, numbering: _Numbering
+) -> _Groups:
+    batch, num_queries, num_kv_heads, _ = block_indices.shape
+    size, num_blocks = placement.config.selection_block_size, numbering.starts.shape[1]
+    num_groups = batch * num_kv_heads * num_blocks
+    row = last_rows(placement)[:, :, None, None]
+    start = placement.sequence_start[:, :, None, None] + block_indices * size
+    exists = (block_indices >= 0) & (start <= row)
+    head = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
+    group = head * num_blocks + numbering.first[:, :, None, None] + block_indices
+    needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
+    place = jnp.where(exists, 2 * group + needs_no_mask, 2 * num_groups)
+    query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
+    query = jnp.broadcast_to(query, block_indices.shape)
+    place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
+    bounds = _count_below(place, 0, 2 * num_groups + 1)
+    return _Groups(tokens, bounds[:-1:2], bounds[1::2], bounds[2::2])
+
+
+def _item_table(
+    groups: _Groups,
+    count: Int32[Array, " groups"],
+    slot_of: Int32[Array, " groups"],
+    numbering: _Numbering,
+    num_kv_heads: int,
+    item: int,
+    num_items: int,
+) -> Int32[Array, "items 7"]:
+    """The items, group by group, each group in `count` of them; see `BlockItems.items`."""
+    num_groups, num_blocks = count.shape[0], numbering.starts.shape[1]
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    number = jnp.arange(num_items, dtype=jnp.int32)
+    group = jnp.minimum(_count_below(ends, 1, num_items), num_groups - 1)
+    index = number - (ends - count)[group]  # among the items of the group
+    first = groups.first[group] + index * item
+    end = jnp.minimum(first + item, groups.end[group])
+    head, block = group // num_blocks, group % num_blocks
+    b = head // num_kv_heads
+    fields = (
+        jnp.where(number < ends[-1], head, -1), numbering.starts[b, block], numbering.limits[b, block], first,
+        jnp.clip(groups.masked[group], first, end), end,
+        jnp.where(slot_of[group] >= 0, slot_of[group] + index, -1),
+    )  # fmt: skip
+    return jnp.stack(fields, axis=-1)
 
 
 def _number_plain(placement: layout.Placement, num_keys: int) -> _Numbering:

@@ -8,6 +8,8 @@ ends when no number of the gradient is finite.
 Where all is finite: reads `B S K (H + V) itemsize` bytes (134 MB at 64k, K = 4, 128/128; 37 us measured).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -56,6 +58,23 @@ def recompute_key_gradients(
     )  # fmt: skip
 
 
+class Sums(NamedTuple):
+    """Gradients of one key and of its value."""
+
+    dk: Pieces
+    dv: Pieces
+
+
+class RowArrays(NamedTuple):
+    """Arrays of rows, a token with one head each; weight None for 1."""
+
+    query: tl.tensor
+    d_out: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+    weight: tl.tensor | None
+
+
 @triton.jit
 def _add_column_sums(total, weights, x):
     """`total + sum of weights x` over the rows of x."""
@@ -65,6 +84,25 @@ def _add_column_sums(total, weights, x):
     else:
         second = total.second + tl.sum(weights[:, None] * x.second.to(tl.float32), 0)[None, :]
     return Pieces(first, second)
+
+
+@triton.jit
+def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE: tl.constexpr):
+    """Adds what some rows contribute to the gradients of one key."""
+    at = rows.first + rows.offset
+    q = load_rows(arrays.query, rows, KEY)
+    d_out = load_rows(arrays.d_out, rows, VALUE)
+    p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(arrays.lse, rows))
+    dp = row_products(d_out, v)
+    weighted = p
+    if arrays.weight is not None:
+        gate = tl.load(arrays.weight + at, mask=rows.inside, other=0.0)
+        weighted = p * gate
+        dp = dp * gate
+    shift = tl.load(arrays.delta + at, mask=rows.inside, other=0.0)
+    ds = tl.where(rows.inside, p * (dp - shift), 0.0)
+    dk = _add_column_sums(sums.dk, ds, q)
+    return Sums(dk, _add_column_sums(sums.dv, tl.where(rows.inside, weighted, 0.0), d_out))
 
 
 @triton.jit
@@ -96,6 +134,7 @@ def recompute_key_gradients_kernel(
     nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY)) | nonfinite_rows(load_rows(d_value, mine, VALUE))
     if tl.max(nonfinite.to(tl.int32), 0) == 0:
         return
+    arrays = RowArrays(query, d_out, lse, delta, weight)
     one = tl.arange(0, 1)
     for i in range(KEYS):
         if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
@@ -103,8 +142,7 @@ def recompute_key_gradients_kernel(
             this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
             k = load_rows(key, this, KEY)
             v = load_rows(value, this, VALUE)
-            dk = zeros(1, KEY)
-            dv = zeros(1, VALUE)
+            sums = Sums(zeros(1, KEY), zeros(1, VALUE))
             first = 0
             more = 1
             while (first < num_queries) & (more != 0):
@@ -118,20 +156,8 @@ def recompute_key_gradients_kernel(
                     for head in range(G):
                         row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
                         rows = Rows(row, tl.arange(0, TOKENS) * (KV_HEADS * G), sees)
-                        q = load_rows(query, rows, KEY)
-                        d_out_rows = load_rows(d_out, rows, VALUE)
-                        p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(lse, rows))
-                        dp = row_products(d_out_rows, v)
-                        weighted = p
-                        if weight is not None:
-                            gate = tl.load(weight + rows.first + rows.offset, mask=sees, other=0.0)
-                            weighted = p * gate
-                            dp = dp * gate
-                        shift = tl.load(delta + rows.first + rows.offset, mask=sees, other=0.0)
-                        ds = tl.where(sees, p * (dp - shift), 0.0)
-                        dk = _add_column_sums(dk, ds, q)
-                        dv = _add_column_sums(dv, tl.where(sees, weighted, 0.0), d_out_rows)
-                    more = _some_finite(dk) | _some_finite(dv)
+                        sums = _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE)
+                    more = _some_finite(sums.dk) | _some_finite(sums.dv)
                 first += TOKENS
-            store_rows(d_key, this, scaled(dk, SCALE), KEY)
-            store_rows(d_value, this, dv, VALUE)
+            store_rows(d_key, this, scaled(sums.dk, SCALE), KEY)
+            store_rows(d_value, this, sums.dv, VALUE)

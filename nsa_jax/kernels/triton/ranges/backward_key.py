@@ -170,7 +170,7 @@ def range_key_gradients(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
     scalars = scalars_of_rows(lse, delta, weight, heads, tokens)
-    edges, (*_, runs) = ranges.in_tiles(tokens)
+    edges, (*_, runs) = ranges.kernel_operands(tokens)
     bounds = rows = None
     if not edges.known:
         bounds = query_bounds(ranges.start, ranges.end, num_keys, sizes.keys, tokens)

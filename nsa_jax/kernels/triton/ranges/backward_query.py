@@ -80,9 +80,9 @@ def range_query_gradient(
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
         sizes = tiles.choose(tiles.RANGE_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, heads)
-    edges, loaded = ranges.in_tiles(tokens)
-    edge_tiles = edges.of_tiles(tokens, sizes.keys)
-    tail = edge_tiles["TAIL"]
+    edges, loaded = ranges.kernel_operands(tokens)
+    end_steps = edges.end_steps(tokens, sizes.keys)
+    tail = end_steps["TAIL"]
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     d_query, products, delta = launch(
@@ -95,7 +95,7 @@ def range_query_gradient(
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
-        SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
+        SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
@@ -185,8 +185,10 @@ def range_query_gradient_kernel(
             PRECISION=PRECISION,
             MASKED=False,
         )
+    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # what the steps above have done
+    TAIL_KEYS: tl.constexpr = TAIL if PEEL else 0
     if REST or not PEEL:
-        for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
+        for first in tl.range(limits.low, limits.full_low - FRONT_KEYS, KEYS):
             dq = _add_step(
                 dq,
                 q,
@@ -200,7 +202,7 @@ def range_query_gradient_kernel(
                 PRECISION=PRECISION,
                 MASKED=True,
             )
-        for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
+        for first in tl.range(limits.full_high + TAIL_KEYS, limits.high, KEYS):
             dq = _add_step(
                 dq,
                 q,

@@ -48,13 +48,13 @@ class Edges(NamedTuple):
         """Whether all ranges are known to begin at one key: what all see stands before what some see."""
         return self.known and self.window is None
 
-    def in_tiles(self, tokens: int, num_queries: int) -> "Edges":
+    def of_tiles(self, tokens: int, num_queries: int) -> "Edges":
         """What is known of tiles of `tokens` queries: nothing where one may reach into a second run."""
         if self.run_length in (None, num_queries) or self.run_length % tokens == 0:
             return self
         return self._replace(run_length=None)
 
-    def of_tiles(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
+    def end_steps(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
         """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
 
         `TAIL`: keys of the step behind the middle; `FRONT`: whether a step stands before it; `REST`: one
@@ -99,9 +99,9 @@ class KeyRanges:
     runs: Int32[Array, "B runs 3"] | None = None
     edges: Edges = dataclasses.field(default=Edges(), metadata={"static": True})
 
-    def in_tiles(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
+    def kernel_operands(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
         """What is known of tiles of `tokens` queries, and what kernels load: starts, ends, runs, or None."""
-        edges = self.edges.in_tiles(tokens, self.start.shape[1])
+        edges = self.edges.of_tiles(tokens, self.start.shape[1])
         if not edges.known:
             return edges, (self.start, self.end, None)
         return edges, (None, None, None if edges.run_length is None else self.runs)
@@ -258,6 +258,10 @@ def key_limits(
     first_token, length, ranges, run, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
 ):
     """Keys that a tile of TOKENS queries sees, and the middle that all of them see.
+
+        low ........ full_low - KEYS . full_low ............. full_high . full_high + TAIL ........ high
+        masked steps | one masked step | steps without a mask | one masked step | masked steps
+        (REST)         (FRONT)                                  (TAIL)            (REST)
 
     `low` and `full_high` lie whole tiles of KEYS from `full_low`: so `low` may lie before the first key, even
     before 0. The middle of a window ends with the range of the first query; without a window it begins with

@@ -68,9 +68,9 @@ def attend_ranges(
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
-    edges, loaded = ranges.in_tiles(tokens)
-    edge_tiles = edges.of_tiles(tokens, sizes.keys, sizes.halve)
-    tail = edge_tiles["TAIL"]
+    edges, loaded = ranges.kernel_operands(tokens)
+    end_steps = edges.end_steps(tokens, sizes.keys, sizes.halve)
+    tail = end_steps["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     out, lse = launch(
@@ -83,7 +83,7 @@ def attend_ranges(
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
         PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys, H0=h0, H1=h1, V0=v0, V1=v1,
-        SCALE=float(scale), PEEL=sizes.peel, **edge_tiles, **edges.constants(),
+        SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
@@ -150,10 +150,12 @@ def range_forward_kernel(
                 )
     for first in tl.range(limits.full_low, limits.full_high, KEYS):
         state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=False)
+    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # what the steps above have done
+    TAIL_KEYS: tl.constexpr = TAIL if PEEL else 0
     if REST or not PEEL:
-        for first in tl.range(limits.low, limits.full_low - PEEL * KEYS, KEYS):
+        for first in tl.range(limits.low, limits.full_low - FRONT_KEYS, KEYS):
             state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=True)
-        for first in tl.range(limits.full_high + PEEL * TAIL, limits.high, KEYS):
+        for first in tl.range(limits.full_high + TAIL_KEYS, limits.high, KEYS):
             state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=True)
 
     sees = seen.count > 0

@@ -89,15 +89,11 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _load_columns(keys, start, first_block, blocks):
-    """Keys of the selection blocks from `first_block` on, one by one: their columns are padded."""
-    OWN: tl.constexpr = blocks.BLOCK // blocks.STRIDE
-    column = tl.arange(0, keys.ROWS)
-    local = (first_block + column // blocks.PADDED) * OWN + column % blocks.PADDED
-    inside = (local >= 0) & (column % blocks.PADDED < OWN)
-    source = keys.b.to(tl.int64) * keys.length + start + local
+def _load_columns(keys, token, inside):
+    """Keys one by one, where their columns are padded: key `token` in each column that is `inside`."""
+    source = keys.b.to(tl.int64) * keys.length + token
     offset = (source * keys.HEADS + keys.head) * (keys.DIM.D0 + keys.DIM.D1)
-    return load_at(keys.first, offset, inside & (start + local < keys.length), keys.DIM)
+    return load_at(keys.first, offset, inside & (token < keys.length), keys.DIM)
 
 
 @triton.jit
@@ -105,7 +101,12 @@ def _score_sequence(
     heads, keys, tokens, start, here, first_tile, scale,
     blocks, TILES_EACH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the queries that are `here`, in the sequence whose first compressed key is `start`."""
+    """Scores of the queries that are `here`, in the sequence whose first compressed key is `start`.
+
+    With l/d/l' = 32/16/64 and 64 columns: a block has OWN = 4 columns, weighted 2, 2, 2, 1. Its last key
+    covers SPAN = 2 strides, the second of them in the next block, which takes it with weight 1 (the tail). So
+    a tile begins EARLY, one block before the first that it stores, and stores 15 of its 16 blocks.
+    """
     OWN: tl.constexpr = blocks.BLOCK // blocks.STRIDE  # compressed keys that begin in a block
     SPAN: tl.constexpr = blocks.SIZE // blocks.STRIDE  # strides that a compressed key covers
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
@@ -127,7 +128,7 @@ def _score_sequence(
         else:
             local = (first_block + column // blocks.PADDED) * OWN + column % blocks.PADDED
             inside = (local >= 0) & (column % blocks.PADDED < OWN)
-            k = _load_columns(keys, start, first_block, blocks)
+            k = _load_columns(keys, start + local, inside)
         total = tl.zeros([TOKENS, blocks.COLUMNS], tl.float32)
         for head in range(heads.G):
             n = keys.head * heads.G + head
