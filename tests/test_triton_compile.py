@@ -157,9 +157,11 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "128 wide heads"): {
         "nsa_compressed_key_gradients": 2300,
+        "nsa_compressed_recompute_key_gradients": 20,
         "nsa_selected_key_gradients": 112,
         "nsa_selected_recompute_key_gradients": 12,
         "nsa_window_key_gradients": 2296,
+        "nsa_window_recompute_key_gradients": 20,
     },
 }
 
