@@ -64,7 +64,7 @@ def check(
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
     check_first_key(first_key_win, sizes)
-    # `_row_length` adds to it: a number of few bits would wrap.
+    # `_row_length` adds tokens to it, which would wrap in an integer of few bits.
     known = isinstance(first_key_win, numbers.Integral)
     first_key_win = int(first_key_win) if known else jnp.asarray(first_key_win, jnp.int32)
     placement = layout.place(
@@ -122,7 +122,7 @@ def annotations_of(owner: Callable[..., Any]) -> Annotations:
     return _annotations_of(owner)
 
 
-@functools.cache  # a function of its own: to type checkers its arguments must be hashable
+@functools.cache  # apart from `annotations_of`: type checkers let a cached function take hashable types only
 def _annotations_of(owner: Any) -> Annotations:
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)

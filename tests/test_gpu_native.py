@@ -125,7 +125,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(dtype):
     blocks = attention.select_blocks(query, keys[0], config=CONFIG, implementation="xla")
     query = query.at[1, 300, 3, 7].set(jnp.nan)
     cotangent = cotangent.at[0, 500, 2, 5].set(jnp.inf)
-    # Each where some queries see no other: the value of the window near the end.
+    # For each, some queries see no other. So the value of the window stands near the end.
     places = (0, 0.2, 1), (0, 0.5, 0), (1, 0.6, 1), (1, 0.9, 0), (0, 0.7, 0), (1, 0.97, 1)
     for i, (b, part, k) in enumerate(places):
         at = b, int(keys[i].shape[1] * part), k, 3 * i

@@ -158,19 +158,9 @@ def check_case(case: Case) -> dict[str, float]:
             previous=previous, scale=case.scale, one_block=one_block, sizes=backward,
         )  # fmt: skip
         d_key, d_value = block_key_gradients(
-            query,
-            key,
-            value,
-            indices,
-            placed,
-            visible,
-            lse,
-            delta,
-            d_out,
-            weight=weight,
-            scale=case.scale,
+            query, key, value, indices, placed, visible, lse, delta, d_out, weight=weight, scale=case.scale,
             sizes=keys,
-        )
+        )  # fmt: skip
         return out, lse, d_query, d_key, d_value
 
     with interpreted():

@@ -105,19 +105,16 @@ def check_not_finite(name: str) -> float:
 
 
 def check_a_key_that_is_not_a_number() -> float:
-    """In each branch alone, whose gradients no other branch hides: the pattern of the oracle."""
+    """The pattern of the oracle in each branch alone: together, one branch's NaN hides what another lacks."""
     case = CASES["consecutive"]
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     own = jnp.arange(case.num_keys)[None, :, None, None] // CONFIG.selection_block_size
     blocks = jnp.concatenate([own, jnp.where(own > 0, 0, -1), jnp.full_like(own, -1)], axis=-1)
+    nan = jnp.nan
     branches = {
-        "compressed_attention": (operands.key_cmp.at[0, 4, 0, 1].set(jnp.nan), operands.value_cmp, ()),
-        "window_attention": (operands.key_win.at[0, 21, 0, 1].set(jnp.nan), operands.value_win, ()),
-        "selected_attention": (
-            operands.key_slc.at[0, 21, 0, 1].set(jnp.nan),
-            operands.value_slc,
-            (blocks,),
-        ),
+        "compressed_attention": (operands.key_cmp.at[0, 4, 0, 1].set(nan), operands.value_cmp, ()),
+        "window_attention": (operands.key_win.at[0, 21, 0, 1].set(nan), operands.value_win, ()),
+        "selected_attention": (operands.key_slc.at[0, 21, 0, 1].set(nan), operands.value_slc, (blocks,)),
     }
     for name, (key, value, more) in branches.items():
 

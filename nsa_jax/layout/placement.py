@@ -57,8 +57,8 @@ class Run(NamedTuple):
 class Runs:
     """Queries that form runs of consecutive tokens, as a value of `query_positions`.
 
-    What an array `[B, T]` of positions hides: where rows are not packed and all runs
-    are of one length, GPU kernels compute what each tile of queries sees instead of loading it.
+    They tell what an array `[B, T]` of positions hides: where rows are not packed and all runs are of one
+    length, GPU kernels compute what each tile of queries sees instead of loading it.
 
     Attributes:
       runs: one after the other; their lengths add up to `T`.

@@ -54,7 +54,7 @@ def launch(
         )
     options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
     with warnings.catch_warnings():
-        # In its place jax-triton wants `jax.Ref`s, which are made, written and frozen around each call.
+        # jax-triton recommends `jax.Ref`s instead. We keep the option: a Ref is state to be made and frozen.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *operands,

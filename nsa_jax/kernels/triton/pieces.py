@@ -36,6 +36,13 @@ class Pieces(NamedTuple):
     second: tl.tensor | None
 
 
+class KeyGradients(NamedTuple):
+    """Gradients of keys and of their values."""
+
+    dk: Pieces
+    dv: Pieces
+
+
 @triton.jit
 def zeros(ROWS: tl.constexpr, DIM):
     """An accumulator."""

@@ -80,13 +80,20 @@ class Plan(NamedTuple):
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
+class _Saved(NamedTuple):
+    """What the backward needs of the branches, by the rows of each chunk."""
+
+    out: tuple[Float[Array, "chunks B K rows V"], ...]
+    lse: Float[Array, "chunks branches B K rows"]
+
+
 class _Chunk(NamedTuple):
-    """What the backward takes of each chunk, by its rows; None for what a call does not have.
+    """What the backward knows of each chunk; None for what a call does not have.
 
     Attributes:
       query: the rows.
-      places: where they stand.
-      blocks: those chosen.
+      places: where the tokens stand.
+      blocks: the selection blocks of each token.
       saved: what the forward left.
       gates: weights of the branches in the output.
       d_out: cotangent of the output: of the gated sum, or of the only branch.
@@ -96,17 +103,10 @@ class _Chunk(NamedTuple):
     query: Float[Array, "chunks B K rows H"]
     places: ChunkPlaces
     blocks: Int32[Array, "chunks B tokens K R"] | None
-    saved: "_Saved"
+    saved: _Saved
     gates: Float[Array, "chunks branches B K rows"] | None
     d_out: Float[Array, "chunks B K rows V"]
     d_lse: Float[Array, "chunks B K rows 1"] | None
-
-
-class _Saved(NamedTuple):
-    """What the backward needs of the branches, by the rows of each chunk."""
-
-    out: tuple[Float[Array, "chunks B K rows V"], ...]
-    lse: Float[Array, "chunks branches B K rows"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

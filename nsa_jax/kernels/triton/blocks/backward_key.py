@@ -37,6 +37,7 @@ from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
+    KeyGradients,
     Pieces,
     add_product,
     added,
@@ -124,13 +125,6 @@ class KeyTile(NamedTuple):
     rows: tl.tensor
 
 
-class Sums(NamedTuple):
-    """Gradients of keys and of their values."""
-
-    dk: Pieces
-    dv: Pieces
-
-
 class Gathered(NamedTuple):
     """Where the rows of a list of tokens come from.
 
@@ -196,7 +190,7 @@ def _add_steps(
             weighted = p.to(d_out.first.dtype)
         dv = add_product(tl.trans(weighted), d_out, sums.dv, PRECISION)
         ds = (p * (dp - shift)).to(q.first.dtype)
-        sums = Sums(add_product(tl.trans(ds), q, sums.dk, PRECISION), dv)
+        sums = KeyGradients(add_product(tl.trans(ds), q, sums.dk, PRECISION), dv)
     return sums
 
 
@@ -232,7 +226,7 @@ def selected_key_gradients_kernel(
         first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
         NUM_HEADS=KV_HEADS * G, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip
-    sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
+    sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
     middle = first + tl.cdiv(masked - first, TOKENS) * TOKENS
     sums = _add_steps(sums, held, source, first, middle, end, SCALE, PRECISION, CAUSAL=True)
     sums = _add_steps(sums, held, source, middle, end, end, SCALE, PRECISION, CAUSAL=False)

@@ -20,6 +20,7 @@ from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRa
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
+    KeyGradients,
     Pieces,
     nonfinite_rows,
     row_products,
@@ -56,13 +57,6 @@ def recompute_key_gradients(
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
         **visible.constants(query, value, scale),
     )  # fmt: skip
-
-
-class Sums(NamedTuple):
-    """Gradients of one key and of its value."""
-
-    dk: Pieces
-    dv: Pieces
 
 
 class RowArrays(NamedTuple):
@@ -102,7 +96,7 @@ def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE: tl.constexpr):
     shift = tl.load(arrays.delta + at, mask=rows.inside, other=0.0)
     ds = tl.where(rows.inside, p * (dp - shift), 0.0)
     dk = _add_column_sums(sums.dk, ds, q)
-    return Sums(dk, _add_column_sums(sums.dv, tl.where(rows.inside, weighted, 0.0), d_out))
+    return KeyGradients(dk, _add_column_sums(sums.dv, tl.where(rows.inside, weighted, 0.0), d_out))
 
 
 @triton.jit
@@ -142,7 +136,7 @@ def recompute_key_gradients_kernel(
             this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
             k = load_rows(key, this, KEY)
             v = load_rows(value, this, VALUE)
-            sums = Sums(zeros(1, KEY), zeros(1, VALUE))
+            sums = KeyGradients(zeros(1, KEY), zeros(1, VALUE))
             first = 0
             more = 1
             while (first < num_queries) & (more != 0):

@@ -38,10 +38,11 @@ from nsa_jax.kernels.triton.loading import (
     query_tiles,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
+from nsa_jax.kernels.triton.nonfinite import recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
+    KeyGradients,
     Pieces,
     add_product,
     inner,
@@ -196,9 +197,8 @@ def range_key_gradients(
     )  # fmt: skip
     if segments > 1:
         d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
-    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
     return recompute_key_gradients(
-        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
+        d_key, d_value, query, key, value, ranges.visible, lse, delta, d_out, weight=weight, scale=scale
     )
 
 
@@ -208,13 +208,6 @@ class KeyTile(NamedTuple):
     k: Pieces
     v: Pieces
     first: tl.tensor
-
-
-class Sums(NamedTuple):
-    """Gradients of a tile of keys and of its values."""
-
-    dk: Pieces
-    dv: Pieces
 
 
 class RowData(NamedTuple):
@@ -310,7 +303,7 @@ def _sum_tiles(
         ds = (p * (dp - shift)).to(q.first.dtype)
         if not KEYS_FIRST:
             ds = tl.trans(ds)
-        sums = Sums(add_product(ds, q, sums.dk, PRECISION), dv)
+        sums = KeyGradients(add_product(ds, q, sums.dk, PRECISION), dv)
     return sums
 
 
@@ -375,7 +368,7 @@ def range_key_gradients_kernel(
         KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, DIM=VALUE, TMA=TMA,
     )  # fmt: skip
 
-    sums = Sums(zeros(KEYS, KEY), zeros(KEYS, VALUE))
+    sums = KeyGradients(zeros(KEYS, KEY), zeros(KEYS, VALUE))
     if RUN_LENGTH is None:
         run = run_at(runs, b, 0, num_queries, FIRST, RUN_LENGTH)
         if bounds is None:

@@ -27,7 +27,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_query_gradient
+from nsa_jax.kernels.triton.nonfinite import recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -98,10 +98,10 @@ def range_query_gradient(
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
     d_query = recompute_query_gradient(
-        d_query, query, key, value, visible, lse, delta, d_out, weight=weight, previous=previous, scale=scale
-    )
+        d_query, query, key, value, ranges.visible, lse, delta, d_out,
+        weight=weight, previous=previous, scale=scale,
+    )  # fmt: skip
     return d_query, products, delta
 
 
@@ -173,49 +173,22 @@ def range_query_gradient_kernel(
             )  # fmt: skip
     for first in tl.range(limits.full_low, limits.full_high, KEYS):
         dq = _add_step(
-            dq,
-            q,
-            d_out_rows,
-            numbers,
-            keys,
-            values,
-            first,
-            seen,
-            SCALE=SCALE,
-            PRECISION=PRECISION,
-            MASKED=False,
-        )
+            dq, q, d_out_rows, numbers, keys, values, first, seen,
+            SCALE=SCALE, PRECISION=PRECISION, MASKED=False,
+        )  # fmt: skip
     FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # what the steps above have done
     TAIL_KEYS: tl.constexpr = TAIL if PEEL else 0
     if REST or not PEEL:
         for first in tl.range(limits.low, limits.full_low - FRONT_KEYS, KEYS):
             dq = _add_step(
-                dq,
-                q,
-                d_out_rows,
-                numbers,
-                keys,
-                values,
-                first,
-                seen,
-                SCALE=SCALE,
-                PRECISION=PRECISION,
-                MASKED=True,
-            )
+                dq, q, d_out_rows, numbers, keys, values, first, seen,
+                SCALE=SCALE, PRECISION=PRECISION, MASKED=True,
+            )  # fmt: skip
         for first in tl.range(limits.full_high + TAIL_KEYS, limits.high, KEYS):
             dq = _add_step(
-                dq,
-                q,
-                d_out_rows,
-                numbers,
-                keys,
-                values,
-                first,
-                seen,
-                SCALE=SCALE,
-                PRECISION=PRECISION,
-                MASKED=True,
-            )
+                dq, q, d_out_rows, numbers, keys, values, first, seen,
+                SCALE=SCALE, PRECISION=PRECISION, MASKED=True,
+            )  # fmt: skip
 
     dq = kept(scaled(dq, SCALE), sees[:, None])
     if previous is not None:

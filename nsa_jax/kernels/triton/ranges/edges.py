@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int32
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
 from nsa_jax.layout import Index, Placement
 
@@ -99,6 +100,11 @@ class KeyRanges:
     runs: Int32[Array, "B runs 3"] | None = None
     edges: Edges = dataclasses.field(default=Edges(), metadata={"static": True})
 
+    @property
+    def visible(self) -> VisibleKeys:
+        """The same in the form that `nonfinite` takes."""
+        return VisibleKeys(self.edges.branch, self.start, self.end)
+
     def kernel_operands(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
         """What is known of tiles of `tokens` queries, and what kernels load: starts, ends, runs, or None."""
         edges = self.edges.of_tiles(tokens, self.start.shape[1])
@@ -146,9 +152,9 @@ class Ranges(NamedTuple):
     """The keys that each query of a row of the batch sees, in kernels.
 
     Attributes:
-      starts, ends: of each query of the batch; None where they are computed, and in the gradient of keys,
-        whose rows load them (`RowData`).
-      first_query: where the row begins in them.
+      starts, ends: of each query of the batch; None where they are computed. The gradient of keys has None in
+        both cases: it loads them by rows (`RowData`).
+      first_query: place of the first query of this row of the batch in `starts` and `ends`.
       num_keys: keys of a row.
       RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
     """

@@ -32,7 +32,7 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
+from nsa_jax.kernels.triton.nonfinite import recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
@@ -86,8 +86,7 @@ def attend_ranges(
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    visible = VisibleKeys(edges.branch, ranges.start, ranges.end)
-    return recompute_forward(out, lse, query, key, value, visible, scale, others)
+    return recompute_forward(out, lse, query, key, value, ranges.visible, scale, others)
 
 
 @triton.jit
