@@ -52,13 +52,14 @@ def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **const
     def run(*arrays):
         arrays = iter(arrays)
         inputs = [None if x is None else torch.from_numpy(np.array(next(arrays))) for x in operands]
-        changed = [inputs[i] for i in input_output_aliases]
-        outputs = [_poisoned(shape) for shape in shapes[len(changed) :]]
+        changed = {result: inputs[i] for i, result in input_output_aliases.items()}
+        assert sorted(changed) == list(range(len(shapes) - len(changed), len(shapes))), "in place is last"
+        outputs = [_poisoned(shape) for shape in shapes[: len(shapes) - len(changed)]]
         whole = (*grid, 1, 1)[:3]
         if all(whole):
             with _ONE_AT_A_TIME:
                 kernel[whole](*inputs, *outputs, **constants)
-        return [x.numpy() for x in changed + outputs]
+        return [x.numpy() for x in (*outputs, *(changed[i] for i in sorted(changed)))]
 
     structs = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     return tree.unflatten(jax.pure_callback(run, structs, *present))

@@ -32,16 +32,18 @@ def launch(
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
 
+    With `in_place` that is a pair: the tuple of operands as updated, and the new arrays.
+
     Args:
       kernel: a function under `triton.jit`: pointers to the operands, then to the results,
         then integers and `tl.constexpr`s.
       *operands: arrays, contiguous, or descriptors of them; None for one that the kernel does without.
-      out: `jax.ShapeDtypeStruct` of the result, or a pytree of them.
+      out: `jax.ShapeDtypeStruct` of the new result, or a pytree of them; () for none.
       grid: programs along x, y and z; x may be long.
       num_warps: warps of a program.
       num_stages: tiles that a loop loads ahead.
       registers: most registers of a thread; None leaves it to the compiler.
-      in_place: how many of the first operands are also the results; the kernel gets one pointer for both.
+      in_place: how many of the first operands are also results; the kernel gets one pointer for both.
       **constants: the kernel's other parameters by name.
 
     Raises:
@@ -53,25 +55,30 @@ def launch(
             f"{max(grid[1:])}. Split the batch (jax.lax.map), or use implementation='xla'."
         )
     options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
+    updated = tuple(like(x) for x in operands[:in_place] if x is not None)
+    # jax-triton 0.4.1 counts the new results from the first one on: those in place stand behind them.
+    places = [i for i in range(in_place) if operands[i] is not None]
+    aliases = {i: len(jax.tree.leaves(out)) + n for n, i in enumerate(places)}
     with warnings.catch_warnings():
         # jax-triton recommends `jax.Ref`s instead. We keep the option: a Ref is state to be made and frozen.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *operands,
             kernel=kernel,
-            out_type=out,
+            out_type=(out, updated) if in_place else out,
             grid=grid,
             name=kernel.repr(SimpleNamespace(constants=constants)),
             num_warps=num_warps,
             num_stages=num_stages,
-            input_output_aliases={i: i for i in range(in_place)},
+            input_output_aliases=aliases,
             **options,
             **constants,
         )
     if in_place:
         # XLA lets calls write straight into a slice of the array in which a scan stacks its outputs. A call
         # in place writes where its operand lies: the slice would stay as it was.
-        results = jax.lax.optimization_barrier(results)
+        out, updated = jax.lax.optimization_barrier(results)
+        results = updated, out
     # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
     axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: _vary(x, axes - _varying_axes(x)), results)

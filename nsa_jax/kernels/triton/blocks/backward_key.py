@@ -110,11 +110,12 @@ def block_key_gradients(
 def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
     """Adds up the gradients of the blocks that are several items, in place."""
     heads, num_blocks = items.partials.shape
-    return launch(
+    (d_key, d_value), () = launch(
         add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials, items.starts,
-        items.limits, out=(like(d_key), like(d_value)), in_place=2,
+        items.limits, out=(), in_place=2,
         grid=(num_blocks, heads, dims["BLOCK"] // 16), num_keys=d_key.shape[1], **dims,
     )  # fmt: skip
+    return d_key, d_value
 
 
 class KeyTile(NamedTuple):

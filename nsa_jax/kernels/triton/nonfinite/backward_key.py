@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRanges, keys_in_slot
 from nsa_jax.kernels.triton.pieces import (
@@ -50,13 +50,14 @@ def recompute_key_gradients(
     Arguments as in `range_key_gradients`.
     """
     batch, num_keys, num_kv_heads, _ = key.shape
-    return launch(
+    (d_key, d_value), () = launch(
         recompute_key_gradients_kernel, d_key, d_value, query, key, value, visible.start, visible.end,
-        visible.blocks, lse, delta, d_out, weight, out=(like(d_key), like(d_value)), in_place=2,
+        visible.blocks, lse, delta, d_out, weight, out=(), in_place=2,
         grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
         **visible.constants(query, value, scale),
     )  # fmt: skip
+    return d_key, d_value
 
 
 class RowArrays(NamedTuple):

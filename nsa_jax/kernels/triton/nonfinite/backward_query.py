@@ -14,7 +14,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.dims import padded_heads
-from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import (
     VisibleKeys,
@@ -58,13 +58,14 @@ def recompute_query_gradient(
     """
     batch, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[2]
-    return launch(
+    (d_query,), () = launch(
         recompute_query_gradient_kernel, d_query, query, key, value, visible.start, visible.end,
-        visible.blocks, lse, delta, d_out, weight, previous, out=like(d_query), in_place=1,
+        visible.blocks, lse, delta, d_out, weight, previous, out=(), in_place=1,
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),
     )  # fmt: skip
+    return d_query
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_query_gradient"))

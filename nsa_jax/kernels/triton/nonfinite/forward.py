@@ -16,7 +16,7 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.gated_sum import gated_rows
-from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import (
     VisibleKeys,
@@ -46,13 +46,14 @@ def recompute_forward(
     """
     batch, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[2]
-    return launch(
+    (out, lse), () = launch(
         recompute_forward_kernel, out, lse, query, key, value, visible.start, visible.end, visible.blocks,
-        *(others or (None, None, None)), out=(like(out), like(lse)), in_place=2,
+        *(others or (None, None, None)), out=(), in_place=2,
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),
     )  # fmt: skip
+    return out, lse
 
 
 @triton.jit
