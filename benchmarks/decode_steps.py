@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 
 NEW_TOKENS = 64  # steps of one round, and the room beyond `S`
+COMPRESS = cache.MeanCompression()  # not rotated: the angle changes no time
 TOKEN_NAMES = cache.TokenKeysValues._fields
 
 
@@ -30,15 +31,13 @@ class Decoding:
         """One token; returns what the step gives beside the state."""
         if self.taken == NEW_TOKENS:  # starts again: the slots beyond `S` are written anew
             lengths = jnp.full_like(self.state.lengths, self.length)
-            self.state, self.taken = dataclasses.replace(self.state, lengths=lengths), 0
+            self.state, self.taken = self.state._replace(lengths=lengths), 0
         out, self.state, *rest = jax.block_until_ready(self.compiled.call(self.state, *self.operands))
         self.taken += 1
         return out, *rest
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DenseCache:
+class DenseCache(NamedTuple):
     """Keys and values of `lengths[b]` tokens a row, in arrays of fixed capacity."""
 
     key: Float[Array, "B S K H"]
@@ -68,12 +67,6 @@ def dense_step(state: DenseCache, query: Array, key: Array, value: Array) -> tup
     lengths = state.lengths + 1
     out = jax.nn.dot_product_attention(query, keys, values, key_value_seq_lengths=lengths)
     return out, DenseCache(keys, values, lengths)
-
-
-def mean_compress(key_windows: Array, value_windows: Array, first_positions: Array) -> tuple[Array, Array]:
-    """Mean pooling, not rotated: the angle changes no time."""
-    del first_positions
-    return key_windows.mean(axis=2), value_windows.mean(axis=2)
 
 
 def count_reads(shape: Shape, config: NSAConfig, implementation: str) -> list[tuple[int, ...]]:
@@ -139,7 +132,7 @@ def check(shape: Shape, config: NSAConfig, implementation: str) -> gate.Verdict:
 
 
 def _settings(config: NSAConfig, implementation: str) -> dict[str, Any]:
-    return {"config": config, "compress": mean_compress, "implementation": implementation}
+    return {"config": config, "compress": COMPRESS, "implementation": implementation}
 
 
 def _empty(shape: Shape, config: NSAConfig) -> cache.NSACache:
@@ -154,7 +147,7 @@ def _filled(state: Any, length: int) -> Any:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype) if floating else x
 
-    return dataclasses.replace(jax.tree.map(fill, state), lengths=jnp.full_like(state.lengths, length))
+    return jax.tree.map(fill, state)._replace(lengths=jnp.full_like(state.lengths, length))
 
 
 def _tokens(shape: Shape, config: NSAConfig) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import support as triton_support
-from nsa_jax.layout import Placement
+from nsa_jax.layout import Compress, NSACache, Placement, Reads, TokenKeysValues
 
 type Implementation = Literal["xla", "triton"]
 
@@ -27,6 +27,7 @@ OPERATIONS = (
     "window_attention",
     "gated_sum",
     "native_sparse_attention",
+    "decode_step",
 )
 PREFERENCE = ("triton", "xla")
 _forced = jax.make_user_context(default_value=None)
@@ -34,7 +35,7 @@ _forced = jax.make_user_context(default_value=None)
 
 @runtime_checkable
 class Operations(Protocol):
-    """What each implementation offers: the operations of `nsa_jax.attention` behind the validation.
+    """What each implementation offers: `nsa_jax.attention` and a decode step, behind the validation.
 
     Nothing is defaulted any more; the placement says where the queries stand.
     """
@@ -76,6 +77,13 @@ class Operations(Protocol):
         scale: float,
     ) -> Array:  # fmt: skip
         """All three branches and their sum."""
+        ...
+
+    def decode_step(
+        self, cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None,
+        compress: Compress, config: NSAConfig, scale: float, *, count_reads: bool,
+    ) -> tuple[Array, NSACache, Reads | None]:  # fmt: skip
+        """Appends a few tokens to a cache and attends from them: `nsa_jax.cache.decode_step`."""
         ...
 
 

@@ -128,7 +128,7 @@ class Layer:
         rng = np.random.default_rng(1)
         held = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), self.empty(max_length))
         overflowed = np.zeros(len(self.query), bool)
-        return dataclasses.replace(held, lengths=np.asarray(lengths, np.int32), overflowed=overflowed)
+        return held._replace(lengths=np.asarray(lengths, np.int32), overflowed=overflowed)
 
     def prefill(self, held, *operands, **arguments):
         return compiled_prefill(held, *operands, config=self.config, **arguments)

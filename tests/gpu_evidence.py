@@ -30,6 +30,7 @@ ROOMS = {
     "blocks": (f"{TRITON}/blocks/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
+    "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py"),
     "shared": (f"{TRITON}/*.py",),
     "calls": (
         "nsa_jax/attention/**/*.py",
@@ -41,8 +42,11 @@ ROOMS = {
 ALWAYS = ("nonfinite", "shared", "calls")
 NATIVE = "tests/test_gpu_native.py::"
 SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
-# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room.
+# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room
+# but that of decoding.
 ROOMS_OF_TESTS = {
+    "tests/test_gpu_decode.py::": ("decode", "shared", "calls"),
+    "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": tuple(ROOMS),
     f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
     f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),
     f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", *ALWAYS),
@@ -83,7 +87,7 @@ def rooms_of(test: str) -> tuple[str, ...]:
     for beginning, rooms in ROOMS_OF_TESTS.items():
         if test.startswith(beginning):
             return rooms
-    return tuple(ROOMS)
+    return tuple(room for room in ROOMS if room != "decode")
 
 
 def stale(tests: Iterable[str], runs: Iterable[Mapping[str, Any]], hashes: Mapping[str, str]) -> list[str]:

@@ -515,7 +515,7 @@ def test_decode_gate_sees_a_wrong_compression(monkeypatch):
     def without_last(key_windows, value_windows, _):
         return key_windows[:, :, :-1].mean(axis=2), value_windows[:, :, :-1].mean(axis=2)
 
-    monkeypatch.setattr(decode_steps, "mean_compress", without_last)
+    monkeypatch.setattr(decode_steps, "COMPRESS", without_last)
 
     assert not decode_steps.check(Shape(length=90, query_heads=2, key_dim=8, value_dim=8), SMALL, "xla").green
 
@@ -532,7 +532,7 @@ def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
 
 def test_decoding_starts_again_before_the_cache_overflows():
     def step(state, _):
-        return state.lengths, dataclasses.replace(state, lengths=state.lengths + 1)
+        return state.lengths, state._replace(lengths=state.lengths + 1)
 
     state = decode_steps.DenseCache(jnp.zeros(()), jnp.zeros(()), jnp.array([5]))
     decoding = decode_steps.Decoding(step, state, (jnp.zeros(()),), 5)

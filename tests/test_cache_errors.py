@@ -108,7 +108,7 @@ def test_step_refuses_what_does_not_fit(step, changes, error, message):
 
 
 def test_fields_of_a_cache_are_not_assigned():
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="can't set attribute"):
         LAYER.empty(4).lengths = jnp.zeros(2, jnp.int32)
 
 
@@ -128,7 +128,7 @@ def test_prompt_longer_than_the_cache():
 
 
 def test_chunk_without_room_in_one_row():
-    held = dataclasses.replace(LAYER.empty(16), lengths=jnp.array([13, 14]))
+    held = LAYER.empty(16)._replace(lengths=jnp.array([13, 14]))
     with pytest.raises(
         ValueError, match=r"got \[3, 3\] tokens for rows that hold \[13, 14\] of max_length=16"
     ):

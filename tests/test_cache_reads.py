@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from cache_layer import SMALL, Layer, decode_step, jit
 
-from nsa_jax import attention
 from nsa_jax.cache import expected_reads
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.xla import operations
 
 PAPER = NSAConfig()
 DESIGN_FIGURES = {576: 1123, 1088: 1603, 2112: 1667, 4160: 1795}
@@ -60,12 +60,12 @@ def test_finished_row_reads_nothing(reads):
 
 def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
     """A step that is made to select one block reports the tokens of one block."""
-    select, layer = attention.select_blocks, Layer.make(length=38)
+    select, layer = operations.select_blocks, Layer.make(length=38)
 
     def first_only(*args, **kwargs):
         return jnp.full_like(select(*args, **kwargs), -1).at[..., 0].set(0)
 
-    monkeypatch.setattr(attention, "select_blocks", first_only)
+    monkeypatch.setattr(operations, "select_blocks", first_only)
     step = jit(functools.partial(decode_step, config=SMALL, count_reads=True))
     reads = step(layer.filled([37, 37], 64), *layer.slice(37, 1))[2]
 

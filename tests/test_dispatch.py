@@ -10,7 +10,7 @@ import pytest
 from messages import has_form
 
 import nsa_jax
-from nsa_jax import attention, dispatch, reference
+from nsa_jax import attention, cache, dispatch, reference
 from nsa_jax.config import NSAConfig
 
 CONFIG = NSAConfig(num_selected_blocks=3, window_size=8)
@@ -21,8 +21,10 @@ SHAPES = {
     "window_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4)),
     "gated_sum": ((1, 40, 2, 4),) * 3 + ((1, 40, 2, 3),),
     "native_sparse_attention": ((1, 40, 2, 4), *[(1, 1, 1, 4)] * 2, *[(1, 40, 1, 4)] * 4, (1, 40, 2, 3)),
+    "decode_step": ((1, 1, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),  # query and compressed keys and values
 }
-every_operation = pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+OF_ATTENTION = tuple(name for name in dispatch.OPERATIONS if name != "decode_step")
+every_operation = pytest.mark.parametrize("operation", OF_ATTENTION)
 not_on_this_machine = pytest.mark.parametrize("implementation", ["triton"])
 
 
@@ -43,8 +45,9 @@ def lowered(function, operation, **more):
 
 
 def test_operations_are_those_of_every_module():
-    for name in dispatch.OPERATIONS:
+    for name in OF_ATTENTION:
         assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
+    for name in dispatch.OPERATIONS:
         assert callable(getattr(dispatch._operations("xla"), name))
     assert dispatch.IMPLEMENTATIONS == ("xla", "triton")
     assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
@@ -65,7 +68,7 @@ def test_reference_is_never_dispatched_to(operation):
     assert "nsa_jax.xla" not in lowered(getattr(reference, operation), operation)
 
 
-@every_operation
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
 def test_choice_works_on_shapes_and_explains_itself(operation):
     chosen = dispatch.choose(operation, *arrays(operation), config=CONFIG, platform="cpu")
 
@@ -76,6 +79,20 @@ def test_choice_works_on_shapes_and_explains_itself(operation):
         for name in dispatch.IMPLEMENTATIONS
         if name != "xla"
     }
+
+
+def test_step_runs_as_what_is_chosen():
+    held = cache.init_cache(1, 64, num_kv_heads=1, key_dim=4, value_dim=4, config=CONFIG, dtype=jnp.float32)
+    query, gates, one = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 2, 3)), jnp.ones((1, 1, 1, 4))
+
+    def step(held, **settings):
+        tokens, compress = cache.TokenKeysValues(*[one] * 6), cache.MeanCompression()
+        return cache.decode_step(held, query, tokens, gates, config=CONFIG, compress=compress, **settings)
+
+    text = jax.jit(step).lower(held).as_text(debug_info=True)
+    assert "nsa_jax.xla.decode_step/" in text
+    with pytest.raises(NotImplementedError, match="decode_step cannot run as triton: the Triton kernels"):
+        step(held, implementation="triton")
 
 
 def test_choice_says_who_made_it():

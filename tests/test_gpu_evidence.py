@@ -15,6 +15,7 @@ ROOM_FILES = {
     "selection": "nsa_jax/kernels/triton/selection/importance.py",
     "nonfinite": "nsa_jax/kernels/triton/nonfinite/visible_keys.py",
     "shared": "nsa_jax/kernels/triton/launch.py",
+    "decode": "nsa_jax/cache/steps.py",
     "calls": "nsa_jax/layout/placement.py",
 }
 IN_CALLS = ("nsa_jax/arguments.py", "nsa_jax/dispatch.py", "nsa_jax/attention/window.py")
@@ -81,7 +82,7 @@ def test_tests_depend_on_rooms_that_exist():
     for beginning in gpu_evidence.ROOMS_OF_TESTS:
         assert any(test.startswith(beginning) for test in known), beginning
     assert gpu_evidence.rooms_of(SELECTED) == ("blocks", "nonfinite", "shared", "calls")
-    assert gpu_evidence.rooms_of(WHOLE) == tuple(gpu_evidence.ROOMS)
+    assert gpu_evidence.rooms_of(WHOLE) == ("ranges", "blocks", "selection", "nonfinite", "shared", "calls")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,12 @@ CHECKS = {
         *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
         *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
     ),
+    "decode": (
+        *("case one token", "case short rows", "case a full row", "case equal keys", "case four tokens"),
+        *("case no room for all", "case eight tokens", "case one head", "case shared", "case a function"),
+        *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
+        *("case groups of rows", "case many lists", "case few parts", "not a number", "ranks"),
+    ),
     "operations": (
         *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
         *("not finite, consecutive", "not finite, packed", "a key that is not a number"),

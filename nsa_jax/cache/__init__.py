@@ -5,19 +5,13 @@ through a compiled loop, in place. The compressor is passed as a function: nothi
 owns its parameters.
 """
 
-from nsa_jax.cache.state import (
-    CountedStep,
-    NSACache,
-    Reads,
-    Step,
-    TokenKeysValues,
-    expected_reads,
-    init_cache,
-)
+from nsa_jax.cache.state import CountedStep, Step, expected_reads, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
+from nsa_jax.layout import MeanCompression, NSACache, Reads, TokenKeysValues
 
 __all__ = [
     "CountedStep",
+    "MeanCompression",
     "NSACache",
     "Reads",
     "Step",

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, Int
-from nsa_jax.cache.state import NSACache, TokenKeysValues
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout import NSACache, TokenKeysValues
 
 # What of a cache has no size in common with the tokens of a step.
 NOT_OF_TOKENS = ("key_win_ring", "value_win_ring", "key_raw_ring", "value_raw_ring", "lengths", "overflowed")

@@ -1,82 +1,13 @@
-"""What goes into a decoding step and comes out of it: cache, new tokens, and how much was read."""
+"""An empty cache, and what a step returns."""
 
-import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Bool, DType, Float, Int32
+from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.config import NSAConfig
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NSACache:
-    """Keys and values of one layer for `B` sequences of differing lengths; made by `init_cache`.
-
-    Row `b` holds one sequence. Its token `s` lies in slot `s` of the selection arrays and in slot
-    `s mod size` of a ring. Nothing beyond the row's length is ever read.
-
-    Branches that share keys and values store them once: the window branch reads the last tokens of the
-    selection arrays, and its rings are None.
-
-    Attributes:
-      key_slc: rotated keys of the selection branch.
-      value_slc: their values.
-      key_cmp: keys of the complete compression blocks, compressed and then rotated.
-      value_cmp: their values.
-      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens; None if they are shared.
-      value_win_ring: their values.
-      key_raw_ring: keys, not rotated, of the last `l + step_capacity - 1` tokens, for the compression.
-      value_raw_ring: their values.
-      lengths: number of tokens of each row.
-      overflowed: whether a row was ever given more tokens than it had room for.
-    """
-
-    key_slc: Float[Array, "B S K H"]
-    value_slc: Float[Array, "B S K V"]
-    key_cmp: Float[Array, "B C K H"]
-    value_cmp: Float[Array, "B C K V"]
-    key_win_ring: Float[Array, "B window K H"] | None
-    value_win_ring: Float[Array, "B window K V"] | None
-    key_raw_ring: Float[Array, "B raw K H"]
-    value_raw_ring: Float[Array, "B raw K V"]
-    lengths: Int32[Array, " B"]
-    overflowed: Bool[Array, " B"]
-
-    @property
-    def max_length(self) -> int:
-        """Most tokens that a row can hold."""
-        return self.key_slc.shape[1]
-
-    @property
-    def shares_keys_values(self) -> bool:
-        """Whether the window branch reads the keys and values of the selection branch."""
-        return self.key_win_ring is None
-
-
-class TokenKeysValues(NamedTuple):
-    """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet.
-
-    Those of the window branch are None if they are those of the selection branch.
-    """
-
-    key_cmp: Float[Array, "B T K H"]
-    value_cmp: Float[Array, "B T K V"]
-    key_slc: Float[Array, "B T K H"]
-    value_slc: Float[Array, "B T K V"]
-    key_win: Float[Array, "B T K H"] | None = None
-    value_win: Float[Array, "B T K V"] | None = None
-
-
-class Reads(NamedTuple):
-    """Keys that each branch gathered, per query and KV head; one compressed key counts one."""
-
-    cmp: Int32[Array, "B T K"]
-    slc: Int32[Array, "B T K"]
-    win: Int32[Array, "B T K"]
+from nsa_jax.layout import NSACache, Reads
 
 
 class Step(NamedTuple):

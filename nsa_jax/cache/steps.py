@@ -1,21 +1,18 @@
 """The two steps of decoding: `prefill` appends prompts of any length, `decode_step` a few tokens."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import attention, layout
+from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import checks, slots
-from nsa_jax.cache.state import CountedStep, NSACache, Reads, Step, TokenKeysValues
+from nsa_jax.cache import checks
+from nsa_jax.cache.state import CountedStep, Step
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.layout import Run, Runs
-
-type Compress = Callable[[Array, Array, Array], tuple[Array, Array]]
+from nsa_jax.kernels.xla.appending import append, rings, window_tokens
+from nsa_jax.layout import Compress, NSACache, Run, Runs, TokenKeysValues, slots
 
 
 def prefill(
@@ -69,15 +66,28 @@ def prefill(
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
     )
-    new = slots.admit(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    rings, recent = {}, {}
-    for name, ring, token, history in _rings(cache, tokens, config):
+    num_new = query.shape[1]
+    new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
+    written, recent = {}, {}
+    for name, ring, token, history in rings(cache, tokens, config):
         earlier = slots.read_ring(ring, new.start - history, history)
         recent[name] = jnp.concatenate([earlier, token], axis=1)
-        rings[name] = slots.write_ring(ring, token, new)
-    cache = _append(dataclasses.replace(cache, **rings), tokens, recent, new, config, compress)
-    out, _ = _attend(cache, query, gates, recent, new, config, scale, implementation, False)
-    return Step(out, cache)
+        written[name] = slots.write_ring(ring, token, new)
+    cache = append(cache._replace(**written), tokens, recent, new, config, compress)
+
+    where: dict[str, Any] = dict(
+        config=config,
+        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
+        scale=scale,
+        implementation=implementation,
+    )
+    cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **where)
+    blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
+    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, blocks, **where)
+    history = config.window_size - 1
+    window = window_tokens(cache, recent, new, num_new, history)
+    win = attention.window_attention(query, *window, first_key=new.start - history, **where)
+    return Step(attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache)
 
 
 @overload
@@ -138,7 +148,7 @@ def decode_step(
       tokens: as in `prefill`.
       gates: as in `prefill`.
       config: as in `prefill`.
-      compress: as in `prefill`.
+      compress: as in `prefill`. `MeanCompression()` is data that GPU kernels know; they form the block.
       num_tokens: as in `prefill`; a finished row has 0 and is left as it is.
       count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers; on
         `xla` only.
@@ -156,7 +166,7 @@ def decode_step(
 
     Numerics: those of the four operations of `nsa_jax.attention`.
 
-    Gradients: as `prefill`.
+    Gradients: as `prefill` by `xla`; none by `triton`.
     """
     checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
     capacity = checks.step_capacity(cache, config)
@@ -168,119 +178,17 @@ def decode_step(
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
     )
-    new = slots.admit(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    rings, recent = {}, {}
-    for name, ring, token, history in _rings(cache, tokens, config):
-        # Written first and read afterwards, so that XLA need not keep the old ring beside the new one.
-        rings[name] = slots.write_ring(ring, token, new)
-        recent[name] = slots.read_ring(rings[name], new.start - history, history + token.shape[1])
-    cache = _append(dataclasses.replace(cache, **rings), tokens, recent, new, config, compress)
-    out, reads = _attend(cache, query, gates, recent, new, config, scale, implementation, count_reads)
-    return Step(out, cache) if reads is None else CountedStep(out, cache, reads)
-
-
-def _rings(
-    cache: NSACache, tokens: TokenKeysValues, config: NSAConfig
-) -> Iterator[tuple[str, Array, Array, int]]:
-    """Name, ring, new tokens, and how many tokens before itself a token needs there."""
-    rings = (
-        ("key_win_ring", cache.key_win_ring, tokens.key_win, config.window_size - 1),
-        ("value_win_ring", cache.value_win_ring, tokens.value_win, config.window_size - 1),
-        ("key_raw_ring", cache.key_raw_ring, tokens.key_cmp, config.compression_block_size - 1),
-        ("value_raw_ring", cache.value_raw_ring, tokens.value_cmp, config.compression_block_size - 1),
-    )
-    for name, ring, token, history in rings:
-        if ring is not None and token is not None:  # None where the branches share keys and values
-            yield name, ring, token, history
-
-
-def _append(
-    cache: NSACache,
-    tokens: TokenKeysValues,
-    recent: dict[str, Array],
-    new: slots.Admitted,
-    config: NSAConfig,
-    compress: Compress,
-) -> NSACache:
-    """Writes the selection arrays and the complete blocks; `recent` ends in the new tokens."""
-    offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)[None]
-    index, valid = new.start[:, None] + offset, offset < new.num_tokens[:, None]
-    (key_cmp, value_cmp), block, complete = _compress_complete(recent, new, offset.shape[1], config, compress)
-    return dataclasses.replace(
-        cache,
-        key_slc=slots.write(cache.key_slc, tokens.key_slc, index, valid),
-        value_slc=slots.write(cache.value_slc, tokens.value_slc, index, valid),
-        key_cmp=slots.write(cache.key_cmp, key_cmp, block, complete),
-        value_cmp=slots.write(cache.value_cmp, value_cmp, block, complete),
-        lengths=new.start + new.num_tokens,
-        overflowed=cache.overflowed | ~new.fits,
-    )
-
-
-def _compress_complete(recent, new, num_new, config, compress):
-    """As many blocks as the new tokens could complete: compressed, their numbers, which are complete."""
-    size, stride = config.compression_block_size, config.compression_stride
-    first = layout.num_compression_blocks(new.start, config)
-    block = first[:, None] + jnp.arange((num_new - 1) // stride + 1, dtype=jnp.int32)[None]
-    complete = block < layout.num_compression_blocks(new.start + new.num_tokens, config)[:, None]
-    # `recent` begins l - 1 tokens before the new ones. A block that is not complete ends beyond it: it takes
-    # any window, so that nothing is read out of bounds.
-    start = jnp.clip(block * stride - new.start[:, None] + size - 1, 0, num_new - 1)
-    window = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
-    row = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None, None]
-
-    def run(*key_value):
-        windows = (x.at[row, window].get(mode="promise_in_bounds") for x in key_value)
-        return tuple(x.astype(key_value[0].dtype) for x in compress(*windows, block * stride))
-
-    def run_if_any(*key_value):
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *key_value)]
-        return jax.lax.cond(complete.any(), run, lambda *_: tuple(zeros), *key_value)
-
-    key_value = recent["key_raw_ring"], recent["value_raw_ring"]
-    if num_new >= stride:  # nearly every step completes a block
-        return run(*key_value), block, complete
-    return jax.lax.platform_dependent(*key_value, cpu=run_if_any, default=run), block, complete
-
-
-def _attend(
-    cache: NSACache,
-    query: Array,
-    gates: Array,
-    recent: dict[str, Array],
-    new: slots.Admitted,
-    config: NSAConfig,
-    scale: float | None,
-    implementation: Implementation | None,
-    count_reads: bool,
-) -> tuple[Array, Reads | None]:
-    """The three branches over the cache that holds the new tokens already; the window over `recent`."""
-    history = config.window_size - 1
-    where: dict[str, Any] = dict(
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    operands = cache, query, tokens, gates, num_tokens, compress, config, scale
+    chosen = dispatch.running(
+        "decode_step",
+        implementation,
+        query,
+        cache.key_cmp,
+        cache.value_cmp,
         config=config,
-        query_positions=Runs((Run(query.shape[1], new.start),), num_queries=new.num_tokens),
-        scale=scale,
-        implementation=implementation,
+        return_reads=count_reads,
     )
-    branch: dict[str, Any] = where | dict(return_reads=count_reads)
-    cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **branch)
-    blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
-    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, blocks, **branch)
-    window = _window_tokens(cache, recent, new, query.shape[1], history)
-    win = attention.window_attention(query, *window, first_key=new.start - history, **branch)
-    out = attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation)
-    return out, Reads(cmp.reads, slc.reads, win.reads) if count_reads else None
-
-
-def _window_tokens(
-    cache: NSACache, recent: dict[str, Array], new: slots.Admitted, num_new: int, history: int
-) -> tuple[Array, Array]:
-    """Keys and values of the new tokens, and of the `history` tokens before them.
-
-    Shared ones lie in the selection arrays. These are read as a ring of the size of the capacity, in which no
-    token has been overwritten.
-    """
-    if not cache.shares_keys_values:
-        return recent["key_win_ring"], recent["value_win_ring"]
-    first, length = new.start - history, history + num_new
-    return slots.read_ring(cache.key_slc, first, length), slots.read_ring(cache.value_slc, first, length)
+    with chosen as kernels:
+        out, cache, reads = kernels.decode_step(*operands, count_reads=count_reads)
+    return Step(out, cache) if reads is None else CountedStep(out, cache, reads)

@@ -6,6 +6,7 @@ derives the same maps on its own.
 """
 
 from nsa_jax.layout.blocks import (
+    blocks_of_step,
     distinct_blocks,
     is_forced,
     longest_length,
@@ -14,6 +15,7 @@ from nsa_jax.layout.blocks import (
     num_selection_blocks,
     overlap_weights,
 )
+from nsa_jax.layout.cache import Compress, MeanCompression, NSACache, Reads, TokenKeysValues
 from nsa_jax.layout.placement import (
     FirstKeys,
     Index,
@@ -27,11 +29,17 @@ from nsa_jax.layout.placement import (
 from nsa_jax.layout.sequences import compression_block_starts, sequence_positions, sequence_starts
 
 __all__ = [
+    "Compress",
     "FirstKeys",
     "Index",
+    "MeanCompression",
+    "NSACache",
     "Placement",
+    "Reads",
     "Run",
     "Runs",
+    "TokenKeysValues",
+    "blocks_of_step",
     "compression_block_starts",
     "default_runs",
     "distinct_blocks",

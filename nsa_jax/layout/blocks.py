@@ -42,6 +42,11 @@ def overlap_weights(config: NSAConfig) -> tuple[tuple[int, int], ...]:
     )
 
 
+def blocks_of_step(num_new: int, config: NSAConfig) -> int:
+    """Most compression blocks that `num_new` consecutive tokens can complete."""
+    return (num_new - 1) // config.compression_stride + 1
+
+
 def is_forced(
     block: Int[Array, "*#shape"], position: Int[Array, "*#shape"], config: NSAConfig
 ) -> Bool[Array, "*shape"]:

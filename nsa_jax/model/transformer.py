@@ -220,7 +220,7 @@ class Transformer(nnx.Module):
     def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[NSACache, ...]) -> None:
         """Raises TypeError or ValueError unless there is a cache for each layer, with a row for each row."""
         self._check_tokens(tokens)
-        if not isinstance(caches, tuple | list):
+        if not isinstance(caches, tuple | list) or isinstance(caches, NSACache):
             raise TypeError(
                 f"the cache of a model must be a tuple of one NSACache a layer, got {type(caches).__name__}. "
                 "Pass what the model's init_cache gives."

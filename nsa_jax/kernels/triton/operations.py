@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import decode
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.launch import folds_vmap
@@ -25,7 +27,7 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selection import choose_blocks
-from nsa_jax.layout import Placement
+from nsa_jax.layout import Compress, MeanCompression, NSACache, Placement, TokenKeysValues, slots
 
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
@@ -134,6 +136,43 @@ def native_sparse_attention(
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     return _native(query, keys_values, gates, block_indices, placement, scale)
+
+
+def decode_step(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    gates: Float[Array, "B T N 3"],
+    num_tokens: Int[Array, " B"] | None,
+    compress: Compress,
+    config: NSAConfig,
+    scale: float,
+    *,
+    count_reads: bool = False,
+) -> tuple[Float[Array, "B T N V"], NSACache, None]:
+    """Appends the tokens, compresses the blocks they complete, then attends."""
+    _counts_nothing(count_reads)
+    blocks = None
+    if not isinstance(compress, MeanCompression):
+        blocks = _compress(cache, tokens, num_tokens, compress, config)
+    step = decode.decode_step(cache, query, tokens, gates, num_tokens, blocks, config, scale)
+    return step.out, step.cache, None
+
+
+def _compress(cache, tokens, num_tokens, compress, config):
+    """Keys and values of the blocks that the tokens may complete, by XLA: beside the compressed branch."""
+    num_new, history = tokens.key_slc.shape[1], config.compression_block_size - 1
+    new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
+    blocks = slots.completed_blocks(new, num_new, config)
+
+    def windows(ring, token):
+        recent = jnp.concatenate([slots.read_ring(ring, new.start - history, history), token], axis=1)
+        return slots.block_windows(recent, blocks, new.start, config)
+
+    key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
+    value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
+    compressed = compress(key_windows, value_windows, blocks.number * config.compression_stride)
+    return tuple(x.astype(cache.key_cmp.dtype) for x in compressed)
 
 
 def _counts_nothing(count_reads: bool) -> None:

@@ -12,11 +12,13 @@ from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.dims import padded_heads, splits
-from nsa_jax.kernels.triton.tiles import SHARED_BYTES
+from nsa_jax.kernels.triton.tiles import SHARED_BYTES, STEP_LIST_BLOCKS, step_list_blocks
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
+_MOST_STEP_HEADS = 64  # query heads of a KV head that a program of a decode step has
+_MOST_BLOCK = 128  # tokens of a selection block that it loads at once
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 _VERSIONS = {
     "jax": (">=0.11.1,<0.12", "jax-triton 0.4.1 does not lower on JAX 0.12"),
@@ -50,9 +52,53 @@ def unsupported_reason(
             "the Triton kernels need key and value dims that are a power of two or the sum of two, of at "
             f"least 16 each and 256 together, got {unsupported[0]}. Pad them, or use implementation='xla'."
         )
+    if operation == "decode_step":
+        return _step(floats, config)
     if reason := _tiles(operation, floats, config):
         return reason
     return None if config is None else _blocks(operation, config)
+
+
+def _step(floats: list, config: NSAConfig | None) -> str | None:
+    """Refuses decode steps, given as query, compressed keys and values, that need larger tiles."""
+    if config is not None:
+        block, stride, number = (
+            config.selection_block_size, config.compression_stride, config.num_selected_blocks
+        )  # fmt: skip
+        if block > 32 * stride or block > _MOST_BLOCK:
+            return (
+                f"the Triton kernels need a selection_block_size of at most {_MOST_BLOCK} in a decode step, "
+                f"and of at most 32 compression strides, got {block} with stride {stride}. Use "
+                "implementation='xla'."
+            )
+        if number > _MOST_SELECTED:
+            return (
+                f"the Triton kernels need a num_selected_blocks of at most {_MOST_SELECTED}, got {number}. "
+                "Use implementation='xla'."
+            )
+    if len(floats) < 2:
+        return None
+    query, key = floats[:2]
+    if query.shape[2] > _MOST_STEP_HEADS * key.shape[2]:
+        return (
+            f"the Triton kernels need at most {_MOST_STEP_HEADS} query heads of one KV head in a decode "
+            f"step, got {query.shape[2]} / {key.shape[2]}. Use implementation='xla'."
+        )
+    if key.shape[1] < 1:
+        return (
+            "the Triton kernels need a cache with room for a compression block, got none. Use a larger "
+            "max_length, or implementation='xla'."
+        )
+    if config is not None:
+        own = config.selection_block_size // config.compression_stride
+        blocks, most = -(-key.shape[1] // own), STEP_LIST_BLOCKS[1]
+        if step_list_blocks(blocks, 1 << (number - 1).bit_length()) > most:
+            return (
+                "the Triton kernels rank the selection blocks of a decode step in lists of at most "
+                f"{most}, got a cache of {blocks} blocks with num_selected_blocks={number}. Use a smaller "
+                "max_length, or implementation='xla'."
+            )
+    return None
 
 
 def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:

@@ -444,3 +444,106 @@ RECOMPUTED_HEADS = 16  # query heads at a time, the fewest rows of a product
 RECOMPUTED_KEYS = 32  # of a step
 RECOMPUTED_KEYS_OF_A_PROGRAM = 64  # that it looks at
 RECOMPUTED_TOKENS = 32  # query tokens of a program, and of a step for a key
+
+# --- A decode step ------------------------------------------------------------------------------------------
+
+
+class StepShape(NamedTuple):
+    """What the sizes of a decode step depend on.
+
+    Attributes:
+      gpu: AMPERE, ADA or HOPPER.
+      float_bytes: of one number of the query, 2 or 4.
+      kv_heads: KV heads of all batch rows together.
+      num_new: tokens that a row gains.
+      heads: query heads of a KV head.
+      dims: key and value dim together.
+      own: compressed keys of a selection block.
+      blocks: selection blocks of the cache.
+      slots: selected blocks, padded to a power of two.
+      block_size: tokens of a selection block, padded likewise.
+    """
+
+    gpu: int
+    float_bytes: int
+    kv_heads: int
+    num_new: int
+    heads: int
+    dims: int
+    own: int
+    blocks: int
+    slots: int
+    block_size: int
+
+
+class StepSizes(NamedTuple):
+    """How the work of a decode step is shared out.
+
+    Attributes:
+      rows: query rows, new tokens times heads, of a program of the compressed branch.
+      groups: such programs for a KV head.
+      keys: compressed keys, and keys of the window, of a step.
+      list_blocks: selection blocks whose best ones form a list.
+      cmp_parts, slc_parts, win_parts: programs that share the keys of a row and KV head.
+      slc_blocks: selected blocks that a program loads at a time.
+      cmp_warps, cmp_stages: warps of a program of the compressed branch, and steps whose loads are in flight.
+    """
+
+    rows: int
+    groups: int
+    keys: int
+    list_blocks: int
+    cmp_parts: int
+    slc_parts: int
+    win_parts: int
+    slc_blocks: int
+    cmp_warps: int
+    cmp_stages: int
+
+
+STEP_ROWS = 64
+STEP_PROGRAMS = 256  # enough to fill a GPU: two for each of the 132 processors of an H100
+STEP_CANDIDATES = 256  # best blocks in the lists of a row, which a program ranks against each other
+STEP_LIST_BLOCKS = (128, 1024)  # of a list: the fewest, and the most that a program ranks
+
+
+def step_sizes(shape: StepShape) -> StepSizes:
+    """Sizes for a decode step; work is shared out until `STEP_PROGRAMS` programs have some."""
+
+    def share(programs: int, most: int) -> int:
+        return min(_power_below(max(STEP_PROGRAMS // programs, 1)), most)
+
+    rows = shape.num_new * shape.heads
+    padded = max(_power_above(min(rows, STEP_ROWS)), 16)
+    groups = -(-rows // padded)
+    room = SHARED_BYTES[shape.gpu] // 2
+    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+    keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
+    slc_parts = min(share(shape.kv_heads * shape.num_new, 16), shape.slots)
+    at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
+    return StepSizes(
+        rows=padded,
+        groups=groups,
+        keys=keys,
+        list_blocks=max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own)),
+        cmp_parts=share(shape.kv_heads * groups, 32),
+        slc_parts=slc_parts,
+        win_parts=share(2 * shape.kv_heads * shape.num_new, 8),
+        slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
+        cmp_warps=4,
+        cmp_stages=3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2,
+    )
+
+
+def step_list_blocks(blocks: int, slots: int) -> int:
+    """Selection blocks of a list, such that the lists of `blocks` hold at most `STEP_CANDIDATES` of them."""
+    lists = max(STEP_CANDIDATES // slots, 1)
+    return max(_power_above(-(-blocks // lists)), STEP_LIST_BLOCKS[0], slots)
+
+
+def _power_above(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _power_below(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)

@@ -1,5 +1,6 @@
 """The `xla` implementation: plain JAX, any platform, any float dtype, any shape."""
 
+from nsa_jax.kernels.xla.decode import decode_step
 from nsa_jax.kernels.xla.operations import (
     compressed_attention,
     gated_sum,
@@ -11,6 +12,7 @@ from nsa_jax.kernels.xla.operations import (
 
 __all__ = [
     "compressed_attention",
+    "decode_step",
     "gated_sum",
     "native_sparse_attention",
     "select_blocks",

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.layout.blocks import blocks_of_step, num_compression_blocks
 
 
 class Admitted(NamedTuple):
@@ -59,6 +61,35 @@ def read_ring(ring: Array, first: Int32[Array, " B"], length: int) -> Array:
     """Tokens `first .. first + length - 1` in order; any numbers for those that the ring does not hold."""
     token = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return ring.at[_rows(ring), token % ring.shape[1]].get(mode="promise_in_bounds")
+
+
+class CompletedBlocks(NamedTuple):
+    """As many blocks as the new tokens of a step could complete: their numbers, and which are complete."""
+
+    number: Int32[Array, "B blocks"]
+    complete: Bool[Array, "B blocks"]
+
+
+def completed_blocks(new: Admitted, num_new: int, config: NSAConfig) -> CompletedBlocks:
+    """The blocks that end in the admitted ones of `num_new` tokens."""
+    offset = jnp.arange(blocks_of_step(num_new, config), dtype=jnp.int32)[None]
+    block = num_compression_blocks(new.start, config)[:, None] + offset
+    return CompletedBlocks(block, block < num_compression_blocks(new.start + new.num_tokens, config)[:, None])
+
+
+def block_windows(
+    recent: Array, blocks: CompletedBlocks, start: Int32[Array, " B"], config: NSAConfig
+) -> Array:
+    """The `l` tokens of each block, `[B, blocks, l, ...]`; `recent` are the new ones and `l - 1` before.
+
+    A block that is not complete ends beyond them: it takes any window, so that nothing is read out of bounds.
+    """
+    size, num_new = config.compression_block_size, recent.shape[1] - config.compression_block_size + 1
+    if num_new == 1:
+        return recent[:, None]
+    first = blocks.number * config.compression_stride - start[:, None] + size - 1
+    token = jnp.clip(first, 0, num_new - 1)[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+    return recent.at[_rows(recent)[:, :, None], token].get(mode="promise_in_bounds")
 
 
 def _rows(array: Array) -> Int32[Array, "B 1"]:

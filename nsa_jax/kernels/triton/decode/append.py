@@ -1,0 +1,225 @@
+"""The new tokens go into the cache, and the compression blocks that they complete are formed and attended.
+
+In place: the selection arrays and the rings. The rows of all arrays are loaded before any is stored: a store
+may alias a later load, which would wait for it.
+
+A block that the step completes is one key of the compressed branch that `compressed_kernel` does not look at.
+It enters here as a part of its own, and goes into the cache with `window_kernel`, when nobody reads that any
+more. So nothing here waits for the compressed branch, nor that for this: means are formed in programs of that
+kernel, and `append_kernel` runs beside it where XLA forms the blocks. New tokens, which alone can see
+different compressed keys, meet only here: what one sees and another does not is masked, with its value.
+
+Grid of `append_kernel`: x = batch rows times KV heads. A few rows are all it moves, so latency binds: 4 us on
+an H200.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.kernels.triton.decode.parts import admit, load_query, num_blocks, query_rows, store_part
+from nsa_jax.kernels.triton.launch import named
+from nsa_jax.kernels.triton.loading import load_at, store_at
+from nsa_jax.kernels.triton.pieces import Dim, Pieces, inner
+from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
+
+
+class Appending(NamedTuple):
+    """Arrays of the cache, in place; the new tokens; blocks as another has formed them, None for means.
+
+    Keys and values of the window are None where the branches share theirs.
+    """
+
+    key_slc: tl.tensor
+    value_slc: tl.tensor
+    key_raw: tl.tensor
+    value_raw: tl.tensor
+    key_win: tl.tensor | None
+    value_win: tl.tensor | None
+    new_key_cmp: tl.tensor
+    new_value_cmp: tl.tensor
+    new_key_slc: tl.tensor
+    new_value_slc: tl.tensor
+    new_key_win: tl.tensor | None
+    new_value_win: tl.tensor | None
+    given_key: tl.tensor | None
+    given_value: tl.tensor | None
+
+
+class Appended(NamedTuple):
+    """What is left for the other kernels.
+
+    Attributes:
+      placed: `[B, 3]`: start, number and fit of the new tokens.
+      key, value: `[B, BLOCKS, K, D]`: the blocks; those that are complete are new.
+      logits: `[B, K, R, BLOCKS]` in base 2, -inf where a row does not see the block.
+      out, sums: the part of the compressed branch, see `parts`.
+    """
+
+    placed: tl.tensor
+    key: tl.tensor
+    value: tl.tensor
+    logits: tl.tensor
+    out: tl.tensor
+    sums: tl.tensor
+
+
+class StepDims(NamedTuple):
+    """Sizes of a step that are known while tracing.
+
+    Attributes:
+      T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
+      MAX_LENGTH, RAW, RING: tokens of the selection arrays, of the ring of raw tokens, of the window's.
+      SIZE, STRIDE: of compression blocks.
+      BLOCKS: compression blocks that the tokens may complete.
+      ROWS: query rows that are attended at a time.
+      KEY, VALUE: `Dim`s.
+    """
+
+    T: tl.constexpr
+    G: tl.constexpr
+    KV_HEADS: tl.constexpr
+    MAX_LENGTH: tl.constexpr
+    RAW: tl.constexpr
+    RING: tl.constexpr
+    SIZE: tl.constexpr
+    STRIDE: tl.constexpr
+    BLOCKS: tl.constexpr
+    ROWS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+
+
+@triton.jit
+def _mean(ring, new, b, kv_head, tokens, block, complete, DIM, D):
+    """Mean of the tokens of a block: old ones from the ring, new ones from the operand; `[1, D]`."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    PADDED: tl.constexpr = triton.next_power_of_2(D.SIZE)
+    r = tl.arange(0, PADDED)
+    token = block * D.STRIDE + r
+    held = complete & (r < D.SIZE)
+    slot = (b * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
+    old = load_at(ring, slot * WIDTH, held & (token < tokens.start), DIM)
+    slot = (b * D.T + token - tokens.start) * D.KV_HEADS + kv_head
+    fresh = load_at(new, slot * WIDTH, held & (token >= tokens.start), DIM)
+    x0 = tl.sum(old.first.to(tl.float32) + fresh.first.to(tl.float32), 0)[None, :] / D.SIZE
+    if DIM.D1 > 0:
+        x1 = tl.sum(old.second.to(tl.float32) + fresh.second.to(tl.float32), 0)[None, :] / D.SIZE
+    else:
+        x1 = None
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def _add_value(out, weight, v):
+    """`out` with one value `[1, V]`, where its weight of a row is not 0."""
+    x0 = out.first + tl.where(weight[:, None] != 0.0, weight[:, None] * v.first.to(tl.float32), 0.0)
+    if v.second is None:
+        x1 = None
+    else:
+        x1 = out.second + tl.where(weight[:, None] != 0.0, weight[:, None] * v.second.to(tl.float32), 0.0)
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl.constexpr):
+    """Appends the tokens of row `b` to the arrays of one KV head; forms its blocks and attends them."""
+    KEY: tl.constexpr = D.KEY
+    VALUE: tl.constexpr = D.VALUE
+    H: tl.constexpr = KEY.D0 + KEY.D1
+    V: tl.constexpr = VALUE.D0 + VALUE.D1
+    R: tl.constexpr = D.T * D.G
+    PADDED_T: tl.constexpr = triton.next_power_of_2(D.T)
+    PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(D.BLOCKS) if D.BLOCKS > 16 else 16
+    if kv_head == 0:
+        tl.store(found.placed + 3 * b, tokens.start)
+        tl.store(found.placed + 3 * b + 1, tokens.number)
+        tl.store(found.placed + 3 * b + 2, tokens.fits.to(tl.int32))
+
+    i = tl.arange(0, PADDED_T)
+    new = i < tokens.number
+    source = (b * D.T + i) * D.KV_HEADS + kv_head
+    k_slc = load_at(arrays.new_key_slc, source * H, new, KEY)
+    v_slc = load_at(arrays.new_value_slc, source * V, new, VALUE)
+    k_raw = load_at(arrays.new_key_cmp, source * H, new, KEY)
+    v_raw = load_at(arrays.new_value_cmp, source * V, new, VALUE)
+    if arrays.key_win is not None:
+        k_win = load_at(arrays.new_key_win, source * H, new, KEY)
+        v_win = load_at(arrays.new_value_win, source * V, new, VALUE)
+
+    # The blocks that end in these tokens; of the ring they read older slots than these tokens take.
+    before = num_blocks(tokens.start, D.SIZE, D.STRIDE)
+    after = num_blocks(tokens.start + tokens.number, D.SIZE, D.STRIDE)
+    c = tl.arange(0, PADDED_BLOCKS)
+    complete = (c < D.BLOCKS) & (before + c < after)
+    place = (b * D.BLOCKS + c) * D.KV_HEADS + kv_head
+    if arrays.given_key is None:
+        for j in tl.static_range(D.BLOCKS):
+            one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
+            ready = before + j < after
+            k = _mean(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, before + j, ready, KEY, D)
+            v = _mean(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, before + j, ready, VALUE, D)
+            store_at(found.key, one * H, k, one >= 0, KEY)
+            store_at(found.value, one * V, v, one >= 0, VALUE)
+    else:
+        k = load_at(arrays.given_key, place * H, complete, KEY)
+        v = load_at(arrays.given_value, place * V, complete, VALUE)
+        store_at(found.key, place * H, k, complete, KEY)
+        store_at(found.value, place * V, v, complete, VALUE)
+    tl.debug_barrier()
+    k = load_at(found.key, place * H, complete, KEY)
+
+    row = (b.to(tl.int64) * D.MAX_LENGTH + tokens.start) * D.KV_HEADS + kv_head
+    store_at(arrays.key_slc + row * H, i * (D.KV_HEADS * H), k_slc, new, KEY)
+    store_at(arrays.value_slc + row * V, i * (D.KV_HEADS * V), v_slc, new, VALUE)
+    slot = (b * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
+    store_at(arrays.key_raw, slot * H, k_raw, new, KEY)
+    store_at(arrays.value_raw, slot * V, v_raw, new, VALUE)
+    if arrays.key_win is not None:
+        slot = (b * D.RING + (tokens.start + i) % D.RING) * D.KV_HEADS + kv_head
+        store_at(arrays.key_win, slot * H, k_win, new, KEY)
+        store_at(arrays.value_win, slot * V, v_win, new, VALUE)
+
+    bk = b * D.KV_HEADS + kv_head
+    for first in tl.static_range(0, R, D.ROWS):
+        rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
+        q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
+        ends = num_blocks(tokens.start + rows.token + 1, D.SIZE, D.STRIDE)
+        seen = complete[None, :] & (before + c[None, :] < ends[:, None])
+        logits = tl.where(seen, inner(q, k, PRECISION) * scale, float("-inf"))
+        top = tl.maximum(tl.max(logits, 1), LOWEST)
+        p = tl.exp2(logits - top[:, None])
+        x = no_keys(D.ROWS, VALUE).out
+        for j in tl.static_range(D.BLOCKS):
+            one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
+            v = load_at(found.value, one * V, (before + j < after) & (one >= 0), VALUE)
+            x = _add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
+        store_part(found.out, found.sums, bk, 0, 1, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
+        at = (bk * R + rows.number)[:, None] * D.BLOCKS + c[None, :]
+        tl.store(found.logits + at, logits, mask=rows.inside[:, None] & (c < D.BLOCKS)[None, :])
+
+
+@triton.jit(repr=named("nsa_step_append"))
+def append_kernel(
+    key_slc, value_slc, key_raw, value_raw, key_win, value_win,
+    lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
+    given_key, given_value, query,
+    placed, block_key, block_value, block_logits, out, sums,
+    scale, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
+    RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Appends, with blocks that XLA has formed."""
+    b = tl.program_id(0) // KV_HEADS
+    D: tl.constexpr = StepDims(
+        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, Dim(H0, H1), Dim(V0, V1)
+    )
+    arrays = Appending(
+        key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp, new_key_slc,
+        new_value_slc, new_key_win, new_value_win, given_key, given_value,
+    )  # fmt: skip
+    found = Appended(placed, block_key, block_value, block_logits, out, sums)
+    tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
+    append_row(arrays, found, query, tokens, b, tl.program_id(0) % KV_HEADS, scale, D, PRECISION)

@@ -1,0 +1,93 @@
+"""The parts of the three branches become outputs, and these the gated sum (Eq. 5).
+
+Grid: x = new tokens times query heads times batch rows: a program has one row, so that many read at once.
+Merging in the last program of an earlier kernel loses: one processor then reads all parts of a KV head.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.kernels.triton.decode.parts import load_placed, whole_sums
+from nsa_jax.kernels.triton.launch import named
+from nsa_jax.kernels.triton.pieces import Dim, Pieces, added, scaled
+from nsa_jax.kernels.triton.softmax import LOWEST
+
+
+@triton.jit
+def _columns(out, weight, bk, row, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
+             PADDED: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    part = tl.arange(0, PADDED)
+    at = ((bk.to(tl.int64) * PARTS + part) * R + row) * WIDTH + FIRST
+    x = tl.load(out + at[:, None] + tl.arange(0, D)[None, :], mask=(part < PARTS)[:, None], other=0.0)
+    return tl.sum(x * weight[:, None], 0)
+
+
+@triton.jit
+def _weighted_parts(out, sums, bk, row, top, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """The sum of the parts' values, relative to the logit `top`."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    part = tl.arange(0, PADDED)
+    largest = tl.load(
+        sums + (bk.to(tl.int64) * PARTS + part) * (2 * R) + row, mask=part < PARTS, other=LOWEST
+    )
+    weight = tl.exp2(largest - top)
+    x0 = _columns(out, weight, bk, row, DIM.D0, 0, PARTS, PADDED, R, WIDTH)
+    if DIM.D1 > 0:
+        x1 = _columns(out, weight, bk, row, DIM.D1, DIM.D0, PARTS, PADDED, R, WIDTH)
+    else:
+        x1 = None
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def _branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """Values, largest logit and total of one branch."""
+    one = tl.full([1], 0, tl.int32) + row
+    top, total = whole_sums(sums, bk, PARTS, PADDED, R, one, one >= 0)
+    top = tl.max(top, 0)
+    return _weighted_parts(out, sums, bk, row, top, PARTS, PADDED, R, DIM), top, tl.sum(total, 0)
+
+
+@triton.jit
+def _share(gates, branch: tl.constexpr, total):
+    """What the values of a branch are multiplied with."""
+    return tl.load(gates + branch).to(tl.float32) / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit(repr=named("nsa_step_merge"))
+def merge_kernel(
+    placed, gates, out_cmp, sums_cmp, out_new, sums_new, out_slc, sums_slc, out_win, sums_win,
+    out,
+    T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr,
+    SLC: tl.constexpr, PADDED_SLC: tl.constexpr, WIN: tl.constexpr, PADDED_WIN: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """`out` `[B, T, N, V]`; 0 for a token that found no room."""
+    head = tl.program_id(0) % (KV_HEADS * G)
+    token = tl.program_id(0) // (KV_HEADS * G) % T
+    b = tl.program_id(0) // (KV_HEADS * G * T)
+    bk = b * KV_HEADS + head // G
+    row = token * G + head % G
+    R: tl.constexpr = T * G
+    VALUE: tl.constexpr = Dim(V0, V1)
+    gate = gates + tl.program_id(0).to(tl.int64) * 3
+    tokens = load_placed(placed, b)
+
+    x, top, total = _branch(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
+    new, new_top, new_total = _branch(out_new, sums_new, bk, row, 1, 1, R, VALUE)
+    both = tl.maximum(top, new_top)
+    decay = tl.exp2(top - both)
+    new_decay = tl.exp2(new_top - both)
+    share = _share(gate, 0, total * decay + new_total * new_decay)
+    x = added(scaled(x, decay * share), scaled(new, new_decay * share))
+    slc, _, slc_total = _branch(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
+    x = added(x, scaled(slc, _share(gate, 1, slc_total)))
+    win, _, win_total = _branch(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
+    x = added(x, scaled(win, _share(gate, 2, win_total)))
+
+    to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
+    exists = token < tokens.number
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(to + tl.arange(0, V0), tl.where(exists, x.first, 0.0).to(dtype))
+    if V1 > 0:
+        tl.store(to + V0 + tl.arange(0, V1), tl.where(exists, x.second, 0.0).to(dtype))

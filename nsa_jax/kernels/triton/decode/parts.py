@@ -1,0 +1,131 @@
+"""What the kernels of a decode step share: the rows of a KV head, and softmaxes that come in parts.
+
+Query rows of a KV head are its T new tokens times its G query heads, `r = token * G + head`: R of them. A
+branch whose keys are shared out over programs leaves a part of its softmax from each: `out` of
+`[B, K, parts, R, V]`, and its largest logits and totals, `sums` of `[B, K, parts, 2, R]`, in float32.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.kernels.triton.loading import load_at, store_at
+from nsa_jax.kernels.triton.pieces import add_product, inner, scaled
+from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
+
+
+class NewTokens(NamedTuple):
+    """The tokens that a row gains in this step: `number`, from `start` on; `fits` unless they had no room."""
+
+    start: tl.tensor
+    number: tl.tensor
+    fits: tl.tensor
+
+
+class QueryRows(NamedTuple):
+    """Some rows of a KV head: number, new token, place among the heads of `[T, N]`, whether it exists."""
+
+    number: tl.tensor
+    token: tl.tensor
+    offset: tl.tensor
+    inside: tl.tensor
+
+
+@triton.jit
+def admit(lengths, num_tokens, b, T: tl.constexpr, MAX_LENGTH: tl.constexpr):
+    """All new tokens of row `b`, or none where they do not all fit."""
+    start = tl.load(lengths + b)
+    if num_tokens is None:
+        wanted = T
+    else:
+        wanted = tl.minimum(tl.maximum(tl.load(num_tokens + b), 0), T)
+    fits = start + wanted <= MAX_LENGTH
+    return NewTokens(start, tl.where(fits, wanted, 0), fits)
+
+
+@triton.jit
+def load_placed(placed, b):
+    """What `append_kernel` found about row `b`."""
+    return NewTokens(tl.load(placed + 3 * b), tl.load(placed + 3 * b + 1), tl.load(placed + 3 * b + 2) != 0)
+
+
+@triton.jit
+def num_blocks(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Compression blocks that are complete at a length."""
+    return tl.where(length >= SIZE, (length - SIZE) // STRIDE + 1, 0)
+
+
+@triton.jit
+def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Rows `first .. first + ROWS - 1` of a KV head."""
+    number = first + tl.arange(0, ROWS)
+    token = number // G
+    return QueryRows(number, token, token * (KV_HEADS * G) + number % G, number < T * G)
+
+
+@triton.jit
+def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
+    """The rows of `query` of `[B, T, N, H]`."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    start = query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * WIDTH
+    return load_at(start, rows.offset * WIDTH, rows.inside, DIM)
+
+
+@triton.jit
+def attend(state, q, k, v, seen, scale, PRECISION: tl.constexpr):
+    """The state with a tile of keys, of which all rows see those `seen`; and `exp2(logit - largest)`."""
+    logits = inner(q, k, PRECISION) * scale
+    logits = tl.where(seen[None, :], logits, float("-inf"))
+    top = tl.maximum(state.largest, tl.max(logits, 1))
+    p = tl.exp2(logits - top[:, None])
+    decay = tl.exp2(state.largest - top)
+    out = scaled(state.out, decay[:, None])
+    out = add_product(p.to(v.first.dtype), v, out, PRECISION)
+    return Softmax(out, top, state.total * decay + tl.sum(p, 1)), p
+
+
+@triton.jit
+def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, state, DIM):
+    """Stores a softmax as one of the PARTS of KV head `bk`, counted over the batch."""
+    at = bk.to(tl.int64) * PARTS + part
+    tl.store(sums + at * (2 * R) + rows.number, state.largest, mask=rows.inside)
+    tl.store(sums + at * (2 * R) + R + rows.number, state.total, mask=rows.inside)
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    store_at(out + at * (R * WIDTH), rows.number * WIDTH, state.out, rows.inside, DIM)
+
+
+@triton.jit
+def whole_sums(sums, bk, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, row, inside):
+    """Largest logit and total over all parts, for each row."""
+    part = tl.arange(0, PADDED)
+    at = sums + bk.to(tl.int64) * (PARTS * 2 * R) + part[:, None] * (2 * R) + row[None, :]
+    there = (part < PARTS)[:, None] & inside[None, :]
+    largest = tl.load(at, mask=there, other=LOWEST)
+    total = tl.load(at + R, mask=there, other=0.0)
+    top = tl.max(largest, 0)
+    return top, tl.sum(total * tl.exp2(largest - top[None, :]), 0)
+
+
+@triton.jit
+def ranks(bits, LENGTH: tl.constexpr):
+    """The rank of each number: how many are better, larger or equal and earlier.
+
+    A table of comparisons, at most 128 rows of it at a time, is summed along its first axis: so each thread
+    adds numbers of its own.
+    """
+    PIECE: tl.constexpr = LENGTH if LENGTH < 128 else 128
+    x = tl.arange(0, LENGTH)
+    if LENGTH == PIECE:
+        rank = tl.sum(
+            (bits[:, None] + (x[:, None] < x[None, :]).to(tl.int32) > bits[None, :]).to(tl.int32), 0
+        )
+    else:
+        pieces = tl.reshape(bits, [LENGTH // PIECE, PIECE])
+        number = tl.arange(0, LENGTH // PIECE)[:, None]
+        rank = tl.zeros([LENGTH], tl.int32)
+        for i in range(LENGTH // PIECE):
+            piece = tl.sum(tl.where(number == i, pieces, 0), 0)
+            earlier = (i * PIECE + tl.arange(0, PIECE)[:, None] < x[None, :]).to(tl.int32)
+            rank += tl.sum((piece[:, None] + earlier > bits[None, :]).to(tl.int32), 0)
+    return rank

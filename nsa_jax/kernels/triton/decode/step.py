@@ -1,0 +1,306 @@
+"""A decode step by five kernels, four of them in a chain: `first`, `scores`, `selected`, `merge`.
+
+XLA makes a CUDA graph of a compiled loop's body, whose launches wait for their operands only: `window` runs
+beside `selected`. Where XLA forms the new blocks, `append` and `compressed` take the place of `first`, side
+by side, and the compressor delays the former only.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.decode.append import append_kernel
+from nsa_jax.kernels.triton.decode.compressed import compressed_kernel, first_kernel
+from nsa_jax.kernels.triton.decode.merge import merge_kernel
+from nsa_jax.kernels.triton.decode.scores import scores_kernel
+from nsa_jax.kernels.triton.decode.selected import selected_kernel
+from nsa_jax.kernels.triton.decode.window import window_kernel
+from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.gpu import target
+from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.pieces import LOG2_E, precision
+from nsa_jax.layout import NSACache, TokenKeysValues
+
+_padded = triton.next_power_of_2
+
+
+class StepResult(NamedTuple):
+    """Output and cache of a step, and the blocks that each token selected, in no order, -1 for none."""
+
+    out: Float[Array, "B T N V"]
+    cache: NSACache
+    blocks: Int32[Array, "B T K R"]
+
+
+class _Part(NamedTuple):
+    """What the programs of a branch leave, see `parts`."""
+
+    out: Float[Array, "B K parts rows V"]
+    sums: Float[Array, "B K parts 2 rows"]
+
+
+class _Scored(NamedTuple):
+    """What `compressed_kernel` leaves for the scores."""
+
+    scores: Float[Array, "B K rows blocks"]
+    tails: Float[Array, "B K rows tiles"]
+    tops: Float[Array, "B K rows tiles"]
+
+
+class _Appended(NamedTuple):
+    """What `append_kernel` leaves beside the cache."""
+
+    placed: Int32[Array, "B 3"]
+    block_key: Float[Array, "B blocks K H"]
+    block_value: Float[Array, "B blocks K V"]
+    block_logits: Float[Array, "B K rows blocks"]
+    part: _Part
+
+
+def decode_step(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    gates: Float[Array, "B T N 3"],
+    num_tokens: Int[Array, " B"] | None,
+    blocks: tuple[Float[Array, "B blocks K H"], Float[Array, "B blocks K V"]] | None,
+    config: NSAConfig,
+    scale: float,
+    *,
+    sizes: tiles.StepSizes | None = None,
+) -> StepResult:
+    """Appends the tokens and attends from each of them.
+
+    Args:
+      cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
+      blocks: compressed keys and values of the blocks that the step may complete, by any function; None for
+        the mean of their tokens.
+      config, scale: as there, with nothing defaulted.
+      sizes: of the pieces of work.
+    """
+    step = _Step(cache, query, tokens, gates, num_tokens, config, scale, sizes)
+    if blocks is None:
+        cache, cmp, scored, appended = step.begin()
+    else:
+        cmp, scored = step.attend_compressed()
+        cache, appended = step.append(blocks)
+    best = step.score(cmp, scored, appended)
+    cache, win = step.attend_window(cache, appended, cmp)
+    slc, chosen = step.attend_selected(cache, appended, best)
+    return StepResult(step.merge(appended, cmp, slc, win), cache, chosen)
+
+
+def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
+    """Those that the shapes of a step suggest."""
+    num_kv_heads, own = cache.key_slc.shape[2], config.selection_block_size // config.compression_stride
+    return tiles.step_sizes(
+        tiles.StepShape(
+            gpu=target(),
+            float_bytes=query.dtype.itemsize,
+            kv_heads=query.shape[0] * num_kv_heads,
+            num_new=query.shape[1],
+            heads=query.shape[2] // num_kv_heads,
+            dims=cache.key_slc.shape[3] + cache.value_slc.shape[3],
+            own=own,
+            blocks=-(-cache.key_cmp.shape[1] // own),
+            slots=_padded(config.num_selected_blocks),
+            block_size=max(_padded(config.selection_block_size), 16),
+        )
+    )
+
+
+def _appended(found: tuple[Array, ...]) -> _Appended:
+    placed, block_key, block_value, block_logits, out, sums = found
+    return _Appended(placed, block_key, block_value, block_logits, _Part(out, sums))
+
+
+class _Step:
+    """The operands of a step and the sizes that follow from them; one method a launch."""
+
+    def __init__(self, cache, query, tokens, gates, num_tokens, config, scale, sizes):
+        self.cache, self.query, self.tokens, self.gates = cache, query, tokens, gates
+        self.num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
+        self.config: NSAConfig = config
+        self.scale = float(scale * LOG2_E.value)
+        self.batch, self.num_new, self.num_heads, _ = query.shape
+        self.kv_heads = cache.key_slc.shape[2]
+        self.heads = self.num_heads // self.kv_heads
+        self.max_blocks = cache.key_cmp.shape[1]
+        self.blocks = layout.blocks_of_step(self.num_new, config)
+        self.own = config.selection_block_size // config.compression_stride
+        self.slots = _padded(config.num_selected_blocks)
+        self.sizes = sizes or step_sizes(cache, query, config)
+        # Tiles of compressed keys: whole selection blocks, each padded to a power of two of columns.
+        self.tile_blocks = max(self.sizes.keys // _padded(self.own), 1)
+        self.tiles = max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
+        self.chunk_tiles = self.sizes.list_blocks // self.tile_blocks
+        self.chunks = _padded(-(-self.tiles // self.chunk_tiles))
+        h, v = (split_dim(x.shape[3]) for x in (cache.key_slc, cache.value_slc))
+        self.dims: dict[str, Any] = dict(H0=h[0], H1=h[1], V0=v[0], V1=v[1])
+        self.value_dims = dict(V0=v[0], V1=v[1])
+        self.common: dict[str, Any] = dict(T=self.num_new, G=self.heads, KV_HEADS=self.kv_heads)
+        self.compression: dict[str, Any] = dict(
+            SIZE=config.compression_block_size, STRIDE=config.compression_stride
+        )
+        self.selection: dict[str, Any] = dict(
+            BLOCK=config.selection_block_size, SELECTED=config.num_selected_blocks,
+            INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, SLOTS=self.slots,
+        )  # fmt: skip
+        self.products: dict[str, Any] = dict(scale=self.scale, PRECISION=precision(query.dtype))
+        self.token_rows = max(_padded(self.heads), 16)
+
+    def floats(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Float32 for each KV head."""
+        return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *shape), jnp.float32)
+
+    def part(self, parts: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of `_Part`."""
+        rows = self.num_new * self.heads
+        return self.floats(parts, rows, self.cache.value_slc.shape[3]), self.floats(parts, 2, rows)
+
+    def begin(self) -> tuple[NSACache, _Part, _Scored, _Appended]:
+        """`append` with means for blocks, and `attend_compressed`, in one launch."""
+        updated, found = launch(
+            first_kernel, *self.appending(), self.query, self.cache.key_cmp, self.cache.value_cmp,
+            out=(*self.compressed_results(), *self.appended_results()), in_place=6,
+            grid=(self.batch * self.kv_heads + self.compressed_programs(),), **self.compressed_constants(),
+        )  # fmt: skip
+        return self.extended(updated), _Part(*found[:2]), _Scored(*found[2:5]), _appended(found[5:])
+
+    def attend_compressed(self) -> tuple[_Part, _Scored]:
+        """The compressed branch over the blocks that are in the cache."""
+        found = launch(
+            compressed_kernel, self.cache.lengths, self.num_tokens, self.query, self.cache.key_cmp,
+            self.cache.value_cmp, out=self.compressed_results(), grid=(self.compressed_programs(),),
+            **self.compressed_constants(),
+        )  # fmt: skip
+        return _Part(*found[:2]), _Scored(*found[2:])
+
+    def append(self, given: tuple[Array, Array]) -> tuple[NSACache, _Appended]:
+        """The cache with the new tokens, and the blocks that they complete, which are given."""
+        updated, found = launch(
+            append_kernel, *self.appending(), *given, self.query, out=self.appended_results(), in_place=6,
+            grid=(self.batch * self.kv_heads,), num_stages=1, **self.appending_constants(),
+        )  # fmt: skip
+        return self.extended(updated), _appended(found)
+
+    def compressed_programs(self) -> int:
+        """Parts of all KV heads, and of their groups of rows."""
+        return self.sizes.cmp_parts * self.batch * self.kv_heads * self.sizes.groups
+
+    def compressed_results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of `_Part` and `_Scored`."""
+        rows = self.num_new * self.heads
+        scores, tiles = self.floats(rows, self.tiles * self.tile_blocks), self.floats(rows, self.tiles)
+        return (*self.part(self.sizes.cmp_parts), scores, tiles, tiles)
+
+    def appended_results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of `_Appended`."""
+        block = (self.batch, self.blocks, self.kv_heads)
+        key, value = self.cache.key_cmp, self.cache.value_cmp
+        return (
+            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
+            like(key, (*block, key.shape[3])),
+            like(value, (*block, value.shape[3])),
+            self.floats(self.num_new * self.heads, self.blocks),
+            *self.part(1),
+        )
+
+    def appending(self) -> tuple[Array | None, ...]:
+        """The arrays that get the new tokens, and the tokens."""
+        cache = self.cache
+        rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
+        return (cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens, *self.tokens)
+
+    def extended(self, updated: tuple[Array, ...]) -> NSACache:
+        """The cache with the new tokens."""
+        names = ("key_slc", "value_slc", "key_raw_ring", "value_raw_ring", "key_win_ring", "value_win_ring")
+        return self.cache._replace(**dict(zip(names, updated, strict=False)))
+
+    def appending_constants(self) -> dict[str, Any]:
+        """Of what appends."""
+        ring = 1 if self.cache.key_win_ring is None else self.cache.key_win_ring.shape[1]
+        return dict(
+            MAX_LENGTH=self.cache.max_length, RAW=self.cache.key_raw_ring.shape[1], RING=ring,
+            BLOCKS=self.blocks, ROWS=self.sizes.rows, **self.common, **self.compression, **self.dims,
+            **self.products,
+        )  # fmt: skip
+
+    def compressed_constants(self) -> dict[str, Any]:
+        """Of what attends to compressed keys."""
+        return dict(
+            num_warps=self.sizes.cmp_warps, num_stages=self.sizes.cmp_stages, batch=self.batch,
+            MAX_BLOCKS=self.max_blocks, OWN=self.own, PADDED=_padded(self.own), TILE_BLOCKS=self.tile_blocks,
+            TILES=self.tiles, PARTS=self.sizes.cmp_parts, GROUPS=self.sizes.groups,
+            STAGES=self.sizes.cmp_stages, **self.appending_constants(),
+        )  # fmt: skip
+
+    def attend_window(self, cache: NSACache, appended: _Appended, behind: _Part) -> tuple[NSACache, _Part]:
+        """The window branch; the cache with the new blocks and lengths."""
+        key, value = cache.key_win_ring, cache.value_win_ring
+        if key is None or value is None:
+            key, value = cache.key_slc, cache.value_slc
+        parts = self.sizes.win_parts
+        updated, found = launch(
+            window_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed,
+            appended.placed, self.query, key, value, appended.block_key, appended.block_value, behind.sums,
+            out=self.part(parts), in_place=4, grid=(parts * self.num_new * self.batch * self.kv_heads,),
+            num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks, BLOCKS=self.blocks,
+            WINDOW=self.config.window_size, PARTS=parts, TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2,
+            **self.common, **self.compression, **self.dims, **self.products,
+        )  # fmt: skip
+        names = ("key_cmp", "value_cmp", "lengths", "overflowed")
+        return cache._replace(**dict(zip(names, updated, strict=True))), _Part(*found)
+
+    def score(self, cmp: _Part, scored: _Scored, appended: _Appended) -> Int32[Array, "B K T lists 2 slots"]:
+        """The best blocks of each chunk."""
+        shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
+        return launch(
+            scores_kernel, appended.placed, cmp.sums, *scored, appended.block_logits, appended.part.sums,
+            out=jax.ShapeDtypeStruct(shape, jnp.int32),
+            grid=(self.chunks * self.num_new * self.batch * self.kv_heads,),
+            num_warps=max(self.chunk_tiles * self.tile_blocks // 32, 4), num_stages=1,
+            PADDED_G=_padded(self.heads), OWN=self.own, BLOCKS=self.blocks, TILE_BLOCKS=self.tile_blocks,
+            TILES=self.tiles, PARTS=self.sizes.cmp_parts, PADDED_PARTS=_padded(self.sizes.cmp_parts),
+            CHUNK_TILES=self.chunk_tiles, CHUNKS=self.chunks, **self.common, **self.compression,
+            **self.selection,
+        )  # fmt: skip
+
+    def attend_selected(
+        self, cache: NSACache, appended: _Appended, best: Array
+    ) -> tuple[_Part, Int32[Array, "B T K R"]]:
+        """The selected branch, and its blocks."""
+        parts, block = self.sizes.slc_parts, self.config.selection_block_size
+        padded = max(_padded(block), 16)
+        chosen = (self.batch, self.num_new, self.kv_heads, self.config.num_selected_blocks)
+        row = self.kv_heads * max(cache.key_slc.shape[3], cache.value_slc.shape[3])
+        *found, blocks = launch(
+            selected_kernel, appended.placed, self.query, cache.key_slc, cache.value_slc, best,
+            out=(*self.part(parts), jax.ShapeDtypeStruct(chosen, jnp.int32)),
+            grid=(parts * self.num_new * self.batch * self.kv_heads,), num_stages=1,
+            MAX_LENGTH=cache.max_length, WIDE=cache.max_length * row >= 2**31,
+            CHUNK=self.chunk_tiles * self.tile_blocks, LISTS=self.chunks, PARTS=parts, PADDED_BLOCK=padded,
+            STEP=self.sizes.slc_blocks, ROWS=self.token_rows,
+            **self.common, **self.selection, **self.dims, **self.products,
+        )  # fmt: skip
+        return _Part(*found), blocks
+
+    def merge(self, appended: _Appended, cmp: _Part, slc: _Part, win: _Part) -> Float[Array, "B T N V"]:
+        """The gated sum of the branches."""
+        parts: dict[str, Any] = dict(
+            CMP=self.sizes.cmp_parts, SLC=self.sizes.slc_parts, WIN=self.sizes.win_parts
+        )
+        shape = (self.batch, self.num_new, self.num_heads, self.cache.value_slc.shape[3])
+        return launch(
+            merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win,
+            out=like(self.query, shape), grid=(self.batch * self.num_new * self.num_heads,),
+            num_warps=max(_padded(max(parts.values())) * shape[3] // 4096, 1), num_stages=1,
+            **parts, **{f"PADDED_{name}": _padded(number) for name, number in parts.items()},
+            **self.common, **self.value_dims,
+        )  # fmt: skip

@@ -1,0 +1,87 @@
+"""The new tokens of a step go into the cache, by scatters of XLA, and the blocks they complete are formed."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Float
+from nsa_jax.config import NSAConfig
+from nsa_jax.layout import Compress, NSACache, TokenKeysValues, slots
+
+
+class Ring(NamedTuple):
+    """A ring of the cache, its new tokens, and how many tokens before itself a token needs there."""
+
+    name: str
+    array: Float[Array, "B ring K D"]
+    new: Float[Array, "B T K D"]
+    history: int
+
+
+def rings(cache: NSACache, tokens: TokenKeysValues, config: NSAConfig) -> Iterator[Ring]:
+    """Those that the cache has: none of the window where the branches share keys and values."""
+    window, raw = config.window_size - 1, config.compression_block_size - 1
+    if cache.key_win_ring is not None and cache.value_win_ring is not None:
+        assert tokens.key_win is not None
+        assert tokens.value_win is not None
+        yield Ring("key_win_ring", cache.key_win_ring, tokens.key_win, window)
+        yield Ring("value_win_ring", cache.value_win_ring, tokens.value_win, window)
+    yield Ring("key_raw_ring", cache.key_raw_ring, tokens.key_cmp, raw)
+    yield Ring("value_raw_ring", cache.value_raw_ring, tokens.value_cmp, raw)
+
+
+def append(
+    cache: NSACache,
+    tokens: TokenKeysValues,
+    recent: dict[str, Array],
+    new: slots.Admitted,
+    config: NSAConfig,
+    compress: Compress,
+) -> NSACache:
+    """Writes the selection arrays and the complete blocks; `recent` of a ring ends in the new tokens."""
+    offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)[None]
+    index, valid = new.start[:, None] + offset, offset < new.num_tokens[:, None]
+    blocks = slots.completed_blocks(new, offset.shape[1], config)
+    key_cmp, value_cmp = _compress(recent, blocks, new, offset.shape[1], config, compress)
+    return cache._replace(
+        key_slc=slots.write(cache.key_slc, tokens.key_slc, index, valid),
+        value_slc=slots.write(cache.value_slc, tokens.value_slc, index, valid),
+        key_cmp=slots.write(cache.key_cmp, key_cmp, *blocks),
+        value_cmp=slots.write(cache.value_cmp, value_cmp, *blocks),
+        lengths=new.start + new.num_tokens,
+        overflowed=cache.overflowed | ~new.fits,
+    )
+
+
+def _compress(recent, blocks, new, num_new, config, compress):
+    """Compressed keys and values of the blocks, any numbers for those that are not complete."""
+
+    def run(*key_value):
+        windows = (slots.block_windows(x, blocks, new.start, config) for x in key_value)
+        compressed = compress(*windows, blocks.number * config.compression_stride)
+        return tuple(x.astype(key_value[0].dtype) for x in compressed)
+
+    def run_if_any(*key_value):
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *key_value)]
+        return jax.lax.cond(blocks.complete.any(), run, lambda *_: tuple(zeros), *key_value)
+
+    key_value = recent["key_raw_ring"], recent["value_raw_ring"]
+    if num_new >= config.compression_stride:  # nearly every step completes a block
+        return run(*key_value)
+    return jax.lax.platform_dependent(*key_value, cpu=run_if_any, default=run)
+
+
+def window_tokens(
+    cache: NSACache, recent: dict[str, Array], new: slots.Admitted, num_new: int, history: int
+) -> tuple[Array, Array]:
+    """Keys and values of the new tokens, and of the `history` tokens before them.
+
+    Shared ones lie in the selection arrays. These are read as a ring of the size of the capacity, in which no
+    token has been overwritten.
+    """
+    if not cache.shares_keys_values:
+        return recent["key_win_ring"], recent["value_win_ring"]
+    first, length = new.start - history, history + num_new
+    return slots.read_ring(cache.key_slc, first, length), slots.read_ring(cache.value_slc, first, length)

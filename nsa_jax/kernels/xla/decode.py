@@ -1,0 +1,56 @@
+"""A decode step in plain JAX: the tokens are appended, then the branches attend to the cache."""
+
+import jax
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, AttendedReads, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.xla import operations
+from nsa_jax.kernels.xla.appending import append, rings, window_tokens
+from nsa_jax.layout import Compress, FirstKeys, Index, NSACache, Reads, Run, Runs, TokenKeysValues, slots
+
+
+def decode_step(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    gates: Float[Array, "B T N 3"],
+    num_tokens: Int[Array, " B"] | None,
+    compress: Compress,
+    config: NSAConfig,
+    scale: float,
+    *,
+    count_reads: bool = False,
+) -> tuple[Float[Array, "B T N V"], NSACache, Reads | None]:
+    """Appends the tokens, compresses the blocks they complete, then attends."""
+    num_new = query.shape[1]
+    new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
+    written, recent = {}, {}
+    for name, ring, token, history in rings(cache, tokens, config):
+        # Written first and read afterwards, so that XLA need not keep the old ring beside the new one.
+        written[name] = slots.write_ring(ring, token, new)
+        recent[name] = slots.read_ring(written[name], new.start - history, history + num_new)
+    cache = append(cache._replace(**written), tokens, recent, new, config, compress)
+
+    history = config.window_size - 1
+    placement = layout.place(
+        config,
+        batch=query.shape[0],
+        num_queries=num_new,
+        num_keys=cache.max_length,
+        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
+        first_keys=FirstKeys(win=Index(new.start - history)),
+    )
+    window = window_tokens(cache, recent, new, num_new, history)
+    cmp = operations.compressed_attention(
+        query, cache.key_cmp, cache.value_cmp, placement, scale, count_reads=count_reads
+    )
+    fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
+    blocks = operations.select_blocks(*fixed, placement, scale)
+    slc = operations.selected_attention(
+        query, cache.key_slc, cache.value_slc, blocks, placement, scale, count_reads=count_reads
+    )
+    win = operations.window_attention(query, *window, placement, scale, count_reads=count_reads)
+    out = operations.gated_sum(cmp.out, slc.out, win.out, gates)
+    counted = [x.reads for x in (cmp, slc, win) if isinstance(x, AttendedReads)]
+    return out, cache, Reads(*counted) if counted else None

@@ -1,0 +1,156 @@
+"""Decode steps by the Triton kernels on a GPU, against `xla` in float32 on the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
+
+from nsa_jax import attention, cache, dispatch
+from nsa_jax.cache import MeanCompression, TokenKeysValues
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import decode
+
+pytestmark = pytest.mark.gpu
+
+PAPER = NSAConfig()
+OTHER = NSAConfig(
+    compression_block_size=16, compression_stride=8, selection_block_size=32, num_selected_blocks=6,
+    window_size=100, num_initial_blocks=2, num_local_blocks=1,
+)  # fmt: skip
+# Around the ends of blocks and windows, long, and full.
+LENGTHS = (0, 30, 31, 32, 46, 577, 1023, 1025, 2047, 4095, 16383, 30000, 65520, 65536)
+
+
+def operands(dtype, num_new, *, config=PAPER, lengths=LENGTHS, heads=(32, 2), dims=(128, 128), equal=False,
+             max_length=65536):  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(num_new), 40))
+    batch, (num_heads, num_kv_heads) = len(lengths), heads
+
+    def normal(shape, alike=False):
+        return jnp.ones(shape, dtype) if alike else jax.random.normal(next(keys), shape, dtype)
+
+    empty = cache.init_cache(
+        batch, max_length, num_kv_heads=num_kv_heads, key_dim=dims[0], value_dim=dims[1], config=config,
+        dtype=dtype,
+    )  # fmt: skip
+    filled = {
+        name: normal(x.shape, equal and name.startswith("key"))
+        for name, x in empty._asdict().items()
+        if name not in ("lengths", "overflowed")
+    }
+    held = empty._replace(**filled, lengths=jnp.asarray(lengths, jnp.int32))
+    shapes = [(batch, num_new, num_kv_heads, dim) for dim in dims * 3]
+    tokens = TokenKeysValues(*(normal(shape, equal and i % 2 == 0) for i, shape in enumerate(shapes)))
+    gates = jax.nn.sigmoid(normal((batch, num_new, num_heads, 3)))
+    return held, normal((batch, num_new, num_heads, dims[0])), tokens, gates
+
+
+def wide(arrays):
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def by_kernels(held, query, tokens, gates, num_tokens, config):
+    return decode.decode_step(held, query, tokens, gates, num_tokens, None, config, query.shape[-1] ** -0.5)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def by_xla(held, query, tokens, gates, num_tokens, config):
+    step = cache.decode_step(
+        held, query, tokens, gates, num_tokens=num_tokens, config=config, compress=MeanCompression(),
+        implementation="xla",
+    )  # fmt: skip
+    offset = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+    here = offset < (step.cache.lengths - held.lengths)[:, None]
+    positions = jnp.where(here, held.lengths[:, None] + offset, -1)
+    blocks = attention.select_blocks(
+        query, step.cache.key_cmp, config=config, query_positions=positions, implementation="xla"
+    )
+    return step, blocks
+
+
+def distance(found, expected):
+    return float(jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_new", "more"),
+    [
+        ("bfloat16", 1, {}),
+        ("bfloat16", 1, dict(equal=True)),
+        ("bfloat16", 4, {}),
+        ("float32", 1, {}),
+        ("float16", 8, dict(heads=(12, 2), dims=(64, 32))),
+        ("bfloat16", 1, dict(heads=(8, 8), dims=(192, 128))),
+        ("float32", 3, dict(config=OTHER, max_length=8192, lengths=(0, 15, 16, 31, 700, 8000))),
+        ("bfloat16", 2, dict(config=OTHER, equal=True, max_length=8192, lengths=(0, 15, 16, 31, 700, 8000))),
+        ("bfloat16", 1, dict(heads=(16, 1), lengths=(200_000, 65536, 7), max_length=262_144)),
+    ],
+)
+def test_step_equals_xla(dtype, num_new, more):
+    config = more.get("config", PAPER)
+    arrays = operands(jnp.dtype(dtype), num_new, **more)
+    batch = len(arrays[0].lengths)
+    num_tokens = None if num_new == 1 else jnp.arange(batch, dtype=jnp.int32) % (num_new + 1)
+    found = by_kernels(*arrays, num_tokens, config)
+    own, own_blocks = by_xla(*arrays, num_tokens, config)
+    exact, exact_blocks = by_xla(*wide(arrays), num_tokens, config)
+
+    assert distance(found.out, exact.out) <= 2 * distance(own.out, exact.out) + 4e-6
+    for name, got, want in zip(found.cache._fields, found.cache, own.cache, strict=True):
+        assert distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
+    chosen = jnp.sort(jnp.where(found.blocks < 0, 2**20, found.blocks), -1)
+    same = [(chosen == jnp.where(x < 0, 2**20, x)).all(-1) for x in (own_blocks, exact_blocks)]
+    assert (same[0] | same[1]).all()
+    assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
+
+
+def test_a_bad_row_stays_alone():
+    arrays = operands(jnp.bfloat16, 4, lengths=(700, 2000, 65000))
+    clean = by_kernels(*arrays, None, PAPER)
+    held, query, tokens, gates = arrays
+    spoilt = jax.tree.map(lambda x: x.at[1].set(jnp.nan), tokens)
+    found = by_kernels(held, query.at[1].set(jnp.nan), spoilt, gates, None, PAPER)
+
+    assert jnp.isnan(found.out[1]).all()
+    for row in (0, 2):
+        assert (found.out[row] == clean.out[row]).all()
+        assert all((got[row] == want[row]).all() for got, want in zip(found.cache, clean.cache, strict=True))
+
+
+@pytest.mark.parametrize("compress", [MeanCompression(), lambda k, v, p: (k.mean(2) * 1.5, v.max(2))])
+def test_compiled_loop_equals_steps_of_xla(compress):
+    """In place, over the ends of blocks; the rows end at different steps."""
+    arrays = operands(jnp.float32, 1, lengths=(0, 20, 1000, 5000), max_length=8192)
+    steps = 80
+
+    def run(implementation, held, query, tokens, gates):
+        def body(i, carry):
+            held, out = carry
+            step = cache.decode_step(
+                held, jnp.roll(query, i, 2), jax.tree.map(lambda x: jnp.roll(x, i, 3), tokens), gates,
+                num_tokens=(i < jnp.array([80, 60, 80, 33])).astype(jnp.int32), config=PAPER,
+                compress=compress, implementation=implementation,
+            )  # fmt: skip
+            return step.cache, out.at[i].set(step.out)
+
+        return jax.lax.fori_loop(0, steps, body, (held, jnp.zeros((steps, *query.shape))))
+
+    found, out = jax.jit(functools.partial(run, "triton"))(*arrays)
+    expected, right = jax.jit(functools.partial(run, "xla"))(*arrays)
+
+    assert found.lengths.tolist() == expected.lengths.tolist() == [80, 80, 1080, 5033]
+    assert distance(out, right) <= 1e-5
+    assert all(distance(got, want) <= 1e-6 for got, want in zip(found[:8], expected[:8], strict=True))
+
+
+def test_step_kernels_are_what_runs_by_default():
+    held, query, *_ = operands(jnp.bfloat16, 1, lengths=(700,), max_length=1024)
+    chosen = dispatch.choose("decode_step", query, held.key_cmp, held.value_cmp, config=PAPER)
+
+    assert chosen.implementation == "triton"

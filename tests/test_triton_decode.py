@@ -1,0 +1,164 @@
+"""The kernels of a decode step as machine code, and a compiled loop of steps: launches, copies, memory."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHERE}", exc_type=ImportError)
+
+import triton_compile  # noqa: E402
+import triton_kernels  # noqa: E402
+from messages import has_form  # noqa: E402
+
+from nsa_jax import cache, dispatch  # noqa: E402
+from nsa_jax.cache import MeanCompression, TokenKeysValues  # noqa: E402
+from nsa_jax.config import NSAConfig  # noqa: E402
+
+CONFIG = NSAConfig()
+CHAIN = ["nsa_step_merge", "nsa_step_scores", "nsa_step_selected", "nsa_step_window"]
+BY_MEAN, BY_FUNCTION = ["nsa_step_first"], ["nsa_step_append", "nsa_step_compressed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Operands of a step."""
+
+    batch: int = 8
+    num_new: int = 1
+    heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    max_length: int = 65536
+    config: NSAConfig = CONFIG
+
+    def operands(self):
+        """Cache, query, tokens and gates, of 4 KV heads."""
+
+        def array(*last):
+            return jax.ShapeDtypeStruct((self.batch, self.num_new, *last), jnp.dtype(self.dtype))
+
+        sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim, config=self.config)
+        held = jax.eval_shape(
+            lambda: cache.init_cache(self.batch, self.max_length, dtype=self.dtype, **sizes)
+        )
+        tokens = TokenKeysValues(*(array(4, dim) for dim in (self.key_dim, self.value_dim) * 3))
+        return held, array(4 * self.heads, self.key_dim), tokens, array(4 * self.heads, 3)
+
+
+SHAPES = {
+    "main": Shape(),
+    "one row": Shape(batch=1),
+    "eight tokens": Shape(num_new=8),
+    "192/128": Shape(key_dim=192),
+    "64 heads": Shape(heads=64, num_new=2),
+    "one head": Shape(heads=1, num_new=4),
+    "float32": Shape(dtype="float32"),
+    "wide float32": Shape(dtype="float32", key_dim=256, value_dim=256),
+    "512k tokens": Shape(batch=1, max_length=2**19),
+}
+CASES = [*((90, name) for name in SHAPES), *((c, "main") for c in triton_kernels.TARGETS if c != 90)]
+# As in `test_triton_compile`.
+SPILLS: dict[tuple[int, str], dict[str, int]] = {
+    (90, "wide float32"): {"nsa_step_first": 304, "nsa_step_selected": 892, "nsa_step_window": 36},
+}
+
+
+def step(compress, config, held, query, tokens, gates):
+    settings = dict(config=config, compress=compress, implementation="triton")
+    return cache.decode_step(held, query, tokens, gates, **settings)
+
+
+def by_function(key_windows, value_windows, first_positions):
+    return key_windows[:, :, 0], value_windows.max(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{c}-{s}" for c, s in CASES])
+def test_step_becomes_machine_code(capability, name):
+    shape = SHAPES[name]
+    found = triton_kernels.compiled(
+        lambda *operands: step(MeanCompression(), shape.config, *operands), *shape.operands(),
+        capability=capability,
+    )  # fmt: skip
+
+    for kernel in found:  # shown where the test fails
+        print(name, capability, kernel._replace(ptx=""))
+    assert sorted(kernel.name for kernel in found) == sorted(BY_MEAN + CHAIN)
+    allowed = SPILLS.get((capability, name), {})
+    for kernel in found:
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
+        assert kernel.spill_bytes <= allowed.get(kernel.name, 0), kernel.name
+        assert kernel.scratch_bytes == 0, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("compress", "first"),
+    [(MeanCompression(), BY_MEAN), (by_function, BY_FUNCTION)],
+    ids=["mean", "function"],
+)
+def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
+    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
+    shape = Shape(batch=2, max_length=4096)
+    held, query, tokens, gates = shape.operands()
+
+    def loop(caches, query, tokens, gates):
+        def body(_, carry):
+            caches, query = carry
+            after = []
+            for one in caches:
+                done = step(compress, shape.config, one, query, tokens, gates)
+                after.append(done.cache)
+                query = done.out
+            return tuple(after), query
+
+        return jax.lax.fori_loop(0, 100, body, (caches, query))
+
+    program = triton_compile.compile_for_h100(loop, (held, held), query, tokens, gates)
+    body = program.as_text().split("ENTRY")[0]
+
+    smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
+    copied = re.findall(r"(\w+)\[([\d,]*)\]\S* copy\(", body)
+    assert all(_elements(dims) < smallest for _, dims in copied), copied
+    assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * (len(first) + len(CHAIN))
+    assert program.memory_analysis().temp_size_in_bytes < 2 * held.key_slc.size
+
+
+def _elements(dims: str) -> int:
+    total = 1
+    for dim in dims.split(","):
+        total *= int(dim or 1)
+    return total
+
+
+def test_steps_that_do_not_fit_are_refused():
+    def reason(max_length=65536, heads=16, key_dim=128, **changes):
+        shape = Shape(max_length=max_length, heads=heads, key_dim=key_dim, config=NSAConfig(**changes))
+        held, query, *_ = shape.operands()
+        with triton_compile.device(90):
+            return dispatch.unsupported_reason(
+                "decode_step", "triton", query, held.key_cmp, held.value_cmp, config=shape.config,
+                platform="cuda",
+            )  # fmt: skip
+
+    assert reason() is None
+    assert reason(max_length=2**20) is None
+    refused = {
+        "query heads of one KV head": reason(heads=65),
+        "room for a compression block": reason(max_length=31),
+        "in lists of at most 1024": reason(max_length=2**21),
+        "num_selected_blocks of at most 256": reason(num_selected_blocks=257),
+        "selection_block_size of at most 128": reason(selection_block_size=144),
+        "32 compression strides": reason(compression_stride=1),
+        "power of two": reason(key_dim=100),
+    }
+    for part, text in refused.items():
+        assert text is not None
+        assert part in text
+        assert has_form(text)

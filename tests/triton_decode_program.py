@@ -1,0 +1,248 @@
+"""Decode steps by the Triton kernels in the interpreter, against `xla` in float64; run as a program.
+
+Through `nsa_jax.cache.decode_step`, on a cache whose unused slots hold NaN; float32, poisoned outputs.
+"""
+
+from triton_interpreter import interpreted  # isort: skip
+
+import dataclasses
+import functools
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from nsa_jax import attention, cache
+from nsa_jax.cache import MeanCompression, TokenKeysValues
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.decode import step as steps
+from nsa_jax.kernels.triton.decode.parts import ranks
+from nsa_jax.kernels.triton.launch import launch
+
+PLAIN = NSAConfig(
+    compression_block_size=8, compression_stride=4, selection_block_size=16, num_selected_blocks=4,
+    window_size=16, num_initial_blocks=1, num_local_blocks=1,
+)  # fmt: skip
+ODD = NSAConfig(  # blocks of 9 strides, which are no power of two; three windows a compression block
+    compression_block_size=6, compression_stride=2, selection_block_size=18, num_selected_blocks=5,
+    window_size=7, num_initial_blocks=0, num_local_blocks=2,
+)  # fmt: skip
+ALIKE = NSAConfig(  # one compression block a selection block
+    compression_block_size=4, compression_stride=4, selection_block_size=4, num_selected_blocks=3,
+    window_size=9, num_initial_blocks=1, num_local_blocks=1,
+)  # fmt: skip
+MEAN = MeanCompression()
+# Of the largest value: the budget of `parity` in float32, without what it allows on top.
+TOLERANCE = 16 * float(np.finfo(np.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of `num_new` tokens on rows of these lengths."""
+
+    lengths: tuple[int, ...]
+    num_new: int = 1
+    config: NSAConfig = PLAIN
+    num_tokens: tuple[int, ...] | None = None
+    max_length: int = 120
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    equal: bool = False  # all keys are alike: every score ties
+    shared: bool = False
+    compress: Any = MEAN
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+def twice(key_windows, value_windows, first_positions):
+    """A compressor that is a function, and sees positions."""
+    angle = first_positions[:, :, None, None].astype(key_windows.dtype) / 50
+    return key_windows.mean(2) * (1 + angle), value_windows[:, :, 0] * 2
+
+
+CASES = {
+    "one token": Case((100, 37, 99)),
+    "short rows": Case((0, 7, 8)),
+    "a full row": Case((120, 119, 30)),
+    "equal keys": Case((100, 71, 112), equal=True),
+    "four tokens": Case((107, 63, 3), 4, num_tokens=(4, 2, 0)),
+    "no room for all": Case((118, 63, 117), 3),
+    "eight tokens": Case((107, 63), 8, num_heads=6, key_dim=48, value_dim=32),
+    "one head": Case((90, 15), 2, num_heads=2),
+    "shared": Case((107, 20), 3, shared=True),
+    "a function": Case((107, 63), 5, compress=twice),
+    "odd blocks": Case((100, 64), 5, config=ODD),
+    "odd blocks, equal keys": Case((110, 83), 3, config=ODD, equal=True),
+    "one key a block": Case((101, 64), 6, config=ALIKE, num_heads=2),
+    "groups of rows": Case((107, 63), 8, num_heads=16, sizes=(("rows", 16), ("groups", 4))),
+    "many lists": Case(
+        (111, 95), 2, sizes=(("keys", 16), ("list_blocks", 4), ("slc_parts", 2), ("slc_blocks", 1)),
+    ),
+    "few parts": Case((111, 95), 2, sizes=(("cmp_parts", 1), ("slc_parts", 1), ("win_parts", 1))),
+}  # fmt: skip
+
+
+def draw(case: Case, seed: int = 0):
+    """Cache, query, tokens and gates, in float32; NaN where nothing is held."""
+    rng = np.random.default_rng(seed)
+    batch, heads = len(case.lengths), case.num_kv_heads
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def tokens(length):
+        arrays = [normal(batch, length, heads, dim) for dim in (case.key_dim, case.value_dim) * 3]
+        if case.equal:
+            arrays = [x if i % 2 else jnp.ones_like(x) for i, x in enumerate(arrays)]
+        return TokenKeysValues(*(arrays[:4] if case.shared else arrays))
+
+    held = cache.init_cache(
+        batch, case.max_length, num_kv_heads=heads, key_dim=case.key_dim, value_dim=case.value_dim,
+        config=case.config, dtype=jnp.float32, share_keys_values=case.shared,
+    )  # fmt: skip
+    poisoned = [x if i > 7 or x is None else jnp.full_like(x, jnp.nan) for i, x in enumerate(held)]
+    longest = max(case.lengths)
+    query = normal(batch, longest, case.num_heads, case.key_dim)
+    gates = normal(batch, longest, case.num_heads, 3)
+    _, held = cache.prefill(
+        held._make(poisoned), query, tokens(longest), gates, config=case.config, compress=case.compress,
+        num_tokens=jnp.asarray(case.lengths, jnp.int32), implementation="xla",
+    )  # fmt: skip
+    query = normal(batch, case.num_new, case.num_heads, case.key_dim)
+    return held, query, tokens(case.num_new), normal(batch, case.num_new, case.num_heads, 3)
+
+
+def run(case: Case, operands, implementation: str):
+    """The step, and the blocks that its tokens select, in order."""
+    held, query, tokens, gates = operands
+    number = None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
+    settings = dict(config=case.config, compress=case.compress, num_tokens=number)
+    step = cache.decode_step(held, query, tokens, gates, implementation=implementation, **settings)
+    return jax.block_until_ready(step)
+
+
+def by_kernels(case: Case, operands):
+    """`run` by the kernels, and the blocks that they chose."""
+    chosen, plain = [], steps._Step.attend_selected
+    sizes = steps.step_sizes
+
+    def spy(self, *arguments):
+        part, blocks = plain(self, *arguments)
+        chosen.append(blocks)
+        return part, blocks
+
+    def changed(*arguments):
+        return sizes(*arguments)._replace(**dict(case.sizes))
+
+    steps._Step.attend_selected, steps.step_sizes = spy, changed
+    try:
+        with interpreted():
+            step = run(case, operands, "triton")
+    finally:
+        steps._Step.attend_selected, steps.step_sizes = plain, sizes
+    return step, np.asarray(chosen[0])
+
+
+def wide(operands):
+    """The operands in float64."""
+    return jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, operands)
+
+
+def admitted(case: Case, operands, step) -> np.ndarray:
+    """`[B, T]`: which of the new tokens found room."""
+    return np.arange(case.num_new) < np.asarray(step.cache.lengths - operands[0].lengths)[:, None]
+
+
+def check_case(name: str) -> float:
+    """Output, cache and blocks."""
+    case = CASES[name]
+    operands = draw(case)
+    found, blocks = by_kernels(case, operands)
+    with jax.enable_x64(True):
+        expected = run(case, wide(operands), "xla")
+        here = admitted(case, operands, expected)
+        positions = np.where(here, np.asarray(operands[0].lengths)[:, None] + np.arange(case.num_new), -1)
+        right = attention.select_blocks(
+            wide(operands[1]), expected.cache.key_cmp, config=case.config, implementation="xla",
+            query_positions=jnp.asarray(positions, jnp.int32),
+        )  # fmt: skip
+        right = np.asarray(right)
+    assert np.sort(np.where(blocks < 0, 999, blocks)).tolist() == np.where(right < 0, 999, right).tolist(), (
+        name
+    )
+    error = float(np.abs(np.asarray(found.out) - np.asarray(expected.out)).max())
+    assert error <= TOLERANCE * max(1, float(np.abs(expected.out).max())), (name, error)
+    for field, got, want in zip(cache.NSACache._fields, found.cache, expected.cache, strict=True):
+        if got is not None:
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7, err_msg=f"{name}: {field}")
+    return error
+
+
+def check_not_a_number() -> float:
+    """NaN in one row, KV head or later token stays there."""
+    case = Case((107, 63, 30), 4)
+    clean = draw(case)
+    rows = np.asarray(by_kernels(case, clean)[0].out)
+    held, query, tokens, gates = clean
+    spoilt = tokens._replace(
+        key_cmp=tokens.key_cmp.at[0, 0].set(jnp.nan),  # all of row 0
+        value_slc=tokens.value_slc.at[1, 2, 1].set(jnp.nan),  # the second KV head of row 1, from token 2 on
+        value_win=tokens.value_win.at[1, 2, 1].set(jnp.inf),
+        value_cmp=tokens.value_cmp.at[1, 0, 1].set(jnp.nan),  # its block is complete with token 0
+    )
+    out = np.asarray(by_kernels(case, (held, query.at[0, 1].set(jnp.nan), spoilt, gates))[0].out)
+    assert np.isnan(out[1, :, 4:]).all()
+    np.testing.assert_array_equal(out[2], rows[2])
+    np.testing.assert_array_equal(out[1, :, :4], rows[1, :, :4])
+    late = Case((107, 61), 4)  # the block of row 1 is complete with token 2
+    clean = draw(late)
+    rows = np.asarray(by_kernels(late, clean)[0].out)
+    held, query, tokens, gates = clean
+    spoilt = tokens._replace(value_cmp=tokens.value_cmp.at[1, 2].set(jnp.nan))
+    out = np.asarray(by_kernels(late, (held, query, spoilt, gates))[0].out)
+    np.testing.assert_array_equal(out[1, :2], rows[1, :2])
+    assert np.isnan(out[1, 2:]).all()
+    return 0.0
+
+
+@triton.jit
+def ranks_kernel(bits, rank, LENGTH: tl.constexpr):
+    """The ranks of `bits`."""
+    x = tl.arange(0, LENGTH)
+    tl.store(rank + x, ranks(tl.load(bits + x), LENGTH))
+
+
+def check_ranks() -> float:
+    """Short and long lists; of equal numbers the first is better."""
+    for length in (8, 128, 512):
+        bits = np.random.default_rng(length).integers(-1, length // 3, length).astype(np.int32)
+        with interpreted():
+            found = launch(
+                ranks_kernel, jnp.asarray(bits), out=jax.ShapeDtypeStruct((length,), jnp.int32), grid=(1,),
+                LENGTH=length,
+            )  # fmt: skip
+        order = np.argsort(-bits, kind="stable")
+        assert np.asarray(found)[order].tolist() == list(range(length))
+    return 0.0
+
+
+def main() -> int:
+    """Runs every check, or those named, and reports each."""
+    checks = {f"case {name}": functools.partial(check_case, name) for name in CASES}
+    checks |= {"not a number": check_not_a_number, "ranks": check_ranks}
+    wanted = sys.argv[1:] or list(checks)
+    for name in wanted:
+        start = time.perf_counter()
+        error = checks[name]()
+        print(f"{name}: ok, {error:.1e}, {time.perf_counter() - start:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The kernels of a program as machine code of a GPU that is not there: memory, spills, registers.
+
+Triton's own assembler turns their PTX into machine code and says what that needs.
+"""
+
+import concurrent.futures
+import importlib
+import pathlib
+import pkgutil
+import re
+import subprocess
+from typing import NamedTuple
+from unittest import mock
+
+import triton
+import triton_compile
+from jax_triton import triton_lib
+
+import nsa_jax.kernels.triton as kernels
+
+ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
+
+
+class Kernel(NamedTuple):
+    """What a compiled kernel is and needs."""
+
+    name: str
+    ptx: str
+    shared_bytes: int
+    scratch_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+def compiled(program, *arguments, capability: int) -> list[Kernel]:
+    """All kernels of a function, as machine code."""
+    found = []
+    to_ptx = triton_lib.compile_ttir_to_ptx_inplace
+
+    def spy(*args, **kwargs):
+        result = to_ptx(*args, **kwargs)
+        found.append(pool.submit(assemble, result, TARGETS[capability]))  # beside the next kernel's PTX
+        return result
+
+    for function in jit_functions():
+        getattr(function, "_jT_kernel_cache", {}).clear()  # what another test compiled counts again
+    with (
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+        mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", spy),
+    ):
+        triton_compile.lower(program, *arguments, capability=capability)
+    return [kernel.result() for kernel in found]
+
+
+def jit_functions() -> dict[triton.JITFunction, str]:
+    """The functions under `triton.jit` of the package, with the names of their files and their own."""
+    functions = {}
+    for file in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(file.name)).values():
+            if isinstance(value, triton.JITFunction) and value.__module__.startswith(kernels.__name__):
+                functions[value] = f"{value.__module__}.{value.__name__}"
+    return functions
+
+
+def assemble(result: triton_lib.CompilationResult, target: str) -> Kernel:
+    blackwell = target in (TARGETS[100], TARGETS[120])
+    command = [
+        ASSEMBLERS / ("ptxas-blackwell" if blackwell else "ptxas"),
+        "-v",
+        f"--gpu-name={target}",
+        "-o",
+        "/dev/null",
+        "/dev/stdin",
+    ]
+    done = subprocess.run(command, input=result.binary, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    static = sum(map(int, re.findall(r"(\d+) bytes smem", done.stderr)))
+    return Kernel(
+        result.name,
+        result.binary,
+        result.shared_mem_bytes + static,
+        result.global_scratch_size or 0,
+        int(registers),
+        int(spilled),
+    )
