@@ -57,12 +57,17 @@ def _share(gates, branch: tl.constexpr, total):
 @triton.jit(repr=named("nsa_step_merge"))
 def merge_kernel(
     placed, gates, out_cmp, sums_cmp, out_new, sums_new, out_slc, sums_slc, out_win, sums_win,
+    alive_0, alive_1, alive_2,
     out,
     T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr,
     SLC: tl.constexpr, PADDED_SLC: tl.constexpr, WIN: tl.constexpr, PADDED_WIN: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """`out` `[B, T, N, V]`; 0 for a token that found no room."""
+    """`out` `[B, T, N, V]`; 0 for a token that found no room.
+
+    What is `alive` is not read: XLA would give the memory of what nobody reads any more to another kernel, which then
+    could not run beside the one that wrote it.
+    """
     head = tl.program_id(0) % (KV_HEADS * G)
     token = tl.program_id(0) // (KV_HEADS * G) % T
     b = tl.program_id(0) // (KV_HEADS * G * T)

@@ -93,7 +93,7 @@ def decode_step(
     best = step.score(cmp, scored, appended)
     cache, win = step.attend_window(cache, appended, cmp)
     slc, chosen = step.attend_selected(cache, appended, best)
-    return StepResult(step.merge(appended, cmp, slc, win), cache, chosen)
+    return StepResult(step.merge(appended, cmp, slc, win, (chosen, scored.tails, scored.tops)), cache, chosen)
 
 
 def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
@@ -291,14 +291,16 @@ class _Step:
         )  # fmt: skip
         return _Part(*found), blocks
 
-    def merge(self, appended: _Appended, cmp: _Part, slc: _Part, win: _Part) -> Float[Array, "B T N V"]:
+    def merge(
+        self, appended: _Appended, cmp: _Part, slc: _Part, win: _Part, alive: tuple[Array, ...]
+    ) -> Float[Array, "B T N V"]:
         """The gated sum of the branches."""
         parts: dict[str, Any] = dict(
             CMP=self.sizes.cmp_parts, SLC=self.sizes.slc_parts, WIN=self.sizes.win_parts
         )
         shape = (self.batch, self.num_new, self.num_heads, self.cache.value_slc.shape[3])
         return launch(
-            merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win,
+            merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win, *alive,
             out=like(self.query, shape), grid=(self.batch * self.num_new * self.num_heads,),
             num_warps=max(_padded(max(parts.values())) * shape[3] // 4096, 1), num_stages=1,
             **parts, **{f"PADDED_{name}": _padded(number) for name, number in parts.items()},
