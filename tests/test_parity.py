@@ -183,7 +183,7 @@ def test_rejects_a_decode_step_with_a_ring_one_slot_off(replace):
         return right(
             self,
             x,
-            dataclasses.replace(cache, key_win_ring=jnp.roll(cache.key_win_ring, 1, axis=1)),
+            cache._replace(key_win_ring=jnp.roll(cache.key_win_ring, 1, axis=1)),
             **kwargs,
         )
 

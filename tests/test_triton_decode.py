@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
@@ -138,10 +139,11 @@ def _elements(dims: str) -> int:
 
 
 def test_steps_that_do_not_fit_are_refused():
-    def reason(max_length=65536, heads=16, key_dim=128, **changes):
-        shape = Shape(max_length=max_length, heads=heads, key_dim=key_dim, config=NSAConfig(**changes))
+    def reason(gpu=90, **changes):
+        config = {name: changes.pop(name) for name in list(changes) if hasattr(CONFIG, name)}
+        shape = Shape(**changes, config=NSAConfig(**config))
         held, query, *_ = shape.operands()
-        with triton_compile.device(90):
+        with triton_compile.device(gpu):
             return dispatch.unsupported_reason(
                 "decode_step", "triton", query, held.key_cmp, held.value_cmp, config=shape.config,
                 platform="cuda",
@@ -150,6 +152,8 @@ def test_steps_that_do_not_fit_are_refused():
     assert reason() is None
     assert reason(max_length=2**20) is None
     refused = {
+        "at most 8 tokens": reason(num_new=9),
+        "fit into shared memory": reason(gpu=80, key_dim=256, dtype="float32", selection_block_size=128),
         "query heads of one KV head": reason(heads=65),
         "room for a compression block": reason(max_length=31),
         "in lists of at most 1024": reason(max_length=2**21),
@@ -162,3 +166,37 @@ def test_steps_that_do_not_fit_are_refused():
         assert text is not None
         assert part in text
         assert has_form(text)
+
+
+def test_vmap_is_a_larger_batch():
+    shape = Shape(batch=2, max_length=4096)
+    operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shape.operands())
+
+    def mapped(*operands):
+        return jax.vmap(lambda *x: step(MeanCompression(), shape.config, *x).out)(*operands)
+
+    text = triton_compile.lower(mapped, *operands).as_text()
+
+    assert "6x4096x4x128" in text
+    assert text.count("triton_kernel_call_ffi") == len(BY_MEAN + CHAIN)
+
+
+def test_shards_of_heads_agree_on_lengths():
+    """KV heads lie on different GPUs, lengths on all of them; so they come out."""
+    shape = Shape(batch=2, max_length=4096)
+    device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
+    of_heads, alike = PartitionSpec(None, None, "x"), PartitionSpec()
+    held, *rest = shape.operands()
+    specs = cache.NSACache(*[of_heads] * 8, lengths=alike, overflowed=alike)
+    rest_specs = jax.tree.map(lambda _: of_heads, tuple(rest))
+
+    def run(held, query, tokens, gates):
+        done = step(MeanCompression(), shape.config, held, query, tokens, gates)
+        return done.out, done.cache
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs, *rest_specs), out_specs=(of_heads, specs))
+        text = jax.jit(sharded).trace(held, *rest).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "triton_kernel_call_ffi" in text

@@ -80,11 +80,12 @@ def launch(
         out, updated = jax.lax.optimization_barrier(results)
         results = updated, out
     # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
-    axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(operands)))
-    return jax.tree.map(lambda x: _vary(x, axes - _varying_axes(x)), results)
+    axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: _vary(x, axes - varying_axes(x)), results)
 
 
-def _varying_axes(array: Array) -> frozenset[str]:
+def varying_axes(array: Array) -> frozenset[str]:
+    """The mesh axes over which an array differs, under `shard_map`."""
     return getattr(getattr(jax.typeof(array), "manual_axis_type", None), "varying", frozenset())
 
 

@@ -7,6 +7,7 @@ What the forward leaves for the backward carries the names of `SAVED_NAMES` (`ja
 remat policy can keep it: `save_only_these_names(*SAVED_NAMES)` runs no forward kernel twice.
 """
 
+import functools
 from functools import partial
 from typing import NamedTuple
 
@@ -153,10 +154,15 @@ def decode_step(
     """Appends the tokens, compresses the blocks they complete, then attends."""
     _counts_nothing(count_reads)
     blocks = None
-    if not isinstance(compress, MeanCompression):
+    if type(compress) is not MeanCompression:  # a subclass may do something else
         blocks = _compress(cache, tokens, num_tokens, compress, config)
-    step = decode.decode_step(cache, query, tokens, gates, num_tokens, blocks, config, scale)
+    step = _decode_step(config, float(scale))(cache, query, tokens, gates, num_tokens, blocks)
     return step.out, step.cache, None
+
+
+@functools.cache
+def _decode_step(config: NSAConfig, scale: float):
+    return jax.jit(folds_vmap(partial(decode.decode_step, config=config, scale=scale)))
 
 
 def _compress(cache, tokens, num_tokens, compress, config):

@@ -17,6 +17,7 @@ from nsa_jax.kernels.triton.tiles import SHARED_BYTES, STEP_LIST_BLOCKS, step_li
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
+_MOST_STEP_TOKENS = 8  # that a row gains in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head that a program of a decode step has
 _MOST_BLOCK = 128  # tokens of a selection block that it loads at once
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
@@ -78,7 +79,12 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
             )
     if len(floats) < 2:
         return None
-    query, key = floats[:2]
+    query, key, *value = floats[:3]
+    if query.shape[1] > _MOST_STEP_TOKENS:
+        return (
+            f"the Triton kernels take at most {_MOST_STEP_TOKENS} tokens in a decode step, got "
+            f"{query.shape[1]}. Call prefill, or use implementation='xla'."
+        )
     if query.shape[2] > _MOST_STEP_HEADS * key.shape[2]:
         return (
             f"the Triton kernels need at most {_MOST_STEP_HEADS} query heads of one KV head in a decode "
@@ -90,6 +96,13 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
             "max_length, or implementation='xla'."
         )
     if config is not None:
+        dim = max(x.shape[-1] for x in (key, *value))
+        tile = max(1 << (block - 1).bit_length(), 16) * dim * (6 if query.dtype.itemsize == 4 else 2)
+        if tile > SHARED_BYTES[gpu.target()]:
+            return (
+                "the Triton kernels need the keys of a selection block to fit into shared memory, got "
+                f"{block} of dim {dim} in {query.dtype.name}. Cast, or use implementation='xla'."
+            )
         own = config.selection_block_size // config.compression_stride
         blocks, most = -(-key.shape[1] // own), STEP_LIST_BLOCKS[1]
         if step_list_blocks(blocks, 1 << (number - 1).bit_length()) > most:

@@ -99,7 +99,7 @@ def _mean(ring, new, b, kv_head, tokens, block, complete, DIM, D):
     r = tl.arange(0, PADDED)
     token = block * D.STRIDE + r
     held = complete & (r < D.SIZE)
-    slot = (b * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
+    slot = (b.to(tl.int64) * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
     old = load_at(ring, slot * WIDTH, held & (token < tokens.start), DIM)
     slot = (b * D.T + token - tokens.start) * D.KV_HEADS + kv_head
     fresh = load_at(new, slot * WIDTH, held & (token >= tokens.start), DIM)
@@ -173,11 +173,11 @@ def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl
     row = (b.to(tl.int64) * D.MAX_LENGTH + tokens.start) * D.KV_HEADS + kv_head
     store_at(arrays.key_slc + row * H, i * (D.KV_HEADS * H), k_slc, new, KEY)
     store_at(arrays.value_slc + row * V, i * (D.KV_HEADS * V), v_slc, new, VALUE)
-    slot = (b * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
+    slot = (b.to(tl.int64) * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
     store_at(arrays.key_raw, slot * H, k_raw, new, KEY)
     store_at(arrays.value_raw, slot * V, v_raw, new, VALUE)
     if arrays.key_win is not None:
-        slot = (b * D.RING + (tokens.start + i) % D.RING) * D.KV_HEADS + kv_head
+        slot = (b.to(tl.int64) * D.RING + (tokens.start + i) % D.RING) * D.KV_HEADS + kv_head
         store_at(arrays.key_win, slot * H, k_win, new, KEY)
         store_at(arrays.value_win, slot * V, v_win, new, VALUE)
 

@@ -65,8 +65,8 @@ def merge_kernel(
 ):  # fmt: skip
     """`out` `[B, T, N, V]`; 0 for a token that found no room.
 
-    What is `alive` is not read: XLA would give the memory of what nobody reads any more to another kernel, which then
-    could not run beside the one that wrote it.
+    What is `alive` is not read. XLA would give the memory of what nobody reads any more to another kernel,
+    which then could not run beside the one that wrote it.
     """
     head = tl.program_id(0) % (KV_HEADS * G)
     token = tl.program_id(0) // (KV_HEADS * G) % T

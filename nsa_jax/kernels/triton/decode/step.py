@@ -23,9 +23,9 @@ from nsa_jax.kernels.triton.decode.selected import selected_kernel
 from nsa_jax.kernels.triton.decode.window import window_kernel
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
-from nsa_jax.kernels.triton.launch import launch, like
+from nsa_jax.kernels.triton.launch import launch, like, varying_axes
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
-from nsa_jax.layout import NSACache, TokenKeysValues
+from nsa_jax.layout import NSACache, TokenKeysValues, slots
 
 _padded = triton.next_power_of_2
 
@@ -251,12 +251,23 @@ class _Step:
             window_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed,
             appended.placed, self.query, key, value, appended.block_key, appended.block_value, behind.sums,
             out=self.part(parts), in_place=4, grid=(parts * self.num_new * self.batch * self.kv_heads,),
-            num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks, BLOCKS=self.blocks,
-            WINDOW=self.config.window_size, PARTS=parts, TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2,
+            num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks,
+            BLOCKS=self.blocks, WINDOW=min(self.config.window_size, cache.max_length), PARTS=parts, TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2,
             **self.common, **self.compression, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")
-        return cache._replace(**dict(zip(names, updated, strict=True))), _Part(*found)
+        cache = cache._replace(**dict(zip(names, updated, strict=True)))
+        return self._lengths_of_all_shards(cache), _Part(*found)
+
+    def _lengths_of_all_shards(self, cache: NSACache) -> NSACache:
+        """The cache with lengths that are the same on all shards of KV heads, and are known to be."""
+        given = (self.cache.lengths, self.cache.overflowed, self.num_tokens)
+        axes = frozenset[str]().union(*(varying_axes(x) for x in given if x is not None))
+        if varying_axes(cache.lengths) <= axes:
+            return cache
+        new = slots.admit(self.cache.lengths, self.cache.max_length, self.num_new, self.num_tokens)
+        overflowed = self.cache.overflowed | ~new.fits
+        return cache._replace(lengths=new.start + new.num_tokens, overflowed=overflowed)
 
     def score(self, cmp: _Part, scored: _Scored, appended: _Appended) -> Int32[Array, "B K T lists 2 slots"]:
         """The best blocks of each chunk."""

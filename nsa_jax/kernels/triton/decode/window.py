@@ -68,7 +68,10 @@ def window_kernel(
     at = tokens.start + token
     base = b.to(tl.int64) * (RING * KV_HEADS) + kv_head
     state = no_keys(ROWS, VALUE)
-    for first in tl.range(0, EACH, TILE, num_stages=STAGES):
+    # From the first tile that holds a token; a new token that found no room sees none.
+    behind_start = tl.maximum(WINDOW - 1 - at - part * EACH, 0) // TILE * TILE
+    end = tl.where(token < tokens.number, EACH, 0)
+    for first in tl.range(behind_start, end, TILE, num_stages=STAGES):
         i = first + tl.arange(0, TILE)
         key = at - WINDOW + 1 + part * EACH + i
         seen = (token < tokens.number) & (i < EACH) & (key >= 0) & (key <= at)
