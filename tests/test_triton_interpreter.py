@@ -65,7 +65,7 @@ CHECKS = {
         *("case one token", "case short rows", "case a full row", "case equal keys", "case four tokens"),
         *("case no room for all", "case eight tokens", "case one head", "case shared", "case a function"),
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
-        *("case groups of rows", "case many lists", "case few parts", "not a number", "ranks"),
+        *("case groups of rows", "case many lists", "case few parts", "public", "not a number", "ranks"),
     ),
     "operations": (
         *("case consecutive", "case packed", "case anywhere", "whole", "one token"),

@@ -20,6 +20,7 @@ import triton.language as tl
 from nsa_jax import attention, cache
 from nsa_jax.cache import MeanCompression, TokenKeysValues
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.parts import ranks
 from nsa_jax.kernels.triton.launch import launch
@@ -128,25 +129,18 @@ def run(case: Case, operands, implementation: str):
 
 
 def by_kernels(case: Case, operands):
-    """`run` by the kernels, and the blocks that they chose."""
-    chosen, plain = [], steps._Step.attend_selected
-    sizes = steps.step_sizes
-
-    def spy(self, *arguments):
-        part, blocks = plain(self, *arguments)
-        chosen.append(blocks)
-        return part, blocks
-
-    def changed(*arguments):
-        return sizes(*arguments)._replace(**dict(case.sizes))
-
-    steps._Step.attend_selected, steps.step_sizes = spy, changed
-    try:
-        with interpreted():
-            step = run(case, operands, "triton")
-    finally:
-        steps._Step.attend_selected, steps.step_sizes = plain, sizes
-    return step, np.asarray(chosen[0])
+    """The step by the kernels in pieces of the case's sizes."""
+    held, query, tokens, gates = operands
+    number = None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
+    sizes = steps.step_sizes(held, query, case.config)._replace(**dict(case.sizes))
+    with interpreted():
+        blocks = None
+        if case.compress is not MEAN:
+            blocks = operations._compress(held, tokens, number, case.compress, case.config)
+        step = steps.decode_step(
+            held, query, tokens, gates, number, blocks, case.config, case.key_dim**-0.5, sizes=sizes
+        )
+        return jax.block_until_ready(step)
 
 
 def wide(operands):
@@ -163,7 +157,8 @@ def check_case(name: str) -> float:
     """Output, cache and blocks."""
     case = CASES[name]
     operands = draw(case)
-    found, blocks = by_kernels(case, operands)
+    found = by_kernels(case, operands)
+    blocks = np.asarray(found.blocks)
     with jax.enable_x64(True):
         expected = run(case, wide(operands), "xla")
         here = admitted(case, operands, expected)
@@ -188,7 +183,7 @@ def check_not_a_number() -> float:
     """NaN in one row, KV head or later token stays there."""
     case = Case((107, 63, 30), 4)
     clean = draw(case)
-    rows = np.asarray(by_kernels(case, clean)[0].out)
+    rows = np.asarray(by_kernels(case, clean).out)
     held, query, tokens, gates = clean
     spoilt = tokens._replace(
         key_cmp=tokens.key_cmp.at[0, 0].set(jnp.nan),  # all of row 0
@@ -196,16 +191,16 @@ def check_not_a_number() -> float:
         value_win=tokens.value_win.at[1, 2, 1].set(jnp.inf),
         value_cmp=tokens.value_cmp.at[1, 0, 1].set(jnp.nan),  # its block is complete with token 0
     )
-    out = np.asarray(by_kernels(case, (held, query.at[0, 1].set(jnp.nan), spoilt, gates))[0].out)
+    out = np.asarray(by_kernels(case, (held, query.at[0, 1].set(jnp.nan), spoilt, gates)).out)
     assert np.isnan(out[1, :, 4:]).all()
     np.testing.assert_array_equal(out[2], rows[2])
     np.testing.assert_array_equal(out[1, :, :4], rows[1, :, :4])
     late = Case((107, 61), 4)  # the block of row 1 is complete with token 2
     clean = draw(late)
-    rows = np.asarray(by_kernels(late, clean)[0].out)
+    rows = np.asarray(by_kernels(late, clean).out)
     held, query, tokens, gates = clean
     spoilt = tokens._replace(value_cmp=tokens.value_cmp.at[1, 2].set(jnp.nan))
-    out = np.asarray(by_kernels(late, (held, query, spoilt, gates))[0].out)
+    out = np.asarray(by_kernels(late, (held, query, spoilt, gates)).out)
     np.testing.assert_array_equal(out[1, :2], rows[1, :2])
     assert np.isnan(out[1, 2:]).all()
     return 0.0
@@ -216,6 +211,19 @@ def ranks_kernel(bits, rank, LENGTH: tl.constexpr):
     """The ranks of `bits`."""
     x = tl.arange(0, LENGTH)
     tl.store(rank + x, ranks(tl.load(bits + x), LENGTH))
+
+
+def check_public() -> float:
+    """`nsa_jax.cache.decode_step` runs these kernels."""
+    case = Case((107, 63), 2)
+    operands = draw(case)
+    with interpreted():
+        found = run(case, operands, "triton")
+    for got, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(by_kernels(case, operands)[:2]), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+    return 0.0
 
 
 def check_ranks() -> float:
@@ -235,7 +243,7 @@ def check_ranks() -> float:
 def main() -> int:
     """Runs every check, or those named, and reports each."""
     checks = {f"case {name}": functools.partial(check_case, name) for name in CASES}
-    checks |= {"not a number": check_not_a_number, "ranks": check_ranks}
+    checks |= {"public": check_public, "not a number": check_not_a_number, "ranks": check_ranks}
     wanted = sys.argv[1:] or list(checks)
     for name in wanted:
         start = time.perf_counter()

@@ -252,7 +252,8 @@ class _Step:
             appended.placed, self.query, key, value, appended.block_key, appended.block_value, behind.sums,
             out=self.part(parts), in_place=4, grid=(parts * self.num_new * self.batch * self.kv_heads,),
             num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks,
-            BLOCKS=self.blocks, WINDOW=min(self.config.window_size, cache.max_length), PARTS=parts, TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2,
+            WINDOW=min(self.config.window_size, cache.max_length), PARTS=parts, TILE=self.sizes.keys,
+            BLOCKS=self.blocks, ROWS=self.token_rows, STAGES=2,
             **self.common, **self.compression, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")
