@@ -16,7 +16,7 @@ from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 
 NEW_TOKENS = 64  # steps of one round, and the room beyond `S`
-COMPRESS = cache.MeanCompression()  # not rotated: the angle changes no time
+COMPRESS = cache.Compression()  # not rotated: the angle changes no time
 TOKEN_NAMES = cache.TokenKeysValues._fields
 
 

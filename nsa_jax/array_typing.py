@@ -8,7 +8,7 @@ blocks, M selection blocks, R selected blocks, D model width.
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 DType = jax.typing.DTypeLike
 
@@ -35,6 +35,7 @@ __all__ = [
     "Bool",
     "DType",
     "Float",
+    "Float32",
     "Int",
     "Int32",
     "PRNGKeyArray",

@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_c
 import jax
 
 from nsa_jax.array_typing import Array, Attended, AttendedReads
+from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import support as triton_support
-from nsa_jax.layout import Compress, NSACache, Placement, Reads, TokenKeysValues
+from nsa_jax.layout import NSACache, Placement, Reads, TokenKeysValues
 
 type Implementation = Literal["xla", "triton"]
 

@@ -86,7 +86,7 @@ def test_step_runs_as_what_is_chosen():
     query, gates, one = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 2, 3)), jnp.ones((1, 1, 1, 4))
 
     def step(held, **settings):
-        tokens, compress = cache.TokenKeysValues(*[one] * 6), cache.MeanCompression()
+        tokens, compress = cache.TokenKeysValues(*[one] * 6), cache.Compression()
         return cache.decode_step(held, query, tokens, gates, config=CONFIG, compress=compress, **settings)
 
     text = jax.jit(step).lower(held).as_text(debug_info=True)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
 from nsa_jax import attention, cache, dispatch
-from nsa_jax.cache import MeanCompression, TokenKeysValues
+from nsa_jax.cache import Compression, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import decode
 
@@ -62,7 +62,7 @@ def by_kernels(held, query, tokens, gates, num_tokens, config):
 @functools.partial(jax.jit, static_argnames=("config",))
 def by_xla(held, query, tokens, gates, num_tokens, config):
     step = cache.decode_step(
-        held, query, tokens, gates, num_tokens=num_tokens, config=config, compress=MeanCompression(),
+        held, query, tokens, gates, num_tokens=num_tokens, config=config, compress=Compression(),
         implementation="xla",
     )  # fmt: skip
     offset = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
@@ -123,7 +123,7 @@ def test_a_bad_row_stays_alone():
         assert all((got[row] == want[row]).all() for got, want in zip(found.cache, clean.cache, strict=True))
 
 
-@pytest.mark.parametrize("compress", [MeanCompression(), lambda k, v, p: (k.mean(2) * 1.5, v.max(2))])
+@pytest.mark.parametrize("compress", [Compression(), lambda k, v, p: (k.mean(2) * 1.5, v.max(2))])
 def test_compiled_loop_equals_steps_of_xla(compress):
     """In place, over the ends of blocks; the rows end at different steps."""
     arrays = operands(jnp.float32, 1, lengths=(0, 20, 1000, 5000), max_length=8192)

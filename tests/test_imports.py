@@ -16,6 +16,7 @@ PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples", "tes
 FLOORS = (
     ("nsa_jax.config",),
     ("nsa_jax.array_typing",),
+    ("nsa_jax.compression",),
     ("nsa_jax.layout",),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
     ("nsa_jax.dispatch",),

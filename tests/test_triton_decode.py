@@ -17,7 +17,7 @@ import triton_kernels  # noqa: E402
 from messages import has_form  # noqa: E402
 
 from nsa_jax import cache, dispatch  # noqa: E402
-from nsa_jax.cache import MeanCompression, TokenKeysValues  # noqa: E402
+from nsa_jax.cache import Compression, TokenKeysValues  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
@@ -84,7 +84,7 @@ def by_function(key_windows, value_windows, first_positions):
 def test_step_becomes_machine_code(capability, name):
     shape = SHAPES[name]
     found = triton_kernels.compiled(
-        lambda *operands: step(MeanCompression(), shape.config, *operands), *shape.operands(),
+        lambda *operands: step(Compression(), shape.config, *operands), *shape.operands(),
         capability=capability,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_step_becomes_machine_code(capability, name):
 
 @pytest.mark.parametrize(
     ("compress", "first"),
-    [(MeanCompression(), BY_MEAN), (by_function, BY_FUNCTION)],
+    [(Compression(), BY_MEAN), (by_function, BY_FUNCTION)],
     ids=["mean", "function"],
 )
 def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
@@ -173,7 +173,7 @@ def test_vmap_is_a_larger_batch():
     operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shape.operands())
 
     def mapped(*operands):
-        return jax.vmap(lambda *x: step(MeanCompression(), shape.config, *x).out)(*operands)
+        return jax.vmap(lambda *x: step(Compression(), shape.config, *x).out)(*operands)
 
     text = triton_compile.lower(mapped, *operands).as_text()
 
@@ -192,7 +192,7 @@ def test_shards_of_heads_agree_on_lengths():
     rest_specs = jax.tree.map(lambda _: of_heads, tuple(rest))
 
     def run(held, query, tokens, gates):
-        done = step(MeanCompression(), shape.config, held, query, tokens, gates)
+        done = step(Compression(), shape.config, held, query, tokens, gates)
         return done.out, done.cache
 
     with jax.sharding.use_abstract_mesh(mesh):

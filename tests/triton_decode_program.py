@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax import attention, cache
-from nsa_jax.cache import MeanCompression, TokenKeysValues
+from nsa_jax.cache import Compression, TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton.decode import step as steps
@@ -37,7 +37,7 @@ ALIKE = NSAConfig(  # one compression block a selection block
     compression_block_size=4, compression_stride=4, selection_block_size=4, num_selected_blocks=3,
     window_size=9, num_initial_blocks=1, num_local_blocks=1,
 )  # fmt: skip
-MEAN = MeanCompression()
+MEAN = Compression()
 # Of the largest value: the budget of `parity` in float32, without what it allows on top.
 TOLERANCE = 16 * float(np.finfo(np.float32).eps)
 

@@ -7,13 +7,16 @@ owns its parameters.
 
 from nsa_jax.cache.state import CountedStep, Step, expected_reads, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
-from nsa_jax.layout import MeanCompression, NSACache, Reads, TokenKeysValues
+from nsa_jax.compression import Compression, ResidualMLP, Rotation
+from nsa_jax.layout import NSACache, Reads, TokenKeysValues
 
 __all__ = [
+    "Compression",
     "CountedStep",
-    "MeanCompression",
     "NSACache",
     "Reads",
+    "ResidualMLP",
+    "Rotation",
     "Step",
     "TokenKeysValues",
     "decode_step",

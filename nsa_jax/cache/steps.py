@@ -9,10 +9,11 @@ from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import CountedStep, Step
+from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.kernels.xla.appending import append, rings, window_tokens
-from nsa_jax.layout import Compress, NSACache, Run, Runs, TokenKeysValues, slots
+from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 
 
 def prefill(
@@ -148,7 +149,7 @@ def decode_step(
       tokens: as in `prefill`.
       gates: as in `prefill`.
       config: as in `prefill`.
-      compress: as in `prefill`. `MeanCompression()` is data that GPU kernels know; they form the block.
+      compress: as in `prefill`. `Compression()` is data that GPU kernels know; they form the block.
       num_tokens: as in `prefill`; a finished row has 0 and is left as it is.
       count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers; on
         `xla` only.

@@ -1,24 +1,8 @@
 """What decoding keeps of a layer, and what a step is given and tells: the arrays and nothing else."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
-
-type Compress = Callable[[Array, Array, Array], tuple[Array, Array]]
-
-
-class MeanCompression(NamedTuple):
-    """Compresses a block to the mean of its tokens, without rotation: data that the step kernels know."""
-
-    def __call__(
-        self,
-        key_windows: Float[Array, "B m l K H"],
-        value_windows: Float[Array, "B m l K V"],
-        first_positions: Int[Array, "B m"],
-    ) -> tuple[Float[Array, "B m K H"], Float[Array, "B m K V"]]:
-        """The means, accumulated in float32 at least."""
-        return key_windows.mean(axis=2), value_windows.mean(axis=2)
+from nsa_jax.array_typing import Array, Bool, Float, Int32
 
 
 class NSACache(NamedTuple):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.compression import ResidualMLP
 from nsa_jax.config import NSAConfig
 
 POSITION_EMBEDDING_STD = 0.02
@@ -78,20 +79,27 @@ class Compressor(nnx.Module):
         """
         if self.mode == "mean":
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
+        windows, *arrays = self._promoted(windows)
+        return ResidualMLP(*arrays)(windows, precision=self.precision)
+
+    def is_data(self, dtype: DType) -> bool:
+        """Whether `weights` says all about blocks of `dtype`: no precision, and no mean in another dtype."""
+        keeps_dtype = self.mode == "mlp" or jnp.dtype(self.dtype or dtype) == jnp.dtype(dtype)
+        return self.precision is None and keeps_dtype
+
+    def weights(self, dtype: DType) -> ResidualMLP | None:
+        """What compresses blocks of `dtype`, for `nsa_jax.cache.Compression`; None for the mean."""
+        if self.mode == "mean":
+            return None
+        _, *arrays = self._promoted(jnp.zeros((), dtype))
+        return ResidualMLP(*arrays)
+
+    def _promoted(self, windows: Array) -> tuple[Array, ...]:
+        """Windows and parameters in the dtype of the computation."""
         parameters = (self.position_embedding, self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
-        windows, embedding, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
+        return nnx.nn.dtypes.promote_dtype(
             (windows, *(parameter[...] for parameter in parameters)), dtype=self.dtype
         )
-        size = self.config.compression_block_size
-        # Flattening (l, H) and multiplying is one contraction over both, which spares a transposed copy.
-        hidden = jnp.einsum(
-            "bmlkh,lhf->bmkf",
-            windows + embedding[:, None],
-            kernel_in.reshape(size, self.head_dim, -1),
-            precision=self.precision,
-        )
-        hidden = jax.nn.gelu(hidden + bias_in, approximate=True)
-        return windows.mean(axis=2) + jnp.matmul(hidden, kernel_out, precision=self.precision) + bias_out
 
 
 def token_windows(

@@ -4,10 +4,10 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.compression import Rotation
 from nsa_jax.nn.rope_scaling import RopeScaling
 
 DEFAULT_BASE = 10000.0
@@ -43,19 +43,7 @@ def rotate(
     Gradients:
       The inverse rotation of the cotangent, lengthened as the heads are.
     """
-    half = x.shape[-1] // 2
-    frequency = np.array([base ** (-i / half) for i in range(half)], np.float64)
-    magnitude = 1.0
-    if scaling is not None:
-        frequency, magnitude = scaling.scaled(frequency, base), scaling.magnitude
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency.astype(np.float32)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    angle = angle.astype(wide.dtype)
-    cos, sin = magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
-    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1).astype(
-        x.dtype
-    )
+    return Rotary(base, scaling).rotation(x.shape[-1])(x, positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +56,15 @@ class Rotary:
     def __call__(self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Rotated heads."""
         return rotate(x, positions, base=self.base, scaling=self.scaling)
+
+    def rotation(self, dim: int) -> Rotation:
+        """The same for heads of `dim`, as data."""
+        half = dim // 2
+        frequency = np.array([self.base ** (-i / half) for i in range(half)], np.float64)
+        magnitude = 1.0
+        if self.scaling is not None:
+            frequency, magnitude = self.scaling.scaled(frequency, self.base), self.scaling.magnitude
+        return Rotation(frequency.astype(np.float32), magnitude)
 
 
 def rotary_function(

@@ -10,11 +10,13 @@ from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import NSACache, Reads, TokenKeysValues
 from nsa_jax.cache.checks import check_layer_cache
+from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.projections import check_inputs
-from nsa_jax.nn.rotary import RotaryFunction, turn
+from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
 
 
 class CacheSteps(nnx.Module):
@@ -88,7 +90,7 @@ class CacheSteps(nnx.Module):
           The layer output at the new tokens, and the cache that holds them.
         """
         step = decoding.prefill(
-            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings()
+            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings(cache)
         )
         return self.out_proj(step.out), step.cache
 
@@ -126,17 +128,17 @@ class CacheSteps(nnx.Module):
         `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
         """
         new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings())
+        settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
         if count_reads:
             counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
             return self.out_proj(counted.out), counted.cache, counted.reads
         step = decoding.decode_step(cache, *new, **settings)
         return self.out_proj(step.out), step.cache
 
-    def _step_settings(self) -> dict[str, Any]:
+    def _step_settings(self, cache: NSACache) -> dict[str, Any]:
         return dict(
             config=self.config,
-            compress=self._compress,
+            compress=self._compression(cache.key_raw_ring.dtype),
             scale=self.scale,
             implementation=self.implementation,
         )
@@ -146,6 +148,15 @@ class CacheSteps(nnx.Module):
         check_inputs(x, self.in_features)
         self.check_cache(cache, x.shape[0])
         return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+
+    def _compression(self, dtype: DType) -> Compress:
+        """`_compress` for tokens of `dtype`: as data, which GPU kernels know, where it can be."""
+        key, value = self.compressor_key, self.compressor_value
+        if type(key) is not Compressor or type(value) is not Compressor or type(self.rotary) is not Rotary:
+            return self._compress
+        if not (key.is_data(dtype) and value.is_data(dtype)):
+            return self._compress
+        return Compression(key.weights(dtype), value.weights(dtype), self.rotary.rotation(self.head_dim))
 
     def _compress(
         self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
+from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import decode
 from nsa_jax.kernels.triton import gated_sum as gating
@@ -28,7 +29,7 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selection import choose_blocks
-from nsa_jax.layout import Compress, MeanCompression, NSACache, Placement, TokenKeysValues, slots
+from nsa_jax.layout import NSACache, Placement, TokenKeysValues, slots
 
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
@@ -154,7 +155,7 @@ def decode_step(
     """Appends the tokens, compresses the blocks they complete, then attends."""
     _counts_nothing(count_reads)
     blocks = None
-    if type(compress) is not MeanCompression:  # a subclass may do something else
+    if type(compress) is not Compression:  # a subclass may do something else
         blocks = _compress(cache, tokens, num_tokens, compress, config)
     step = _decode_step(config, float(scale))(cache, query, tokens, gates, num_tokens, blocks)
     return step.out, step.cache, None

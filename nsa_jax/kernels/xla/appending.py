@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
-from nsa_jax.layout import Compress, NSACache, TokenKeysValues, slots
+from nsa_jax.layout import NSACache, TokenKeysValues, slots
 
 
 class Ring(NamedTuple):
