@@ -10,6 +10,7 @@ import pytest
 from cache_layer import SMALL, Layer, compress
 
 from nsa_jax import cache
+from nsa_jax.cache import Compression, ResidualMLP, Rotation
 
 LAYER = Layer.make(length=12)
 SIZES = dict(batch=2, max_length=16, num_kv_heads=2, key_dim=6, value_dim=5, config=SMALL, dtype=jnp.float32)
@@ -105,6 +106,24 @@ BAD = {
 def test_step_refuses_what_does_not_fit(step, changes, error, message):
     with pytest.raises(error, match=message):
         step(**arguments(**changes))
+
+
+def test_compression_of_another_cache():
+    def mlp(size, dim, dtypes=("float32",) * 5):
+        shapes = ((size, dim), (size * dim, 3), (3,), (3, dim), (dim,))
+        return ResidualMLP(*(jnp.zeros(x, dtype) for x, dtype in zip(shapes, dtypes, strict=True)))
+
+    size, key_dim = SMALL.compression_block_size, SIZES["key_dim"]
+    bad = {
+        "key MLP of a compression must have arrays of shapes": Compression(key=mlp(size + 1, key_dim)),
+        "value MLP of a compression": Compression(value=mlp(size, key_dim)),
+        "must have one dtype": Compression(key=mlp(size, key_dim, ("float16", *["float32"] * 4))),
+        "at most 3 frequencies for keys of 6, got 4": Compression(rotation=Rotation(np.ones(4, np.float32))),
+    }
+    for message, compression in bad.items():
+        for step in (cache.prefill, cache.decode_step):
+            with pytest.raises(ValueError, match=message):
+                step(**arguments(compress=compression))
 
 
 def test_fields_of_a_cache_are_not_assigned():

@@ -17,12 +17,13 @@ import triton_kernels  # noqa: E402
 from messages import has_form  # noqa: E402
 
 from nsa_jax import cache, dispatch  # noqa: E402
-from nsa_jax.cache import Compression, TokenKeysValues  # noqa: E402
+from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
 CHAIN = ["nsa_step_merge", "nsa_step_scores", "nsa_step_selected", "nsa_step_window"]
 BY_MEAN, BY_FUNCTION = ["nsa_step_first"], ["nsa_step_append", "nsa_step_compressed"]
+BY_MLP = [*BY_FUNCTION, "nsa_step_hidden", "nsa_step_hidden"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,16 @@ def by_function(key_windows, value_windows, first_positions):
     return key_windows[:, :, 0], value_windows.max(2)
 
 
+def compression(shape):
+    """Two MLPs and a rotation, of the shapes that a layer has by default."""
+    size, arrays = shape.config.compression_block_size, {}
+    for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        shapes = ((size, dim), (size * dim, 2 * dim), (2 * dim,), (2 * dim, dim), (dim,))
+        arrays[name] = ResidualMLP(*(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in shapes))
+    frequency, magnitude = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((shape.key_dim // 2,), ()))
+    return Compression(**arrays, rotation=Rotation(frequency, magnitude))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{c}-{s}" for c, s in CASES])
 def test_step_becomes_machine_code(capability, name):
@@ -98,10 +109,30 @@ def test_step_becomes_machine_code(capability, name):
         assert kernel.scratch_bytes == 0, kernel.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "name"), [(c, "main") for c in triton_kernels.TARGETS] + [(89, "wide float32")]
+)
+def test_mlp_becomes_machine_code(capability, name):
+    shape = SHAPES[name]
+    found = triton_kernels.compiled(
+        lambda compress, *operands: step(compress, shape.config, *operands), compression(shape),
+        *shape.operands(), capability=capability,
+    )  # fmt: skip
+
+    new = [kernel for kernel in found if kernel.name in ("nsa_step_append", "nsa_step_hidden")]
+    assert [kernel.name for kernel in found if kernel not in new]
+    for kernel in new:
+        print(name, capability, kernel._replace(ptx=""))
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
+        assert kernel.spill_bytes <= (72 if name == "wide float32" else 0), kernel.name
+        assert kernel.scratch_bytes == 0, kernel.name
+
+
 @pytest.mark.parametrize(
     ("compress", "first"),
-    [(Compression(), BY_MEAN), (by_function, BY_FUNCTION)],
-    ids=["mean", "function"],
+    [(Compression(), BY_MEAN), (compression(SHAPES["main"]), BY_MLP), (by_function, BY_FUNCTION)],
+    ids=["mean", "mlp", "function"],
 )
 def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
     """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
@@ -109,19 +140,21 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
     shape = Shape(batch=2, max_length=4096)
     held, query, tokens, gates = shape.operands()
 
-    def loop(caches, query, tokens, gates):
+    data = compress if isinstance(compress, Compression) else None
+
+    def loop(data, caches, query, tokens, gates):
         def body(_, carry):
             caches, query = carry
             after = []
             for one in caches:
-                done = step(compress, shape.config, one, query, tokens, gates)
+                done = step(data or compress, shape.config, one, query, tokens, gates)
                 after.append(done.cache)
                 query = done.out
             return tuple(after), query
 
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
-    program = triton_compile.compile_for_h100(loop, (held, held), query, tokens, gates)
+    program = triton_compile.compile_for_h100(loop, data, (held, held), query, tokens, gates)
     body = program.as_text().split("ENTRY")[0]
 
     smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
@@ -179,6 +212,27 @@ def test_vmap_is_a_larger_batch():
 
     assert "6x4096x4x128" in text
     assert text.count("triton_kernel_call_ffi") == len(BY_MEAN + CHAIN)
+
+
+def test_vmap_over_weights_runs_once_for_each():
+    shape = Shape(batch=2, max_length=4096)
+    operands = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (compression(shape), *shape.operands())
+    )
+
+    def mapped(weights_are_mapped, compress, *operands):
+        return jax.vmap(
+            lambda c, *x: step(c, shape.config, *x).out, (0 if weights_are_mapped else None, 0, 0, 0, 0)
+        )(compress, *operands)
+
+    apart = triton_compile.lower(lambda *x: mapped(True, *x), *operands).as_text()
+    together = triton_compile.lower(lambda *x: mapped(False, *x), compression(shape), *operands[1:]).as_text()
+
+    launches = len(BY_MLP + CHAIN)
+    assert apart.count("triton_kernel_call_ffi") == together.count("triton_kernel_call_ffi") == launches
+    assert "stablehlo.while" in apart
+    assert "stablehlo.while" not in together
+    assert "6x4096x4x128" in together
 
 
 def test_shards_of_heads_agree_on_lengths():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, Int
+from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, TokenKeysValues
 
@@ -82,6 +83,34 @@ def check_layer_cache(
             f"with batch={batch}."
         )
     step_capacity(cache, config)
+
+
+def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
+    """Raises ValueError unless the arrays of a `Compression` fit the cache; a function says itself."""
+    if not isinstance(compress, Compression):
+        return
+    dims = dict(key=cache.key_slc.shape[-1], value=cache.value_slc.shape[-1])
+    for name, dim in dims.items():
+        mlp = getattr(compress, name)
+        if mlp is None:
+            continue
+        size, units = config.compression_block_size, mlp.bias_in.shape[-1]
+        expected = [(size, dim), (size * dim, units), (units,), (units, dim), (dim,)]
+        if (found := [x.shape for x in mlp]) != expected:
+            raise ValueError(
+                f"the {name} MLP of a compression must have arrays of shapes {expected} for blocks of {size} "
+                f"tokens, got {found}. Make it for this cache and config."
+            )
+        if len(dtypes := {x.dtype.name for x in mlp}) > 1:
+            raise ValueError(
+                f"the arrays of an MLP must have one dtype, in which it computes, got {sorted(dtypes)}. Cast "
+                "them."
+            )
+    if compress.rotation is not None and 2 * compress.rotation.frequency.shape[0] > dims["key"]:
+        raise ValueError(
+            f"a rotation must have at most {dims['key'] // 2} frequencies for keys of {dims['key']}, got "
+            f"{compress.rotation.frequency.shape[0]}. One turns a pair of dimensions."
+        )
 
 
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:

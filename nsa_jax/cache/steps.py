@@ -42,7 +42,7 @@ def prefill(
       compress: `(key_windows [B,m,l,K,H], value_windows [B,m,l,K,V], first_positions [B,m])` to
         `(key_cmp [B,m,K,H], value_cmp [B,m,K,V])`: compresses each window, then rotates the key at the
         position of the window's first token. It is called for windows that are no block, too; what it makes
-        of those is dropped.
+        of those is dropped. A `Compression` is such a function, and data that GPU kernels know.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All of them by default.
       scale: factor of the logits, `H**-0.5` by default.
@@ -54,8 +54,8 @@ def prefill(
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes, dtypes or `config` do not fit the cache. Where values are concrete also: a row has
-        no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
+      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache. Where values are concrete
+        also: a row has no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
 
     Numerics: those of the four operations of `nsa_jax.attention`.
 
@@ -63,6 +63,7 @@ def prefill(
     """
     checks.check_operands(prefill, cache, query, tokens, gates, num_tokens)
     checks.step_capacity(cache, config)
+    checks.check_compression(compress, cache, config)
     checks.check_room(cache, query.shape[1], num_tokens)
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
@@ -149,7 +150,8 @@ def decode_step(
       tokens: as in `prefill`.
       gates: as in `prefill`.
       config: as in `prefill`.
-      compress: as in `prefill`. `Compression()` is data that GPU kernels know; they form the block.
+      compress: as in `prefill`. GPU kernels form the blocks of a `Compression` themselves; a function runs as
+        XLA operations.
       num_tokens: as in `prefill`; a finished row has 0 and is left as it is.
       count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers; on
         `xla` only.
@@ -163,7 +165,8 @@ def decode_step(
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes, dtypes or `config` do not fit the cache, or `T` exceeds its step capacity.
+      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache, or `T` exceeds its step
+        capacity.
 
     Numerics: those of the four operations of `nsa_jax.attention`.
 
@@ -171,6 +174,7 @@ def decode_step(
     """
     checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
     capacity = checks.step_capacity(cache, config)
+    checks.check_compression(compress, cache, config)
     if query.shape[1] > capacity:
         raise ValueError(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "

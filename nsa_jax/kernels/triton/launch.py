@@ -100,20 +100,30 @@ def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     )
 
 
-def folds_vmap[R](function: Callable[..., R]) -> Callable[..., R]:
+def folds_vmap[R](function: Callable[..., R], *, alike: int = 0) -> Callable[..., R]:
     """Makes a function of kernels mappable by `jax.vmap`: the mapped axis becomes part of the batch axis.
 
-    Each array that it takes and returns has the batch as its first axis.
+    Each array that it takes and returns has the batch as its first axis, but for the first `alike` arguments,
+    which are the same for all rows. Where these are mapped, it runs once for each of them.
     """
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap
     def rule(axis_size, is_mapped, *args):
+        def spread(x, x_is_mapped):
+            return x if x_is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        if any(jax.tree.leaves(is_mapped[:alike])):
+            args = jax.tree.map(spread, args, tuple(is_mapped))
+            results = jax.lax.map(lambda one: mapped(*one), args)
+            return results, jax.tree.map(lambda _: True, results)
+
         def fold(x, x_is_mapped):
-            x = x if x_is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            x = spread(x, x_is_mapped)
             return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
-        results = mapped(*jax.tree.map(fold, args, tuple(is_mapped)))
+        folded = jax.tree.map(fold, args[alike:], tuple(is_mapped[alike:]))
+        results = mapped(*args[:alike], *folded)
         results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

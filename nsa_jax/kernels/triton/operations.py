@@ -154,16 +154,31 @@ def decode_step(
 ) -> tuple[Float[Array, "B T N V"], NSACache, None]:
     """Appends the tokens, compresses the blocks they complete, then attends."""
     _counts_nothing(count_reads)
-    blocks = None
-    if type(compress) is not Compression:  # a subclass may do something else
-        blocks = _compress(cache, tokens, num_tokens, compress, config)
-    step = _decode_step(config, float(scale))(cache, query, tokens, gates, num_tokens, blocks)
+    if not _is_known(compress):
+        compress = _compress(cache, tokens, num_tokens, compress, config)
+    step = _decode_step(config, float(scale))(compress, cache, query, tokens, gates, num_tokens)
     return step.out, step.cache, None
 
 
 @functools.cache
 def _decode_step(config: NSAConfig, scale: float):
-    return jax.jit(folds_vmap(partial(decode.decode_step, config=config, scale=scale)))
+    def step(compress, cache, query, tokens, gates, num_tokens):
+        return decode.decode_step(cache, query, tokens, gates, num_tokens, compress, config, scale)
+
+    by_blocks, by_weights = folds_vmap(step), folds_vmap(step, alike=1)
+
+    @jax.jit
+    def run(compress, *operands):
+        given = isinstance(compress, decode.GivenBlocks)
+        return (by_blocks if given else by_weights)(compress, *operands)
+
+    return run
+
+
+def _is_known(compress: Compress) -> bool:
+    """Whether the kernels form blocks by it; a subclass may do something else."""
+    weights = jax.tree.leaves((compress.key, compress.value)) if type(compress) is Compression else None
+    return weights is not None and all(x.dtype.itemsize <= 4 for x in weights)
 
 
 def _compress(cache, tokens, num_tokens, compress, config):
@@ -179,7 +194,7 @@ def _compress(cache, tokens, num_tokens, compress, config):
     key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
     value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
     compressed = compress(key_windows, value_windows, blocks.number * config.compression_stride)
-    return tuple(x.astype(cache.key_cmp.dtype) for x in compressed)
+    return decode.GivenBlocks(*(x.astype(cache.key_cmp.dtype) for x in compressed))
 
 
 def _counts_nothing(count_reads: bool) -> None:

@@ -541,6 +541,31 @@ def step_list_blocks(blocks: int, slots: int) -> int:
     return max(_power_above(-(-blocks // lists)), STEP_LIST_BLOCKS[0], slots)
 
 
+class HiddenSizes(NamedTuple):
+    """How the hidden layer of a compressor is shared out in a decode step.
+
+    Attributes:
+      rows: blocks of a program.
+      units: hidden units of a program.
+      parts: programs that share the tokens of a block.
+      depth: dimensions of a token that are multiplied at a time.
+      stages: such pieces whose loads are in flight.
+    """
+
+    rows: int
+    units: int
+    parts: int
+    depth: int
+    stages: int
+
+
+def hidden_sizes(blocks: int, tokens: int, float_bytes: int) -> HiddenSizes:
+    """Sizes for `blocks` of so many `tokens`: 256 units make 64 programs, each with 32 KB of weights."""
+    rows = max(min(_power_above(blocks), 32), 16)
+    depth = 32 if float_bytes == 4 else 128  # float32 is multiplied in three parts
+    return HiddenSizes(rows=rows, units=32, parts=min(_power_below(tokens), 8), depth=depth, stages=2)
+
+
 def _power_above(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 

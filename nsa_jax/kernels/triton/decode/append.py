@@ -6,8 +6,8 @@ may alias a later load, which would wait for it.
 A block that the step completes is one key of the compressed branch that `compressed_kernel` does not look at.
 It enters here as a part of its own, and goes into the cache with `window_kernel`, when nobody reads that any
 more. So nothing here waits for the compressed branch, nor that for this: means are formed in programs of that
-kernel, and `append_kernel` runs beside it where XLA forms the blocks. New tokens, which alone can see
-different compressed keys, meet only here: what one sees and another does not is masked, with its value.
+kernel, and `append_kernel` runs beside it where an MLP or XLA forms the blocks. New tokens, which alone can
+see different compressed keys, meet only here: what one sees and another does not is masked, with its value.
 
 Grid of `append_kernel`: x = batch rows times KV heads. A few rows are all it moves, so latency binds: 4 us on
 an H200.
@@ -18,6 +18,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_jax.kernels.triton.decode.forming import (
+    Forming,
+    OutputLayer,
+    Turning,
+    mean_of_block,
+    turned,
+    with_output_layer,
+)
 from nsa_jax.kernels.triton.decode.parts import admit, load_query, num_blocks, query_rows, store_part
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
@@ -26,7 +34,7 @@ from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
 class Appending(NamedTuple):
-    """Arrays of the cache, in place; the new tokens; blocks as another has formed them, None for means.
+    """Arrays of the cache, in place, and the new tokens.
 
     Keys and values of the window are None where the branches share theirs.
     """
@@ -43,8 +51,6 @@ class Appending(NamedTuple):
     new_value_slc: tl.tensor
     new_key_win: tl.tensor | None
     new_value_win: tl.tensor | None
-    given_key: tl.tensor | None
-    given_value: tl.tensor | None
 
 
 class Appended(NamedTuple):
@@ -74,6 +80,8 @@ class StepDims(NamedTuple):
       SIZE, STRIDE: of compression blocks.
       BLOCKS: compression blocks that the tokens may complete.
       ROWS: query rows that are attended at a time.
+      PAIRS: of dimensions that a rotation turns.
+      KEY_UNITS, VALUE_UNITS, HIDDEN_PARTS: hidden units of the MLPs, and parts of their sums.
       KEY, VALUE: `Dim`s.
     """
 
@@ -87,28 +95,12 @@ class StepDims(NamedTuple):
     STRIDE: tl.constexpr
     BLOCKS: tl.constexpr
     ROWS: tl.constexpr
+    PAIRS: tl.constexpr
+    KEY_UNITS: tl.constexpr
+    VALUE_UNITS: tl.constexpr
+    HIDDEN_PARTS: tl.constexpr
     KEY: tl.constexpr
     VALUE: tl.constexpr
-
-
-@triton.jit
-def _mean(ring, new, b, kv_head, tokens, block, complete, DIM, D):
-    """Mean of the tokens of a block: old ones from the ring, new ones from the operand; `[1, D]`."""
-    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
-    PADDED: tl.constexpr = triton.next_power_of_2(D.SIZE)
-    r = tl.arange(0, PADDED)
-    token = block * D.STRIDE + r
-    held = complete & (r < D.SIZE)
-    slot = (b.to(tl.int64) * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
-    old = load_at(ring, slot * WIDTH, held & (token < tokens.start), DIM)
-    slot = (b * D.T + token - tokens.start) * D.KV_HEADS + kv_head
-    fresh = load_at(new, slot * WIDTH, held & (token >= tokens.start), DIM)
-    x0 = tl.sum(old.first.to(tl.float32) + fresh.first.to(tl.float32), 0)[None, :] / D.SIZE
-    if DIM.D1 > 0:
-        x1 = tl.sum(old.second.to(tl.float32) + fresh.second.to(tl.float32), 0)[None, :] / D.SIZE
-    else:
-        x1 = None
-    return Pieces(x0, x1)
 
 
 @triton.jit
@@ -123,7 +115,30 @@ def _add_value(out, weight, v):
 
 
 @triton.jit
-def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl.constexpr):
+def _form(arrays, forming, found, tokens, b, kv_head, block, ready, j: tl.constexpr, D):
+    """Forms `block`, number `j` of the step, of what is there of its tokens."""
+    KEY: tl.constexpr = D.KEY
+    VALUE: tl.constexpr = D.VALUE
+    H: tl.constexpr = KEY.D0 + KEY.D1
+    place = (b * D.BLOCKS + j) * D.KV_HEADS + kv_head
+    k = mean_of_block(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, block, ready, KEY, D)
+    v = mean_of_block(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, block, ready, VALUE, D)
+    if forming.key.hidden is not None:
+        k = with_output_layer(k, forming.key, place, KEY, D.KEY_UNITS, D.HIDDEN_PARTS)
+    if forming.value.hidden is not None:
+        v = with_output_layer(v, forming.value, place, VALUE, D.VALUE_UNITS, D.HIDDEN_PARTS)
+    one = tl.zeros([1], tl.int32) + place
+    store_at(found.key, one * H, k, one >= 0, KEY)
+    store_at(found.value, one * (VALUE.D0 + VALUE.D1), v, one >= 0, VALUE)
+    if forming.turning.frequency is not None:
+        tl.debug_barrier()
+        k = turned(found.key + place * H, block * D.STRIDE, forming.turning, KEY, D.PAIRS)
+        tl.debug_barrier()
+        store_at(found.key, one * H, k, one >= 0, KEY)
+
+
+@triton.jit
+def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PRECISION: tl.constexpr):
     """Appends the tokens of row `b` to the arrays of one KV head; forms its blocks and attends them."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
@@ -154,17 +169,12 @@ def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl
     c = tl.arange(0, PADDED_BLOCKS)
     complete = (c < D.BLOCKS) & (before + c < after)
     place = (b * D.BLOCKS + c) * D.KV_HEADS + kv_head
-    if arrays.given_key is None:
+    if forming.given_key is None:
         for j in tl.static_range(D.BLOCKS):
-            one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
-            ready = before + j < after
-            k = _mean(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, before + j, ready, KEY, D)
-            v = _mean(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, before + j, ready, VALUE, D)
-            store_at(found.key, one * H, k, one >= 0, KEY)
-            store_at(found.value, one * V, v, one >= 0, VALUE)
+            _form(arrays, forming, found, tokens, b, kv_head, before + j, before + j < after, j, D)
     else:
-        k = load_at(arrays.given_key, place * H, complete, KEY)
-        v = load_at(arrays.given_value, place * V, complete, VALUE)
+        k = load_at(forming.given_key, place * H, complete, KEY)
+        v = load_at(forming.given_value, place * V, complete, VALUE)
         store_at(found.key, place * H, k, complete, KEY)
         store_at(found.value, place * V, v, complete, VALUE)
     tl.debug_barrier()
@@ -204,22 +214,30 @@ def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl
 def append_kernel(
     key_slc, value_slc, key_raw, value_raw, key_win, value_win,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
-    given_key, given_value, query,
+    given_key, given_value, key_hidden, key_bias_in, key_kernel_out, key_bias_out,
+    value_hidden, value_bias_in, value_kernel_out, value_bias_out, frequency, magnitude, query,
     placed, block_key, block_value, block_logits, out, sums,
     scale, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr, VALUE_UNITS: tl.constexpr,
+    HIDDEN_PARTS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Appends, with blocks that XLA has formed."""
+    """Appends, with blocks of an MLP, or of XLA."""
     b = tl.program_id(0) // KV_HEADS
     D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, Dim(H0, H1), Dim(V0, V1)
-    )
+        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, KEY_UNITS,
+        VALUE_UNITS, HIDDEN_PARTS, Dim(H0, H1), Dim(V0, V1),
+    )  # fmt: skip
     arrays = Appending(
         key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp, new_key_slc,
-        new_value_slc, new_key_win, new_value_win, given_key, given_value,
+        new_value_slc, new_key_win, new_value_win,
+    )  # fmt: skip
+    forming = Forming(
+        given_key, given_value, OutputLayer(key_hidden, key_bias_in, key_kernel_out, key_bias_out),
+        OutputLayer(value_hidden, value_bias_in, value_kernel_out, value_bias_out),
+        Turning(frequency, magnitude),
     )  # fmt: skip
     found = Appended(placed, block_key, block_value, block_logits, out, sums)
     tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-    append_row(arrays, found, query, tokens, b, tl.program_id(0) % KV_HEADS, scale, D, PRECISION)
+    append_row(arrays, forming, found, query, tokens, b, tl.program_id(0) % KV_HEADS, scale, D, PRECISION)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.append import Appended, Appending, StepDims, append_row
+from nsa_jax.kernels.triton.decode.forming import Forming, OutputLayer, Turning
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at
@@ -138,15 +139,16 @@ def compressed_kernel(
     out, sums, scores, tails, tops,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the compressed branch."""
     D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, Dim(H0, H1), Dim(V0, V1)
-    )
+        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, 0, 0, 1, Dim(H0, H1),
+        Dim(V0, V1),
+    )  # fmt: skip
     X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, PARTS, STAGES)
     cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
     _attend_program(tl.program_id(0), batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS, PRECISION)
@@ -156,19 +158,20 @@ def compressed_kernel(
 def first_kernel(
     key_slc, value_slc, key_raw, value_raw, key_win, value_win,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
-    query, key_cmp, value_cmp,
+    frequency, magnitude, query, key_cmp, value_cmp,
     out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, block_out, block_sums,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part, or what one KV head of a row appends, with means for blocks."""
     D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, Dim(H0, H1), Dim(V0, V1)
-    )
+        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, 0, 0, 1, Dim(H0, H1),
+        Dim(V0, V1),
+    )  # fmt: skip
     X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, PARTS, STAGES)
     cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
     appending = batch * KV_HEADS
@@ -176,11 +179,14 @@ def first_kernel(
     if bk < appending:
         arrays = Appending(
             key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp,
-            new_key_slc, new_value_slc, new_key_win, new_value_win, None, None,
+            new_key_slc, new_value_slc, new_key_win, new_value_win,
         )  # fmt: skip
+        no_mlp = OutputLayer(None, None, None, None)
+        forming = Forming(None, None, no_mlp, no_mlp, Turning(frequency, magnitude))
         found = Appended(placed, block_key, block_value, block_logits, block_out, block_sums)
-        tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, MAX_LENGTH)
-        append_row(arrays, found, query, tokens, bk // KV_HEADS, bk % KV_HEADS, scale, D, PRECISION)
+        b = bk // KV_HEADS
+        tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
+        append_row(arrays, forming, found, query, tokens, b, bk % KV_HEADS, scale, D, PRECISION)
     else:
         pid = bk - appending
         _attend_program(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS, PRECISION)

@@ -1,8 +1,8 @@
 """A decode step by five kernels, four of them in a chain: `first`, `scores`, `selected`, `merge`.
 
 XLA makes a CUDA graph of a compiled loop's body, whose launches wait for their operands only: `window` runs
-beside `selected`. Where XLA forms the new blocks, `append` and `compressed` take the place of `first`, side
-by side, and the compressor delays the former only.
+beside `selected`. Where an MLP or XLA forms the new blocks, `append` and `compressed` take the place of
+`first`, side by side, and the MLP's `hidden` delays the former only.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +13,12 @@ import triton
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.decode.append import append_kernel
 from nsa_jax.kernels.triton.decode.compressed import compressed_kernel, first_kernel
+from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
 from nsa_jax.kernels.triton.decode.merge import merge_kernel
 from nsa_jax.kernels.triton.decode.scores import scores_kernel
 from nsa_jax.kernels.triton.decode.selected import selected_kernel
@@ -36,6 +38,27 @@ class StepResult(NamedTuple):
     out: Float[Array, "B T N V"]
     cache: NSACache
     blocks: Int32[Array, "B T K R"]
+
+
+class GivenBlocks(NamedTuple):
+    """The blocks that a step may complete, as another has formed them."""
+
+    key: Float[Array, "B blocks K H"]
+    value: Float[Array, "B blocks K V"]
+
+
+class _OutputLayer(NamedTuple):
+    """What `forming.OutputLayer` is given."""
+
+    hidden: Float[Array, "B blocks K parts F"] | None = None
+    bias_in: Float[Array, " F"] | None = None
+    kernel_out: Float[Array, "F D"] | None = None
+    bias_out: Float[Array, " D"] | None = None
+
+    @property
+    def units(self) -> int:
+        """Hidden units; 0 for no MLP."""
+        return 0 if self.bias_in is None else self.bias_in.shape[0]
 
 
 class _Part(NamedTuple):
@@ -69,7 +92,7 @@ def decode_step(
     tokens: TokenKeysValues,
     gates: Float[Array, "B T N 3"],
     num_tokens: Int[Array, " B"] | None,
-    blocks: tuple[Float[Array, "B blocks K H"], Float[Array, "B blocks K V"]] | None,
+    compress: Compression | GivenBlocks,
     config: NSAConfig,
     scale: float,
     *,
@@ -79,17 +102,16 @@ def decode_step(
 
     Args:
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
-      blocks: compressed keys and values of the blocks that the step may complete, by any function; None for
-        the mean of their tokens.
+      compress: how the blocks that the step completes are formed, or these blocks.
       config, scale: as there, with nothing defaulted.
       sizes: of the pieces of work.
     """
-    step = _Step(cache, query, tokens, gates, num_tokens, config, scale, sizes)
-    if blocks is None:
+    step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
+    if isinstance(compress, Compression) and compress.key is None and compress.value is None:
         cache, cmp, scored, appended = step.begin()
     else:
         cmp, scored = step.attend_compressed()
-        cache, appended = step.append(blocks)
+        cache, appended = step.append()
     best = step.score(cmp, scored, appended)
     cache, win = step.attend_window(cache, appended, cmp)
     slc, chosen = step.attend_selected(cache, appended, best)
@@ -123,9 +145,10 @@ def _appended(found: tuple[Array, ...]) -> _Appended:
 class _Step:
     """The operands of a step and the sizes that follow from them; one method a launch."""
 
-    def __init__(self, cache, query, tokens, gates, num_tokens, config, scale, sizes):
+    def __init__(self, cache, query, tokens, gates, num_tokens, compress, config, scale, sizes):
         self.cache, self.query, self.tokens, self.gates = cache, query, tokens, gates
         self.num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
+        self.compress: Compression | GivenBlocks = compress
         self.config: NSAConfig = config
         self.scale = float(scale * LOG2_E.value)
         self.batch, self.num_new, self.num_heads, _ = query.shape
@@ -136,6 +159,9 @@ class _Step:
         self.own = config.selection_block_size // config.compression_stride
         self.slots = _padded(config.num_selected_blocks)
         self.sizes = sizes or step_sizes(cache, query, config)
+        self.hidden_sizes = tiles.hidden_sizes(
+            self.batch * self.blocks * self.kv_heads, config.compression_block_size, query.dtype.itemsize
+        )
         # Tiles of compressed keys: whole selection blocks, each padded to a power of two of columns.
         self.tile_blocks = max(self.sizes.keys // _padded(self.own), 1)
         self.tiles = max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
@@ -167,8 +193,8 @@ class _Step:
     def begin(self) -> tuple[NSACache, _Part, _Scored, _Appended]:
         """`append` with means for blocks, and `attend_compressed`, in one launch."""
         updated, found = launch(
-            first_kernel, *self.appending(), self.query, self.cache.key_cmp, self.cache.value_cmp,
-            out=(*self.compressed_results(), *self.appended_results()), in_place=6,
+            first_kernel, *self.appending(), *self.turning(), self.query, self.cache.key_cmp,
+            self.cache.value_cmp, out=(*self.compressed_results(), *self.appended_results()), in_place=6,
             grid=(self.batch * self.kv_heads + self.compressed_programs(),), **self.compressed_constants(),
         )  # fmt: skip
         return self.extended(updated), _Part(*found[:2]), _Scored(*found[2:5]), _appended(found[5:])
@@ -182,13 +208,50 @@ class _Step:
         )  # fmt: skip
         return _Part(*found[:2]), _Scored(*found[2:])
 
-    def append(self, given: tuple[Array, Array]) -> tuple[NSACache, _Appended]:
-        """The cache with the new tokens, and the blocks that they complete, which are given."""
+    def append(self) -> tuple[NSACache, _Appended]:
+        """The cache with the new tokens, and the blocks that they complete."""
+        given: tuple[Array | None, Array | None] = (None, None)
+        key = value = _OutputLayer()
+        if isinstance(self.compress, GivenBlocks):
+            given = self.compress
+        else:
+            key = self.hidden(self.compress.key, self.cache.key_raw_ring, self.tokens.key_cmp)
+            value = self.hidden(self.compress.value, self.cache.value_raw_ring, self.tokens.value_cmp)
         updated, found = launch(
-            append_kernel, *self.appending(), *given, self.query, out=self.appended_results(), in_place=6,
-            grid=(self.batch * self.kv_heads,), num_stages=1, **self.appending_constants(),
+            append_kernel, *self.appending(), *given, *key, *value, *self.turning(), self.query,
+            out=self.appended_results(), in_place=6, grid=(self.batch * self.kv_heads,), num_stages=1,
+            KEY_UNITS=key.units, VALUE_UNITS=value.units,
+            HIDDEN_PARTS=self.hidden_sizes.parts, **self.appending_constants(),
         )  # fmt: skip
         return self.extended(updated), _appended(found)
+
+    def hidden(self, mlp: ResidualMLP | None, ring: Array, new: Array) -> _OutputLayer:
+        """The hidden layer of an MLP for the blocks of the step, and what is left to do."""
+        if mlp is None:
+            return _OutputLayer()
+        sizes, units = self.hidden_sizes, mlp.bias_in.shape[0]
+        first, second = split_dim(ring.shape[3])  # each a multiple of the second
+        shape = (self.batch, self.blocks, self.kv_heads, sizes.parts, units)
+        rows = self.batch * self.blocks * self.kv_heads
+        found = launch(
+            hidden_kernel, ring, new, self.cache.lengths, self.num_tokens, mlp.position_embedding,
+            mlp.kernel_in, out=jax.ShapeDtypeStruct(shape, jnp.float32),
+            grid=(sizes.parts * -(-units // sizes.units) * -(-rows // sizes.rows),),
+            num_stages=sizes.stages, batch=self.batch, T=self.num_new, KV_HEADS=self.kv_heads,
+            MAX_LENGTH=self.cache.max_length, RAW=ring.shape[1], BLOCKS=self.blocks, ROWS=sizes.rows, F=units,
+            UNITS=sizes.units, PARTS=sizes.parts, STAGES=sizes.stages, DIM=ring.shape[3],
+            DEPTH=min(second or first, sizes.depth),
+            PRECISION=precision(mlp.kernel_in.dtype), **self.compression,
+        )  # fmt: skip
+        return _OutputLayer(found, mlp.bias_in, mlp.kernel_out, mlp.bias_out)
+
+    def turning(self) -> tuple[Array | None, Array | None]:
+        """`forming.Turning`."""
+        rotation = None if isinstance(self.compress, GivenBlocks) else self.compress.rotation
+        if rotation is None:
+            return None, None
+        magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
+        return jnp.asarray(rotation.frequency, jnp.float32), magnitude
 
     def compressed_programs(self) -> int:
         """Parts of all KV heads, and of their groups of rows."""
@@ -225,11 +288,12 @@ class _Step:
 
     def appending_constants(self) -> dict[str, Any]:
         """Of what appends."""
+        frequency, _ = self.turning()
         ring = 1 if self.cache.key_win_ring is None else self.cache.key_win_ring.shape[1]
         return dict(
             MAX_LENGTH=self.cache.max_length, RAW=self.cache.key_raw_ring.shape[1], RING=ring,
-            BLOCKS=self.blocks, ROWS=self.sizes.rows, **self.common, **self.compression, **self.dims,
-            **self.products,
+            BLOCKS=self.blocks, ROWS=self.sizes.rows, PAIRS=0 if frequency is None else frequency.shape[0],
+            **self.common, **self.compression, **self.dims, **self.products,
         )  # fmt: skip
 
     def compressed_constants(self) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""How the tokens of a new compression block become one key and one value (Eq. 7): `Compression` on the GPU.
+
+The mean is taken here, by the program that appends. The hidden layer of an MLP is a larger product, which
+`hidden_kernel` forms for all rows at once; here it becomes what the MLP adds to the mean. Last the key is
+rotated, in the array where the block was stored, for the two halves of a pair lie in different threads.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.kernels.triton.loading import load_at
+from nsa_jax.kernels.triton.pieces import Pieces
+
+HIDDEN_AT_ONCE: tl.constexpr = tl.constexpr(16)  # units; their weights take 32 registers at 256 dims
+
+
+class OutputLayer(NamedTuple):
+    """The rest of an MLP, or nothing: then all are None.
+
+    Attributes:
+      hidden: `[B, BLOCKS, K, PARTS, F]` in float32, whose sum over parts has neither bias nor GELU yet.
+      bias_in, kernel_out, bias_out: `[F]`, `[F, D]`, `[D]`.
+    """
+
+    hidden: tl.tensor | None
+    bias_in: tl.tensor | None
+    kernel_out: tl.tensor | None
+    bias_out: tl.tensor | None
+
+
+class Turning(NamedTuple):
+    """Frequencies of the pairs and their common magnitude; None for no rotation."""
+
+    frequency: tl.tensor | None
+    magnitude: tl.tensor | None
+
+
+class Forming(NamedTuple):
+    """What the blocks of a step are made by.
+
+    Attributes:
+      given_key, given_value: `[B, BLOCKS, K, D]`, as XLA has formed them; else None.
+      key, value: what the MLPs add to the means.
+      turning: the rotation of keys.
+    """
+
+    given_key: tl.tensor | None
+    given_value: tl.tensor | None
+    key: OutputLayer
+    value: OutputLayer
+    turning: Turning
+
+
+@triton.jit
+def mean_of_block(ring, new, b, kv_head, tokens, block, complete, DIM, D):
+    """Mean of the tokens of a block: old ones from the ring, new ones from the operand; `[1, D]`."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    PADDED: tl.constexpr = triton.next_power_of_2(D.SIZE)
+    r = tl.arange(0, PADDED)
+    token = block * D.STRIDE + r
+    held = complete & (r < D.SIZE)
+    slot = (b.to(tl.int64) * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
+    old = load_at(ring, slot * WIDTH, held & (token < tokens.start), DIM)
+    slot = (b * D.T + token - tokens.start) * D.KV_HEADS + kv_head
+    fresh = load_at(new, slot * WIDTH, held & (token >= tokens.start), DIM)
+    x0 = tl.sum(old.first.to(tl.float32) + fresh.first.to(tl.float32), 0)[None, :] / D.SIZE
+    if DIM.D1 > 0:
+        x1 = tl.sum(old.second.to(tl.float32) + fresh.second.to(tl.float32), 0)[None, :] / D.SIZE
+    else:
+        x1 = None
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def _gelu(x):
+    """GELU by tanh, which is a sigmoid of twice its argument; 1.59577 is twice the root of 2 / pi."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def with_output_layer(x, layer, place, DIM, F: tl.constexpr, PARTS: tl.constexpr):
+    """The mean `x` of block number `place`, and what the MLP adds to it."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    part = tl.arange(0, PARTS)
+    hidden = layer.hidden + place.to(tl.int64) * (PARTS * F) + part[:, None] * F
+    bias = load_at(layer.bias_out, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), DIM)
+    x0 = x.first + bias.first.to(tl.float32)
+    if DIM.D1 > 0:
+        x1 = x.second + bias.second.to(tl.float32)
+    for first in tl.static_range(0, F, HIDDEN_AT_ONCE):
+        unit = first + tl.arange(0, HIDDEN_AT_ONCE)
+        inside = unit < F
+        h = tl.sum(tl.load(hidden + unit[None, :], mask=inside[None, :], other=0.0), 0)
+        h = _gelu(h + tl.load(layer.bias_in + unit, mask=inside, other=0.0).to(tl.float32))
+        w = load_at(layer.kernel_out, unit * WIDTH, inside, DIM)
+        x0 += tl.sum(h[:, None] * w.first.to(tl.float32), 0)[None, :]
+        if DIM.D1 > 0:
+            x1 += tl.sum(h[:, None] * w.second.to(tl.float32), 0)[None, :]
+    if DIM.D1 > 0:
+        y = Pieces(x0, x1)
+    else:
+        y = Pieces(x0, None)
+    return y
+
+
+@triton.jit
+def _turned_columns(key, position, turning, FIRST: tl.constexpr, NUMBER: tl.constexpr, PAIRS: tl.constexpr):
+    """Columns of the stored `key`, turned; `[1, NUMBER]`."""
+    column = FIRST + tl.arange(0, NUMBER)
+    left = column < PAIRS
+    turns = column < 2 * PAIRS
+    frequency = tl.load(turning.frequency + tl.where(left, column, column - PAIRS), mask=turns, other=0.0)
+    angle = position.to(tl.float32) * frequency
+    magnitude = tl.load(turning.magnitude)
+    x = tl.load(key + column).to(tl.float32)
+    y = tl.load(key + tl.where(left, column + PAIRS, column - PAIRS), mask=turns, other=0.0).to(tl.float32)
+    turned = x * (magnitude * tl.cos(angle)) + tl.where(left, -y, y) * (magnitude * tl.sin(angle))
+    return tl.where(turns, turned, x)[None, :]
+
+
+@triton.jit
+def turned(key, position, turning, DIM, PAIRS: tl.constexpr):
+    """The stored `key`, turned by its position."""
+    x0 = _turned_columns(key, position, turning, 0, DIM.D0, PAIRS)
+    if DIM.D1 > 0:
+        x1 = _turned_columns(key, position, turning, DIM.D0, DIM.D1, PAIRS)
+    else:
+        x1 = None
+    return Pieces(x0, x1)
