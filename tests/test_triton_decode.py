@@ -134,8 +134,12 @@ def test_mlp_becomes_machine_code(capability, name):
     [(Compression(), BY_MEAN), (compression(SHAPES["main"]), BY_MLP), (by_function, BY_FUNCTION)],
     ids=["mean", "mlp", "function"],
 )
-def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
-    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
+def test_loop_copies_no_cache_and_launches_few_kernels(compress, first, tmp_path):
+    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied.
+
+    And `window` waits for neither `scores` nor `selected`: XLA's list of launches names the last one that
+    each waits for, by data or because it writes to memory that the other reads.
+    """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
     shape = Shape(batch=2, max_length=4096)
     held, query, tokens, gates = shape.operands()
@@ -154,7 +158,9 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
 
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
-    program = triton_compile.compile_for_h100(loop, data, (held, held), query, tokens, gates)
+    program = triton_compile.compile_for_h100(
+        loop, data, (held, held), query, tokens, gates, xla_dump_to=str(tmp_path)
+    )
     body = program.as_text().split("ENTRY")[0]
 
     smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
@@ -162,6 +168,9 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, first):
     assert all(_elements(dims) < smallest for _, dims in copied), copied
     assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * (len(first) + len(CHAIN))
     assert program.memory_analysis().temp_size_in_bytes < 2 * held.key_slc.size
+    (listed,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    waits = re.findall(r"(\d+): kCustomCall +\[prev=(\d+)", listed.read_text())
+    assert sum(int(number) - int(last) == 3 for number, last in waits) == 2, waits
 
 
 def _elements(dims: str) -> int:

@@ -46,14 +46,14 @@ def lower(function, *arguments, capability: int = 90):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def compile_for_h100(function, *arguments):
-    """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s."""
+def compile_for_h100(function, *arguments, **options):
+    """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s and options of XLA."""
     mesh = _mesh()
     whole = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*arguments)
-    return lowered.compile()
+    return lowered.compile(compiler_options=options)
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def _share(gates, branch: tl.constexpr, total):
 @triton.jit(repr=named("nsa_step_merge"))
 def merge_kernel(
     placed, gates, out_cmp, sums_cmp, out_new, sums_new, out_slc, sums_slc, out_win, sums_win,
-    alive_0, alive_1, alive_2,
+    alive_0, alive_1, alive_2, alive_3, alive_4, alive_5,
     out,
     T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr,
     SLC: tl.constexpr, PADDED_SLC: tl.constexpr, WIN: tl.constexpr, PADDED_WIN: tl.constexpr,

@@ -115,7 +115,8 @@ def decode_step(
     best = step.score(cmp, scored, appended)
     cache, win = step.attend_window(cache, appended, cmp)
     slc, chosen = step.attend_selected(cache, appended, best)
-    return StepResult(step.merge(appended, cmp, slc, win, (chosen, scored.tails, scored.tops)), cache, chosen)
+    alive = (*scored, appended.block_logits, best, chosen)
+    return StepResult(step.merge(appended, cmp, slc, win, alive), cache, chosen)
 
 
 def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
