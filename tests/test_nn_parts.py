@@ -10,8 +10,11 @@ from flax import nnx
 from messages import has_form
 from small_layer import (
     CONFIG,
+    KEY_DIM,
+    KV_HEADS,
     LENGTH,
     ROUNDING,
+    VALUE_DIM,
     WIDTH,
     WeightedSum,
     assert_close,
@@ -21,7 +24,8 @@ from small_layer import (
 )
 
 from nsa_jax import reference
-from nsa_jax.nn import Compressor, Gate, NSAAttention, rotate
+from nsa_jax.cache import Compression
+from nsa_jax.nn import Compressor, Gate, NSAAttention, YarnScaling, rotate
 
 X = jax.ShapeDtypeStruct((2, 9, 12), jnp.float32)
 
@@ -121,3 +125,37 @@ def test_parts_of_other_shapes(options, message):
     with pytest.raises(ValueError, match=message) as raised:
         nnx.eval_shape(lambda layer, x: layer(x), abstract_layer(**options, **config), X)
     assert has_form(str(raised.value))
+
+
+DATA = {
+    "mlp": {},
+    "mean": dict(compression="mean"),
+    "yarn": dict(rope_scaling=YarnScaling(factor=4.0, original_length=16)),
+    "mlp in float32": dict(dtype=jnp.float32),
+}
+NO_DATA = {
+    "a compressor of one's own": dict(compressor=WeightedSum),
+    "a rotary of one's own": dict(rotary=lambda x, positions: x),
+    "precision": dict(precision="highest"),
+    "a mean in another dtype": dict(compression="mean", dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("options", DATA.values(), ids=DATA.keys())
+def test_compression_as_data_is_that_of_the_layer(options):
+    layer = make_layer(**options)
+    windows = [jnp.asarray(random(2, 3, 4, KV_HEADS, dim), jnp.float32) for dim in (KEY_DIM, VALUE_DIM)]
+    first = jnp.asarray([[0, 2, 4], [10, 12, 1000]], jnp.int32)
+
+    compress = layer._compression(jnp.float32)
+
+    assert type(compress) is Compression
+    for found, expected in zip(compress(*windows, first), layer._compress(*windows, first), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("options", NO_DATA.values(), ids=NO_DATA.keys())
+def test_what_is_no_data_stays_a_function(options):
+    layer = make_layer(**options)
+
+    assert layer._compression(jnp.float32) == layer._compress

@@ -109,7 +109,7 @@ def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) ->
     if compress.rotation is not None and 2 * compress.rotation.frequency.shape[0] > dims["key"]:
         raise ValueError(
             f"a rotation must have at most {dims['key'] // 2} frequencies for keys of {dims['key']}, got "
-            f"{compress.rotation.frequency.shape[0]}. One turns a pair of dimensions."
+            f"{compress.rotation.frequency.shape[0]}. Pass at most one for each pair of dimensions."
         )
 
 
