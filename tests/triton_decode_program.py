@@ -92,8 +92,8 @@ CASES = {
     "a function": Case((107, 63), 5, compress=twice),
     "rotated means": Case((107, 20), 2, compress=Compression(rotation=rotation(8))),
     "MLPs, many blocks": Case(
-        (107, 64), 8, num_heads=6, key_dim=48, value_dim=32, config=ODD, num_tokens=(8, 3),
-        compress=Compression(mlp(6, 48, 40, 0), mlp(6, 32, 20, 1), rotation(20)),
+        (107, 64), 4, num_heads=2, key_dim=48, value_dim=16, config=ODD, num_tokens=(4, 3),
+        compress=Compression(mlp(6, 48, 40, 0), mlp(6, 16, 20, 1), rotation(20)),
     ),
     "an MLP of values": Case((107, 63), 5, compress=Compression(None, mlp(8, 16, 24, 1))),
     "odd blocks": Case((100, 64), 5, config=ODD),
