@@ -578,16 +578,18 @@ class DenseStepSizes(NamedTuple):
 
 DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
 DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
-DENSE_STAGES = 3
+DENSE_STAGES = 3  # unless these tiles need more than half of the shared memory
+DENSE_ROW_BYTES = 48 * KIB  # of the rows of a program as operands; more and the sums spill
 
 
 def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
     """Sizes for such a step; rows of one length fill an H100 evenly, two programs to a processor."""
     rows = shape.num_new * shape.heads
-    padded = max(_power_above(min(rows, STEP_ROWS)), 16)
+    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+    most = max(min(STEP_ROWS, _power_below(DENSE_ROW_BYTES // width)), 16)
+    padded = max(_power_above(min(rows, most)), 16)
     groups = -(-rows // padded)
     room = SHARED_BYTES[shape.gpu] // 2
-    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
     keys = max(min(64, _power_below(room // (DENSE_STAGES * width))), 16)
     tiles = -(-shape.slots // keys)
     filling = 2 * 132 // (shape.kv_heads * groups)
@@ -597,7 +599,7 @@ def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
         keys=keys,
         parts=max(min(max(filling, min(DENSE_PARTS, tiles // DENSE_TILES)), tiles), 1),
         num_warps=4,
-        num_stages=DENSE_STAGES,
+        num_stages=DENSE_STAGES if DENSE_STAGES * keys * width <= room else 2,
     )
 
 
