@@ -30,7 +30,7 @@ ROOMS = {
     "blocks": (f"{TRITON}/blocks/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
-    "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py"),
+    "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
     "shared": (f"{TRITON}/*.py",),
     "calls": (
         "nsa_jax/attention/**/*.py",

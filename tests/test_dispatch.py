@@ -22,8 +22,9 @@ SHAPES = {
     "gated_sum": ((1, 40, 2, 4),) * 3 + ((1, 40, 2, 3),),
     "native_sparse_attention": ((1, 40, 2, 4), *[(1, 1, 1, 4)] * 2, *[(1, 40, 1, 4)] * 4, (1, 40, 2, 3)),
     "decode_step": ((1, 1, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),  # query and compressed keys and values
+    "dense_decode_step": ((1, 1, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),  # query, keys and values
 }
-OF_ATTENTION = tuple(name for name in dispatch.OPERATIONS if name != "decode_step")
+OF_ATTENTION = tuple(name for name in dispatch.OPERATIONS if "decode" not in name)
 every_operation = pytest.mark.parametrize("operation", OF_ATTENTION)
 not_on_this_machine = pytest.mark.parametrize("implementation", ["triton"])
 

@@ -67,6 +67,12 @@ CHECKS = {
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
         *("case groups of rows", "case many lists", "case few parts", "public", "not a number", "ranks"),
     ),
+    "dense_decode": (
+        *("case one token", "case short rows", "case a full row", "case no room for all"),
+        *("case some of four tokens", "case eight tokens, two pieces a dim", "case groups of rows"),
+        *("case a ring", "case a ring, some of eight tokens", "case a window shorter than the step"),
+        *("case an array shorter than the window", "public", "not a number"),
+    ),
     "operations": (
         *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
         *("not finite, consecutive", "not finite, packed", "a key that is not a number"),

@@ -16,7 +16,7 @@ from jax.experimental import checkify
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, convert, debug
 from nsa_jax.array_typing import Attended, AttendedReads
-from nsa_jax.cache import NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Choice
 from nsa_jax.generate import Generation, generate, sample, truncate
 from nsa_jax.model import Transformer, TransformerConfig
@@ -128,10 +128,12 @@ def language_model() -> None:
     assert_type(model(prompts), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
     caches = model.init_cache(1, 8)
-    assert_type(caches, tuple[NSACache, ...])
+    assert_type(caches, tuple[NSACache | DenseCache, ...])
     logits, caches = model.prefill(prompts, caches)
     assert_type(logits, jax.Array)
-    assert_type(model.decode_step(prompts[:, :1], caches), tuple[jax.Array, tuple[NSACache, ...]])
+    assert_type(
+        model.decode_step(prompts[:, :1], caches), tuple[jax.Array, tuple[NSACache | DenseCache, ...]]
+    )
     text = generate(model, prompts, max_new_tokens=3)
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)

@@ -15,7 +15,7 @@ from nsa_jax.layout.blocks import (
     num_selection_blocks,
     overlap_weights,
 )
-from nsa_jax.layout.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.layout.cache import DenseCache, NSACache, Reads, TokenKeysValues
 from nsa_jax.layout.placement import (
     FirstKeys,
     Index,
@@ -29,6 +29,7 @@ from nsa_jax.layout.placement import (
 from nsa_jax.layout.sequences import compression_block_starts, sequence_positions, sequence_starts
 
 __all__ = [
+    "DenseCache",
     "FirstKeys",
     "Index",
     "NSACache",

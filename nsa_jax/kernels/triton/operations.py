@@ -18,9 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton import decode
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
+from nsa_jax.kernels.triton.decode import dense_step as dense_steps
+from nsa_jax.kernels.triton.decode import step as steps
+from nsa_jax.kernels.triton.decode.step import GivenBlocks
 from nsa_jax.kernels.triton.launch import folds_vmap
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
@@ -29,7 +31,7 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selection import choose_blocks
-from nsa_jax.layout import NSACache, Placement, TokenKeysValues, slots
+from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
 
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
@@ -163,13 +165,13 @@ def decode_step(
 @functools.cache
 def _decode_step(config: NSAConfig, scale: float):
     def step(compress, cache, query, tokens, gates, num_tokens):
-        return decode.decode_step(cache, query, tokens, gates, num_tokens, compress, config, scale)
+        return steps.decode_step(cache, query, tokens, gates, num_tokens, compress, config, scale)
 
     by_blocks, by_weights = folds_vmap(step), folds_vmap(step, alike=1)
 
     @jax.jit
     def run(compress, *operands):
-        given = isinstance(compress, decode.GivenBlocks)
+        given = isinstance(compress, GivenBlocks)
         return (by_blocks if given else by_weights)(compress, *operands)
 
     return run
@@ -179,6 +181,25 @@ def _is_known(compress: Compress) -> bool:
     """Whether the kernels form blocks by it; a subclass may do something else."""
     weights = jax.tree.leaves((compress.key, compress.value)) if type(compress) is Compression else None
     return weights is not None and all(x.dtype.itemsize <= 4 for x in weights)
+
+
+def dense_decode_step(
+    cache: DenseCache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    num_tokens: Int[Array, " B"] | None,
+    window_size: int | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], DenseCache]:
+    """Appends the tokens, then attends from each of them to the row, or to its window."""
+    return _dense_decode_step(window_size, float(scale))(cache, query, key, value, num_tokens)
+
+
+@functools.cache
+def _dense_decode_step(window_size: int | None, scale: float):
+    step = partial(dense_steps.dense_decode_step, window_size=window_size, scale=scale)
+    return jax.jit(folds_vmap(step))
 
 
 def _compress(cache, tokens, num_tokens, compress, config):
@@ -194,7 +215,7 @@ def _compress(cache, tokens, num_tokens, compress, config):
     key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
     value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
     compressed = compress(key_windows, value_windows, blocks.number * config.compression_stride)
-    return decode.GivenBlocks(*(x.astype(cache.key_cmp.dtype) for x in compressed))
+    return GivenBlocks(*(x.astype(cache.key_cmp.dtype) for x in compressed))
 
 
 def _counts_nothing(count_reads: bool) -> None:

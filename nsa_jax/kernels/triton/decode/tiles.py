@@ -1,0 +1,196 @@
+"""The sizes of the pieces of a decode step, of an NSA layer and of a dense one. They change the speed alone.
+
+`docs/kernels.md` has the measurements that chose them. Without importing Triton.
+"""
+
+from typing import NamedTuple
+
+from nsa_jax.kernels.triton.tiles import KIB, SHARED_BYTES
+
+
+class StepShape(NamedTuple):
+    """What the sizes of a decode step depend on.
+
+    Attributes:
+      gpu: AMPERE, ADA or HOPPER.
+      float_bytes: of one number of the query, 2 or 4.
+      kv_heads: KV heads of all batch rows together.
+      num_new: tokens that a row gains.
+      heads: query heads of a KV head.
+      dims: key and value dim together.
+      own: compressed keys of a selection block.
+      blocks: selection blocks of the cache.
+      slots: selected blocks, padded to a power of two.
+      block_size: tokens of a selection block, padded likewise.
+    """
+
+    gpu: int
+    float_bytes: int
+    kv_heads: int
+    num_new: int
+    heads: int
+    dims: int
+    own: int
+    blocks: int
+    slots: int
+    block_size: int
+
+
+class StepSizes(NamedTuple):
+    """How the work of a decode step is shared out.
+
+    Attributes:
+      rows: query rows, new tokens times heads, of a program of the compressed branch.
+      groups: such programs for a KV head.
+      keys: compressed keys, and keys of the window, of a step.
+      list_blocks: selection blocks whose best ones form a list.
+      cmp_parts, slc_parts, win_parts: programs that share the keys of a row and KV head.
+      slc_blocks: selected blocks that a program loads at a time.
+      cmp_warps, cmp_stages: warps of a program of the compressed branch, and steps whose loads are in flight.
+    """
+
+    rows: int
+    groups: int
+    keys: int
+    list_blocks: int
+    cmp_parts: int
+    slc_parts: int
+    win_parts: int
+    slc_blocks: int
+    cmp_warps: int
+    cmp_stages: int
+
+
+STEP_ROWS = 64
+STEP_PROGRAMS = 256  # enough to fill a GPU: two for each of the 132 processors of an H100
+STEP_CANDIDATES = 256  # best blocks in the lists of a row, which a program ranks against each other
+STEP_LIST_BLOCKS = (128, 1024)  # of a list: the fewest, and the most that a program ranks
+
+
+def step_sizes(shape: StepShape) -> StepSizes:
+    """Sizes for a decode step; work is shared out until `STEP_PROGRAMS` programs have some."""
+
+    def share(programs: int, most: int) -> int:
+        return min(_power_below(max(STEP_PROGRAMS // programs, 1)), most)
+
+    rows = shape.num_new * shape.heads
+    padded = max(_power_above(min(rows, STEP_ROWS)), 16)
+    groups = -(-rows // padded)
+    room = SHARED_BYTES[shape.gpu] // 2
+    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+    keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
+    slc_parts = min(share(shape.kv_heads * shape.num_new, 16), shape.slots)
+    at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
+    return StepSizes(
+        rows=padded,
+        groups=groups,
+        keys=keys,
+        list_blocks=max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own)),
+        cmp_parts=share(shape.kv_heads * groups, 32),
+        slc_parts=slc_parts,
+        win_parts=share(2 * shape.kv_heads * shape.num_new, 8),
+        slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
+        cmp_warps=4,
+        cmp_stages=3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2,
+    )
+
+
+def step_list_blocks(blocks: int, slots: int) -> int:
+    """Selection blocks of a list, such that the lists of `blocks` hold at most `STEP_CANDIDATES` of them."""
+    lists = max(STEP_CANDIDATES // slots, 1)
+    return max(_power_above(-(-blocks // lists)), STEP_LIST_BLOCKS[0], slots)
+
+
+class HiddenSizes(NamedTuple):
+    """How the hidden layer of a compressor is shared out in a decode step.
+
+    Attributes:
+      rows: blocks of a program.
+      units: hidden units of a program.
+      parts: programs that share the tokens of a block.
+      depth: dimensions of a token that are multiplied at a time.
+      stages: such pieces whose loads are in flight.
+    """
+
+    rows: int
+    units: int
+    parts: int
+    depth: int
+    stages: int
+
+
+def hidden_sizes(blocks: int, tokens: int, float_bytes: int) -> HiddenSizes:
+    """Sizes for `blocks` of so many `tokens`: 256 units make 64 programs, each with 32 KB of weights."""
+    rows = max(min(_power_above(blocks), 32), 16)
+    depth = 32 if float_bytes == 4 else 128  # float32 is multiplied in three parts
+    return HiddenSizes(rows=rows, units=32, parts=min(_power_below(tokens), 8), depth=depth, stages=2)
+
+
+class DenseStepShape(NamedTuple):
+    """What the sizes of a dense or window layer's step depend on; the first five as in `StepShape`.
+
+    Attributes:
+      slots: tokens of the cache.
+    """
+
+    gpu: int
+    float_bytes: int
+    kv_heads: int
+    num_new: int
+    heads: int
+    dims: int
+    slots: int
+
+
+class DenseStepSizes(NamedTuple):
+    """How the work of such a step is shared out.
+
+    Attributes:
+      rows: query rows, new tokens times heads, of a program.
+      groups: such programs for a KV head.
+      keys: keys of a step.
+      parts: programs that share the keys of a row, KV head and group of rows.
+      num_warps, num_stages: warps of a program, and steps whose loads are in flight.
+    """
+
+    rows: int
+    groups: int
+    keys: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
+DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
+DENSE_STAGES = 3  # unless these tiles need more than half of the shared memory
+DENSE_ROW_BYTES = 48 * KIB  # of the rows of a program as operands; more and the sums spill
+
+
+def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
+    """Sizes for such a step; rows of one length fill an H100 evenly, two programs to a processor."""
+    rows = shape.num_new * shape.heads
+    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+    most = max(min(STEP_ROWS, _power_below(DENSE_ROW_BYTES // width)), 16)
+    padded = max(_power_above(min(rows, most)), 16)
+    groups = -(-rows // padded)
+    room = SHARED_BYTES[shape.gpu] // 2
+    keys = max(min(64, _power_below(room // (DENSE_STAGES * width))), 16)
+    tiles = -(-shape.slots // keys)
+    filling = 2 * 132 // (shape.kv_heads * groups)
+    return DenseStepSizes(
+        rows=padded,
+        groups=groups,
+        keys=keys,
+        parts=max(min(max(filling, min(DENSE_PARTS, tiles // DENSE_TILES)), tiles), 1),
+        num_warps=4,
+        num_stages=DENSE_STAGES if DENSE_STAGES * keys * width <= room else 2,
+    )
+
+
+def _power_above(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _power_below(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)

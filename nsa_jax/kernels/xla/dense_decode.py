@@ -1,0 +1,81 @@
+"""A decode step of a dense or window layer in plain JAX: the tokens are written, then the row is attended."""
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import layout
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.xla import chunks, masked, operations
+from nsa_jax.layout import DenseCache, Run, Runs, slots
+
+
+def dense_decode_step(
+    cache: DenseCache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    num_tokens: Int[Array, " B"] | None,
+    window_size: int | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], DenseCache]:
+    """Appends the tokens, then attends from each of them."""
+    new = slots.admit(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
+    # Written first and read afterwards, so that XLA need not keep the old arrays beside the new ones.
+    cache = append_dense(cache, key, value, new)
+    window = cache.ring_window(window_size)
+    if window is None:
+        return _attend_whole(query, cache, new, scale), cache
+    return _attend_ring(query, cache, new, window, scale), cache
+
+
+def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitted) -> DenseCache:
+    """The cache with the admitted tokens; of a chunk longer than a ring, with the last of them."""
+    return DenseCache(
+        key=slots.write_ring(cache.key, key, new),
+        value=slots.write_ring(cache.value, value, new),
+        lengths=new.start + new.num_tokens,
+        overflowed=cache.overflowed | ~new.fits,
+    )
+
+
+def _attend_whole(query, cache, new, scale):
+    """Window attention whose window is the capacity: tile by tile, as far as the longest row goes."""
+    num_new, num_keys = query.shape[1], cache.key.shape[1]
+    placement = layout.place(
+        NSAConfig(window_size=num_keys),
+        batch=query.shape[0],
+        num_queries=num_new,
+        num_keys=num_keys,
+        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
+    )
+    return operations.window_attention(query, cache.key, cache.value, placement, scale).out
+
+
+def _attend_ring(query, cache, new, window, scale):
+    """All slots as they lie, under a mask: a softmax does not ask for their order."""
+    num_new, num_heads = query.shape[1:3]
+    size, num_kv_heads = cache.key.shape[1:3]
+    last = (new.start + new.num_tokens - 1)[:, None]
+    token = last - (last - jnp.arange(size, dtype=jnp.int32)) % size  # below 0 in a slot not taken yet
+    offset = jnp.arange(num_new, dtype=jnp.int32)
+    position = jnp.where(offset < new.num_tokens[:, None], new.start[:, None] + offset, -1)[..., None]
+    token = token[:, None]
+    visible = (token >= 0) & (token <= position) & (token > position - window)
+    visible = chunks.of_rows(visible[:, None], num_heads // num_kv_heads)
+    rows = chunks.split_rows(query, num_kv_heads, num_new)[0]
+
+    def attend(attend_keys):
+        out, _ = masked.normalised(attend_keys(rows, cache.key, cache.value, visible, scale))
+        return out
+
+    if masked.are_few(rows):
+        out = attend(masked.attend_few)
+        # Hidden keys or values that are not finite have spoilt it: rare, and then once more with care.
+        clean = jnp.isfinite(out).all(axis=-1, keepdims=True)
+        out = jax.lax.cond(
+            clean.all(), lambda: out, lambda: jnp.where(clean, out, attend(masked.attend_tile))
+        )
+    else:
+        out = attend(masked.attend_tile)
+    return chunks.join_rows(out[None].astype(query.dtype), num_new, num_heads)
