@@ -46,6 +46,8 @@ SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
 # but that of decoding.
 ROOMS_OF_TESTS = {
     "tests/test_gpu_decode.py::": ("decode", "shared", "calls"),
+    "tests/test_gpu_dense_decode.py::": ("decode", "shared", "calls"),
+    "tests/test_gpu_generate.py::": tuple(ROOMS),
     "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": tuple(ROOMS),
     f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
     f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),

@@ -7,7 +7,8 @@ import pytest
 import scipy.stats
 from flax import nnx
 
-from nsa_jax.generate import generate
+from nsa_jax.generate import buckets, generate
+from nsa_jax.generate.loop import _run
 
 VOCAB, PAD = 11, 99
 
@@ -20,9 +21,11 @@ class Stub(nnx.Module):
         self.log = Log()
 
     def init_cache(self, batch, max_length):
+        self.log.capacities.append(max_length)
         return dict(tokens=jnp.zeros((batch, max_length), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
 
     def prefill(self, tokens, cache, num_tokens):
+        jax.debug.callback(self.log.prefills.append, num_tokens)
         logits, cache = self._logits(self._write(tokens, cache, num_tokens))
         return jnp.where(
             num_tokens[:, None] > 0, logits, -logits
@@ -48,7 +51,7 @@ class Stub(nnx.Module):
 
 class Log:
     def __init__(self):
-        self.traces, self.steps = 0, []
+        self.traces, self.steps, self.prefills, self.capacities = 0, [], [], []
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,8 @@ def shared():
 def model(shared):
     """The same for all tests, so that they share its programs; the log begins anew."""
     shared.log.traces = 0
-    shared.log.steps.clear()
+    for told in (shared.log.steps, shared.log.prefills, shared.log.capacities):
+        told.clear()  # compiled programs write to these very lists
     return shared
 
 
@@ -131,15 +135,17 @@ def test_finished_row_writes_nothing(model):
     assert (np.diff(told, axis=0) <= 0).all()  # once finished, a row stays finished
 
 
-def test_the_end_is_asked_for_once_a_chunk(model):
-    """All rows are done after one token; the chunk runs to its end and no other begins."""
-    generated = greedy(model, 1)
+@pytest.mark.parametrize(("ends_after", "steps"), [(1, 0), (2, 8)])
+def test_the_end_is_asked_for_once_a_chunk(model, ends_after, steps):
+    """The first token needs no step. All rows end; the chunk runs to its end and no other begins."""
+    generated = greedy(model, 2)[0]
+    assert generated[0] != generated[1]
     same = np.tile(PROMPTS[:1], (3, 1))
 
-    generate(model, same, max_new_tokens=100, chunk_size=8, eos_id=generated[0][0])
+    generate(model, same, max_new_tokens=100, chunk_size=8, eos_id=generated[ends_after - 1])
     jax.effects_barrier()
 
-    assert len(model.log.steps) == 8
+    assert len(model.log.steps) == steps
 
 
 def test_calls_of_the_same_shapes_compile_once():
@@ -158,6 +164,77 @@ def test_calls_of_the_same_shapes_compile_once():
 
     assert traces >= 1
     assert model.log.traces == traces
+
+
+def test_sizes_of_a_bucket_share_a_program():
+    """Prompts of 1 .. 64 tokens and 1 .. 64 new ones are a bucket each; the next ones begin at 65."""
+    model = Stub()
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 80))
+
+    def traced_by(width, max_new_tokens):
+        before = _run._cache_size(), model.log.traces
+        out = generate(model, prompts[:, :width], max_new_tokens=max_new_tokens)
+        assert out.tokens.shape == (2, max_new_tokens)
+        return _run._cache_size() - before[0], model.log.traces > before[1]
+
+    assert traced_by(5, 10) == (1, True)
+    assert {traced_by(width, new) for width in (1, 5, 37, 64) for new in (1, 2, 10, 63, 64)} == {(0, False)}
+    assert traced_by(65, 10) == (1, True)
+    assert traced_by(80, 64) == (0, False)
+    assert traced_by(5, 65) == (1, True)
+    assert traced_by(64, 80) == (0, False)
+
+
+def test_an_explicit_capacity_leaves_the_number_of_new_tokens_free():
+    model = Stub()
+    generate(model, PROMPTS, max_new_tokens=3, max_length=205)
+    traces = model.log.traces
+
+    for max_new_tokens in (1, 100, 200):
+        generate(model, PROMPTS, max_new_tokens=max_new_tokens, max_length=205)
+
+    assert model.log.traces == traces
+    assert set(model.log.capacities) == {205}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_a_bucket_does_not_change_the_tokens(model, array, temperature):
+    """The same as with a cache, prompt and chunk of exactly the sizes that are needed."""
+    arguments = dict(lengths=LENGTHS, max_new_tokens=10, temperature=temperature, pad_id=PAD)
+
+    out = generate(model, array(PROMPTS), **arguments)
+    exact = generate(model, array(PROMPTS), max_length=15, prefill_chunk=5, chunk_size=9, **arguments)
+
+    assert rows_of(out) == rows_of(exact)
+
+
+@pytest.mark.parametrize(("longest", "chunks"), [(5, 2), (4, 1), (9, 3)])
+def test_prefill_runs_the_chunks_that_the_longest_prompt_needs(model, longest, chunks):
+    prompts = np.tile(PROMPTS, (1, 4))
+
+    generate(model, prompts, lengths=np.array([longest, 3, 1]), max_new_tokens=1, prefill_chunk=4)
+    jax.effects_barrier()
+
+    assert len(model.log.prefills) == chunks
+    assert np.sum(model.log.prefills, axis=0).tolist() == [longest, 3, 1]
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 1000, 1024, 1025, 2047, 32768, 33000, 10**6 + 1])
+def test_a_bucket_is_at_most_an_eighth_larger(count):
+    bucket = buckets.bucketed(count)
+
+    assert count <= bucket < count + max(64, count / 8)
+    assert buckets.bucketed(bucket) == bucket
+    assert buckets.bucketed(bucket + 1) > bucket
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "chunk"),
+    [(1, 64, 64), (1, 8192, 8192), (1, 9216, 4608), (8, 36864, 1024), (64, 1024, 512)],
+)
+def test_prompts_are_prefilled_by_equal_parts(batch, width, chunk):
+    assert buckets.prefill_chunk(batch, width) == chunk
 
 
 def test_seed_reproduces_and_another_one_differs(model):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.array_typing import Array, Int32, PRNGKeyArray
+from nsa_jax.array_typing import Array, PRNGKeyArray
 
 
 def check_model(model: Any) -> None:
@@ -22,8 +22,8 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_prompts(prompts: Any, lengths: Any) -> tuple[Int32[Array, "B P"], Int32[Array, " B"]]:
-    """Both as int32 arrays. Raises TypeError or ValueError unless there is a token in every row."""
+def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+    """Both as int32, and where they were. Raises TypeError or ValueError unless every row has a token."""
     prompts = _integers("prompts", prompts)
     if prompts.ndim != 2:
         raise ValueError(f"prompts must be [batch, tokens], got shape {prompts.shape}. Add the missing axis.")
@@ -43,10 +43,10 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Int32[Array, "B P"], Int3
     return prompts, lengths
 
 
-def check_room(lengths: Array, width: int, max_new_tokens: int, max_length: int | None) -> int:
-    """Capacity of the cache. Raises ValueError unless every prompt and its new tokens fit."""
+def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int | None) -> None:
+    """Raises ValueError unless every prompt and its new tokens fit a cache of this size, if one is given."""
     if max_length is None:
-        return width + max_new_tokens
+        return
     check_counts(max_length=max_length)
     longest = 1 if isinstance(lengths, jax.core.Tracer) else int(lengths.max())
     if longest > max_length:
@@ -59,7 +59,6 @@ def check_room(lengths: Array, width: int, max_new_tokens: int, max_length: int 
             f"prompt and new tokens must fit the cache, got {longest} + {max_new_tokens} tokens and "
             f"{max_length=}. Raise max_length, or lower max_new_tokens."
         )
-    return max_length
 
 
 def check_counts(**counts: Any) -> None:
@@ -107,14 +106,14 @@ def check_key(key: Any, batch: int) -> PRNGKeyArray:
     return key
 
 
-def _integers(name: str, values: Any) -> Array:
+def _integers(name: str, values: Any) -> Array | np.ndarray:
     if not isinstance(values, (jax.Array, np.ndarray)):
         raise TypeError(
             f"{name} must be an array, got {type(values).__name__}. Pad to one length, call np.array."
         )
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {values.dtype}. Pass token ids and counts as int32.")
-    return jnp.asarray(values, jnp.int32)
+    return values.astype(jnp.int32)
 
 
 def _check_int(name: str, value: Any) -> None:

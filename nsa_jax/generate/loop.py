@@ -3,6 +3,9 @@
 The end depends on the data, and each question whether it has come is a round trip to the host. So a
 `while_loop` asks once a chunk, and a chunk is a loop of a fixed number of steps. A finished row goes along
 through the steps and writes nothing; what the last chunk computes beyond the end is cut off.
+
+The first token comes from the logits of the prompt, and a step takes the token that the last one drew. So a
+call for one token ends with the prefill: its time is the time to the first token.
 """
 
 import functools
@@ -10,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from nsa_jax.array_typing import Array, Bool, Float, Int, Int32, PRNGKeyArray
-from nsa_jax.generate import checks
+from nsa_jax.array_typing import Array, Bool, Int, Int32, PRNGKeyArray
+from nsa_jax.generate import buckets, checks
 from nsa_jax.generate.sampling import sample
 
 
@@ -47,11 +51,11 @@ class Generation(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """What goes around the loop; `logits` are those of the token that comes next."""
+    """What goes around the loop; `token`, the `step`-th new one, is not in the cache yet."""
 
     cache: Any
-    logits: Float[Array, "B vocab"]
-    tokens: Int32[Array, "B steps"]
+    token: Int32[Array, " B"]
+    tokens: Int32[Array, "B max_length"]
     lengths: Int32[Array, " B"]
     done: Bool[Array, " B"]
     step: Int32[Array, ""]
@@ -84,22 +88,25 @@ def generate(
     eos_id: int | None = None,
     pad_id: int = 0,
     key: int | PRNGKeyArray = 0,
-    chunk_size: int = 32,
+    chunk_size: int = 8,
     prefill_chunk: int | None = None,
 ) -> Generation:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
-    One program is compiled for each structure of the model, shape of `prompts`, value of `max_new_tokens`,
-    `max_length`, `chunk_size` and `prefill_chunk`, and choice of which of `temperature`, `top_k`, `top_p` and
-    `eos_id` are in use; their values and the rest do not matter.
+    Calls of similar sizes share a program. `P` and `max_new_tokens` are rounded up to buckets of at most an
+    eighth more, or multiples of 64. A program is compiled for each structure of the model, number of rows,
+    bucket of `P`, capacity of the cache, `chunk_size` and `prefill_chunk`, and choice of which of
+    `temperature`, `top_k`, `top_p` and `eos_id` are in use. Values do not matter, and neither does
+    `max_new_tokens` where `max_length` is given. For each new size JAX still compiles the cut of the result,
+    and the padding of prompts that are no NumPy array: milliseconds.
 
     Args:
       model: an `nnx.Module` with the methods of `Decoder`.
       prompts: token ids, padded on the right with any ids.
       lengths: tokens of each prompt, 1 .. `P`; `P` by default.
       max_new_tokens: most tokens to add to a row.
-      max_length: capacity of the cache in tokens, prompt and new ones together; `P + max_new_tokens` by
-        default.
+      max_length: capacity of the cache in tokens, prompt and new ones together, taken exactly. By default
+        the sum of the two buckets, whose cache is up to an eighth, or 126 tokens a row, larger than needed.
       temperature: 0 takes the most likely token, others divide the logits before drawing.
       top_k: draws from the `k` most likely tokens only.
       top_p: draws from the fewest tokens that together have this probability.
@@ -107,8 +114,10 @@ def generate(
       pad_id: what stands behind the end of a row that ended early.
       key: a seed, a typed key of `jax.random.key`, or one such key a row. From a seed or a single key each
         row gets its own, by its index. A row depends on its own prompt and key alone.
-      chunk_size: steps between two questions whether all rows have ended.
-      prefill_chunk: prompt tokens prefilled at once; all by default, fewer bound the memory.
+      chunk_size: steps between two questions whether all rows have ended. A question costs about 11 us on an
+        H100; whole chunks run, so the last one takes up to `chunk_size - 1` steps for nothing.
+      prefill_chunk: prompt tokens of a row prefilled at once, which bound the memory; the chunks after the
+        longest prompt are left out. By default about 8192 tokens of all rows together, in equal parts.
 
     Returns:
       `Generation(tokens, lengths)`.
@@ -122,34 +131,40 @@ def generate(
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
     """
     checks.check_model(model)
-    prompts, lengths = checks.check_prompts(prompts, lengths)
+    tokens, counts = checks.check_prompts(prompts, lengths)
     checks.check_sampling(temperature, top_k, top_p)
     checks.check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    batch, width = prompts.shape
     if prefill_chunk is not None:
         checks.check_counts(prefill_chunk=prefill_chunk)
     checks.check_tokens(eos_id, pad_id)
-    max_length = checks.check_room(lengths, width, max_new_tokens, max_length)
+    checks.check_room(counts, max_new_tokens, max_length)
+    batch, width = len(tokens), buckets.bucketed(tokens.shape[1])
+    part = min(prefill_chunk or buckets.prefill_chunk(batch, width), width)
     graphdef, state = nnx.split(model)
-    return _run(
+    new = _run(
         graphdef,
         state,
-        prompts,
-        lengths,
+        _widened(tokens, -(-width // part) * part),
+        counts,
         checks.check_key(key, batch),
         _Sampling.make(temperature, top_k, top_p) if temperature else _Sampling(None, None, None),
         None if eos_id is None else int(eos_id),
         int(pad_id),
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        chunk_size=min(chunk_size, max_new_tokens),
-        prefill_chunk=width if prefill_chunk is None else min(prefill_chunk, width),
+        int(max_new_tokens),
+        max_length=int(max_length or width + buckets.bucketed(max_new_tokens)),
+        chunk_size=int(chunk_size),
+        prefill_chunk=int(part),
     )
+    return Generation(new.tokens[:, :max_new_tokens], new.lengths)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "max_new_tokens", "max_length", "chunk_size", "prefill_chunk")
-)
+def _widened(prompts: Array | np.ndarray, width: int) -> Array | np.ndarray:
+    """The prompts with zeros behind them; on the host if they are there, where no program is compiled."""
+    pad = jnp.pad if isinstance(prompts, jax.Array) else np.pad
+    return pad(prompts, ((0, 0), (0, width - prompts.shape[1])))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "max_length", "chunk_size", "prefill_chunk"))
 def _run(
     graphdef,
     state,
@@ -159,63 +174,65 @@ def _run(
     sampling,
     eos_id,
     pad_id,
-    *,
     max_new_tokens,
+    *,
     max_length,
     chunk_size,
     prefill_chunk,
 ) -> Generation:
+    """As `generate`, with more columns of tokens: no prompt and its new tokens are more than `max_length`."""
     model = nnx.merge(graphdef, state)
     batch = prompts.shape[0]
-    steps = -(-max_new_tokens // chunk_size) * chunk_size
 
-    def step(_, loop: _Loop) -> _Loop:
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.step)
-        token = sample(loop.logits, step_keys, **sampling._asdict())
-        done = loop.done | (loop.step + 1 >= max_new_tokens)
+    def draw(loop: _Loop, cache: Any, logits: Array) -> _Loop:
+        """Adds the token that `logits` give to the rows that have not ended."""
+        keys_now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.step)
+        token = sample(logits, keys_now, **sampling._asdict())
+        lengths = loop.lengths + ~loop.done
+        done = loop.done | (lengths >= max_new_tokens)
         if eos_id is not None:
             done |= token == eos_id
-        logits, cache = model.decode_step(token[:, None], loop.cache, num_tokens=(~done).astype(jnp.int32))
-        return _Loop(
-            cache=cache,
-            logits=logits[:, -1],
-            tokens=jax.lax.dynamic_update_slice_in_dim(loop.tokens, token[:, None], loop.step, axis=1),
-            lengths=loop.lengths + ~loop.done,
-            done=done,
-            step=loop.step + 1,
-        )
+        # The last chunk may go on beyond the last column.
+        tokens = loop.tokens.at[:, loop.step].set(token, mode="drop")
+        return _Loop(cache, token, tokens, lengths, done, loop.step + 1)
+
+    def step(_, loop: _Loop) -> _Loop:
+        real = (~loop.done).astype(jnp.int32)
+        logits, cache = model.decode_step(loop.token[:, None], loop.cache, num_tokens=real)
+        return draw(loop, cache, logits[:, -1])
 
     logits, cache = _prefill(model, prompts, lengths, model.init_cache(batch, max_length), prefill_chunk)
     start = _Loop(
         cache=cache,
-        logits=logits,
-        tokens=jnp.zeros((batch, steps), jnp.int32),
+        token=jnp.zeros(batch, jnp.int32),
+        tokens=jnp.zeros((batch, max_length), jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
         step=jnp.zeros((), jnp.int32),
     )
     end = jax.lax.while_loop(
-        lambda loop: ~loop.done.all(), lambda loop: jax.lax.fori_loop(0, chunk_size, step, loop), start
+        lambda loop: ~loop.done.all(),
+        lambda loop: jax.lax.fori_loop(0, chunk_size, step, loop),
+        draw(start, cache, logits),
     )
-    written = jnp.arange(max_new_tokens) < end.lengths[:, None]
-    return Generation(jnp.where(written, end.tokens[:, :max_new_tokens], pad_id), end.lengths)
+    written = jnp.arange(max_length, dtype=jnp.int32) < end.lengths[:, None]
+    return Generation(jnp.where(written, end.tokens, pad_id), end.lengths)
 
 
 def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
-    """Logits after each prompt's last token; chunks of one size, so that they share one compiled body."""
-    width = prompts.shape[1]
-    if chunk == width:
+    """Logits after each prompt's last token; by chunks of one size, as many as the longest prompt needs."""
+    if chunk == prompts.shape[1]:
         return model.prefill(prompts, cache, num_tokens=lengths)
-    chunks = jnp.pad(prompts, ((0, 0), (0, -width % chunk))).reshape(len(prompts), -1, chunk).swapaxes(0, 1)
-    firsts = jnp.arange(0, width, chunk, dtype=jnp.int32)
 
-    def extend(carry, inputs):
-        last_logits, cache = carry
-        tokens, first = inputs
+    def extend(carry):
+        first, last_logits, cache = carry
+        tokens = jax.lax.dynamic_slice_in_dim(prompts, first, chunk, axis=1)
         logits, cache = model.prefill(tokens, cache, num_tokens=jnp.clip(lengths - first, 0, chunk))
         has_last = (first < lengths) & (lengths <= first + chunk)
-        return (jnp.where(has_last[:, None], logits, last_logits), cache), None
+        return first + chunk, jnp.where(has_last[:, None], logits, last_logits), cache
 
-    logits, _ = jax.eval_shape(lambda: model.prefill(chunks[0], cache, num_tokens=lengths))
-    carry = (jnp.zeros(logits.shape, logits.dtype), cache)
-    return jax.lax.scan(extend, carry, (chunks, firsts))[0]
+    longest = lengths.max()
+    logits, _ = jax.eval_shape(lambda: model.prefill(prompts[:, :chunk], cache, num_tokens=lengths))
+    start = jnp.zeros((), jnp.int32), jnp.zeros(logits.shape, logits.dtype), cache
+    _, logits, cache = jax.lax.while_loop(lambda carry: carry[0] < longest, extend, start)
+    return logits, cache
