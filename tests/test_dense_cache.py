@@ -222,6 +222,7 @@ def test_a_loop_writes_the_cache_in_place(case):
 
     compiled = jax.jit(loop, donate_argnums=0).lower(held, *token).compile()
 
+    assert "nsa_jax.xla.dense_decode_step/" in compiled.as_text()
     large = [line for line in loop_bodies(compiled.as_text()) if f"= f32[2,{size}," in line]
     written = [line for line in large if not re.search(r" (get-tuple-element|parameter|bitcast)\(", line)]
     assert len(written) >= 2

@@ -101,9 +101,7 @@ def test_a_bad_row_stays_alone(window_size):
 @pytest.mark.parametrize("window_size", [None, 100])
 def test_compiled_loop_equals_steps_of_xla(window_size):
     """In place, around the ring; the rows end at different steps, one because it is full."""
-    arrays = operands(
-        jnp.float32, 1, window_size=window_size, lengths=(0, 20, 1000, 8150), max_length=8192
-    )
+    arrays = operands(jnp.float32, 1, window_size=window_size, lengths=(0, 20, 1000, 8150), max_length=8192)
     steps = 120
 
     def run(implementation, held, query, key, value):

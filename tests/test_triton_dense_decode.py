@@ -54,7 +54,7 @@ class Shape:
 SHAPES = {
     "main": Shape(),
     "a ring, eight tokens": Shape(num_new=8, window_size=4096),
-    "64 heads, 192/128": Shape(heads=64, num_new=2, key_dim=192),
+    "64 heads, 192/192": Shape(heads=64, num_new=2, key_dim=192, value_dim=192),
     "wide float32": Shape(dtype="float32", num_new=4, key_dim=256, value_dim=256),
 }
 CASES = [*((90, name) for name in SHAPES), *((c, "main") for c in triton_kernels.TARGETS if c != 90)]

@@ -58,10 +58,11 @@ def dense_decode_step(
         PRECISION=precision(query.dtype), **common,
     )  # fmt: skip
     padded = triton.next_power_of_2(parts)
+    floats_of_row = padded * triton.next_power_of_2(value_dim)
     (lengths, overflowed), out = launch(
         dense_merge_kernel, cache.lengths, cache.overflowed, *found,
         out=like(query, (batch, num_new, num_heads, value_dim)), in_place=2,
-        grid=(batch * num_new * num_heads,), num_warps=min(max(padded * value_dim // 4096, 1), 8),
+        grid=(batch * num_new * num_heads,), num_warps=min(max(floats_of_row // 4096, 1), 8),
         num_stages=1, PARTS=parts, PADDED=padded, **common,
     )  # fmt: skip
     updated = DenseCache(keys, values, lengths, overflowed)

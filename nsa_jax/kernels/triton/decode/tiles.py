@@ -164,7 +164,7 @@ class DenseStepSizes(NamedTuple):
 DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
 DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
 DENSE_STAGES = 3  # unless these tiles need more than half of the shared memory
-DENSE_ROW_BYTES = 48 * KIB  # of the rows of a program as operands; more and the sums spill
+DENSE_ROW_BYTES = 40 * KIB  # of the rows of a program as operands; more and the sums spill
 
 
 def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
