@@ -15,7 +15,7 @@ from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import support as triton_support
-from nsa_jax.layout import Compress, NSACache, Placement, Reads, TokenKeysValues
+from nsa_jax.layout import Compress, DenseCache, NSACache, Placement, Reads, TokenKeysValues
 
 type Implementation = Literal["xla", "triton"]
 
@@ -28,6 +28,7 @@ OPERATIONS = (
     "gated_sum",
     "native_sparse_attention",
     "decode_step",
+    "dense_decode_step",
 )
 PREFERENCE = ("triton", "xla")
 _forced = jax.make_user_context(default_value=None)
@@ -35,7 +36,7 @@ _forced = jax.make_user_context(default_value=None)
 
 @runtime_checkable
 class Operations(Protocol):
-    """What each implementation offers: `nsa_jax.attention` and a decode step, behind the validation.
+    """What each implementation offers: `nsa_jax.attention` and decode steps, behind the validation.
 
     Nothing is defaulted any more; the placement says where the queries stand.
     """
@@ -84,6 +85,13 @@ class Operations(Protocol):
         compress: Compress, config: NSAConfig, scale: float, *, count_reads: bool,
     ) -> tuple[Array, NSACache, Reads | None]:  # fmt: skip
         """Appends a few tokens to a cache and attends from them: `nsa_jax.cache.decode_step`."""
+        ...
+
+    def dense_decode_step(
+        self, cache: DenseCache, query: Array, key: Array, value: Array, num_tokens: Array | None,
+        window_size: int | None, scale: float,
+    ) -> tuple[Array, DenseCache]:  # fmt: skip
+        """The same for a dense or window layer: `nsa_jax.cache.dense_decode_step`."""
         ...
 
 

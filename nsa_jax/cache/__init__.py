@@ -1,23 +1,29 @@
-"""Decoding state of one attention layer, and the two pure functions that extend it.
+"""Decoding state of one attention layer, NSA or dense, and the two pure functions that extend it.
 
 Tokens are scattered into arrays of fixed capacity, so that XLA updates a donated cache, or one carried
 through a compiled loop, in place. The compressor is passed as a function: nothing here knows the module that
 owns its parameters.
 """
 
+from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache
 from nsa_jax.cache.state import CountedStep, Step, expected_reads, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
-from nsa_jax.layout import MeanCompression, NSACache, Reads, TokenKeysValues
+from nsa_jax.layout import DenseCache, MeanCompression, NSACache, Reads, TokenKeysValues
 
 __all__ = [
     "CountedStep",
+    "DenseCache",
+    "DenseStep",
     "MeanCompression",
     "NSACache",
     "Reads",
     "Step",
     "TokenKeysValues",
     "decode_step",
+    "dense_decode_step",
+    "dense_prefill",
     "expected_reads",
     "init_cache",
+    "init_dense_cache",
     "prefill",
 ]

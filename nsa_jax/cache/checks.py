@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import arguments, layout
-from nsa_jax.array_typing import Array, Int
+from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, TokenKeysValues
 
@@ -38,7 +38,12 @@ def check_operands(
     sizes = arguments.bind_shapes(annotations, arrays)
     arguments.check_heads(sizes)
     arguments.check_dtypes(annotations, arrays)
-    if sizes["T"] < 1:
+    check_some_token(query)
+
+
+def check_some_token(query: Array) -> None:
+    """Raises ValueError unless a step has a token."""
+    if query.shape[1] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
 
 
@@ -63,25 +68,34 @@ def check_layer_cache(
 ) -> None:
     """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
     check_kind(cache)
-    rows, _, heads, dim = cache.key_slc.shape
-    of_cache = dict(num_kv_heads=heads, key_dim=dim, value_dim=cache.value_slc.shape[-1])
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
-    if of_cache != of_layer:
-        raise ValueError(
-            f"a cache must have the heads and dims of its layer, got {of_cache} for {of_layer}. Call "
-            "init_cache of the layer that takes it."
-        )
+    check_sizes(cache.key_slc, cache.value_slc, of_layer)
     if cache.shares_keys_values != share_keys_values:
         raise ValueError(
             "a cache must share keys and values where its layer does, got share_keys_values="
             f"{cache.shares_keys_values} for {share_keys_values}. Call init_cache of the layer that takes it."
         )
-    if rows != batch:
-        raise ValueError(
-            f"a cache must have a row for each row of the input, got {rows} and {batch}. Call init_cache "
-            f"with batch={batch}."
-        )
+    check_rows(cache.key_slc, batch)
     step_capacity(cache, config)
+
+
+def check_sizes(key: Array, value: Array, of_layer: dict[str, int]) -> None:
+    """Raises ValueError unless a cache's keys and values have the heads and dims of its layer."""
+    of_cache = dict(num_kv_heads=key.shape[2], key_dim=key.shape[3], value_dim=value.shape[3])
+    if of_cache != of_layer:
+        raise ValueError(
+            f"a cache must have the heads and dims of its layer, got {of_cache} for {of_layer}. Call "
+            "init_cache of the layer that takes it."
+        )
+
+
+def check_rows(key: Array, batch: int) -> None:
+    """Raises ValueError unless a cache's keys have `batch` rows."""
+    if key.shape[0] != batch:
+        raise ValueError(
+            f"a cache must have a row for each row of the input, got {key.shape[0]} and {batch}. Call "
+            f"init_cache with batch={batch}."
+        )
 
 
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:
@@ -110,22 +124,29 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
         )
 
 
-def check_room(cache: NSACache, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
+def check_new_cache(dtype: DType, **sizes: int) -> None:
+    """Raises ValueError unless a cache can have these sizes and this dtype."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be floating, got {jnp.dtype(dtype).name}. Pass the dtype of the keys.")
+
+
+def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
     """Raises ValueError unless every row has room, as far as the values are known."""
     remedy = "Call init_cache with a larger max_length."
-    if num_tokens is None and num_new > cache.max_length:
-        raise ValueError(
-            f"a prompt must fit the cache, got {num_new} tokens and max_length={cache.max_length}. {remedy}"
-        )
-    if isinstance(cache.lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
+    if num_tokens is None and num_new > max_length:
+        raise ValueError(f"a prompt must fit the cache, got {num_new} tokens and {max_length=}. {remedy}")
+    if isinstance(lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
         return
-    wanted = jnp.full_like(cache.lengths, num_new) if num_tokens is None else num_tokens
+    wanted = jnp.full_like(lengths, num_new) if num_tokens is None else num_tokens
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
             f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass real lengths."
         )
-    if (cache.lengths + wanted > cache.max_length).any():
+    if (lengths + wanted > max_length).any():
         raise ValueError(
             f"a prompt must fit the cache, got {wanted.tolist()} tokens for rows that hold "
-            f"{cache.lengths.tolist()} of max_length={cache.max_length}. {remedy}"
+            f"{lengths.tolist()} of {max_length=}. {remedy}"
         )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float
+from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, Reads
 
@@ -69,11 +70,7 @@ def init_cache(
       ValueError: a size is below 1, or `dtype` is not a floating point type.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
-    for name, size in (sizes | dict(value_dim=value_dim, step_capacity=step_capacity)).items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be floating, got {jnp.dtype(dtype).name}. Pass the dtype of the keys.")
+    checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
 
     def arrays(name: str, length: int) -> dict[str, Array]:
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}

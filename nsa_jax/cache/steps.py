@@ -62,7 +62,7 @@ def prefill(
     """
     checks.check_operands(prefill, cache, query, tokens, gates, num_tokens)
     checks.step_capacity(cache, config)
-    checks.check_room(cache, query.shape[1], num_tokens)
+    checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
     )

@@ -15,7 +15,14 @@ from nsa_jax.layout.blocks import (
     num_selection_blocks,
     overlap_weights,
 )
-from nsa_jax.layout.cache import Compress, MeanCompression, NSACache, Reads, TokenKeysValues
+from nsa_jax.layout.cache import (
+    Compress,
+    DenseCache,
+    MeanCompression,
+    NSACache,
+    Reads,
+    TokenKeysValues,
+)
 from nsa_jax.layout.placement import (
     FirstKeys,
     Index,
@@ -30,6 +37,7 @@ from nsa_jax.layout.sequences import compression_block_starts, sequence_position
 
 __all__ = [
     "Compress",
+    "DenseCache",
     "FirstKeys",
     "Index",
     "MeanCompression",

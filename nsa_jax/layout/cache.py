@@ -65,6 +65,36 @@ class NSACache(NamedTuple):
         return self.key_win_ring is None
 
 
+# Most tokens of a row whose ring is never full: as many as an index counts.
+ENDLESS = 2**31 - 1
+
+
+class DenseCache(NamedTuple):
+    """Keys and values of one dense or window layer for `B` sequences; `cache.init_dense_cache` makes it.
+
+    Row `b` holds one sequence. Its token `s` lies in slot `s mod S`. Nothing else of a row is ever read.
+
+    Attributes:
+      key: rotated keys.
+      value: their values.
+      lengths: number of tokens of each row.
+      overflowed: whether a row was ever given more tokens than it had room for.
+    """
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    lengths: Int32[Array, " B"]
+    overflowed: Bool[Array, " B"]
+
+    def ring_window(self, window_size: int | None) -> int | None:
+        """The window of a ring; None for arrays that are none, as those shorter than the window are."""
+        return None if window_size is None or self.key.shape[1] < window_size else window_size
+
+    def max_length(self, window_size: int | None) -> int:
+        """Most tokens that a row can hold; a ring is never full."""
+        return self.key.shape[1] if self.ring_window(window_size) is None else ENDLESS
+
+
 class TokenKeysValues(NamedTuple):
     """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet.
 

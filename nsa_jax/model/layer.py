@@ -7,11 +7,13 @@ import jax
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention
 from nsa_jax.nn.projections import Sharding, sharding_metadata
+
+type LayerCache = NSACache | DenseCache
 
 NORM_EPSILON = 1e-6
 
@@ -104,23 +106,23 @@ class DecoderLayer(nnx.Module):
         return self._add(x, out)
 
     def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
-    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """The layer at the tokens of a prompt, which the cache then holds, see `NSAAttention.prefill`."""
         out, cache = self.attention.prefill(self.attention_norm(x), cache, num_tokens=num_tokens)
         return self._add(x, out), cache
 
     def decode_step(
-        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
-    ) -> tuple[Float[Array, "B T D"], NSACache]:
+        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """The layer at a few new tokens, see `NSAAttention.decode_step`."""
         out, cache = self.attention.decode_step(self.attention_norm(x), cache, num_tokens=num_tokens)
         return self._add(x, out), cache
 
     def counted_step(
-        self, x: Float[Array, "B T D"], cache: NSACache, num_tokens: Int[Array, " B"] | None
-    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]:
-        """`decode_step`, and what each branch gathered."""
+        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+    ) -> tuple[Float[Array, "B T D"], LayerCache, Reads]:
+        """`decode_step` of NSA, and what each branch gathered."""
         out, cache, reads = self.attention.decode_step(
             self.attention_norm(x), cache, num_tokens=num_tokens, count_reads=True
         )

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
-from nsa_jax.model.layer import DecoderLayer, norm
+from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 
@@ -102,7 +102,11 @@ class Transformer(nnx.Module):
         Raises:
           NotImplementedError: the model's attention is not NSA.
         """
-        self._needs_nsa("inspect")
+        if self.config.attention != "nsa":
+            raise NotImplementedError(
+                f"inspect needs NSA layers, got attention={self.config.attention!r}. "
+                'Build the model with attention="nsa".'
+            )
         x, selections = self._embed(tokens), []
         for layer in self.layers:
             per_token = dict(positions=positions, segment_ids=segment_ids)
@@ -110,13 +114,8 @@ class Transformer(nnx.Module):
             x = layer(x, positions, segment_ids, deterministic=True)
         return selections
 
-    def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[NSACache, ...]:
-        """Empty caches of all layers, see `nsa_jax.cache.init_cache`.
-
-        Raises:
-          NotImplementedError: the model's attention is not NSA.
-        """
-        self._needs_nsa("a cache")
+    def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[LayerCache, ...]:
+        """Empty caches of all layers: `nsa_jax.cache.init_cache`, or `init_dense_cache` without NSA."""
         return tuple(
             layer.attention.init_cache(batch, max_length, step_capacity=step_capacity)
             for layer in self.layers
@@ -125,9 +124,9 @@ class Transformer(nnx.Module):
     def prefill(
         self,
         tokens: Int[Array, "B T"],
-        cache: tuple[NSACache, ...],
+        cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B vocab"], tuple[NSACache, ...]]:
+    ) -> tuple[Float[Array, "B vocab"], tuple[LayerCache, ...]]:
         """Appends a prompt, or one chunk of it, to every row.
 
         Args:
@@ -140,12 +139,10 @@ class Transformer(nnx.Module):
           logits that mean nothing.
 
         Raises:
-          NotImplementedError: the model's attention is not NSA.
-          TypeError: `cache` is not a tuple of `NSACache`s, or something is not an array.
+          TypeError: `cache` is not a tuple of caches, or something is not an array.
           ValueError: shapes, dtypes or number of the caches do not fit; also what
-            `nsa_jax.cache.prefill` refuses.
+            `nsa_jax.cache.prefill` or `dense_prefill` refuses.
         """
-        self._needs_nsa("prefill")
         self._check_caches(tokens, cache)
         x, caches = self._embed(tokens), []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
@@ -161,32 +158,32 @@ class Transformer(nnx.Module):
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
-        cache: tuple[NSACache, ...],
+        cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
         count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T vocab"], tuple[NSACache, ...]]: ...
+    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]: ...
 
     @overload
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
-        cache: tuple[NSACache, ...],
+        cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
         count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T vocab"], tuple[NSACache, ...], tuple[Reads, ...]]: ...
+    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]: ...
 
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
-        cache: tuple[NSACache, ...],
+        cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
         count_reads: bool = False,
     ) -> (
-        tuple[Float[Array, "B T vocab"], tuple[NSACache, ...]]
-        | tuple[Float[Array, "B T vocab"], tuple[NSACache, ...], tuple[Reads, ...]]
+        tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]
+        | tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]
     ):
         """Appends at most `step_capacity` tokens to every row; a row with `num_tokens` 0 writes nothing.
 
@@ -194,17 +191,17 @@ class Transformer(nnx.Module):
           tokens: token ids.
           cache: what `init_cache` or an earlier step returned.
           num_tokens: how many of the `T` tokens of each row are real, by default all.
-          count_reads: whether to count what each branch gathers.
+          count_reads: whether to count what each branch of NSA gathers.
 
         Returns:
           Logits after every token [B, T, vocab], and the caches; with `count_reads` also one
           `nsa_jax.cache.Reads` a layer.
 
         Raises:
-          NotImplementedError, TypeError, ValueError: as `prefill`; also what `nsa_jax.cache.decode_step`
+          TypeError, ValueError: as `prefill`; also what `nsa_jax.cache.decode_step` or `dense_decode_step`
             refuses.
+          NotImplementedError: `count_reads`, and the model's attention is not NSA.
         """
-        self._needs_nsa("decode_step")
         self._check_caches(tokens, cache)
         x, caches, reads = self._embed(tokens), [], []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
@@ -217,17 +214,17 @@ class Transformer(nnx.Module):
         logits = self._logits(x)
         return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
 
-    def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[NSACache, ...]) -> None:
+    def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[LayerCache, ...]) -> None:
         """Raises TypeError or ValueError unless there is a cache for each layer, with a row for each row."""
         self._check_tokens(tokens)
-        if not isinstance(caches, tuple | list) or isinstance(caches, NSACache):
+        if not isinstance(caches, tuple | list) or isinstance(caches, NSACache | DenseCache):
             raise TypeError(
-                f"the cache of a model must be a tuple of one NSACache a layer, got {type(caches).__name__}. "
+                f"the cache of a model must be a tuple of one cache a layer, got {type(caches).__name__}. "
                 "Pass what the model's init_cache gives."
             )
         if len(caches) != len(self.layers):
             raise ValueError(
-                f"the cache of a model must have one NSACache a layer, got {len(caches)} for "
+                f"the cache of a model must have one cache a layer, got {len(caches)} for "
                 f"{len(self.layers)} layers. Pass what the model's init_cache gives."
             )
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -249,10 +246,3 @@ class Transformer(nnx.Module):
         kernel = self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
         logits_dtype = jnp.promote_types(x.dtype, jnp.float32)
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=logits_dtype)
-
-    def _needs_nsa(self, what: str) -> None:
-        if self.config.attention != "nsa":
-            raise NotImplementedError(
-                f"{what} needs NSA layers, got attention={self.config.attention!r}. "
-                'Build the model with attention="nsa".'
-            )

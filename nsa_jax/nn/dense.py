@@ -11,6 +11,7 @@ from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, default_platform
+from nsa_jax.nn.dense_steps import DenseCacheSteps
 from nsa_jax.nn.projections import (
     Sharding,
     check_inputs,
@@ -24,8 +25,10 @@ from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 
 
-class DenseAttention(nnx.Module):
+class DenseAttention(DenseCacheSteps):
     """Causal self-attention with rotary embedding and grouped queries, for comparisons with `NSAAttention`.
+
+    Call it on whole sequences; `prefill` and `decode_step` extend a cache instead.
 
     Full attention is `jax.nn.dot_product_attention`, by cuDNN where that runs; with `window_size` a query
     sees that many most recent tokens, its own included, through `nsa_jax.attention.window_attention`. Both
@@ -53,7 +56,8 @@ class DenseAttention(nnx.Module):
       out_kernel_init: initializer of the output projection's kernel, `kernel_init` by default.
       bias_init: initializer of the projections' biases.
       sharding: mesh axes of named dimensions, see `NSAAttention`.
-      implementation: which implementation attends with a window, see `nsa_jax.attention`.
+      implementation: which implementation attends with a window, or through a cache, see
+        `nsa_jax.attention`.
       rngs: source of the initial parameters.
 
     Raises:
@@ -86,7 +90,8 @@ class DenseAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
-        self.in_features, self.implementation = in_features, implementation
+        self.num_kv_heads, self.in_features, self.head_dim = num_kv_heads, in_features, head_dim
+        self.dtype, self.implementation = dtype, implementation
         self.scale = arguments.resolve_scale(scale, head_dim)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
         self.window = None if window_size is None else NSAConfig(window_size=window_size)
@@ -130,9 +135,7 @@ class DenseAttention(nnx.Module):
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
-        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
-        key = turn(self.rotary, self.key_norm(self.key_proj(x)), positions)
-        value = self.value_proj(x)
+        query, key, value = self._project(x, positions)
         if self.window is not None:
             out, _ = attention.window_attention(
                 query,
@@ -156,6 +159,10 @@ class DenseAttention(nnx.Module):
             # Padding attends to padding here, so that no row is empty; it shows nothing of it.
             out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
+
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
+        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
+        return query, turn(self.rotary, self.key_norm(self.key_proj(x)), positions), self.value_proj(x)
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:

@@ -28,7 +28,15 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selection import choose_blocks
-from nsa_jax.layout import Compress, MeanCompression, NSACache, Placement, TokenKeysValues, slots
+from nsa_jax.layout import (
+    Compress,
+    DenseCache,
+    MeanCompression,
+    NSACache,
+    Placement,
+    TokenKeysValues,
+    slots,
+)
 
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 
@@ -163,6 +171,25 @@ def decode_step(
 @functools.cache
 def _decode_step(config: NSAConfig, scale: float):
     return jax.jit(folds_vmap(partial(decode.decode_step, config=config, scale=scale)))
+
+
+def dense_decode_step(
+    cache: DenseCache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    num_tokens: Int[Array, " B"] | None,
+    window_size: int | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], DenseCache]:
+    """Appends the tokens, then attends from each of them to the row, or to its window."""
+    return _dense_decode_step(window_size, float(scale))(cache, query, key, value, num_tokens)
+
+
+@functools.cache
+def _dense_decode_step(window_size: int | None, scale: float):
+    step = partial(decode.dense_decode_step, window_size=window_size, scale=scale)
+    return jax.jit(folds_vmap(step))
 
 
 def _compress(cache, tokens, num_tokens, compress, config):

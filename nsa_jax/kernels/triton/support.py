@@ -53,6 +53,8 @@ def unsupported_reason(
             "the Triton kernels need key and value dims that are a power of two or the sum of two, of at "
             f"least 16 each and 256 together, got {unsupported[0]}. Pad them, or use implementation='xla'."
         )
+    if operation == "dense_decode_step":
+        return _step_rows(floats)
     if operation == "decode_step":
         return _step(floats, config)
     if reason := _tiles(operation, floats, config):
@@ -79,17 +81,9 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
             )
     if len(floats) < 2:
         return None
+    if reason := _step_rows(floats):
+        return reason
     query, key, *value = floats[:3]
-    if query.shape[1] > _MOST_STEP_TOKENS:
-        return (
-            f"the Triton kernels take at most {_MOST_STEP_TOKENS} tokens in a decode step, got "
-            f"{query.shape[1]}. Call prefill, or use implementation='xla'."
-        )
-    if query.shape[2] > _MOST_STEP_HEADS * key.shape[2]:
-        return (
-            f"the Triton kernels need at most {_MOST_STEP_HEADS} query heads of one KV head in a decode "
-            f"step, got {query.shape[2]} / {key.shape[2]}. Use implementation='xla'."
-        )
     if key.shape[1] < 1:
         return (
             "the Triton kernels need a cache with room for a compression block, got none. Use a larger "
@@ -111,6 +105,24 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
                 f"{most}, got a cache of {blocks} blocks with num_selected_blocks={number}. Use a smaller "
                 "max_length, or implementation='xla'."
             )
+    return None
+
+
+def _step_rows(floats: list) -> str | None:
+    """Refuses decode steps, given as query and keys, of too many query rows."""
+    if len(floats) < 2:
+        return None
+    query, key = floats[:2]
+    if query.shape[1] > _MOST_STEP_TOKENS:
+        return (
+            f"the Triton kernels take at most {_MOST_STEP_TOKENS} tokens in a decode step, got "
+            f"{query.shape[1]}. Call prefill, or use implementation='xla'."
+        )
+    if query.shape[2] > _MOST_STEP_HEADS * key.shape[2]:
+        return (
+            f"the Triton kernels need at most {_MOST_STEP_HEADS} query heads of one KV head in a decode "
+            f"step, got {query.shape[2]} / {key.shape[2]}. Use implementation='xla'."
+        )
     return None
 
 

@@ -541,6 +541,66 @@ def step_list_blocks(blocks: int, slots: int) -> int:
     return max(_power_above(-(-blocks // lists)), STEP_LIST_BLOCKS[0], slots)
 
 
+class DenseStepShape(NamedTuple):
+    """What the sizes of a dense or window layer's step depend on; the first five as in `StepShape`.
+
+    Attributes:
+      slots: tokens of the cache.
+    """
+
+    gpu: int
+    float_bytes: int
+    kv_heads: int
+    num_new: int
+    heads: int
+    dims: int
+    slots: int
+
+
+class DenseStepSizes(NamedTuple):
+    """How the work of such a step is shared out.
+
+    Attributes:
+      rows: query rows, new tokens times heads, of a program.
+      groups: such programs for a KV head.
+      keys: keys of a step.
+      parts: programs that share the keys of a row, KV head and group of rows.
+      num_warps, num_stages: warps of a program, and steps whose loads are in flight.
+    """
+
+    rows: int
+    groups: int
+    keys: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
+DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
+DENSE_STAGES = 3
+
+
+def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
+    """Sizes for such a step; rows of one length fill an H100 evenly, two programs to a processor."""
+    rows = shape.num_new * shape.heads
+    padded = max(_power_above(min(rows, STEP_ROWS)), 16)
+    groups = -(-rows // padded)
+    room = SHARED_BYTES[shape.gpu] // 2
+    width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+    keys = max(min(64, _power_below(room // (DENSE_STAGES * width))), 16)
+    tiles = -(-shape.slots // keys)
+    filling = 2 * 132 // (shape.kv_heads * groups)
+    return DenseStepSizes(
+        rows=padded,
+        groups=groups,
+        keys=keys,
+        parts=max(min(max(filling, min(DENSE_PARTS, tiles // DENSE_TILES)), tiles), 1),
+        num_warps=4,
+        num_stages=DENSE_STAGES,
+    )
+
+
 def _power_above(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 

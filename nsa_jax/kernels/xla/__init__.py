@@ -1,6 +1,7 @@
 """The `xla` implementation: plain JAX, any platform, any float dtype, any shape."""
 
 from nsa_jax.kernels.xla.decode import decode_step
+from nsa_jax.kernels.xla.dense_decode import dense_decode_step
 from nsa_jax.kernels.xla.operations import (
     compressed_attention,
     gated_sum,
@@ -13,6 +14,7 @@ from nsa_jax.kernels.xla.operations import (
 __all__ = [
     "compressed_attention",
     "decode_step",
+    "dense_decode_step",
     "gated_sum",
     "native_sparse_attention",
     "select_blocks",

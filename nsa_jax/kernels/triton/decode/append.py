@@ -112,7 +112,7 @@ def _mean(ring, new, b, kv_head, tokens, block, complete, DIM, D):
 
 
 @triton.jit
-def _add_value(out, weight, v):
+def add_value(out, weight, v):
     """`out` with one value `[1, V]`, where its weight of a row is not 0."""
     x0 = out.first + tl.where(weight[:, None] != 0.0, weight[:, None] * v.first.to(tl.float32), 0.0)
     if v.second is None:
@@ -194,7 +194,7 @@ def append_row(arrays, found, query, tokens, b, kv_head, scale, D, PRECISION: tl
         for j in tl.static_range(D.BLOCKS):
             one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
             v = load_at(found.value, one * V, (before + j < after) & (one >= 0), VALUE)
-            x = _add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
+            x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
         store_part(found.out, found.sums, bk, 0, 1, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
         at = (bk * R + rows.number)[:, None] * D.BLOCKS + c[None, :]
         tl.store(found.logits + at, logits, mask=rows.inside[:, None] & (c < D.BLOCKS)[None, :])

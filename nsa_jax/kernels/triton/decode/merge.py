@@ -40,7 +40,7 @@ def _weighted_parts(out, sums, bk, row, top, PARTS: tl.constexpr, PADDED: tl.con
 
 
 @triton.jit
-def _branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+def whole_branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
     """Values, largest logit and total of one branch."""
     one = tl.full([1], 0, tl.int32) + row
     top, total = whole_sums(sums, bk, PARTS, PADDED, R, one, one >= 0)
@@ -78,16 +78,16 @@ def merge_kernel(
     gate = gates + tl.program_id(0).to(tl.int64) * 3
     tokens = load_placed(placed, b)
 
-    x, top, total = _branch(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
-    new, new_top, new_total = _branch(out_new, sums_new, bk, row, 1, 1, R, VALUE)
+    x, top, total = whole_branch(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
+    new, new_top, new_total = whole_branch(out_new, sums_new, bk, row, 1, 1, R, VALUE)
     both = tl.maximum(top, new_top)
     decay = tl.exp2(top - both)
     new_decay = tl.exp2(new_top - both)
     share = _share(gate, 0, total * decay + new_total * new_decay)
     x = added(scaled(x, decay * share), scaled(new, new_decay * share))
-    slc, _, slc_total = _branch(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
+    slc, _, slc_total = whole_branch(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
     x = added(x, scaled(slc, _share(gate, 1, slc_total)))
-    win, _, win_total = _branch(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
+    win, _, win_total = whole_branch(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
     x = added(x, scaled(win, _share(gate, 2, win_total)))
 
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)

@@ -20,12 +20,13 @@ from nsa_jax.kernels.triton.decode.compressed import compressed_kernel, first_ke
 from nsa_jax.kernels.triton.decode.merge import merge_kernel
 from nsa_jax.kernels.triton.decode.scores import scores_kernel
 from nsa_jax.kernels.triton.decode.selected import selected_kernel
+from nsa_jax.kernels.triton.decode.shards import alike_in_shards
 from nsa_jax.kernels.triton.decode.window import window_kernel
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
-from nsa_jax.kernels.triton.launch import launch, like, varying_axes
+from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
-from nsa_jax.layout import NSACache, TokenKeysValues, slots
+from nsa_jax.layout import NSACache, TokenKeysValues
 
 _padded = triton.next_power_of_2
 
@@ -258,17 +259,8 @@ class _Step:
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")
         cache = cache._replace(**dict(zip(names, updated, strict=True)))
-        return self._lengths_of_all_shards(cache), _Part(*found)
-
-    def _lengths_of_all_shards(self, cache: NSACache) -> NSACache:
-        """The cache with lengths that are the same on all shards of KV heads, and are known to be."""
-        given = (self.cache.lengths, self.cache.overflowed, self.num_tokens)
-        axes = frozenset[str]().union(*(varying_axes(x) for x in given if x is not None))
-        if varying_axes(cache.lengths) <= axes:
-            return cache
-        new = slots.admit(self.cache.lengths, self.cache.max_length, self.num_new, self.num_tokens)
-        overflowed = self.cache.overflowed | ~new.fits
-        return cache._replace(lengths=new.start + new.num_tokens, overflowed=overflowed)
+        cache = alike_in_shards(cache, self.cache, self.num_tokens, self.num_new, cache.max_length)
+        return cache, _Part(*found)
 
     def score(self, cmp: _Part, scored: _Scored, appended: _Appended) -> Int32[Array, "B K T lists 2 slots"]:
         """The best blocks of each chunk."""

@@ -1,0 +1,232 @@
+"""Decoding of dense and window layers: an empty cache, and the two steps that extend it.
+
+A dense layer keeps all tokens. A window layer keeps a ring: its token `s` lies in slot `s mod size`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import arguments, attention, dispatch
+from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.cache import checks
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
+from nsa_jax.kernels.xla.dense_decode import append_dense
+from nsa_jax.layout import DenseCache, Run, Runs, slots
+
+
+class DenseStep(NamedTuple):
+    """Attention output [B, T, N, V] of the new tokens, and the cache that holds them."""
+
+    out: Float[Array, "B T N V"]
+    cache: DenseCache
+
+
+def init_dense_cache(
+    batch: int,
+    max_length: int,
+    *,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: DType,
+    window_size: int | None = None,
+    step_capacity: int = 8,
+) -> DenseCache:
+    """An empty cache of a dense layer, or with `window_size` of a window layer.
+
+    Args:
+      batch: rows.
+      max_length: most tokens that a row can hold, prompt and new tokens together. From `window_size` on it
+        does not matter: a ring is never full.
+      num_kv_heads: `K`.
+      key_dim: `H`.
+      value_dim: `V`.
+      dtype: of keys and values.
+      window_size: tokens that a query sees, its own included; None for all. The steps must be given the same.
+      step_capacity: most tokens that a row of a ring can gain in one `dense_decode_step`.
+
+    Returns:
+      A cache of length 0 in every row. Its arrays hold `max_length` tokens, or those of a ring,
+      `window_size + step_capacity - 1`, if `window_size` is not above `max_length`.
+
+    Raises:
+      TypeError: `window_size` is not an int.
+      ValueError: a size is below 1, or `dtype` is not a floating point type.
+    """
+    sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
+    checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
+    _check_window(window_size)
+    if window_size is None or window_size > max_length:
+        length = max_length
+    else:
+        length = window_size + step_capacity - 1
+    return DenseCache(
+        key=jnp.zeros((batch, length, num_kv_heads, key_dim), dtype),
+        value=jnp.zeros((batch, length, num_kv_heads, value_dim), dtype),
+        lengths=jnp.zeros(batch, jnp.int32),
+        overflowed=jnp.zeros(batch, bool),
+    )
+
+
+def dense_prefill(
+    cache: DenseCache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    window_size: int | None = None,
+    num_tokens: Int[Array, " B"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> DenseStep:
+    """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
+
+    It attends by `nsa_jax.attention.window_attention`, over the cache; a ring is written afterwards, so a
+    chunk may be longer than it. Chunks give what the whole prompt at once gives.
+
+    Args:
+      cache: an empty one, or what earlier steps returned.
+      query: rotated queries of the new tokens; `N` is a multiple of `K`.
+      key: their rotated keys.
+      value: their values.
+      window_size: that of `init_dense_cache`.
+      num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
+        right. All of them by default.
+      scale: factor of the logits, `H**-0.5` by default.
+      implementation: as in `nsa_jax.attention`.
+
+    Returns:
+      `DenseStep(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without
+      room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
+
+    Raises:
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
+      ValueError: shapes or dtypes do not fit the cache. Where values are concrete also: a row has no room
+        for its tokens, or `num_tokens` is out of range. Nothing is written then.
+
+    Numerics: those of `nsa_jax.attention.window_attention`.
+
+    Gradients: to query, key and value.
+    """
+    _check_operands(dense_prefill, cache, query, key, value, window_size, num_tokens)
+    max_length, num_new = cache.max_length(window_size), query.shape[1]
+    checks.check_room(cache.lengths, max_length, num_new, num_tokens)
+    operands = cache, query, key, value, num_tokens
+    cache, query, key, value, num_tokens = jax.tree.map(jnp.asarray, operands)
+    new = slots.admit(cache.lengths, max_length, num_new, num_tokens)
+    window, where = cache.ring_window(window_size), dict[str, Any]()
+    written = append_dense(cache, key, value, new)
+    if window is None:
+        arrays, window = (written.key, written.value), cache.key.shape[1]
+    else:
+        first = new.start - window + 1
+        arrays = (
+            jnp.concatenate([slots.read_ring(cache.key, first, window - 1), key], axis=1),
+            jnp.concatenate([slots.read_ring(cache.value, first, window - 1), value], axis=1),
+        )
+        where = dict(first_key=first)
+    attended = attention.window_attention(
+        query,
+        *arrays,
+        config=NSAConfig(window_size=window),
+        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
+        scale=scale,
+        implementation=implementation,
+        **where,
+    )
+    return DenseStep(attended.out, written)
+
+
+def dense_decode_step(
+    cache: DenseCache,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    window_size: int | None = None,
+    num_tokens: Int[Array, " B"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> DenseStep:
+    """Appends a few tokens to every row, then attends.
+
+    The step that appends token `t` gives row `t` of a full forward, however the tokens before it came in.
+
+    Args:
+      cache: what earlier steps returned. Donate it, or carry it through a compiled loop: then it is updated
+        in place.
+      query: as in `dense_prefill`; of a ring `T` is at most `step_capacity`.
+      key: as in `dense_prefill`.
+      value: as in `dense_prefill`.
+      window_size: as in `dense_prefill`.
+      num_tokens: as in `dense_prefill`; a finished row has 0 and is left as it is.
+      scale: as in `dense_prefill`.
+      implementation: as in `dense_prefill`; "triton" takes at most 8 tokens.
+
+    Returns:
+      `DenseStep(out, cache)`, as `dense_prefill`. A row without room for all its new tokens keeps what it
+      held, gets output 0, and its `overflowed` is set, under `jit` and outside.
+
+    Raises:
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
+      ValueError: shapes or dtypes do not fit the cache, or `T` exceeds the step capacity of its ring.
+
+    Numerics: those of `nsa_jax.attention.window_attention`.
+
+    Gradients: as `dense_prefill` by `xla`; none by `triton`.
+    """
+    _check_operands(dense_decode_step, cache, query, key, value, window_size, num_tokens)
+    window = cache.ring_window(window_size)
+    if window is not None and query.shape[1] > (capacity := cache.key.shape[1] - window + 1):
+        raise ValueError(
+            f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
+            "dense_prefill, or init_dense_cache with a larger step_capacity."
+        )
+    operands = cache, query, key, value, num_tokens
+    cache, query, key, value, num_tokens = jax.tree.map(jnp.asarray, operands)
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    chosen = dispatch.running("dense_decode_step", implementation, query, cache.key, cache.value)
+    with chosen as kernels:
+        return DenseStep(*kernels.dense_decode_step(cache, query, key, value, num_tokens, window_size, scale))
+
+
+def check_dense_layer_cache(
+    cache: Any, *, batch: int, num_kv_heads: int, key_dim: int, value_dim: int
+) -> None:
+    """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
+    _check_kind(cache)
+    of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
+    checks.check_sizes(cache.key, cache.value, of_layer)
+    checks.check_rows(cache.key, batch)
+
+
+def _check_operands(step, cache, query, key, value, window_size, num_tokens) -> None:
+    """Raises TypeError or ValueError unless what `step` is given fits together, and fits the cache."""
+    _check_kind(cache)
+    _check_window(window_size)
+    annotations = dict(arguments.annotations_of(step))
+    arrays = {}
+    for name, annotation in arguments.annotations_of(DenseCache).items():
+        annotations[f"cache.{name}"], arrays[f"cache.{name}"] = annotation, getattr(cache, name)
+    arrays |= dict(query=query, key=key, value=value, num_tokens=num_tokens)
+    sizes = arguments.bind_shapes(annotations, arrays)
+    arguments.check_heads(sizes)
+    of_steps = ("cache.lengths", "cache.overflowed")  # ours, whatever their dtype
+    arguments.check_dtypes(annotations, {name: x for name, x in arrays.items() if name not in of_steps})
+    checks.check_some_token(query)
+
+
+def _check_kind(cache: Any) -> None:
+    if not isinstance(cache, DenseCache):
+        raise TypeError(
+            f"the cache of a dense layer must be a DenseCache, got {type(cache).__name__}. Pass what the "
+            "layer's init_cache gives, or one element of a model's caches."
+        )
+
+
+def _check_window(window_size: int | None) -> None:
+    if window_size is not None:
+        NSAConfig(window_size=window_size)

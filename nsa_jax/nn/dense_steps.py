@@ -1,0 +1,120 @@
+"""What a dense or window layer does with a cache: prompts and decode steps, from its own projections."""
+
+import abc
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import cache as decoding
+from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.cache import DenseCache
+from nsa_jax.cache.dense import check_dense_layer_cache
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
+from nsa_jax.nn.projections import check_inputs
+
+
+class DenseCacheSteps(nnx.Module):
+    """The half of `DenseAttention` that decodes; the other half makes the parameters and projects."""
+
+    num_kv_heads: int
+    in_features: int
+    head_dim: int
+    window: NSAConfig | None
+    scale: float
+    dtype: DType | None
+    implementation: Implementation | None
+    query_proj: nnx.LinearGeneral
+    out_proj: nnx.LinearGeneral
+
+    @abc.abstractmethod
+    def _project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]]:
+        """Rotated queries and keys, values."""
+
+    def init_cache(
+        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
+    ) -> DenseCache:
+        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_dense_cache`.
+
+        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
+        """
+        return decoding.init_dense_cache(
+            batch,
+            max_length,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
+            window_size=self._window_size,
+            step_capacity=step_capacity,
+        )
+
+    def check_cache(self, cache: DenseCache, batch: int) -> None:
+        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
+        check_dense_layer_cache(
+            cache,
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+        )
+
+    def prefill(
+        self, x: Float[Array, "B T D"], cache: DenseCache, *, num_tokens: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B T D"], DenseCache]:
+        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
+
+        As `nsa_jax.cache.dense_prefill`, which also says what is an error.
+
+        Args:
+          x: the layer input at the new tokens.
+          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
+          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
+
+        Returns:
+          The layer output at the new tokens, and the cache that holds them.
+        """
+        operands = self._project_new(x, cache)
+        step = decoding.dense_prefill(cache, *operands, num_tokens=num_tokens, **self._step_settings())
+        return self.out_proj(step.out), step.cache
+
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: DenseCache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        count_reads: bool = False,
+    ) -> tuple[Float[Array, "B T D"], DenseCache]:
+        """Appends a few tokens and attends from each of them; a window layer at most `step_capacity`.
+
+        As `nsa_jax.cache.dense_decode_step`, which also says what is an error. Arguments and results are
+        those of `prefill`.
+
+        Raises:
+          NotImplementedError: `count_reads`, which `NSAAttention` alone has.
+        """
+        if count_reads:
+            raise NotImplementedError(
+                f"count_reads needs NSA layers, got {type(self).__name__}. Leave it out: a query reads all "
+                "tokens up to itself, or the last window_size of them."
+            )
+        operands = self._project_new(x, cache)
+        step = decoding.dense_decode_step(cache, *operands, num_tokens=num_tokens, **self._step_settings())
+        return self.out_proj(step.out), step.cache
+
+    @property
+    def _window_size(self) -> int | None:
+        return None if self.window is None else self.window.window_size
+
+    def _step_settings(self) -> dict[str, Any]:
+        return dict(window_size=self._window_size, scale=self.scale, implementation=self.implementation)
+
+    def _project_new(self, x: Array, cache: DenseCache) -> tuple[Array, Array, Array]:
+        """`_project` at the positions that follow those in the cache."""
+        check_inputs(x, self.in_features)
+        self.check_cache(cache, x.shape[0])
+        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])

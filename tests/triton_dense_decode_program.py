@@ -1,0 +1,177 @@
+"""Decode steps of dense and window layers by the Triton kernels in the interpreter; run as a program.
+
+Against NumPy in float64, on caches whose unused slots hold NaN; float32, poisoned outputs.
+"""
+
+from triton_interpreter import interpreted  # isort: skip
+
+import dataclasses
+import functools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import cache
+from nsa_jax.kernels.triton.decode import dense_decode_step, dense_step
+
+# Of the largest value: the budget of `parity` in float32, without what it allows on top.
+TOLERANCE = 16 * float(np.finfo(np.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of `num_new` tokens on rows of these lengths."""
+
+    lengths: tuple[int, ...]
+    num_new: int = 1
+    window_size: int | None = None
+    num_tokens: tuple[int, ...] | None = None
+    max_length: int = 120
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    sizes: tuple[tuple[str, int], ...] = (("keys", 16), ("parts", 3))
+
+
+CASES = {
+    "one token": Case((100, 37, 99)),
+    "short rows": Case((0, 1, 16, 17)),
+    "a full row": Case((120, 119, 30)),
+    "no room for all": Case((118, 63, 117), 3),
+    "some of four tokens": Case((107, 63, 3), 4, num_tokens=(4, 2, 0)),
+    "eight tokens, two pieces a dim": Case((107, 63), 8, num_heads=6, key_dim=48, value_dim=96),
+    "groups of rows": Case((107, 0), 8, num_heads=16, sizes=(("rows", 16), ("groups", 4), ("parts", 2))),
+    "sizes of the shape": Case((107, 63), 2, sizes=()),
+    "a ring": Case((0, 3, 22, 23, 100), window_size=23),
+    "a ring, some of eight tokens": Case((0, 3, 22, 23, 99), 8, 23, num_tokens=(8, 0, 8, 5, 8)),
+    "a window shorter than the step": Case((0, 2, 50), 8, 3, value_dim=32),
+    "a window of one token": Case((0, 2, 50), 3, 1),
+    "an array shorter than the window": Case((117, 119, 30), 3, 121),
+}
+
+
+def draw(case: Case, seed: int = 0):
+    """Cache, query, key and value, in float32; NaN where nothing is held."""
+    rng = np.random.default_rng(seed)
+    batch, heads = len(case.lengths), case.num_kv_heads
+
+    def normal(length, num_heads, dim):
+        return jnp.asarray(rng.standard_normal((batch, length, num_heads, dim)), jnp.float32)
+
+    held = cache.init_dense_cache(
+        batch, case.max_length, num_kv_heads=heads, key_dim=case.key_dim, value_dim=case.value_dim,
+        dtype=jnp.float32, window_size=case.window_size,
+    )  # fmt: skip
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    slot = jnp.arange(held.key.shape[1])[None, :, None, None]
+    filled = (jnp.where(slot < lengths[:, None, None, None], normal(*x.shape[1:]), jnp.nan) for x in held[:2])
+    held = cache.DenseCache(*filled, lengths, held.overflowed)
+    dims = ((case.num_heads, case.key_dim), (heads, case.key_dim), (heads, case.value_dim))
+    return held, *(normal(case.num_new, *dim) for dim in dims)
+
+
+def number_of(case: Case):
+    """`num_tokens` of a step."""
+    return None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
+
+
+def by_kernels(case: Case, operands):
+    """The step by the kernels in pieces of the case's sizes."""
+    held, query, *_ = operands
+    sizes = dense_step.dense_step_sizes(held, query)._replace(**dict(case.sizes))
+    with interpreted():
+        step = dense_decode_step(
+            *operands, number_of(case), case.window_size, case.key_dim**-0.5, sizes=sizes
+        )
+        return cache.DenseStep(*jax.block_until_ready(step))
+
+
+def oracle(case: Case, held: cache.DenseCache, query, key, value) -> cache.DenseStep:
+    """The step, token by token and head by head."""
+    keys, values, lengths, overflowed = (np.array(x) for x in held)
+    out = np.zeros((*query.shape[:3], case.value_dim))
+    window, size = case.window_size or case.max_length, keys.shape[1]
+    full = case.window_size is None or size < window
+    for b, length in enumerate(case.lengths):
+        wanted = case.num_new if case.num_tokens is None else case.num_tokens[b]
+        overflowed[b] = full and length + wanted > size
+        number = 0 if overflowed[b] else wanted
+        lengths[b] += number
+        for t, n in np.ndindex(number, case.num_heads):
+            head, at = n * case.num_kv_heads // case.num_heads, length + t
+            keys[b, at % size, head], values[b, at % size, head] = key[b, t, head], value[b, t, head]
+            slots = np.arange(max(at - window + 1, 0), at + 1) % size
+            logits = keys[b, slots, head].astype(float) @ np.float64(query[b, t, n]) * case.key_dim**-0.5
+            weights = np.exp(logits - logits.max())
+            out[b, t, n] = weights @ values[b, slots, head] / weights.sum()
+    return cache.DenseStep(out, cache.DenseCache(keys, values, lengths, overflowed))
+
+
+def check_case(name: str) -> float:
+    """Output and cache."""
+    case = CASES[name]
+    operands = draw(case)
+    found, expected = by_kernels(case, operands), oracle(case, *operands)
+    error = float(np.abs(np.asarray(found.out) - expected.out).max())
+    assert error <= TOLERANCE * max(1, float(np.abs(expected.out).max())), (name, error)
+    for field, got, want in zip(cache.DenseCache._fields, found.cache, expected.cache, strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=f"{name}: {field}")
+    return error
+
+
+def check_not_a_number() -> float:
+    """NaN in one row, KV head, later token or token that has left the window stays there."""
+    case = Case((40, 63, 30), 4, window_size=23)
+    clean = draw(case)
+    rows = np.asarray(by_kernels(case, clean).out)
+    held, query, key, value = clean
+    slot = (63 - 22 + 1) % held.key.shape[1]  # of row 1, seen by its tokens 0 and 1 only
+    spoilt = held._replace(
+        key=held.key.at[0].set(jnp.nan),
+        value=held.value.at[1, slot, 0].set(jnp.inf).at[1, (63 - 23) % held.key.shape[1]].set(jnp.nan),
+    )
+    value = value.at[1, 2, 1].set(jnp.nan)  # the second KV head of row 1, from token 2 on
+    out = np.asarray(by_kernels(case, (spoilt, query.at[0, 1].set(jnp.nan), key, value)).out)
+    assert np.isnan(out[0]).all()
+    assert not np.isfinite(out[1, :2, :4]).any()
+    np.testing.assert_array_equal(out[1, 2:, :4], rows[1, 2:, :4])
+    np.testing.assert_array_equal(out[1, :2, 4:], rows[1, :2, 4:])
+    assert np.isnan(out[1, 2:, 4:]).all()
+    np.testing.assert_array_equal(out[2], rows[2])
+    return 0.0
+
+
+def check_public() -> float:
+    """`nsa_jax.cache.dense_decode_step` runs these kernels, under `vmap` as one larger batch."""
+    case = Case((107, 63), 2, sizes=())
+    operands = draw(case)
+    with interpreted():
+        found = cache.dense_decode_step(*operands, implementation="triton")
+        more = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), operands)
+        mapped = jax.vmap(lambda *x: cache.dense_decode_step(*x, implementation="triton"))(*more)
+    for got, both, want in zip(
+        *map(jax.tree.leaves, (found, mapped, by_kernels(case, operands))), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(both[0], want)
+        np.testing.assert_array_equal(both[1], want[::-1])
+    return 0.0
+
+
+def main() -> int:
+    """Runs every check, or those named, and reports each."""
+    checks = {f"case {name}": functools.partial(check_case, name) for name in CASES}
+    checks |= {"public": check_public, "not a number": check_not_a_number}
+    for name in sys.argv[1:] or list(checks):
+        start = time.perf_counter()
+        error = checks[name]()
+        print(f"{name}: ok, {error:.1e}, {time.perf_counter() - start:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
