@@ -127,18 +127,20 @@ def programs_of(setting: Setting, options: argparse.Namespace) -> dict[str, Prog
 
 def refusal(program: Program, setting: Setting) -> str | None:
     """Why a program cannot run here, None if it can."""
-    shape, config = setting.shape, setting.config
-    if program.operation in records.DENSE.values():
-        if program.implementation == "jax_nn" or program.operation == "dense_layer":
-            return programs.refusal("dense_attention", "xla", "fwd", shape, config)
-        return None
+    shape, config, runs_as = setting.shape, setting.config, program.implementation
     if program.operation in BRANCHES.values():
-        return programs.refusal(program.operation, program.implementation, "fwd", shape, config)
-    query, *_ = abstract_arguments("compressed_attention", setting.new, config)
-    _, *compressed = abstract_arguments("compressed_attention", shape, config)
-    return dispatch.unsupported_reason(
-        "decode_step", program.implementation, query, *compressed, config=config
-    )
+        return programs.refusal(program.operation, runs_as, "fwd", shape, config)
+    step = "decode_step"
+    if program.operation in records.DENSE.values():
+        one_dim = runs_as == "jax_nn" or program.operation == "dense_layer"
+        reason = programs.refusal("dense_attention", "xla", "fwd", shape, config) if one_dim else None
+        if reason or runs_as == "jax_nn":
+            return reason
+        step = "dense_decode_step"
+    query, *_ = abstract_arguments("window_attention", setting.new, config)
+    part = "compressed_attention" if step == "decode_step" else "window_attention"
+    _, *held = abstract_arguments(part, shape, config)
+    return dispatch.unsupported_reason(step, runs_as, query, *held, config=config)
 
 
 def measure(

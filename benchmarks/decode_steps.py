@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import dense_decoding, layers
-from benchmarks.dense_decoding import DenseCache
+from benchmarks import layers
 from benchmarks.inputs import Shape, key, tensor
 from nsa_jax import Run, Runs, attention, cache, layout
 from nsa_jax.array_typing import Array, Int32
@@ -107,7 +106,7 @@ def nsa(setting: Setting) -> Program:
 def dense(setting: Setting, implementation: str) -> Program:
     """A step of dense attention: the library's, or `jax_nn`."""
 
-    def step(state: DenseCache, query: Array, operands: Any) -> tuple[Array, DenseCache]:
+    def step(state: cache.DenseCache, query: Array, operands: Any) -> tuple[Array, cache.DenseCache]:
         out, state = _dense_step(implementation)(state, query, *operands)
         return _as_query(out, query), state
 
@@ -171,9 +170,9 @@ def layer(setting: Setting) -> Program:
 
 
 def dense_layer(setting: Setting, implementation: str) -> Program:
-    """The same of `DenseAttention`."""
+    """The same of `DenseAttention`, with ours or `jax_nn` between its projections."""
 
-    def step(state: DenseCache, x: Array, values: Any) -> tuple[Array, DenseCache]:
+    def step(state: cache.DenseCache, x: Array, values: Any) -> tuple[Array, cache.DenseCache]:
         own = layers.merged("dense_layer", "", setting.shape, setting.config, values)
         assert isinstance(own, DenseAttention)
         at = state.lengths[:, None] + jnp.arange(setting.new_tokens, dtype=jnp.int32)
@@ -203,7 +202,9 @@ def compression(setting: Setting, number: int) -> Any:
     return jax.tree_util.Partial(functools.partial(_compress, graph), noisy)
 
 
-def jax_nn_step(state: DenseCache, query: Array, key: Array, value: Array) -> tuple[Array, DenseCache]:
+def jax_nn_step(
+    state: cache.DenseCache, query: Array, key: Array, value: Array
+) -> tuple[Array, cache.DenseCache]:
     """`jax.nn.dot_product_attention` over arrays of the same capacity."""
     index = state.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
     row = jnp.arange(query.shape[0])[:, None]
@@ -244,11 +245,11 @@ def _as_query(out: Array, query: Array) -> Array:
     return jnp.concatenate([out, query[..., out.shape[-1] :]], axis=-1)
 
 
-def _dense_step(implementation: str) -> Callable[..., tuple[Array, DenseCache]]:
+def _dense_step(implementation: str) -> Callable[..., tuple[Array, cache.DenseCache]]:
     if implementation == "jax_nn":
         return jax_nn_step
     named = cast(Implementation, implementation)
-    return functools.partial(dense_decoding.dense_decode_step, implementation=named)
+    return functools.partial(cache.dense_decode_step, implementation=named)
 
 
 def _compress(graph: Any, parameters: Any, key_windows: Array, value_windows: Array, first: Array) -> Any:
@@ -264,9 +265,9 @@ def _nsa_cache(number: int, setting: Setting) -> cache.NSACache:
     return _filled(jax.eval_shape(make), number, setting)
 
 
-def _dense_cache(number: int, setting: Setting) -> DenseCache:
+def _dense_cache(number: int, setting: Setting) -> cache.DenseCache:
     make = functools.partial(
-        dense_decoding.init_dense_cache, setting.shape.batch, setting.max_length, **setting.cache_sizes
+        cache.init_dense_cache, setting.shape.batch, setting.max_length, **setting.cache_sizes
     )
     return _filled(jax.eval_shape(make), number, setting)
 
