@@ -160,7 +160,9 @@ def measure(
     steps = 1 if mode == "decode" else NUM_STEPS * num_layers
     for name, decoding in decodings.items():
         if not jnp.isfinite(decoding.x).all():
-            raise FloatingPointError(f"outputs must be finite, got others of {name}. Do not trust its time.")
+            raise FloatingPointError(
+                f"outputs must be finite, got {name} with others. Check what it computes."
+            )
     return {name: (times[name].divided_by(steps), decodings[name].compiled) for name in found}
 
 
