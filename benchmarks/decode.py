@@ -23,19 +23,9 @@ import numpy as np
 
 from benchmarks import programs, records, roofline, timing
 from benchmarks.decode_gate import check
+from benchmarks.decode_inputs import NUM_STEPS, Setting
 from benchmarks.decode_loops import Decoding
-from benchmarks.decode_steps import (
-    BRANCHES,
-    NUM_STEPS,
-    Program,
-    Setting,
-    branch,
-    count_reads,
-    dense,
-    dense_layer,
-    layer,
-    nsa,
-)
+from benchmarks.decode_steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
 from benchmarks.inputs import Draw, Shape, abstract_arguments
 from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch

@@ -12,17 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import gate, layers
-from benchmarks.decode_steps import (
-    BRANCHES,
-    TOKEN_NAMES,
-    Program,
-    Setting,
-    compression,
-    dense,
-    dense_layer,
-    layer,
-    nsa,
-)
+from benchmarks.decode_inputs import TOKEN_NAMES, Setting, compression
+from benchmarks.decode_steps import BRANCHES, Program, dense, dense_layer, layer, nsa
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, tensor
 from nsa_jax import attention, cache, layout
 from nsa_jax.array_typing import Array

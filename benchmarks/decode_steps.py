@@ -8,56 +8,34 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import layers
-from benchmarks.inputs import Shape, key, tensor
+from benchmarks.decode_inputs import (
+    NUM_STEPS,
+    TOKEN_NAMES,
+    Setting,
+    compression,
+    dense_cache,
+    first_lengths,
+    nsa_cache,
+    pair,
+    token,
+)
+from benchmarks.inputs import Shape, tensor
 from nsa_jax import Run, Runs, attention, cache, layout
 from nsa_jax.array_typing import Array, Int32
-from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn import Compressor, DenseAttention, NSAAttention, rotate
+from nsa_jax.nn import DenseAttention, NSAAttention, rotate
 
-NUM_STEPS = 64  # of one loop; the room beyond `S` is for their tokens
-TOKEN_NAMES = cache.TokenKeysValues._fields
 # The operations of the branches, by the names of `--branch`.
 BRANCHES = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "window_attention"}
 
-type Compression = Literal["mean", "mlp"]
 type Step = Callable[[Any, Array, Any], tuple[Array, Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Sizes of one measurement; `shape.length` tokens a row are in the cache before the first step."""
-
-    shape: Shape
-    config: NSAConfig
-    implementation: Implementation
-    new_tokens: int = 1
-    compression: Compression = "mean"
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a row after the last step."""
-        return self.shape.length + NUM_STEPS * self.new_tokens
-
-    @property
-    def new(self) -> Shape:
-        """That of the tokens of a step."""
-        return dataclasses.replace(self.shape, length=self.new_tokens)
-
-    @property
-    def cache_sizes(self) -> dict[str, Any]:
-        """Arguments of the caches' constructors."""
-        shape = self.shape
-        dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim, "dtype": shape.dtype}
-        return dims | {"num_kv_heads": shape.kv_heads}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,9 +73,9 @@ def nsa(setting: Setting) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        tokens = cache.TokenKeysValues(**{name: _token(name, number, setting) for name in TOKEN_NAMES})
+        tokens = cache.TokenKeysValues(**{name: token(name, number, setting) for name in TOKEN_NAMES})
         gates = tensor("gates", setting.new, setting.config)
-        return _nsa_cache(number, setting), (tokens, gates, compression(setting, number))
+        return nsa_cache(number, setting), (tokens, gates, compression(setting, number))
 
     x = tensor("query", setting.new, setting.config)
     return Program("native_sparse_attention", setting.implementation, step, x, draw)
@@ -111,8 +89,8 @@ def dense(setting: Setting, implementation: str) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        operands = tuple(_token(name, number, setting) for name in ("key_slc", "value_slc"))
-        return _dense_cache(number, setting), operands
+        operands = tuple(token(name, number, setting) for name in ("key_slc", "value_slc"))
+        return dense_cache(number, setting), operands
 
     x = tensor("query", setting.new, setting.config)
     return Program("dense_attention", implementation, step, x, draw)
@@ -143,12 +121,12 @@ def branch(setting: Setting, name: str) -> Program:
     def draw(number: int) -> tuple[Any, Any]:
         num_blocks = layout.num_compression_blocks(setting.max_length, config)
         pairs = {"cmp": num_blocks, "slc": setting.max_length, "win": config.window_size - 1 + num_new}
-        drawn: tuple[Array, ...] = _pair(name, pairs[name], number, setting)
+        drawn: tuple[Array, ...] = pair(name, pairs[name], number, setting)
         if name == "slc":
             # A constant, for it scales the scores of a head and changes no time.
             lse = jnp.full((*tensor("query", setting.new, config).shape[:3],), math.log(max(num_blocks, 1)))
-            drawn = (_pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
-        return Position(_lengths(setting)), drawn
+            drawn = (pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
+        return Position(first_lengths(setting)), drawn
 
     x = tensor("query", setting.new, config)
     return Program(BRANCHES[name], setting.implementation, step, x, draw)
@@ -164,7 +142,7 @@ def layer(setting: Setting) -> Program:
 
     def draw(number: int) -> tuple[Any, Any]:
         _, *values = layers.arguments("layer", setting.new, setting.config)
-        return _nsa_cache(number, setting), tuple(values)
+        return nsa_cache(number, setting), tuple(values)
 
     return Program("layer", setting.implementation, step, tensor("x", setting.new, setting.config), draw)
 
@@ -182,24 +160,9 @@ def dense_layer(setting: Setting, implementation: str) -> Program:
 
     def draw(number: int) -> tuple[Any, Any]:
         _, *values = layers.arguments("dense_layer", setting.new, setting.config)
-        return _dense_cache(number, setting), tuple(values)
+        return dense_cache(number, setting), tuple(values)
 
     return Program("dense_layer", implementation, step, tensor("x", setting.new, setting.config), draw)
-
-
-def compression(setting: Setting, number: int) -> Any:
-    """The mean without rotation, which as an angle changes no time; or the MLP, with rotation."""
-    if setting.compression == "mean":
-        return cache.MeanCompression()
-    shape, rngs = setting.shape, nnx.Rngs(number)
-    both = tuple(
-        Compressor(dim, setting.config, param_dtype=jnp.dtype(shape.dtype), rngs=rngs)
-        for dim in (shape.key_dim, shape.value_dim)
-    )
-    graph, parameters = nnx.split(both)
-    # The last layer starts at zero.
-    noisy = jax.tree.map(lambda x: x + layers.NOISE * jax.random.normal(rngs(), x.shape, x.dtype), parameters)
-    return jax.tree_util.Partial(functools.partial(_compress, graph), noisy)
 
 
 def jax_nn_step(
@@ -250,63 +213,3 @@ def _dense_step(implementation: str) -> Callable[..., tuple[Array, cache.DenseCa
         return jax_nn_step
     named = cast(Implementation, implementation)
     return functools.partial(cache.dense_decode_step, implementation=named)
-
-
-def _compress(graph: Any, parameters: Any, key_windows: Array, value_windows: Array, first: Array) -> Any:
-    compress_key, compress_value = nnx.merge(graph, parameters)
-    return rotate(compress_key(key_windows), first), compress_value(value_windows)
-
-
-def _nsa_cache(number: int, setting: Setting) -> cache.NSACache:
-    make = functools.partial(
-        cache.init_cache, setting.shape.batch, setting.max_length, config=setting.config,
-        step_capacity=max(8, setting.new_tokens), **setting.cache_sizes,
-    )  # fmt: skip
-    return _filled(jax.eval_shape(make), number, setting)
-
-
-def _dense_cache(number: int, setting: Setting) -> cache.DenseCache:
-    make = functools.partial(
-        cache.init_dense_cache, setting.shape.batch, setting.max_length, **setting.cache_sizes
-    )
-    return _filled(jax.eval_shape(make), number, setting)
-
-
-def _filled(empty: Any, number: int, setting: Setting) -> Any:
-    """A cache of random keys and values; nothing is allocated beside it."""
-
-    def fill(name: str, x: jax.ShapeDtypeStruct) -> Array:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return _normal(f"{name} {number}", x.shape, x.dtype.name) if floating else jnp.zeros(x.shape, x.dtype)
-
-    arrays = {name: fill(name, x) for name, x in empty._asdict().items()}
-    return empty._replace(**arrays | {"lengths": _lengths(setting)})
-
-
-def _lengths(setting: Setting) -> Array:
-    return jnp.full(setting.shape.batch, setting.shape.length, jnp.int32)
-
-
-def _token(name: str, number: int, setting: Setting) -> Array:
-    """Keys or values of the new tokens of a layer."""
-    dim = setting.shape.key_dim if name.startswith("key") else setting.shape.value_dim
-    size = (setting.shape.batch, setting.new_tokens, setting.shape.kv_heads, dim)
-    return _normal(f"new {name} {number}", size, setting.shape.dtype)
-
-
-def _pair(name: str, length: int, number: int, setting: Setting) -> tuple[Array, Array]:
-    shape = setting.shape
-    dims = {f"key_{name}": shape.key_dim, f"value_{name}": shape.value_dim}
-    sizes = {kind: (shape.batch, length, shape.kv_heads, dim) for kind, dim in dims.items()}
-    key, value = (_normal(f"{kind} {number}", size, shape.dtype) for kind, size in sizes.items())
-    return key, value
-
-
-def _normal(name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    return _draw(key(name), shape, dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Compiled, so that no float32 array stands beside a large one of 16 bits."""
-    return jax.random.normal(key, shape).astype(dtype)
