@@ -116,6 +116,7 @@ def operation_cells(row: Row) -> dict[str, str]:
         "implementation": row.implementation,
         **_where(row),
         "ms (p20-p80)": _milliseconds(row),
+        **({} if row.dense_over_this is None else {"dense / this": f"{row.dense_over_this:.2f}"}),
         **_moved(row),
         "MB": f"{row.peak_bytes / 1e6:.1f}",
         **_ceiling_and_overlap(row),
@@ -183,11 +184,10 @@ def _milliseconds(row: AnyRow) -> str:
 
 
 def _moved(row: Row) -> dict[str, str]:
-    """Of decode steps alone, each with its own ratio to dense attention."""
+    """Of decode steps alone."""
     if row.gb_per_s is None or row.copy_share is None:
         return {}
-    ratio = "-" if row.dense_over_this is None else f"{row.dense_over_this:.2f}"
-    return {"dense / this": ratio, "GB/s (% of copy)": f"{row.gb_per_s:.1f} ({100 * row.copy_share:.0f})"}
+    return {"GB/s (% of copy)": f"{row.gb_per_s:.1f} ({100 * row.copy_share:.0f})"}
 
 
 def _ceiling_and_overlap(row: Row) -> dict[str, str]:
