@@ -50,9 +50,8 @@ def _of_decoding(rows: Sequence[Row]) -> str:
     if first is None:
         return ""
     most = max(row.num_layers or 1 for row in rows)
-    return (
-        f", {first.new_tokens} new tokens a step, {first.compression} compression, {most} layers in the loop"
-    )
+    tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
+    return f", {tokens} a step, {first.compression} compression, {most} layers in the loop"
 
 
 def _of_operations(rows: Sequence[Row]) -> str:
