@@ -1,29 +1,33 @@
 """What does one decoded token cost as the sequence grows, in NSA and in dense attention?
 
-`python -m benchmarks.decode` measures the attention step alone (no projections): append one token to a cache
-that holds `S` tokens and has room for 64 more, compress by the mean where a block became complete, attend.
-Caches are donated, so that a step writes in place as it does inside a compiled loop; dense attention is
-`jax.nn.dot_product_attention` over the same capacity. `--csv` adds each branch's own time and the reads.
+`python -m benchmarks.decode` measures the attention step alone (no projections), or with `--layer` a whole
+layer: append the new tokens to a cache of `S` tokens with room for 64 steps, compress where a block became
+complete, attend. The steps run in one compiled loop, whose body is several layers, each with a cache of its
+own; rows of their own have single steps that the host starts one by one. Dense attention runs in the same
+loop, and a ratio counts the faster one of ours and `jax.nn.dot_product_attention`. `--csv` adds each branch's
+own time and the reads; `benchmarks.decode_summary` draws that.
 """
 
 import argparse
 import csv
+import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import records, roofline, timing
-from benchmarks.decode_steps import (
-    NEW_TOKENS,
-    Decoding,
-    branches,
-    check,
-    count_reads,
-    dense_decoding,
-    nsa_decoding,
-)
-from benchmarks.inputs import Draw, Shape
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import programs, records, roofline, timing
+from benchmarks.decode_gate import check
+from benchmarks.decode_inputs import NUM_STEPS, Setting
+from benchmarks.decode_loops import Decoding
+from benchmarks.decode_steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
+from benchmarks.inputs import Draw, Shape, abstract_arguments
+from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch
 from nsa_jax.config import NSAConfig
 
@@ -31,101 +35,219 @@ CSV_HEADER = (
     *("S", "ms_total", "ms_cmp", "ms_sel", "ms_win"),
     *("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode"),
 )
+MODES = ("decode_loop", "decode")
+# Programs of a length by name: the whole step or layer, branches, dense attention by its implementation.
+TOTAL = "total"
 
-
-def csv_row(
-    shape: Shape, times: dict[str, timing.Timing], config: NSAConfig, implementation: str
-) -> list[float]:
-    """A line under `CSV_HEADER`: reads of the last step, then of all steps together."""
-    expected = [cache.expected_reads(shape.length + step, config) for step in range(1, NEW_TOKENS + 1)]
-    actual = [sum(step) for step in count_reads(shape, config, implementation)]
-    medians = [times[f"{name} {shape.length}"].median_ms for name in ("nsa", "cmp", "sel", "win")]
-    reads = (actual[-1], expected[-1], sum(actual), sum(expected))
-    return [shape.length, *(round(median, 4) for median in medians), *reads]
+type Measured = dict[str, tuple[Timing, Compiled]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; the defaults are the decode rows of the README."""
+    """Reads the command line; the defaults are rows of a CPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     lengths = [1 << power for power in range(10, 16)]
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths, metavar="S")
     parser.add_argument("--implementation", choices=dispatch.IMPLEMENTATIONS, default="xla")
+    parser.add_argument("--branch", choices=("all", *BRANCHES), default="all", help="this branch alone")
+    parser.add_argument("--layer", type=int, metavar="WIDTH", help="whole layers of this width")
+    parser.add_argument("--compression", choices=("mean", "mlp"), help="mean by default; mlp also rotates")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=1, metavar="T", help="tokens of a step")
     parser.add_argument("--heads", type=int, default=16, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64, help="key and value dim")
-    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds a row, 64 samples at least")
+    parser.add_argument("--key-dim", type=int, help="in the place of --head-dim")
+    parser.add_argument("--value-dim", type=int, help="in the place of --head-dim, --key-dim at most")
+    parser.add_argument("--num-layers", type=int, help="layers in the loop's body")
+    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds a row, 3 samples at least")
     parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
     parser.add_argument("--csv", type=pathlib.Path, help="CSV file for branch times and reads")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.key_dim = options.key_dim or options.head_dim
+    options.value_dim = options.value_dim or options.head_dim
+    if options.value_dim > options.key_dim:
+        parser.error(
+            "--value-dim must not exceed --key-dim, because an output is the next layer's query, got "
+            f"{options.value_dim} > {options.key_dim}. Choose others."
+        )
+    if options.layer and (options.branch != "all" or options.compression == "mean"):
+        parser.error(
+            "a whole layer has all branches and MLP compressors, got --layer beside --branch or "
+            "--compression mean. Leave one out."
+        )
+    options.compression = options.compression or ("mlp" if options.layer else "mean")
+    options.num_layers = options.num_layers or default_layers(options.batch)
+    return options
+
+
+def default_layers(batch: int) -> int:
+    """Layers in a loop's body: their caches are more than a GPU keeps of them in its L2 for one step."""
+    if jax.default_backend() == "cpu":  # has none that large, and compiles for long
+        return 4
+    return 8 if batch == 1 else 4 if batch < 32 else 2
+
+
+def settings_of(options: argparse.Namespace, config: NSAConfig) -> list[Setting]:
+    """One for each length."""
+    dims = {"key_dim": options.key_dim, "value_dim": options.value_dim, "model_dim": options.layer}
+    heads = {"batch": options.batch, "query_heads": options.heads, "kv_heads": options.kv_heads}
+    return [
+        Setting(
+            shape=Shape(length=length, dtype=options.dtype, **heads, **dims),
+            config=config,
+            implementation=options.implementation,
+            new_tokens=options.new_tokens,
+            compression=options.compression,
+        )
+        for length in options.lengths
+    ]
+
+
+def programs_of(setting: Setting, options: argparse.Namespace) -> dict[str, Program]:
+    """What is measured at one length."""
+    found = {}
+    if options.branch == "all":
+        found[TOTAL] = layer(setting) if options.layer else nsa(setting)
+    alone = [options.branch] if options.branch != "all" else BRANCHES if options.csv else []
+    found |= {name: branch(setting, name) for name in alone}
+    make = dense_layer if options.layer else dense
+    return found | {f"dense {name}": make(setting, name) for name in (setting.implementation, "jax_nn")}
+
+
+def refusal(program: Program, setting: Setting) -> str | None:
+    """Why a program cannot run here, None if it can."""
+    shape, config, runs_as = setting.shape, setting.config, program.implementation
+    if program.operation in BRANCHES.values():
+        return programs.refusal(program.operation, runs_as, "fwd", shape, config)
+    step = "decode_step"
+    if program.operation in records.DENSE.values():
+        one_dim = runs_as == "jax_nn" or program.operation == "dense_layer"
+        reason = programs.refusal("dense_attention", "xla", "fwd", shape, config) if one_dim else None
+        if reason or runs_as == "jax_nn":
+            return reason
+        step = "dense_decode_step"
+    query, *_ = abstract_arguments("window_attention", setting.new, config)
+    part = "compressed_attention" if step == "decode_step" else "window_attention"
+    _, *held = abstract_arguments(part, shape, config)
+    return dispatch.unsupported_reason(step, runs_as, query, *held, config=config)
+
+
+def measure(
+    found: Mapping[str, Program], setting: Setting, mode: str, num_layers: int, budget_s: float
+) -> Measured:
+    """Times all programs of a length in turns; per step and layer."""
+    if mode == "decode":  # a call is one step of one layer
+        decodings = {name: Decoding(program, setting, 1, 1) for name, program in found.items()}
+        samples: dict[str, Any] = {"min_samples": NUM_STEPS, "max_samples": 8 * NUM_STEPS}
+        # Few rounds: most samples then follow a step of their own kind, and find its cache warm.
+        samples["max_rounds"] = 4
+    else:
+        decodings = {name: Decoding(program, setting, num_layers) for name, program in found.items()}
+        samples = {"sample_s": timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0}
+    runs = {name: functools.partial(_run, decoding, mode) for name, decoding in decodings.items()}
+    times = timing.measure(runs, budget_s=budget_s, **samples)
+    steps = 1 if mode == "decode" else NUM_STEPS * num_layers
+    for name, decoding in decodings.items():
+        if not jnp.isfinite(decoding.x).all():
+            raise FloatingPointError(
+                f"outputs must be finite, got {name} with others. Check what it computes."
+            )
+    return {name: (times[name].divided_by(steps), decodings[name].compiled) for name in found}
+
+
+def _run(decoding: Decoding, mode: str) -> Any:
+    return jax.block_until_ready(decoding.run()) if mode == "decode" else decoding.run()
+
+
+def rows_of(
+    measured: Measured, found: Mapping[str, Program], setting: Setting, mode: str, num_layers: int,
+    reads: Mapping[str, np.ndarray], environment: records.Environment, ceiling: roofline.Ceiling,
+) -> Iterator[records.Row]:  # fmt: skip
+    """The rows of one length and mode, each with its ratio to the fastest dense attention."""
+    shape, config = setting.shape, setting.config
+    fastest = min((time.median_ms for name, (time, _) in measured.items() if "dense" in name), default=None)
+    for name, (time, compiled) in measured.items():
+        program = found[name]
+        cost = roofline.decode_cost(program.operation, reads, shape, config)
+        row = records.make_row(
+            environment, shape, config, time, compiled, benchmark="decode", operation=program.operation,
+            implementation=program.implementation, mode=mode, draw=Draw("random", program.x),
+            floor_ms=ceiling.floor_ms(cost),
+        )  # fmt: skip
+        bytes_per_s = 1e3 * cost.bytes / time.median_ms
+        yield dataclasses.replace(
+            row,
+            new_tokens=setting.new_tokens,
+            compression=setting.compression if name == TOTAL else None,
+            num_layers=1 if mode == "decode" else num_layers,
+            bytes=cost.bytes,
+            gb_per_s=bytes_per_s / 1e9,
+            copy_share=bytes_per_s / ceiling.bytes_per_s,
+            dense_over_this=None if fastest is None else fastest / time.median_ms,
+        )
+
+
+def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Setting) -> list[Any]:
+    """A line under `CSV_HEADER`: reads of the last query, then of all queries together; no time is empty."""
+    lengths = range(setting.shape.length + 1, setting.max_length + 1)
+    expected = [cache.expected_reads(length, setting.config) for length in lengths]
+    actual = np.sum([reads[operation].reshape(-1) for operation in BRANCHES.values()], axis=0).tolist()
+    medians = [round(measured[x][0].median_ms, 6) if x in measured else "" for x in (TOTAL, *BRANCHES)]
+    return [setting.shape.length, *medians, actual[-1], expected[-1], sum(actual), sum(expected)]
 
 
 def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)
-    config, implementation = config or NSAConfig(), options.implementation
+    config, num_layers = config or NSAConfig(), options.num_layers
     environment = records.environment()
     environment.print()
     ceiling = roofline.measure_ceiling(options.dtype)
     print(f"ceiling in {options.dtype}: {ceiling}\nconfig {config}", flush=True)
-    dims = {"key_dim": options.head_dim, "value_dim": options.head_dim, "dtype": options.dtype}
-    heads = {"batch": options.batch, "query_heads": options.heads, "kv_heads": options.kv_heads}
-    shapes = [Shape(length=length, **heads, **dims) for length in options.lengths]
+    settings = settings_of(options, config)
 
-    refused = dispatch.unsupported_reason("native_sparse_attention", implementation, config=config)
-    verdict = None if refused else check(shapes[0], config, implementation)
-    print(f"gate decode {implementation}: {refused or verdict}", flush=True)
-    if verdict is None or not verdict.green:
-        print(json.dumps({"run_id": environment.run_id, "rows": 0, "red": [f"decode {implementation}"]}))
+    run: list[str] = []
+    red: list[str] = []
+    for name, program in programs_of(settings[0], options).items():
+        title = f"{program.operation} {program.implementation} decode"
+        if reason := refusal(program, settings[0]):
+            print(f"refused: {title}: {reason}", flush=True)
+            continue
+        verdict = check(program.operation, program.implementation, settings[0])
+        print(f"gate {title}: {verdict}", flush=True)
+        (run if verdict.green else red).append(name if verdict.green else title)
+    summary: dict[str, Any] = {"run_id": environment.run_id, "rows": 0, "red": red}
+    if red or all("dense" in name for name in run):
+        print(json.dumps(summary))
         return 1
 
-    steps: dict[str, Decoding] = {}
-    runs: dict[str, Callable[[], Any]] = {}
-    for shape in shapes:
-        steps[f"nsa {shape.length}"] = nsa_decoding(shape, config, implementation)
-        steps[f"dense {shape.length}"] = dense_decoding(shape, config)
-        if options.csv:
-            alone = branches(shape, config, implementation)
-            runs |= {f"{name} {shape.length}": run for name, run in alone.items()}
-    runs |= {name: step.run for name, step in steps.items()}
-    samples = {"min_samples": NEW_TOKENS, "max_samples": 8 * NEW_TOKENS}
-    # Few rounds: most samples then follow a step of their own kind, as in decoding, and find its cache warm.
-    times = timing.measure(runs, budget_s=options.budget_s, max_rounds=4, **samples)
-
-    rows = []
-    for shape in shapes:
-        for name, operation, runs_as in (
-            ("nsa", "native_sparse_attention", implementation),
-            ("dense", "dense_attention", "xla"),
-        ):
-            step = steps[f"{name} {shape.length}"]
-            row = records.make_row(
-                environment,
-                shape,
-                config,
-                times[f"{name} {shape.length}"],
-                step.compiled,
-                benchmark="decode",
-                operation=operation,
-                implementation=runs_as,
-                mode="decode",
-                draw=Draw("random", step.operands[0]),
-                floor_ms=ceiling.floor_ms(roofline.decode_cost(operation, shape, config)),
-            )
-            rows.append(row)
-            print(row, flush=True)
-    records.append(options.output, rows)
+    rows: list[records.Row] = []
+    table = []
+    for setting in settings:
+        reads = count_reads(setting)
+        for mode in MODES if TOTAL in run else MODES[:1]:  # branches are timed in loops alone
+            left_out = BRANCHES if mode == "decode" else {}
+            found = {name: x for name, x in programs_of(setting, options).items() if name in run}
+            found = {name: program for name, program in found.items() if name not in left_out}
+            measured = measure(found, setting, mode, num_layers, options.budget_s)
+            given = (measured, found, setting, mode, num_layers, reads, environment, ceiling)
+            for row in rows_of(*given):
+                print(row, flush=True)
+                records.append(options.output, [row])
+                rows.append(row)
+            if mode == "decode_loop":
+                table.append(csv_row(measured, reads, setting))
     if options.csv:
-        table = [csv_row(shape, times, config, implementation) for shape in shapes]
         with options.csv.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([CSV_HEADER, *table])
-    pairs = records.beside_dense(rows)
-    ratios = {row.length: round(records.ratio(row, dense)[0], 3) for row, dense in pairs}
-    growth = round(pairs[-1][0].median_ms / pairs[0][0].median_ms, 3)
-    print(f"dense / NSA by S: {ratios}; NSA at the last S takes {growth} times that at the first")
-    summary = {"run_id": environment.run_id, "rows": len(rows), "red": []}
-    print(json.dumps(summary | {"dense_over_nsa": ratios, "last_over_first": growth}))
+
+    asked = BRANCHES.get(options.branch, "layer" if options.layer else "native_sparse_attention")
+    ours = [row for row in rows if row.operation == asked and row.mode == "decode_loop"]
+    ratios = {row.length: row.dense_over_this and round(row.dense_over_this, 3) for row in ours}
+    growth = round(ours[-1].median_ms / ours[0].median_ms, 3)
+    print(f"dense / {asked} by S: {ratios}; at the last S it takes {growth} times that at the first")
+    print(json.dumps(summary | {"rows": len(rows), "dense_over_nsa": ratios, "last_over_first": growth}))
     return 0
 
 

@@ -1,166 +1,215 @@
-"""What `benchmarks.decode` measures: one decode step in NSA and in dense attention, checked and counted."""
+"""What `benchmarks.decode` measures: a decode step of one layer, in NSA, a branch alone and dense attention.
+
+All are of one form, `step(state, x, operands) -> (x of the next layer, state)`: the output of a layer is the
+query, or the input, of the next, as in a model.
+"""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gate, timing
-from benchmarks.inputs import ARGUMENTS, Shape, tensor
-from nsa_jax import attention, cache, layout
-from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.config import NSAConfig
+from benchmarks import layers
+from benchmarks.decode_inputs import (
+    NUM_STEPS,
+    TOKEN_NAMES,
+    Setting,
+    compression,
+    dense_cache,
+    first_lengths,
+    nsa_cache,
+    pair,
+    token,
+)
+from benchmarks.inputs import Shape, tensor
+from nsa_jax import Run, Runs, attention, cache, layout
+from nsa_jax.array_typing import Array, Int32
+from nsa_jax.dispatch import Implementation
+from nsa_jax.nn import DenseAttention, NSAAttention, rotate
 
-NEW_TOKENS = 64  # steps of one round, and the room beyond `S`
-COMPRESS = cache.Compression()  # not rotated: the angle changes no time
-TOKEN_NAMES = cache.TokenKeysValues._fields
+# The operations of the branches, by the names of `--branch`.
+BRANCHES = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "window_attention"}
 
-
-class Decoding:
-    """A compiled step and the state that it carries, at `S` tokens and the `NEW_TOKENS - 1` lengths after."""
-
-    def __init__(self, step: Callable[..., Any], state: Any, operands: tuple[Any, ...], length: int):
-        self.compiled = timing.compile_for(step, (state, *operands), donate=0)
-        self.state, self.operands, self.length, self.taken = state, operands, length, 0
-
-    def run(self) -> Any:
-        """One token; returns what the step gives beside the state."""
-        if self.taken == NEW_TOKENS:  # starts again: the slots beyond `S` are written anew
-            lengths = jnp.full_like(self.state.lengths, self.length)
-            self.state, self.taken = self.state._replace(lengths=lengths), 0
-        out, self.state, *rest = jax.block_until_ready(self.compiled.call(self.state, *self.operands))
-        self.taken += 1
-        return out, *rest
+type Step = Callable[[Any, Array, Any], tuple[Array, Any]]
 
 
-class DenseCache(NamedTuple):
-    """Keys and values of `lengths[b]` tokens a row, in arrays of fixed capacity."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A step, and what the layers are that take it.
 
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K V"]
-    lengths: Int32[Array, "B"]
+    Attributes:
+      operation: what its rows are called.
+      implementation: what runs it.
+      step: of one layer.
+      x: input of the first layer.
+      draw: makes the state of a layer, `S` random tokens a row, and its operands, from the layer's number.
+    """
 
-
-def nsa_decoding(shape: Shape, config: NSAConfig, implementation: str, **options: Any) -> Decoding:
-    """The library's step on a cache that holds `shape.length` random tokens a row."""
-    step = functools.partial(cache.decode_step, **_settings(config, implementation), **options)
-    return Decoding(step, _filled(_empty(shape, config), shape.length), _token(shape, config), shape.length)
-
-
-def dense_decoding(shape: Shape, config: NSAConfig) -> Decoding:
-    """A step of dense attention over arrays of the same capacity."""
-    empty = _empty(shape, config)
-    state = _filled(DenseCache(empty.key_slc, empty.value_slc, empty.lengths), shape.length)
-    query, tokens, _ = _token(shape, config)
-    return Decoding(dense_step, state, (query, tokens.key_slc, tokens.value_slc), shape.length)
+    operation: str
+    implementation: str
+    step: Step
+    x: Array
+    draw: Callable[[int], tuple[Any, Any]]
 
 
-def dense_step(state: DenseCache, query: Array, key: Array, value: Array) -> tuple[Array, DenseCache]:
-    """Appends one token a row and attends over all of its tokens."""
-    row = jnp.arange(state.lengths.shape[0])
-    keys = state.key.at[row, state.lengths].set(key[:, 0])
-    values = state.value.at[row, state.lengths].set(value[:, 0])
-    lengths = state.lengths + 1
-    out = jax.nn.dot_product_attention(query, keys, values, key_value_seq_lengths=lengths)
-    return out, DenseCache(keys, values, lengths)
+class Position(NamedTuple):
+    """The state of a branch alone: how many tokens are before the next one. Its keys do not change."""
+
+    lengths: Int32[Array, " B"]
 
 
-def count_reads(shape: Shape, config: NSAConfig, implementation: str) -> list[tuple[int, ...]]:
-    """What the three branches gathered, per query and KV head, in each of the `NEW_TOKENS` steps."""
-    decoding = nsa_decoding(shape, config, implementation, count_reads=True)
-    counted = (decoding.run()[1] for _ in range(NEW_TOKENS))
-    return [tuple(int(branch[0, 0, 0]) for branch in reads) for reads in counted]
+def nsa(setting: Setting) -> Program:
+    """The attention step of the library."""
+    settings: dict[str, Any] = {"config": setting.config, "implementation": setting.implementation}
+
+    def step(state: cache.NSACache, query: Array, operands: Any) -> tuple[Array, cache.NSACache]:
+        tokens, gates, compress = operands
+        out, state = cache.decode_step(state, query, tokens, gates, compress=compress, **settings)
+        return _as_query(out, query), state
+
+    def draw(number: int) -> tuple[Any, Any]:
+        tokens = cache.TokenKeysValues(**{name: token(name, number, setting) for name in TOKEN_NAMES})
+        gates = tensor("gates", setting.new, setting.config)
+        return nsa_cache(number, setting), (tokens, gates, compression(setting, number))
+
+    x = tensor("query", setting.new, setting.config)
+    return Program("native_sparse_attention", setting.implementation, step, x, draw)
 
 
-def branches(shape: Shape, config: NSAConfig, implementation: str) -> dict[str, Callable[[], Any]]:
-    """Each branch's own operations, alone, for one query at the end of the sequence."""
-    short = dataclasses.replace(shape, length=min(shape.length, config.window_size))
-    window = tensor("key_win", short, config), tensor("value_win", short, config)
-    names = ("key_cmp", "value_cmp", "key_slc", "value_slc")
-    key_cmp, value_cmp, key_slc, value_slc = (tensor(name, shape, config) for name in names)
-    query, _, _ = _token(shape, config)
-    settings: dict[str, Any] = {"config": config, "implementation": implementation}
-    at_end = settings | {"query_positions": jnp.full((shape.batch, 1), shape.length - 1, jnp.int32)}
+def dense(setting: Setting, implementation: str) -> Program:
+    """A step of dense attention: the library's, or `jax_nn`."""
 
-    def select_and_attend(query: Array, key_cmp: Array, lse_cmp: Array, key: Array, value: Array) -> Any:
-        blocks = attention.select_blocks(query, key_cmp, lse_cmp=lse_cmp, **at_end)
-        return attention.selected_attention(query, key, value, blocks, **at_end)
+    def step(state: cache.DenseCache, query: Array, operands: Any) -> tuple[Array, cache.DenseCache]:
+        out, state = _dense_step(implementation)(state, query, *operands)
+        return _as_query(out, query), state
 
-    compressed: Callable[..., Any] = functools.partial(attention.compressed_attention, **at_end)
-    _, lse_cmp = compressed(query, key_cmp, value_cmp)
-    programs: dict[str, tuple[Callable[..., Any], tuple[Array, ...]]] = {
-        "cmp": (compressed, (query, key_cmp, value_cmp)),
-        "sel": (select_and_attend, (query, key_cmp, lse_cmp, key_slc, value_slc)),
-        "win": (functools.partial(attention.window_attention, **settings), (query, *window)),
-    }
-    return {
-        name: timing.compile_for(function, operands).run for name, (function, operands) in programs.items()
-    }
+    def draw(number: int) -> tuple[Any, Any]:
+        operands = tuple(token(name, number, setting) for name in ("key_slc", "value_slc"))
+        return dense_cache(number, setting), operands
+
+    x = tensor("query", setting.new, setting.config)
+    return Program("dense_attention", implementation, step, x, draw)
 
 
-def check(shape: Shape, config: NSAConfig, implementation: str) -> gate.Verdict:
-    """Prefills a small sequence, decodes past a compression edge, compares those tokens with dense maths."""
-    shape = gate.gate_shape(shape, config)
-    positions = np.arange(shape.length, shape.length + config.compression_stride + 1)
-    whole = dataclasses.replace(shape, length=shape.length + len(positions))
-    raw = _tokens(whole, config)
-    settings = _settings(config, implementation)
-    prefill = jax.jit(functools.partial(cache.prefill, **settings))
-    step = jax.jit(functools.partial(cache.decode_step, **settings))
-    _, state = prefill(_empty(shape, config), *_part(raw, 0, shape.length))
-    outs = []
-    for token in positions:
-        out, state = step(state, *_part(raw, int(token), int(token) + 1))
-        outs.append(out)
+def branch(setting: Setting, name: str) -> Program:
+    """The operations of one branch alone: of `slc`, the selection and the attention to what it chose."""
+    config, num_new = setting.config, setting.new_tokens
+    settings: dict[str, Any] = {"config": config, "implementation": setting.implementation}
 
-    first = np.arange(layout.num_compression_blocks(whole.length, config)) * config.compression_stride
-    window = first[:, None] + np.arange(config.compression_block_size)
-    compressed = {name: raw[name][:, window].mean(axis=2) for name in ("key_cmp", "value_cmp")}
-    now = {name: raw[name][:, positions] for name in ("query", "gates")}
-    operands = {name: (raw | compressed | now)[name] for name in ARGUMENTS["native_sparse_attention"]}
-    at = jnp.asarray(positions, jnp.int32)[None]
-    select: dict[str, Any] = {"config": config, "implementation": implementation, "query_positions": at}
-    blocks = jax.jit(functools.partial(attention.select_blocks, **select))(
-        operands["query"], operands["key_cmp"]
-    )
-    rows = (jnp.concatenate(outs, axis=1),)
-    return gate.compare_rows("native_sparse_attention", rows, operands, positions, blocks, config)
+    def attend(query: Array, lengths: Array, *arrays: Array) -> Array:
+        at: dict[str, Any] = settings | {"query_positions": Runs((Run(num_new, lengths),))}
+        if name == "cmp":
+            return attention.compressed_attention(query, *arrays, **at).out
+        if name == "win":
+            first = lengths - (config.window_size - 1)
+            return attention.window_attention(query, *arrays, first_key=first, **at).out
+        key_cmp, lse_cmp, key_slc, value_slc = arrays
+        blocks = attention.select_blocks(query, key_cmp, lse_cmp=lse_cmp, **at)
+        return attention.selected_attention(query, key_slc, value_slc, blocks, **at).out
 
+    def step(state: Position, query: Array, arrays: Any) -> tuple[Array, Position]:
+        # The barrier makes arrays that depend on the query: nothing of them is computed before the loop.
+        query, arrays = jax.lax.optimization_barrier((query, arrays))
+        out = attend(query, state.lengths, *arrays)
+        return _as_query(out, query), Position(state.lengths + num_new)
 
-def _settings(config: NSAConfig, implementation: str) -> dict[str, Any]:
-    return {"config": config, "compress": COMPRESS, "implementation": implementation}
+    def draw(number: int) -> tuple[Any, Any]:
+        num_blocks = layout.num_compression_blocks(setting.max_length, config)
+        pairs = {"cmp": num_blocks, "slc": setting.max_length, "win": config.window_size - 1 + num_new}
+        drawn: tuple[Array, ...] = pair(name, pairs[name], number, setting)
+        if name == "slc":
+            # A constant, for it scales the scores of a head and changes no time.
+            lse = jnp.full((*tensor("query", setting.new, config).shape[:3],), math.log(max(num_blocks, 1)))
+            drawn = (pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
+        return Position(first_lengths(setting)), drawn
 
-
-def _empty(shape: Shape, config: NSAConfig) -> cache.NSACache:
-    dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim}
-    sizes: dict[str, Any] = dims | {"num_kv_heads": shape.kv_heads}
-    room = shape.length + NEW_TOKENS
-    return cache.init_cache(shape.batch, room, config=config, dtype=shape.dtype, **sizes)
+    x = tensor("query", setting.new, config)
+    return Program(BRANCHES[name], setting.implementation, step, x, draw)
 
 
-def _filled(state: Any, length: int) -> Any:
-    def fill(x: Array) -> Array:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype) if floating else x
+def layer(setting: Setting) -> Program:
+    """`NSAAttention.decode_step`: with projections, rotary embedding, MLP compressors and gates."""
 
-    return jax.tree.map(fill, state)._replace(lengths=jnp.full_like(state.lengths, length))
+    def step(state: cache.NSACache, x: Array, values: Any) -> tuple[Array, cache.NSACache]:
+        own = layers.merged("layer", setting.implementation, setting.shape, setting.config, values)
+        assert isinstance(own, NSAAttention)
+        return own.decode_step(x, state)
 
+    def draw(number: int) -> tuple[Any, Any]:
+        _, *values = layers.arguments("layer", setting.new, setting.config)
+        return nsa_cache(number, setting), tuple(values)
 
-def _tokens(shape: Shape, config: NSAConfig) -> dict[str, Array]:
-    # What the compressed branch is given is raw: as many keys as there are tokens.
-    names = {name: name.replace("_cmp", "_raw") for name in ("query", "gates", *TOKEN_NAMES)}
-    return {name: tensor(drawn, shape, config) for name, drawn in names.items()}
-
-
-def _part(raw: dict[str, Array], first: int, last: int) -> tuple[Array, cache.TokenKeysValues, Array]:
-    part = {name: x[:, first:last] for name, x in raw.items()}
-    tokens = cache.TokenKeysValues(**{name: part[name] for name in TOKEN_NAMES})
-    return part["query"], tokens, part["gates"]
+    return Program("layer", setting.implementation, step, tensor("x", setting.new, setting.config), draw)
 
 
-def _token(shape: Shape, config: NSAConfig) -> tuple[Array, cache.TokenKeysValues, Array]:
-    return _part(_tokens(dataclasses.replace(shape, length=1), config), 0, 1)
+def dense_layer(setting: Setting, implementation: str) -> Program:
+    """The same of `DenseAttention`, with ours or `jax_nn` between its projections."""
+
+    def step(state: cache.DenseCache, x: Array, values: Any) -> tuple[Array, cache.DenseCache]:
+        own = layers.merged("dense_layer", "", setting.shape, setting.config, values)
+        assert isinstance(own, DenseAttention)
+        at = state.lengths[:, None] + jnp.arange(setting.new_tokens, dtype=jnp.int32)
+        query, key = rotate(own.query_proj(x), at), rotate(own.key_proj(x), at)
+        out, state = _dense_step(implementation)(state, query, key, own.value_proj(x))
+        return own.out_proj(out), state
+
+    def draw(number: int) -> tuple[Any, Any]:
+        _, *values = layers.arguments("dense_layer", setting.new, setting.config)
+        return dense_cache(number, setting), tuple(values)
+
+    return Program("dense_layer", implementation, step, tensor("x", setting.new, setting.config), draw)
+
+
+def jax_nn_step(
+    state: cache.DenseCache, query: Array, key: Array, value: Array
+) -> tuple[Array, cache.DenseCache]:
+    """`jax.nn.dot_product_attention` over arrays of the same capacity."""
+    index = state.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
+    row = jnp.arange(query.shape[0])[:, None]
+    keys, values = state.key.at[row, index].set(key), state.value.at[row, index].set(value)
+    state = state._replace(key=keys, value=values, lengths=state.lengths + query.shape[1])
+    seen: dict[str, Any] = {"key_value_seq_lengths": state.lengths}
+    if query.shape[1] > 1:  # its causal mask counts queries from key 0
+        seen = {"mask": (jnp.arange(keys.shape[1]) <= index[..., None])[:, None]}
+    return jax.nn.dot_product_attention(query, keys, values, **seen), state
+
+
+def count_reads(setting: Setting) -> dict[str, np.ndarray]:
+    """Keys that each operation gathered for each query of each step, in one KV head, `[steps, T]`.
+
+    Counted from the masks of `xla`. Heads, dims and compression have no part in it, so they are small here;
+    dense attention gathers all keys.
+    """
+    shape = Shape(length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8)
+    setting = dataclasses.replace(setting, shape=shape, compression="mean")
+    program = nsa(setting)
+    state, (tokens, gates, compress) = program.draw(0)
+
+    def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
+        counted = cache.decode_step(
+            state, program.x, tokens, gates, config=setting.config, compress=compress, count_reads=True,
+            implementation="xla",
+        )  # fmt: skip
+        return counted.cache, counted.reads
+
+    _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)
+    counted = {BRANCHES[name]: np.asarray(x)[:, 0, :, 0] for name, x in reads._asdict().items()}
+    lengths = np.arange(shape.length + 1, setting.max_length + 1).reshape(NUM_STEPS, setting.new_tokens)
+    return counted | {"dense_attention": lengths}
+
+
+def _as_query(out: Array, query: Array) -> Array:
+    """The output, with dims of the old query where values are narrower than keys."""
+    return jnp.concatenate([out, query[..., out.shape[-1] :]], axis=-1)
+
+
+def _dense_step(implementation: str) -> Callable[..., tuple[Array, cache.DenseCache]]:
+    if implementation == "jax_nn":
+        return jax_nn_step
+    named = cast(Implementation, implementation)
+    return functools.partial(cache.dense_decode_step, implementation=named)

@@ -44,11 +44,21 @@ def _made_by(row: AnyRow) -> str:
     return f"jax {row.jax}, {triton}commit `{row.commit}`, run `{row.run_id}`."
 
 
+def _of_decoding(rows: Sequence[Row]) -> str:
+    """What rows of decode steps say beside sizes; those of before 0.2 do not."""
+    first = next((row for row in rows if row.compression), None)
+    if first is None:
+        return ""
+    most = max(row.num_layers or 1 for row in rows)
+    tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
+    return f", {tokens} a step, {first.compression} compression, {most} layers in the loop"
+
+
 def _of_operations(rows: Sequence[Row]) -> str:
     first = rows[0]
     heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
     dims = f"dim {first.key_dim}/{first.value_dim}"
-    sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}"
+    sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}{_of_decoding(rows)}"
     lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
     rows = sorted(rows, key=lambda row: (row.length, records.MODES.index(row.mode)))
     pairs = records.beside_dense(rows)
@@ -90,6 +100,7 @@ def whole_cells(row: Row, dense: Row) -> dict[str, str]:
         "NSA ms (p20-p80)": _milliseconds(row),
         "dense ms (p20-p80)": _milliseconds(dense),
         "dense / NSA": f"**{time:.2f}**",
+        **_moved(row),
         "NSA MB": f"{row.peak_bytes / 1e6:.1f}",
         "dense MB": f"{dense.peak_bytes / 1e6:.1f}",
         "dense / NSA memory": f"{memory:.1f}",
@@ -104,6 +115,8 @@ def operation_cells(row: Row) -> dict[str, str]:
         "implementation": row.implementation,
         **_where(row),
         "ms (p20-p80)": _milliseconds(row),
+        **({} if row.dense_over_this is None else {"dense / this": f"{row.dense_over_this:.2f}"}),
+        **_moved(row),
         "MB": f"{row.peak_bytes / 1e6:.1f}",
         **_ceiling_and_overlap(row),
     }
@@ -164,8 +177,16 @@ def _where(row: Row) -> dict[str, str]:
 
 
 def _milliseconds(row: AnyRow) -> str:
-    digits = 1 if row.median_ms >= 10 else 3
+    short = isinstance(row, Row) and row.gb_per_s is not None and row.median_ms < 1
+    digits = 5 if short else 1 if row.median_ms >= 10 else 3
     return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"
+
+
+def _moved(row: Row) -> dict[str, str]:
+    """Of decode steps alone."""
+    if row.gb_per_s is None or row.copy_share is None:
+        return {}
+    return {"GB/s (% of copy)": f"{row.gb_per_s:.1f} ({100 * row.copy_share:.0f})"}
 
 
 def _ceiling_and_overlap(row: Row) -> dict[str, str]:

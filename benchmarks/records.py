@@ -19,10 +19,10 @@ from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, Draw, Shape
 from benchmarks.timing import Compiled, Timing
 from nsa_jax.config import NSAConfig
 
-MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 # What a row of each whole is compared with.
 DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
-IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn")
+IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn", "jax_nn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -71,6 +71,13 @@ class Row:
     adjacent_share: float | None
     mean_union_4: float | None
     noise: float | None
+    new_tokens: int | None = None  # this and what follows: of decode steps alone
+    compression: str | None = None
+    num_layers: int | None = None
+    bytes: int | None = None
+    gb_per_s: float | None = None
+    copy_share: float | None = None
+    dense_over_this: float | None = None
     config: dict[str, int]
     device: str
     jax: str
@@ -94,11 +101,18 @@ class Row:
         overlap = ""
         if self.adjacent_share is not None:
             overlap = f"  share {self.adjacent_share:.3f} union4 {self.mean_union_4:.1f}"
+        moved = ""
+        if self.gb_per_s is not None and self.copy_share is not None:
+            moved = f"  {self.gb_per_s:.1f} GB/s, {100 * self.copy_share:.1f} % of copy"
+        if self.dense_over_this is not None:
+            moved += f"  dense / this {self.dense_over_this:.2f}"
+        digits = 3 if self.median_ms >= 1 else 5
         return (
-            f"{self.operation:24}{self.implementation:7}{self.mode:8}{self.distribution:9} T={self.length:<7}"
-            f"{self.median_ms:10.3f} ms [{self.p20_ms:.3f}, {self.p80_ms:.3f}]  {self.samples:3} samples  "
+            f"{self.operation:24}{self.implementation:7}{self.mode:12}{self.distribution:9} "
+            f"T={self.length:<7}{self.median_ms:10.{digits}f} ms "
+            f"[{self.p20_ms:.{digits}f}, {self.p80_ms:.{digits}f}]  {self.samples:3} samples  "
             f"{100 * self.floor_ms / self.median_ms:5.1f} % of floor {self.floor_ms:.3f} ms  "
-            f"temp {self.peak_bytes / 1e6:.1f} MB  compile {self.compile_s:.1f} s{overlap}"
+            f"temp {self.peak_bytes / 1e6:.1f} MB  compile {self.compile_s:.1f} s{overlap}{moved}"
         )
 
 
@@ -245,14 +259,16 @@ def ratio(row: Row, dense: Row) -> tuple[float, float]:
 
 
 def beside_dense(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Each row of the whole operation or layer with the dense row of the same run, mode, sizes and dtype."""
+    """Each row of the whole operation or layer with the fastest dense row of its run, mode and sizes."""
 
     def setting(row: Row) -> tuple[object, ...]:
         heads = (row.query_heads, row.kv_heads, row.key_dim, row.value_dim)
-        sizes = (row.batch, row.length, *heads, row.model_dim, row.dtype)
+        sizes = (row.batch, row.length, *heads, row.model_dim, row.dtype, row.new_tokens)
         return row.run_id, row.benchmark, row.mode, *sizes
 
     rows = list(rows)
-    dense = {(row.operation, *setting(row)): row for row in rows}
+    # Where dense attention was measured by several implementations, the fastest one stays.
+    ordered = sorted(rows, key=lambda row: -row.median_ms)
+    dense = {(row.operation, *setting(row)): row for row in ordered}
     keys = [(row, (DENSE.get(row.operation), *setting(row))) for row in rows]
     return [(row, dense[key]) for row, key in keys if key in dense]

@@ -10,7 +10,7 @@ by bytes.
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -86,16 +86,46 @@ def cost(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
     return Cost(_flops(operation, mode, shape, config), moved)
 
 
-def decode_cost(operation: str, shape: Shape, config: NSAConfig) -> Cost:
-    """One decode step: the keys and values that the last of `shape.length` queries sees, read once."""
-    parts = ATTENTION_OF_BRANCH if operation == "native_sparse_attention" else (operation,)
-    keys = {part: _visible_keys(part, np.array(shape.length - 1), config).item() for part in parts}
-    dims = shape.key_dim + shape.value_dim
-    flops = 2 * shape.query_heads * dims * sum(keys.values())
-    # The importance multiplies queries and compressed keys once more.
-    flops += 2 * shape.query_heads * shape.key_dim * keys.get("compressed_attention", 0)
-    words = shape.kv_heads * dims * sum(keys.values())
-    return Cost(shape.batch * flops, shape.batch * words * jnp.dtype(shape.dtype).itemsize)
+def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, config: NSAConfig) -> Cost:
+    """One decode step, the mean of those whose `reads` these are.
+
+    Args:
+      operation: a whole, a layer around it, or a branch alone, which appends nothing.
+      reads: keys that each query gathers in each attention, `[steps, T]`.
+      shape: as everywhere; its length plays no part.
+      config: block structure.
+
+    A key that several of the `T` queries of a step see is moved once, but selected ones as often as they were
+    selected. New tokens are written to each array that keeps them. A layer's parameters are read once.
+    """
+    attended = LAYERS.get(operation, operation)
+    whole = attended == "native_sparse_attention"
+    parts = ATTENTION_OF_BRANCH if whole else (attended,)
+    num_new, dims = reads[parts[0]].shape[1], shape.key_dim + shape.value_dim
+    keys, words, visible = 0.0, 0.0, reads["dense_attention"][:, -1]
+    for part in parts:
+        of_step = {
+            "selected_attention": reads[part].sum(axis=1),
+            "window_attention": np.minimum(reads[part][:, -1] + num_new - 1, visible),
+        }.get(part, reads[part][:, -1])
+        keys += reads[part].sum(axis=1).mean()
+        words += dims * of_step.mean()
+    flops = 2 * shape.query_heads * dims * keys
+    if whole or attended == "selected_attention":  # the importance multiplies compressed keys once more
+        scored = reads["compressed_attention"]
+        flops += 2 * shape.query_heads * shape.key_dim * scored.sum(axis=1).mean()
+        words += 0 if whole else shape.key_dim * scored[:, -1].mean()
+    if whole:  # the selection arrays, two rings, and a compressed pair for every stride
+        words += dims * num_new * (3 + 1 / config.compression_stride)
+    elif attended == "dense_attention":
+        words += dims * num_new
+    flops, words = shape.batch * flops, shape.batch * shape.kv_heads * words
+    if operation in LAYERS:
+        parameters = layers.parameters(operation, shape, config).values()
+        words += sum(x.size for x in parameters)
+        new = dataclasses.replace(shape, length=num_new)
+        flops += 2 * layers.products(operation, new, config)
+    return Cost(round(flops), round(words * jnp.dtype(shape.dtype).itemsize))
 
 
 def _visible_keys(operation: str, t: np.ndarray, config: NSAConfig) -> np.ndarray:

@@ -57,6 +57,10 @@ class Timing:
         """Linear between the samples."""
         return float(np.percentile(self.samples_ms, percent))
 
+    def divided_by(self, count: int) -> "Timing":
+        """That of one of `count` equal parts of what was timed."""
+        return Timing(tuple(sample / count for sample in self.samples_ms))
+
 
 def compile_for(
     function: Callable[..., Any], arguments: Sequence[Any], donate: int | None = None

@@ -15,7 +15,10 @@ from printed import last_line
 from benchmarks import (
     attention,
     decode,
+    decode_gate,
+    decode_loops,
     decode_steps,
+    decode_summary,
     gate,
     inputs,
     plot,
@@ -312,16 +315,40 @@ def test_floor_counts_by_hand():
 
 
 def test_floor_of_a_decode_step_by_hand():
-    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=5)
+    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=5, dtype="bfloat16")
+    reads = {
+        "compressed_attention": [[16, 17]],
+        "selected_attention": [[3 * 16 + 6, 3 * 16 + 7]],
+        "window_attention": [[24, 24]],
+        "dense_attention": [[70, 71]],
+    }
+    reads = {name: np.array(x) for name, x in reads.items()}
+    first = {name: x[:, :1] for name, x in reads.items()}
 
-    nsa = roofline.decode_cost("native_sparse_attention", shape, SMALL)
-    dense = roofline.decode_cost("dense_attention", shape, SMALL)
+    nsa, both = (roofline.decode_cost("native_sparse_attention", x, shape, SMALL) for x in (first, reads))
+    dense, dense_both = (roofline.decode_cost("dense_attention", x, shape, SMALL) for x in (first, reads))
+    selected = roofline.decode_cost("selected_attention", first, shape, SMALL)
+    window = roofline.decode_cost("window_attention", reads, shape, SMALL)
 
-    compressed, selected, window = 16, 3 * 16 + 6, 24
-    assert nsa.bytes == 4 * 2 * 2 * (3 + 5) * (compressed + selected + window)
-    assert nsa.flops == 2 * 2 * 4 * ((3 + 5) * (compressed + selected + window) + 3 * compressed)
-    assert dense.bytes == 4 * 2 * 2 * (3 + 5) * 70
-    assert dense.flops == 2 * 2 * 4 * (3 + 5) * 70
+    dims, appended, word = 3 + 5, 3 + 1 / 4, 2 * 2 * 2
+    assert nsa.bytes == word * dims * (16 + 54 + 24 + appended)
+    assert nsa.flops == 2 * 2 * 4 * (dims * (16 + 54 + 24) + 3 * 16)
+    # What both tokens see counts once, a selected block as often as it was selected.
+    assert both.bytes == word * dims * (17 + 54 + 55 + 25 + 2 * appended)
+    assert both.flops == 2 * 2 * 4 * (dims * (33 + 109 + 48) + 3 * 33)
+    assert dense.bytes == word * dims * (70 + 1)
+    assert dense.flops == 2 * 2 * 4 * dims * 70
+    assert dense_both.bytes == word * dims * (71 + 2)
+    assert selected.bytes == word * (dims * 54 + 3 * 16)
+    assert window.bytes == word * dims * 25
+
+
+def test_the_fastest_dense_attention_counts():
+    nsa, fast = make_row(), make_row(operation="dense_attention", median_ms=5.0)
+    slow = make_row(operation="dense_attention", implementation="jax_nn", median_ms=6.0)
+
+    assert records.beside_dense([fast, nsa, slow]) == [(nsa, fast)]
+    assert records.beside_dense([slow, nsa, fast]) == [(nsa, fast)]
 
 
 def test_floor_counts_of_the_published_setting():
@@ -475,28 +502,54 @@ def test_committed_rows_have_the_paper_configuration():
                 assert Overlap(row.adjacent_share, row.mean_union_4).counts_as_coherent, path
 
 
+DECODE_SIZES = [
+    "--heads",
+    "2",
+    "--kv-heads",
+    "1",
+    "--head-dim",
+    "8",
+    "--num-layers",
+    "1",
+    "--budget-s",
+    "0.01",
+]
+
+
 @pytest.mark.slow
 def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
     rows_path, csv_path = tmp_path / "rows.jsonl", tmp_path / "decode.csv"
     monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
-    sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--budget-s", "0.01"]
 
     status = decode.main(
-        ["--lengths", "90", *sizes, "--output", str(rows_path), "--csv", str(csv_path)], SMALL
+        ["--lengths", "90", *DECODE_SIZES, "--output", str(rows_path), "--csv", str(csv_path)], SMALL
     )
 
     printed, summary = last_line(capsys)
     rows = records.read(rows_path)
     assert status == 0
-    assert [(row.operation, row.mode) for row in rows] == [
-        ("native_sparse_attention", "decode"),
-        ("dense_attention", "decode"),
-    ]
+    loops = [(row.operation, row.implementation) for row in rows if row.mode == "decode_loop"]
+    single = [(row.operation, row.implementation) for row in rows if row.mode == "decode"]
+    alone = [(operation, "xla") for operation in decode_steps.BRANCHES.values()]
+    dense = [("dense_attention", "xla"), ("dense_attention", "jax_nn")]
+    assert loops == [("native_sparse_attention", "xla"), *alone, *dense]
+    assert single == [("native_sparse_attention", "xla"), *dense]
     assert summary["dense_over_nsa"].keys() == {"90"}
-    assert "gate decode xla: green" in printed
+    assert "gate native_sparse_attention xla decode: green" in printed
+    for mode in ("decode", "decode_loop"):
+        of_mode = [row for row in rows if row.mode == mode]
+        fastest = min(row.median_ms for row in of_mode if row.operation == "dense_attention")
+        for row in of_mode:
+            assert row.dense_over_this == fastest / row.median_ms
+            assert row.gb_per_s == pytest.approx(row.bytes / row.median_ms / 1e6)
+            assert row.copy_share > 0
+            assert (row.new_tokens, row.num_layers) == (1, 1)
+    assert "| GB/s (% of copy) |" in plot.markdown(rows)
     header, line = csv_path.read_text().splitlines()
     assert header == "S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected," \
         "reads_actual_decode,reads_expected_decode"  # fmt: skip
+    medians = [round(row.median_ms, 6) for row in rows[:4]]
+    assert [float(x) for x in line.split(",")[:5]] == [90, *medians]
     lengths = range(91, 155)
 
     def reads(length: int) -> int:  # the last block is read up to the query; 4 whole blocks are charged
@@ -510,14 +563,17 @@ def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
     assert [int(x) for x in line.split(",")[5:]] == totals
 
 
-@pytest.mark.slow
-def test_decode_gate_sees_a_wrong_compression(monkeypatch):
-    def without_last(key_windows, value_windows, _):
-        return key_windows[:, :, :-1].mean(axis=2), value_windows[:, :, :-1].mean(axis=2)
+def test_a_branch_alone_leaves_the_others_empty(monkeypatch, tmp_path, capsys):
+    csv_path = tmp_path / "decode.csv"
+    monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
 
-    monkeypatch.setattr(decode_steps, "COMPRESS", without_last)
+    decode.main(["--lengths", "90", *DECODE_SIZES, "--branch", "win", "--csv", str(csv_path)], SMALL)
 
-    assert not decode_steps.check(Shape(length=90, query_heads=2, key_dim=8, value_dim=8), SMALL, "xla").green
+    _, summary = last_line(capsys)
+    assert summary["rows"] == 3
+    total, cmp, sel, win = csv_path.read_text().splitlines()[1].split(",")[1:5]
+    assert (total, cmp, sel) == ("", "", "")
+    assert float(win) > 0
 
 
 def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
@@ -526,20 +582,182 @@ def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
     assert decode.main(["--lengths", "90"], SMALL) == 1
 
     printed, summary = last_line(capsys)
-    assert "gate decode xla: RED" in printed
+    assert "gate native_sparse_attention xla decode: RED" in printed
+    assert "gate dense_attention jax_nn decode: RED" in printed
     assert summary["rows"] == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--value-dim", "128"],
+        ["--layer", "32", "--branch", "cmp"],
+        ["--layer", "32", "--compression", "mean"],
+    ],
+)
+def test_decode_options_that_exclude_each_other(capsys, options):
+    with pytest.raises(SystemExit):
+        decode.parse(options)
+
+    assert "got " in capsys.readouterr().err
+
+
+def setting_of(length=90, *, new_tokens=1, compression="mean", **sizes) -> decode_steps.Setting:
+    sizes = {"query_heads": 2, "key_dim": 8, "value_dim": 8} | sizes
+    return decode_steps.Setting(
+        shape=Shape(length=length, **sizes),
+        config=SMALL,
+        implementation="xla",
+        new_tokens=new_tokens,
+        compression=compression,
+    )
+
+
+def same(x, y) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, x, y)))
+
+
+def test_a_loop_takes_the_steps_that_the_host_would():
+    setting = setting_of(batch=2, new_tokens=3)
+    loop = decode_loops.Decoding(decode_steps.nsa(setting), setting, 2)
+    # Two steps a call: XLA makes no loop of one, and then rounds otherwise in the last bit.
+    pairs = decode_loops.Decoding(decode_steps.nsa(setting), setting, 2, num_steps=2)
+
+    in_loop = loop.run()
+    from_host = [pairs.run() for _ in range(decode_steps.NUM_STEPS // 2)][-1]
+
+    assert np.isfinite(in_loop).all()
+    assert same(in_loop, from_host)
+    assert same(loop.states, pairs.states)
+    for state in loop.states:
+        assert (state.lengths == 90 + 3 * decode_steps.NUM_STEPS).all()
+        assert not state.overflowed.any()
+
+
+PROGRAMS = {
+    "nsa": lambda setting: decode_steps.nsa(dataclasses.replace(setting, compression="mlp")),
+    "layer": decode_steps.layer,
+    "dense": lambda setting: decode_steps.dense(setting, "xla"),
+    "jax_nn": lambda setting: decode_steps.dense(setting, "jax_nn"),
+    "dense layer": lambda setting: decode_steps.dense_layer(setting, "jax_nn"),
+    **{name: lambda setting, name=name: decode_steps.branch(setting, name) for name in decode_steps.BRANCHES},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_layer_of_a_loop_is_dead(name):
+    setting = setting_of(query_heads=1, model_dim=8)
+    loop = decode_loops.Decoding(PROGRAMS[name](setting), setting, 2)
+
+    def doubled(x):
+        return x * 2 if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim == 4 else x
+
+    # A branch is given its keys, all others carry them, in arrays that the program takes.
+    place = "operands" if name in decode_steps.BRANCHES else "states"
+    drawn = jax.tree.map(np.asarray, getattr(loop, place))
+
+    def run(number=None):
+        layers = [jax.tree.map(doubled, x) if i == number else x for i, x in enumerate(drawn)]
+        setattr(loop, place, jax.tree.map(jnp.array, tuple(layers)))
+        return np.asarray(loop.run())
+
+    before = run()
+    assert same(run(), before)
+    assert not same(run(0), before)
+    assert not same(run(1), before)
+
+
+@pytest.mark.parametrize("name", decode_steps.BRANCHES)
+def test_nothing_of_a_branch_is_computed_before_its_loop(name):
+    setting = setting_of(length=400, dtype="bfloat16", key_dim=16, value_dim=16)
+    loop = decode_loops.Decoding(decode_steps.branch(setting, name), setting, 1)
+
+    text = loop.compiled.call.as_text()
+
+    keys = min(x.size for x in loop.operands[0] if x.ndim == 4)
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* (\w+)\(", text[text.index("\nENTRY") :])
+    made = [shape for shape, kind in found if kind not in ("parameter", "get-tuple-element")]
+    assert "while(" in text
+    assert max(np.prod([int(x) for x in shape.split(",") if x] or [1]) for shape in made) < keys / 2
+
+
 def test_decoding_starts_again_before_the_cache_overflows():
-    def step(state, _):
-        return state.lengths, state._replace(lengths=state.lengths + 1)
+    setting = setting_of()
 
-    state = decode_steps.DenseCache(jnp.zeros(()), jnp.zeros(()), jnp.array([5]))
-    decoding = decode_steps.Decoding(step, state, (jnp.zeros(()),), 5)
+    def step(state, x, _):
+        return state.lengths, decode_steps.Position(state.lengths + 1)
 
-    seen = [int(decoding.run()[0][0]) for _ in range(decode_steps.NEW_TOKENS + 2)]
+    def draw(_):
+        return decode_steps.Position(jnp.array([90])), ()
 
-    assert seen == [*range(5, 5 + decode_steps.NEW_TOKENS), 5, 6]
+    program = decode_steps.Program("window_attention", "xla", step, jnp.array([0]), draw)
+    decoding = decode_loops.Decoding(program, setting, 1, num_steps=1)
+
+    seen = [int(decoding.run()[0]) for _ in range(decode_steps.NUM_STEPS + 2)]
+
+    assert seen == [*range(90, 90 + decode_steps.NUM_STEPS), 90, 91]
+
+
+@pytest.mark.slow
+def test_decode_gate_sees_a_wrong_compression(monkeypatch):
+    def without_last(key_windows, value_windows, _):
+        return key_windows[:, :, :-1].mean(axis=2), value_windows[:, :, :-1].mean(axis=2)
+
+    def judge():
+        return decode_gate.check("native_sparse_attention", "xla", setting_of(new_tokens=3))
+
+    assert 0 < judge().share <= 1
+
+    wrong = jax.tree_util.Partial(without_last)
+    monkeypatch.setattr(decode_steps, "compression", lambda *_: wrong)
+
+    assert not judge().green
+
+
+@pytest.mark.parametrize("operation", ["dense_attention", "dense_layer"])
+def test_decode_gate_sees_a_shifted_mask(monkeypatch, operation):
+    def judge():
+        return decode_gate.check(operation, "jax_nn", setting_of(new_tokens=2, model_dim=24))
+
+    assert 0 < judge().share <= 1
+
+    right = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *x, mask: right(*x, mask=jnp.roll(mask, 1, axis=-1))
+    )
+
+    assert not judge().green
+
+
+@pytest.mark.slow
+def test_decode_gate_of_a_layer(monkeypatch):
+    setting = setting_of(new_tokens=2, model_dim=24)
+
+    def judge():
+        return decode_gate.check("layer", "xla", setting)
+
+    assert 0 < judge().share <= 1
+
+    late = nn_attention.NSAAttention._project
+    monkeypatch.setattr(
+        nn_attention.NSAAttention, "_project", lambda self, x, at: late(self, x, at + (x.shape[1] == 2))
+    )
+
+    assert not judge().green
+
+
+def test_summary_prints_shares_and_draws(tmp_path, capsys):
+    path, picture = tmp_path / "decode.csv", tmp_path / "picture.png"
+    header = ",".join(decode.CSV_HEADER)
+    path.write_text(f"{header}\n512,2.0,1.0,0.5,0.1,1123,1571,60,80\n1024,0.04,,,0.01,1603,1603,70,70\n")
+
+    decode_summary.main([str(path), "--output", str(picture)])
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["S", "total", "cmp%", "sel%", "win%", "reads(dec)", "reads(tot)"]
+    assert lines[1] == ["512", "2.0000", "50.0", "25.0", "5.0", "60/80", "1123/1571"]
+    assert lines[2] == ["1024", "0.0400", "-", "-", "25.0", "70/70", "1603/1603"]
+    assert picture.stat().st_size > 10_000
 
 
 def test_training_writes_a_row_of_each_attention(tmp_path, capsys):

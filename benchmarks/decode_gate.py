@@ -1,0 +1,144 @@
+"""The correctness gate of decode steps: those that are timed, in small, against dense maths in float64.
+
+A row is filled up to a small odd length, then decoded past the end of a compression block, `T` tokens a step.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import gate, layers
+from benchmarks.decode_inputs import TOKEN_NAMES, Setting, compression
+from benchmarks.decode_steps import BRANCHES, Program, dense, dense_layer, layer, nsa
+from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, tensor
+from nsa_jax import attention, cache, layout
+from nsa_jax.array_typing import Array
+from nsa_jax.nn import DenseAttention, NSAAttention, rotate
+
+
+def check(operation: str, implementation: str, setting: Setting) -> gate.Verdict:
+    """Judges what rows of `operation` time; of branches, which decode nothing, their operations."""
+    if operation in BRANCHES.values():
+        parts = ("select_blocks", operation) if operation == "selected_attention" else (operation,)
+        verdicts = [
+            gate.check_small(part, implementation, "fwd", setting.shape, setting.config) for part in parts
+        ]
+        return max(verdicts, key=lambda verdict: verdict.share)
+    small = dataclasses.replace(setting, shape=gate.gate_shape(setting.shape, setting.config))
+    if operation == "native_sparse_attention":
+        return _check_nsa(nsa(small), small)
+    if operation == "layer":
+        return _check_layer(layer(small), small)
+    make = dense_layer if operation == "dense_layer" else dense
+    return _check_dense(make(small, implementation), small)
+
+
+def _positions(setting: Setting) -> np.ndarray:
+    """Tokens that are decoded: whole steps, and more than a stride."""
+    num_steps = -(-(setting.config.compression_stride + 1) // setting.new_tokens)
+    return np.arange(num_steps * setting.new_tokens) + setting.shape.length
+
+
+def _whole(setting: Setting) -> Shape:
+    """The shape of the sequence up to the last decoded token."""
+    return dataclasses.replace(setting.shape, length=int(_positions(setting)[-1]) + 1)
+
+
+def _empty(program: Program) -> Any:
+    """A cache that holds no token, only random numbers that nothing may read."""
+    state, _ = program.draw(0)
+    return state._replace(lengths=jnp.zeros_like(state.lengths))
+
+
+def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
+    shape, config, length = _whole(setting), setting.config, setting.shape.length
+    # What the compressed branch is given is raw: as many keys as there are tokens.
+    names = {name: name.replace("_cmp", "_raw") for name in ("query", "gates", *TOKEN_NAMES)}
+    raw = {name: tensor(drawn, shape, config) for name, drawn in names.items()}
+
+    def part(first: int, last: int) -> tuple[Array, cache.TokenKeysValues, Array]:
+        taken = {name: x[:, first:last] for name, x in raw.items()}
+        tokens = cache.TokenKeysValues(**{name: taken[name] for name in TOKEN_NAMES})
+        return taken["query"], tokens, taken["gates"]
+
+    _, (_, _, compress) = program.draw(0)
+    settings: dict[str, Any] = {"config": config, "implementation": setting.implementation}
+    prefill = jax.jit(functools.partial(cache.prefill, compress=compress, **settings))
+    step = jax.jit(program.step)
+    _, state = prefill(_empty(program), *part(0, length))
+    outs, positions = [], _positions(setting)
+    for first in positions[:: setting.new_tokens].tolist():
+        query, tokens, gates = part(first, first + setting.new_tokens)
+        out, state = step(state, query, (tokens, gates, compress))
+        outs.append(out[..., : shape.value_dim])
+
+    num_blocks = layout.num_compression_blocks(shape.length, config)
+    first_positions = np.arange(num_blocks) * config.compression_stride
+    window = first_positions[:, None] + np.arange(config.compression_block_size)
+    windows = (raw[name][:, window] for name in ("key_cmp", "value_cmp"))
+    compressed = compression(setting, 0)(*windows, jnp.asarray(first_positions, jnp.int32)[None])
+    now = {name: raw[name][:, positions] for name in ("query", "gates")}
+    operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
+    # The selection is that of the keys in the cache, since rounded otherwise they may choose otherwise.
+    at: dict[str, Any] = {"query_positions": jnp.asarray(positions, jnp.int32)[None]}
+    select = jax.jit(functools.partial(attention.select_blocks, **settings, **at))
+    blocks = select(now["query"], state.key_cmp[:, :num_blocks])
+    named = {name: operands[name] for name in ARGUMENTS["native_sparse_attention"]}
+    rows = (jnp.concatenate(outs, axis=1),)
+    return gate.compare_rows("native_sparse_attention", rows, named, positions, blocks, config)
+
+
+def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
+    shape, length = _whole(setting), setting.shape.length
+    draw = layers.draw("layer", setting.implementation, shape, setting.config)
+    x, *values = layers.arguments("layer", shape, setting.config)
+
+    @jax.jit
+    def prefill(state: Any, x: Array, values: Any) -> tuple[Array, Any]:
+        own = layers.merged("layer", setting.implementation, shape, setting.config, values)
+        assert isinstance(own, NSAAttention)
+        return own.prefill(x, state)
+
+    _, state = prefill(_empty(program), x[:, :length], tuple(values))
+    return _decoded(program, state, x, tuple(values), draw, setting)
+
+
+def _check_dense(program: Program, setting: Setting) -> gate.Verdict:
+    shape, config, operation = _whole(setting), setting.config, program.operation
+    if operation in LAYERS:
+        x, *values = layers.arguments(operation, shape, config)
+        own = layers.merged(operation, "", shape, config, tuple(values))
+        assert isinstance(own, DenseAttention)
+        key, value = rotate(own.key_proj(x), jnp.arange(shape.length)[None]), own.value_proj(x)
+    else:
+        x, values = tensor("query", shape, config), None
+        key, value = tensor("key_win", shape, config), tensor("value_win", shape, config)
+    held = slice(0, setting.shape.length)
+    state = _empty(program)
+    state = state._replace(
+        key=state.key.at[:, held].set(key[:, held]),
+        value=state.value.at[:, held].set(value[:, held]),
+        lengths=jnp.full_like(state.lengths, setting.shape.length),
+    )
+    operands = (key, value) if values is None else tuple(values)
+    return _decoded(program, state, x, operands, Draw("random", x), setting)
+
+
+def _decoded(
+    program: Program, state: Any, x: Array, operands: tuple[Array, ...], draw: Draw, setting: Setting
+) -> gate.Verdict:
+    """Decodes `x` from the state on, and compares those rows."""
+    shape, positions, step = _whole(setting), _positions(setting), jax.jit(program.step)
+    rows = []
+    for first in positions[:: setting.new_tokens].tolist():
+        now = slice(first, first + setting.new_tokens)
+        given = operands if program.operation in LAYERS else tuple(y[:, now] for y in operands)
+        out, state = step(state, x[:, now], given)
+        rows.append(out if program.operation in LAYERS else out[..., : shape.value_dim])
+    decoded = jnp.concatenate(rows, axis=1)
+    whole = jnp.zeros((1, shape.length, *decoded.shape[2:]), decoded.dtype).at[:, positions].set(decoded)
+    return gate.check_rows(program.operation, whole, positions, draw, shape, setting.config)
