@@ -79,8 +79,9 @@ def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
     num_blocks = layout.num_compression_blocks(shape.length, config)
     first_positions = np.arange(num_blocks) * config.compression_stride
     window = first_positions[:, None] + np.arange(config.compression_block_size)
-    windows = (raw[name][:, window] for name in ("key_cmp", "value_cmp"))
-    compressed = compression(setting, 0)(*windows, jnp.asarray(first_positions, jnp.int32)[None])
+    key_windows, value_windows = (raw[name][:, window] for name in ("key_cmp", "value_cmp"))
+    first_positions = jnp.asarray(first_positions, jnp.int32)[None]
+    compressed = compression(setting, 0)(key_windows, value_windows, first_positions)
     now = {name: raw[name][:, positions] for name in ("query", "gates")}
     operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
     # The selection is that of the keys in the cache, since rounded otherwise they may choose otherwise.

@@ -60,8 +60,10 @@ def compression(setting: Setting, number: int) -> cache.Compression:
     dims = (shape.key_dim, shape.value_dim)
     both = [Compressor(dim, setting.config, param_dtype=dtype, rngs=rngs).weights(dtype) for dim in dims]
     # The last layer starts at zero.
-    noisy = jax.tree.map(lambda x: x + layers.NOISE * jax.random.normal(rngs(), x.shape, x.dtype), both)
-    return cache.Compression(*noisy, Rotary(DEFAULT_BASE, None).rotation(shape.key_dim))
+    for_keys, for_values = jax.tree.map(
+        lambda x: x + layers.NOISE * jax.random.normal(rngs(), x.shape, x.dtype), both
+    )
+    return cache.Compression(for_keys, for_values, Rotary(DEFAULT_BASE, None).rotation(shape.key_dim))
 
 
 def nsa_cache(number: int, setting: Setting) -> cache.NSACache:
