@@ -80,8 +80,8 @@ def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
     first_positions = np.arange(num_blocks) * config.compression_stride
     window = first_positions[:, None] + np.arange(config.compression_block_size)
     key_windows, value_windows = (raw[name][:, window] for name in ("key_cmp", "value_cmp"))
-    first_positions = jnp.asarray(first_positions, jnp.int32)[None]
-    compressed = compression(setting, 0)(key_windows, value_windows, first_positions)
+    first = jnp.asarray(first_positions, jnp.int32)[None]
+    compressed = compression(setting, 0)(key_windows, value_windows, first)
     now = {name: raw[name][:, positions] for name in ("query", "gates")}
     operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
     # The selection is that of the keys in the cache, since rounded otherwise they may choose otherwise.

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import records
-from benchmarks.records import AnyRow, Row, TrainingRow
+from benchmarks.records import AnyRow, GenerateRow, Row, TrainingRow
 
 # What curves are called.
 DENSE = {"dense_attention": "dense", "dense_layer": "dense layer"}
@@ -35,6 +35,8 @@ def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
 
 def markdown(rows: Sequence[AnyRow]) -> str:
     """Tables of one run: the whole operation beside dense attention, then single operations; or its steps."""
+    if written := [row for row in rows if isinstance(row, GenerateRow)]:
+        return _of_generation(written)
     steps = [row for row in rows if isinstance(row, TrainingRow)]
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
@@ -71,10 +73,34 @@ def _of_operations(rows: Sequence[Row]) -> str:
     return "\n".join(lines).strip()
 
 
+def _model_sizes(row: TrainingRow | GenerateRow) -> str:
+    names = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim")
+    return ", ".join(f"`{name}` {row.model[name]}" for name in names)
+
+
+def _of_generation(rows: Sequence[GenerateRow]) -> str:
+    first = rows[0]
+    cells = (
+        {
+            "prompt": f"{row.length}",
+            "attention": row.attention,
+            "first token, ms": f"{row.first_token_ms:.1f}",
+            "a token, ms": f"{row.token_ms:.3f}",
+            "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",
+            "tokens/s": f"{row.tokens_per_s:.0f}",
+            "over its parts": f"{row.over_parts:.2f}",
+            "products, attention, sampling alone, ms": ", ".join(
+                f"{ms:.3f}" for ms in (row.products_ms, row.attention_ms, row.sampling_ms)
+            ),
+        }
+        for row in rows
+    )
+    sizes = f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}"
+    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+
+
 def _of_steps(rows: Sequence[TrainingRow]) -> str:
     first = rows[0]
-    names = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim")
-    sizes = ", ".join(f"`{name}` {first.model[name]}" for name in names)
     dense = {row.length: row.median_ms for row in rows if row.attention == "dense"}
     cells = (
         {
@@ -88,8 +114,8 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
         }
         for row in rows
     )
-    head = f"{first.device}; {first.model['dtype']}, batch {first.batch}, {sizes}; {_made_by(first)}"
-    return "\n".join([head, "", *_table(cells)]).strip()
+    sizes = f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}"
+    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
 
 
 def whole_cells(row: Row, dense: Row) -> dict[str, str]:
@@ -176,7 +202,7 @@ def _where(row: Row) -> dict[str, str]:
     return {"T": f"{row.length}", "mode": row.mode, "distribution": row.distribution}
 
 
-def _milliseconds(row: AnyRow) -> str:
+def _milliseconds(row: Row | TrainingRow) -> str:
     short = isinstance(row, Row) and row.gb_per_s is not None and row.median_ms < 1
     digits = 5 if short else 1 if row.median_ms >= 10 else 3
     return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"

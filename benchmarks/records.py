@@ -150,7 +150,63 @@ class TrainingRow:
         )
 
 
-type AnyRow = Row | TrainingRow
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateRow:
+    """One measurement: what a call of `generate` takes, and what the parts of a token take alone.
+
+    Attributes:
+      length: tokens of each prompt.
+      first_token_ms: of a call for one new token.
+      token_ms: of each further one, all rows together; `tokens_per_s` counts those of all rows.
+      products_ms, attention_ms, sampling_ms: of one token, each alone in a compiled loop.
+    """
+
+    run_id: str
+    benchmark: str
+    attention: str
+    batch: int
+    length: int
+    new_tokens: int
+    model: dict[str, Any]
+    parameters: int
+    first_token_ms: float
+    token_ms: float
+    tokens_per_s: float
+    samples: int
+    compile_s: float
+    products_ms: float
+    products_bytes: int
+    attention_ms: float
+    attention_bytes: int
+    sampling_ms: float
+    sampling_bytes: int
+    device: str
+    jax: str
+    jaxlib: str
+    triton: str | None
+    commit: str
+
+    @property
+    def over_parts(self) -> float:
+        """The time per token in units of the sum of its parts."""
+        return self.token_ms / (self.products_ms + self.attention_ms + self.sampling_ms)
+
+    def __str__(self) -> str:
+        def part(name: str) -> str:
+            ms, read = getattr(self, f"{name}_ms"), getattr(self, f"{name}_bytes")
+            return f"{name} {ms:.3f} ms ({read / 1e6:.1f} MB, {read / ms / 1e6:.0f} GB/s)"
+
+        layer_us = 1e3 * self.token_ms / self.model["num_layers"]
+        return (
+            f"{self.attention:6}T={self.length:<7}first token {self.first_token_ms:.1f} ms, then "
+            f"{self.token_ms:.3f} ms a token, {layer_us:.1f} us a layer, {self.tokens_per_s:.0f} tokens/s  "
+            f"{self.samples} samples  compile {self.compile_s:.1f} s\n"
+            f"      {self.over_parts:.2f} times {', '.join(map(part, ('products', 'attention', 'sampling')))}"
+        )
+
+
+type AnyRow = Row | TrainingRow | GenerateRow
+ROWS: dict[str, type[AnyRow]] = {"training": TrainingRow, "generate": GenerateRow}
 
 
 def environment() -> Environment:
@@ -250,7 +306,7 @@ def append(path: pathlib.Path | None, rows: Iterable[AnyRow]) -> None:
 def read(path: pathlib.Path) -> list[AnyRow]:
     """All rows of a JSONL file."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [(TrainingRow if line["benchmark"] == "training" else Row)(**line) for line in lines]
+    return [ROWS.get(line["benchmark"], Row)(**line) for line in lines]
 
 
 def ratio(row: Row, dense: Row) -> tuple[float, float]:

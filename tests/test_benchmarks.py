@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from modules import abstract, named, randomised
 from printed import last_line
 
 from benchmarks import (
@@ -20,17 +22,20 @@ from benchmarks import (
     decode_steps,
     decode_summary,
     gate,
+    generate,
     inputs,
     plot,
     records,
     roofline,
     timing,
+    token_parts,
     training,
 )
 from benchmarks.inputs import Overlap, Shape
 from nsa_jax import attention as operations
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import attention as nn_attention
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -778,6 +783,63 @@ def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
     assert "| 70 | nsa (xla) | " in plot.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
+
+
+GENERATE = [
+    *("--lengths", "70", "--new-tokens", "9", "--batch", "2", "--dtype", "float32", "--layers", "1"),
+    *("--model-dim", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--vocab", "11"),
+    *("--budget-s", "0.01"),
+]
+
+
+def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+
+    status = generate.main([*GENERATE, "--attention", "nsa", "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    (row,) = records.read(path)
+    assert (status, summary["rows"]) == (0, 1)
+    assert row.tokens_per_s == pytest.approx(2 / row.token_ms * 1e3)
+    assert min(row.first_token_ms, row.products_ms, row.attention_ms, row.sampling_ms) > 0
+    # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
+    assert row.attention_bytes == 2 * (16 + 64 + 24) * 2 * 16 * 4
+    assert row.sampling_bytes == 2 * 11 * 4
+    model = abstract(Transformer, TransformerConfig(**(row.model | {"nsa": SMALL})))
+    sizes = {name: x.size for name, x in named(nnx.split(model)[1]).items()}
+    assert row.parameters == sum(sizes.values())
+    assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
+    assert f"{row.over_parts:.2f} times products" in printed
+    assert "| 70 | nsa | " in plot.markdown([row])
+
+
+def test_generate_prints_why_a_model_is_refused(monkeypatch, capsys):
+    def refuse(*_):
+        raise NotImplementedError("no cache")
+
+    monkeypatch.setattr(generate, "measure", refuse)
+
+    status = generate.main([*GENERATE, "--attention", "dense"])
+
+    printed, summary = last_line(capsys)
+    assert (status, summary["rows"]) == (0, 0)
+    assert "refused: dense T=70: no cache" in printed
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_products_of_a_token_are_those_with_all_weights(attention):
+    """Each weight moves the logits, but those of the compressors, which see no single token."""
+    config = TransformerConfig(
+        vocab_size=11, num_layers=1, model_dim=12, num_heads=2, num_kv_heads=1, nsa=SMALL, attention=attention
+    )
+    model = randomised(abstract(Transformer, config))
+    for layer in model.layers:
+        layer.attention = token_parts.Products(layer.attention)
+
+    gradient = nnx.jit(nnx.grad(lambda model: (model(jnp.array([[3], [5]])) ** 2).sum()))(model)
+
+    moved = {name: bool((x != 0).any()) for name, x in named(gradient).items()}
+    assert moved == {name: "compressor" not in name for name in moved}
 
 
 LAYER = ["--operations", "layer", "--model-dim", "24", *SIZES]

@@ -77,9 +77,9 @@ class _Sampling(NamedTuple):
 
 def generate(
     model: Decoder,
-    prompts: Int[Array, "B P"],
+    prompts: Int[Array | np.ndarray, "B P"],
     *,
-    lengths: Int[Array, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
     max_new_tokens: int,
     max_length: int | None = None,
     temperature: float = 0.0,

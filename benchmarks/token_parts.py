@@ -1,0 +1,157 @@
+"""What a generated token is made of, each part alone in a compiled loop: products, attention, sampling."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import timing
+from benchmarks.inputs import key
+from nsa_jax import cache
+from nsa_jax.array_typing import Array, Float
+from nsa_jax.generate import sample
+from nsa_jax.model import Transformer
+from nsa_jax.nn import weights
+
+STEPS = 32
+
+
+class Part(NamedTuple):
+    """`run` takes `STEPS` steps, and each reads `bytes` at least."""
+
+    run: Callable[[], Any]
+    bytes: int
+
+
+class Products(nnx.Module):
+    """An attention layer that does not attend: all of its projections, added up so that none is left out."""
+
+    def __init__(self, attention: Any):
+        self.attention = attention
+
+    def __call__(self, x: Float[Array, "B T D"], **_: Any) -> Float[Array, "B T D"]:
+        """The layer's output, if attention gave queries, keys and values."""
+        query = self.attention.query_proj(x)
+        for name in _projections(self.attention):
+            if name.startswith(("key", "value")):
+                kv_heads = getattr(self.attention, name)(x)
+                query += jnp.repeat(kv_heads, query.shape[2] // kv_heads.shape[2], axis=2)
+        if hasattr(self.attention, "gate"):
+            query *= self.attention.gate(x).sum(axis=-1, keepdims=True)
+        return self.attention.out_proj(query)
+
+
+class Given(nnx.Module):
+    """In the place of a projection: random numbers that need no product."""
+
+    def __init__(self, projection: Callable[[Array], Array], x: Array):
+        like = jax.eval_shape(projection, x)
+        self.numbers = nnx.Param(jax.random.normal(key("given"), like.shape, like.dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads dim"]:
+        """The same for every token, but that it must wait for `x`."""
+        return self.numbers[...] + x[:, :, :1, None]
+
+
+class Mean(nnx.Module):
+    """In the place of the projection of an attention's output, of which it reads all."""
+
+    def __call__(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T 1"]:
+        """One number a token."""
+        return out.mean(axis=(2, 3))[..., None]
+
+
+def products(model: Transformer, batch: int) -> Part:
+    """All of a token's products with weights, from the embedding to the logits."""
+    read = {name: x for name, x in weights(model).items() if "compressor" not in name}
+    model = _again(model)
+    for layer in model.layers:
+        layer.attention = Products(layer.attention)
+    graph, state = nnx.split(model)
+
+    def loop(state: Any, logits: Array) -> Array:
+        model = nnx.merge(graph, state)
+
+        def step(_: Any, logits: Array) -> Array:
+            # Any tokens that follow from what the step before computed.
+            return model(jnp.abs(1000 * logits[..., 0]).astype(jnp.int32) % logits.shape[-1])
+
+        return jax.lax.fori_loop(0, STEPS, step, logits)
+
+    logits = jnp.zeros((batch, 1, model.config.vocab_size), jax.eval_shape(model, _token(batch)).dtype)
+    return Part(timing.compile_for(loop, (state, logits)).run, sum(x.nbytes for x in read.values()))
+
+
+def attention(model: Transformer, batch: int, length: int) -> Part:
+    """The steps of all layers, each on a cache that holds `length` tokens a row, without projections."""
+    config = model.config
+    held = jax.tree.map(_random, model.init_cache(batch, length + STEPS))
+    layers = [layer.attention for layer in _again(model).layers]
+    x = jnp.zeros((batch, 1, config.model_dim), config.dtype)
+    for layer in layers:
+        for name in (*_projections(layer), "gate"):
+            if hasattr(layer, name):
+                setattr(layer, name, Given(getattr(layer, name), x) if name != "out_proj" else Mean())
+    graph, state = nnx.split(nnx.List(layers))
+
+    def loop(held: Any, state: Any, x: Array) -> tuple[Any, Array]:
+        layers = nnx.merge(graph, state)
+        held = tuple(one._replace(lengths=jnp.full_like(one.lengths, length)) for one in held)
+
+        def step(_: Any, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            held, x = carry
+            after = []
+            for layer, one in zip(layers, held, strict=True):
+                out, one = layer.decode_step(x, one)
+                x = jnp.broadcast_to(out, x.shape)
+                after.append(one)
+            return tuple(after), x
+
+        return jax.lax.fori_loop(0, STEPS, step, (held, x))
+
+    compiled = timing.compile_for(loop, (held, state, x), donate=0)
+
+    def run() -> Any:
+        nonlocal held
+        held, out = compiled.call(held, state, x)
+        return jax.block_until_ready(out)
+
+    keys = cache.expected_reads(length, config.nsa) if config.attention == "nsa" else length
+    dims = 2 * (config.head_dim or config.model_dim // config.num_heads)
+    itemsize = jnp.dtype(config.dtype).itemsize
+    return Part(run, config.num_layers * batch * keys * config.num_kv_heads * dims * itemsize)
+
+
+def sampling(model: Transformer, batch: int) -> Part:
+    """The choice of the most likely token."""
+    dtype = jax.eval_shape(model, _token(batch)).dtype
+    logits = jax.random.normal(key("logits"), (batch, model.config.vocab_size), dtype)
+    keys = jax.random.split(jax.random.key(0), batch)
+
+    def loop(logits: Array) -> Array:
+        def step(_: Any, logits: Array) -> Array:
+            return logits.at[:, 0].set(sample(logits, keys).astype(dtype))
+
+        return jax.lax.fori_loop(0, STEPS, step, logits)
+
+    return Part(timing.compile_for(loop, (logits,)).run, logits.nbytes)
+
+
+def _projections(layer: nnx.Module) -> list[str]:
+    return [name for name in vars(layer) if name.endswith("_proj")]
+
+
+def _again(model: Transformer) -> Transformer:
+    """A model of its own with the same arrays."""
+    return nnx.merge(*nnx.split(model))
+
+
+def _token(batch: int) -> Array:
+    return jnp.asarray(np.zeros((batch, 1)), jnp.int32)
+
+
+def _random(x: Array) -> Array:
+    return jax.random.normal(key("cache"), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
