@@ -86,7 +86,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
         groups=groups,
         keys=keys,
         list_blocks=max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own)),
-        cmp_parts=share(shape.kv_heads * groups, 32),
+        cmp_parts=min(share(shape.kv_heads * groups, 64), _power_above(-(-shape.blocks * shape.own // keys))),
         slc_parts=slc_parts,
         win_parts=share(2 * shape.kv_heads * shape.num_new, 8),
         slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
