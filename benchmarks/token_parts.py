@@ -89,23 +89,23 @@ def attention(model: Transformer, batch: int, length: int) -> Part:
     """The steps of all layers, each on a cache that holds `length` tokens a row, without projections."""
     config = model.config
     held = jax.tree.map(_random, model.init_cache(batch, length + STEPS))
-    layers = [layer.attention for layer in _again(model).layers]
+    model = _again(model)
     x = jnp.zeros((batch, 1, config.model_dim), config.dtype)
-    for layer in layers:
-        for name in (*_projections(layer), "gate"):
-            if hasattr(layer, name):
-                setattr(layer, name, Given(getattr(layer, name), x) if name != "out_proj" else Mean())
-    graph, state = nnx.split(nnx.List(layers))
+    for layer in model.layers:
+        for name in (*_projections(layer.attention), "gate"):
+            if project := getattr(layer.attention, name, None):
+                setattr(layer.attention, name, Mean() if name == "out_proj" else Given(project, x))
+    graph, state = nnx.split(model)
 
     def loop(held: Any, state: Any, x: Array) -> tuple[Any, Array]:
-        layers = nnx.merge(graph, state)
+        layers = nnx.merge(graph, state).layers
         held = tuple(one._replace(lengths=jnp.full_like(one.lengths, length)) for one in held)
 
         def step(_: Any, carry: tuple[Any, Array]) -> tuple[Any, Array]:
             held, x = carry
             after = []
             for layer, one in zip(layers, held, strict=True):
-                out, one = layer.decode_step(x, one)
+                out, one = layer.attention.decode_step(x, one)
                 x = jnp.broadcast_to(out, x.shape)
                 after.append(one)
             return tuple(after), x

@@ -8,7 +8,7 @@ import scipy.stats
 from flax import nnx
 
 from nsa_jax.generate import buckets, generate
-from nsa_jax.generate.loop import _run
+from nsa_jax.generate.loop import _run, _Sampling
 
 VOCAB, PAD = 11, 99
 
@@ -146,6 +146,15 @@ def test_the_end_is_asked_for_once_a_chunk(model, ends_after, steps):
     jax.effects_barrier()
 
     assert len(model.log.steps) == steps
+
+
+def test_the_compiler_knows_how_many_steps_a_chunk_has(model):
+    """Else a GPU asks the host after each of them whether there is another one."""
+    arrays = PROMPTS.astype(np.int32), LENGTHS.astype(np.int32), jax.random.split(jax.random.key(0), 3)
+    sizes = dict(max_length=15, chunk_size=7, prefill_chunk=5)
+    lowered = _run.lower(*nnx.split(model), *arrays, _Sampling(None, None, None), None, PAD, 10, **sizes)
+
+    assert '"known_trip_count":{"n":"7"}' in lowered.compile().as_text()
 
 
 def test_calls_of_the_same_shapes_compile_once():
