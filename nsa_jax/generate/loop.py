@@ -106,7 +106,7 @@ def generate(
       lengths: tokens of each prompt, 1 .. `P`; `P` by default.
       max_new_tokens: most tokens to add to a row.
       max_length: capacity of the cache in tokens, prompt and new ones together, taken exactly. By default
-        the sum of the two buckets, whose cache is up to an eighth, or 126 tokens a row, larger than needed.
+        the sum of the two buckets, whose cache is up to an eighth and 126 tokens a row larger than needed.
       temperature: 0 takes the most likely token, others divide the logits before drawing.
       top_k: draws from the `k` most likely tokens only.
       top_p: draws from the fewest tokens that together have this probability.
