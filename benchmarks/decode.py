@@ -239,6 +239,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
             if mode == "decode_loop":
                 table.append(csv_row(measured, reads, setting))
     if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
         with options.csv.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([CSV_HEADER, *table])
 
@@ -247,7 +248,8 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
     ratios = {row.length: row.dense_over_this and round(row.dense_over_this, 3) for row in ours}
     growth = round(ours[-1].median_ms / ours[0].median_ms, 3)
     print(f"dense / {asked} by S: {ratios}; at the last S it takes {growth} times that at the first")
-    print(json.dumps(summary | {"rows": len(rows), "dense_over_nsa": ratios, "last_over_first": growth}))
+    figures = {"rows": len(rows), "operation": asked, "dense_over_this": ratios, "last_over_first": growth}
+    print(json.dumps(summary | figures))
     return 0
 
 

@@ -40,8 +40,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=5.0, help="seconds of samples a call, at least 3")
     parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
     options = parser.parse_args(argv)
-    if options.new_tokens < 2:
-        parser.error(f"--new-tokens must be at least 2, got {options.new_tokens}")
+    if options.new_tokens < 2 or options.new_tokens % 8 != 1:
+        parser.error(
+            "--new-tokens must be 1 and whole chunks of 8 steps, so that none runs for nothing, got "
+            f"{options.new_tokens}. Pass 9, 17 or 257."
+        )
     return options
 
 

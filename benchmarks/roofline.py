@@ -96,7 +96,8 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, c
       config: block structure.
 
     A key that several of the `T` queries of a step see is moved once, but selected ones as often as they were
-    selected. New tokens are written to each array that keeps them. A layer's parameters are read once.
+    selected. New tokens are written to each array that keeps them. A layer's parameters are read once,
+    those of its compressors not at all.
     """
     attended = LAYERS.get(operation, operation)
     whole = attended == "native_sparse_attention"
@@ -121,8 +122,8 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, c
         words += dims * num_new
     flops, words = shape.batch * flops, shape.batch * shape.kv_heads * words
     if operation in LAYERS:
-        parameters = layers.parameters(operation, shape, config).values()
-        words += sum(x.size for x in parameters)
+        parameters = layers.parameters(operation, shape, config).items()
+        words += sum(x.size for name, x in parameters if not name.startswith("compressor"))
         new = dataclasses.replace(shape, length=num_new)
         flops += 2 * layers.products(operation, new, config)
     return Cost(round(flops), round(words * jnp.dtype(shape.dtype).itemsize))

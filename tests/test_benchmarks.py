@@ -539,7 +539,7 @@ def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
     dense = [("dense_attention", "xla"), ("dense_attention", "jax_nn")]
     assert loops == [("native_sparse_attention", "xla"), *alone, *dense]
     assert single == [("native_sparse_attention", "xla"), *dense]
-    assert summary["dense_over_nsa"].keys() == {"90"}
+    assert summary["dense_over_this"].keys() == {"90"}
     assert "gate native_sparse_attention xla decode: green" in printed
     for mode in ("decode", "decode_loop"):
         of_mode = [row for row in rows if row.mode == mode]
