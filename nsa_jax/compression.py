@@ -91,5 +91,23 @@ class Compression(NamedTuple):
 type Compress = Callable[[Array, Array, Array], tuple[Array, Array]] | Compression
 
 
+def compress_blocks(
+    compress: Compress,
+    key_windows: Float[Array, "B m l K H"],
+    value_windows: Float[Array, "B m l K V"],
+    first_positions: Int[Array, "B m"],
+) -> tuple[Float[Array, "B m K H"], Float[Array, "B m K V"]]:
+    """`compress` of the windows, in their dtype. Raises ValueError unless it gives one for each block."""
+    found = compress(key_windows, value_windows, first_positions)
+    expected = [(*x.shape[:2], *x.shape[3:]) for x in (key_windows, value_windows)]
+    if (shapes := [x.shape for x in found]) != expected:
+        raise ValueError(
+            f"compress must make one key and one value of each block, {expected}, got {shapes}. Make it "
+            "reduce axis 2, the tokens of a block, alone."
+        )
+    key, value = found
+    return key.astype(key_windows.dtype), value.astype(value_windows.dtype)
+
+
 def _one_of_each(mlp: ResidualMLP | None, windows: Float[Array, "B m l K D"]) -> Float[Array, "B m K D"]:
     return windows.mean(axis=2) if mlp is None else mlp(windows).astype(windows.dtype)

@@ -117,12 +117,22 @@ def test_compression_of_another_cache():
     bad = {
         "key MLP of a compression must have arrays of shapes": Compression(key=mlp(size + 1, key_dim)),
         "value MLP of a compression": Compression(value=mlp(size, key_dim)),
-        "must have one dtype": Compression(key=mlp(size, key_dim, ("float16", *["float32"] * 4))),
-        "at most 3 frequencies for keys of 6, got 4": Compression(rotation=Rotation(np.ones(4, np.float32))),
+        "one floating dtype, in which it computes, got": Compression(
+            key=mlp(size, key_dim, ("float16", *["float32"] * 4))
+        ),
+        "must have one floating dtype": Compression(key=mlp(size, key_dim, ("int32",) * 5)),
+        "at most 3 float32 frequencies for keys of 6": Compression(rotation=Rotation(np.ones(4, np.float32))),
+        "at most 3 float32 frequencies": Compression(rotation=Rotation(np.ones((2, 2), np.float32))),
+        "a ResidualMLP or None, got function": Compression(key=lambda windows: windows.mean(2)),
+        "a Rotation or None, got function": Compression(rotation=lambda x, positions: x),
+        "one key and one value of each block": lambda keys, values, first: (
+            keys.mean(2)[:, :, :1],
+            values.mean(2),
+        ),
     }
     for message, compression in bad.items():
         for step in (cache.prefill, cache.decode_step):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(TypeError if "None" in message else ValueError, match=message):
                 step(**arguments(compress=compression))
 
 

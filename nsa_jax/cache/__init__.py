@@ -1,8 +1,8 @@
 """Decoding state of one attention layer, NSA or dense, and the two pure functions that extend it.
 
 Tokens are scattered into arrays of fixed capacity, so that XLA updates a donated cache, or one carried
-through a compiled loop, in place. The compressor is passed as a function: nothing here knows the module that
-owns its parameters.
+through a compiled loop, in place. The compressor is passed as a function or as data: nothing here knows the
+module that owns its parameters.
 """
 
 from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, DType, Int
-from nsa_jax.compression import Compress, Compression
+from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, TokenKeysValues
 
@@ -81,7 +81,7 @@ def check_layer_cache(
 
 
 def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
-    """Raises ValueError unless the arrays of a `Compression` fit the cache; a function says itself."""
+    """Raises TypeError or ValueError unless a `Compression` fits the cache; functions are not looked at."""
     if not isinstance(compress, Compression):
         return
     dims = dict(key=cache.key_slc.shape[-1], value=cache.value_slc.shape[-1])
@@ -89,22 +89,40 @@ def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) ->
         mlp = getattr(compress, name)
         if mlp is None:
             continue
-        size, units = config.compression_block_size, mlp.bias_in.shape[-1]
+        if not isinstance(mlp, ResidualMLP):
+            raise TypeError(
+                f"the {name} of a compression must be a ResidualMLP or None, got {type(mlp).__name__}. Pass "
+                "a function in the place of the Compression."
+            )
+        size, units = config.compression_block_size, jnp.size(mlp.bias_in)
         expected = [(size, dim), (size * dim, units), (units,), (units, dim), (dim,)]
         if (found := [x.shape for x in mlp]) != expected:
             raise ValueError(
                 f"the {name} MLP of a compression must have arrays of shapes {expected} for blocks of {size} "
                 f"tokens, got {found}. Make it for this cache and config."
             )
-        if len(dtypes := {x.dtype.name for x in mlp}) > 1:
+        dtypes = sorted({x.dtype.name for x in mlp})
+        if len(dtypes) > 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
             raise ValueError(
-                f"the arrays of an MLP must have one dtype, in which it computes, got {sorted(dtypes)}. Cast "
-                "them."
+                f"the arrays of an MLP must have one floating dtype, in which it computes, got {dtypes}. "
+                "Cast them."
             )
-    if compress.rotation is not None and 2 * compress.rotation.frequency.shape[0] > dims["key"]:
+    if compress.rotation is not None:
+        _check_rotation(compress.rotation, dims["key"])
+
+
+def _check_rotation(rotation: Any, key_dim: int) -> None:
+    """Raises TypeError or ValueError unless keys can be turned by it."""
+    if not isinstance(rotation, Rotation):
+        raise TypeError(
+            f"the rotation of a compression must be a Rotation or None, got {type(rotation).__name__}. Pass "
+            "a function in the place of the Compression."
+        )
+    shape, dtype = jnp.shape(rotation.frequency), jnp.result_type(rotation.frequency)
+    if len(shape) != 1 or 2 * shape[0] > key_dim or dtype != jnp.float32:
         raise ValueError(
-            f"a rotation must have at most {dims['key'] // 2} frequencies for keys of {dims['key']}, got "
-            f"{compress.rotation.frequency.shape[0]}. Pass at most one for each pair of dimensions."
+            f"a rotation must have at most {key_dim // 2} float32 frequencies for keys of {key_dim}, got "
+            f"{dtype} of shape {shape}. Pass at most one for each pair of dimensions."
         )
 
 

@@ -140,8 +140,8 @@ def decode_step(
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward, however the tokens before it came in.
-    On a CPU the compressor runs only when a block is complete; elsewhere in every step, because there the
-    question costs a round trip to the host.
+    On a CPU a compressor runs only when a block is complete, or may be in every step. GPU kernels ask on the
+    GPU; other functions run in every step there, because XLA's question costs a round trip to the host.
 
     Args:
       cache: what earlier steps returned. Donate it, or carry it through a compiled loop: then it is updated

@@ -117,7 +117,8 @@ def generate(
       chunk_size: steps between two questions whether all rows have ended. A question costs about 11 us on an
         H100; whole chunks run, so the last one takes up to `chunk_size - 1` steps for nothing.
       prefill_chunk: prompt tokens of a row prefilled at once, which bound the memory; the chunks after the
-        longest prompt are left out. By default about 8192 tokens of all rows together, in equal parts.
+        longest prompt are left out. By default about 8192 tokens of all rows together, but at least 512
+        of a row, in equal parts.
 
     Returns:
       `Generation(tokens, lengths)`.
@@ -139,6 +140,8 @@ def generate(
     checks.check_tokens(eos_id, pad_id)
     checks.check_room(counts, max_new_tokens, max_length)
     batch, width = len(tokens), buckets.bucketed(tokens.shape[1])
+    if max_length is not None:  # no wider than the prompts and the cache are
+        width = min(width, max(tokens.shape[1], int(max_length)))
     part = min(prefill_chunk or buckets.prefill_chunk(batch, width), width)
     graphdef, state = nnx.split(model)
     new = _run(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
-from nsa_jax.compression import Compress, Compression
+from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
@@ -214,8 +214,8 @@ def _compress(cache, tokens, num_tokens, compress, config):
 
     key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
     value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
-    compressed = compress(key_windows, value_windows, blocks.number * config.compression_stride)
-    return GivenBlocks(*(x.astype(cache.key_cmp.dtype) for x in compressed))
+    first_positions = blocks.number * config.compression_stride
+    return GivenBlocks(*compress_blocks(compress, key_windows, value_windows, first_positions))
 
 
 def _counts_nothing(count_reads: bool) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.compression import Compress
+from nsa_jax.compression import Compress, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, TokenKeysValues, slots
 
@@ -60,9 +60,8 @@ def _compress(recent, blocks, new, num_new, config, compress):
     """Compressed keys and values of the blocks, any numbers for those that are not complete."""
 
     def run(*key_value):
-        windows = (slots.block_windows(x, blocks, new.start, config) for x in key_value)
-        compressed = compress(*windows, blocks.number * config.compression_stride)
-        return tuple(x.astype(key_value[0].dtype) for x in compressed)
+        keys, values = (slots.block_windows(x, blocks, new.start, config) for x in key_value)
+        return compress_blocks(compress, keys, values, blocks.number * config.compression_stride)
 
     def run_if_any(*key_value):
         zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *key_value)]

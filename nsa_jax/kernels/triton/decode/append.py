@@ -26,10 +26,17 @@ from nsa_jax.kernels.triton.decode.forming import (
     turned,
     with_output_layer,
 )
-from nsa_jax.kernels.triton.decode.parts import admit, load_query, num_blocks, query_rows, store_part
+from nsa_jax.kernels.triton.decode.parts import (
+    add_value,
+    admit,
+    load_query,
+    num_blocks,
+    query_rows,
+    store_part,
+)
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import Dim, Pieces, inner
+from nsa_jax.kernels.triton.pieces import Dim, inner
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
@@ -104,25 +111,14 @@ class StepDims(NamedTuple):
 
 
 @triton.jit
-def add_value(out, weight, v):
-    """`out` with one value `[1, V]`, where its weight of a row is not 0."""
-    x0 = out.first + tl.where(weight[:, None] != 0.0, weight[:, None] * v.first.to(tl.float32), 0.0)
-    if v.second is None:
-        x1 = None
-    else:
-        x1 = out.second + tl.where(weight[:, None] != 0.0, weight[:, None] * v.second.to(tl.float32), 0.0)
-    return Pieces(x0, x1)
-
-
-@triton.jit
-def _form(arrays, forming, found, tokens, b, kv_head, block, ready, j: tl.constexpr, D):
-    """Forms `block`, number `j` of the step, of what is there of its tokens."""
+def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
+    """Forms `block`, number `j` of those that the step completes."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
     place = (b * D.BLOCKS + j) * D.KV_HEADS + kv_head
-    k = mean_of_block(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, block, ready, KEY, D)
-    v = mean_of_block(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, block, ready, VALUE, D)
+    k = mean_of_block(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, block, KEY, D)
+    v = mean_of_block(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, block, VALUE, D)
     if forming.key.hidden is not None:
         k = with_output_layer(k, forming.key, place, KEY, D.KEY_UNITS, D.HIDDEN_PARTS)
     if forming.value.hidden is not None:
@@ -170,8 +166,8 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
     complete = (c < D.BLOCKS) & (before + c < after)
     place = (b * D.BLOCKS + c) * D.KV_HEADS + kv_head
     if forming.given_key is None:
-        for j in tl.static_range(D.BLOCKS):
-            _form(arrays, forming, found, tokens, b, kv_head, before + j, before + j < after, j, D)
+        for j in tl.range(0, after - before):
+            _form(arrays, forming, found, tokens, b, kv_head, before + j, j, D)
     else:
         k = load_at(forming.given_key, place * H, complete, KEY)
         v = load_at(forming.given_value, place * V, complete, VALUE)

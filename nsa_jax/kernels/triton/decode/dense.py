@@ -21,15 +21,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.append import add_value
-from nsa_jax.kernels.triton.decode.merge import whole_branch
 from nsa_jax.kernels.triton.decode.parts import (
+    add_value,
     admit,
     attend,
     load_placed,
     load_query,
     query_rows,
     store_part,
+    whole_branch,
 )
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at

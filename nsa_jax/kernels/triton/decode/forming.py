@@ -13,7 +13,7 @@ import triton.language as tl
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.pieces import Pieces
 
-HIDDEN_AT_ONCE: tl.constexpr = tl.constexpr(16)  # units; their weights take 32 registers at 256 dims
+WEIGHTS_AT_ONCE: tl.constexpr = tl.constexpr(8192)  # of an output layer: 64 registers, 16 or 32 KB a stage
 
 
 class OutputLayer(NamedTuple):
@@ -54,13 +54,13 @@ class Forming(NamedTuple):
 
 
 @triton.jit
-def mean_of_block(ring, new, b, kv_head, tokens, block, complete, DIM, D):
+def mean_of_block(ring, new, b, kv_head, tokens, block, DIM, D):
     """Mean of the tokens of a block: old ones from the ring, new ones from the operand; `[1, D]`."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     PADDED: tl.constexpr = triton.next_power_of_2(D.SIZE)
     r = tl.arange(0, PADDED)
     token = block * D.STRIDE + r
-    held = complete & (r < D.SIZE)
+    held = r < D.SIZE
     slot = (b.to(tl.int64) * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
     old = load_at(ring, slot * WIDTH, held & (token < tokens.start), DIM)
     slot = (b * D.T + token - tokens.start) * D.KV_HEADS + kv_head
@@ -83,14 +83,15 @@ def _gelu(x):
 def with_output_layer(x, layer, place, DIM, F: tl.constexpr, PARTS: tl.constexpr):
     """The mean `x` of block number `place`, and what the MLP adds to it."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    UNITS: tl.constexpr = WEIGHTS_AT_ONCE // triton.next_power_of_2(WIDTH)
     part = tl.arange(0, PARTS)
     hidden = layer.hidden + place.to(tl.int64) * (PARTS * F) + part[:, None] * F
     bias = load_at(layer.bias_out, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), DIM)
     x0 = x.first + bias.first.to(tl.float32)
     if DIM.D1 > 0:
         x1 = x.second + bias.second.to(tl.float32)
-    for first in tl.static_range(0, F, HIDDEN_AT_ONCE):
-        unit = first + tl.arange(0, HIDDEN_AT_ONCE)
+    for first in tl.range(0, F, UNITS, num_stages=2):
+        unit = first + tl.arange(0, UNITS)
         inside = unit < F
         h = tl.sum(tl.load(hidden + unit[None, :], mask=inside[None, :], other=0.0), 0)
         h = _gelu(h + tl.load(layer.bias_in + unit, mask=inside, other=0.0).to(tl.float32))

@@ -7,45 +7,9 @@ Merging in the last program of an earlier kernel loses: one processor then reads
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import load_placed, whole_sums
+from nsa_jax.kernels.triton.decode.parts import load_placed, whole_branch
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import Dim, Pieces, added, scaled
-from nsa_jax.kernels.triton.softmax import LOWEST
-
-
-@triton.jit
-def _columns(out, weight, bk, row, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
-             PADDED: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    part = tl.arange(0, PADDED)
-    at = ((bk.to(tl.int64) * PARTS + part) * R + row) * WIDTH + FIRST
-    x = tl.load(out + at[:, None] + tl.arange(0, D)[None, :], mask=(part < PARTS)[:, None], other=0.0)
-    return tl.sum(x * weight[:, None], 0)
-
-
-@triton.jit
-def _weighted_parts(out, sums, bk, row, top, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """The sum of the parts' values, relative to the logit `top`."""
-    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
-    part = tl.arange(0, PADDED)
-    largest = tl.load(
-        sums + (bk.to(tl.int64) * PARTS + part) * (2 * R) + row, mask=part < PARTS, other=LOWEST
-    )
-    weight = tl.exp2(largest - top)
-    x0 = _columns(out, weight, bk, row, DIM.D0, 0, PARTS, PADDED, R, WIDTH)
-    if DIM.D1 > 0:
-        x1 = _columns(out, weight, bk, row, DIM.D1, DIM.D0, PARTS, PADDED, R, WIDTH)
-    else:
-        x1 = None
-    return Pieces(x0, x1)
-
-
-@triton.jit
-def whole_branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """Values, largest logit and total of one branch."""
-    one = tl.full([1], 0, tl.int32) + row
-    top, total = whole_sums(sums, bk, PARTS, PADDED, R, one, one >= 0)
-    top = tl.max(top, 0)
-    return _weighted_parts(out, sums, bk, row, top, PARTS, PADDED, R, DIM), top, tl.sum(total, 0)
+from nsa_jax.kernels.triton.pieces import Dim, added, scaled
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import add_product, inner, scaled
+from nsa_jax.kernels.triton.pieces import Pieces, add_product, inner, scaled
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
 
 
@@ -86,6 +86,17 @@ def attend(state, q, k, v, seen, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_value(out, weight, v):
+    """`out` with one value `[1, V]`, where its weight of a row is not 0."""
+    x0 = out.first + tl.where(weight[:, None] != 0.0, weight[:, None] * v.first.to(tl.float32), 0.0)
+    if v.second is None:
+        x1 = None
+    else:
+        x1 = out.second + tl.where(weight[:, None] != 0.0, weight[:, None] * v.second.to(tl.float32), 0.0)
+    return Pieces(x0, x1)
+
+
+@triton.jit
 def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, state, DIM):
     """Stores a softmax as one of the PARTS of KV head `bk`, counted over the batch."""
     at = bk.to(tl.int64) * PARTS + part
@@ -105,6 +116,41 @@ def whole_sums(sums, bk, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.conste
     total = tl.load(at + R, mask=there, other=0.0)
     top = tl.max(largest, 0)
     return top, tl.sum(total * tl.exp2(largest - top[None, :]), 0)
+
+
+@triton.jit
+def _columns(out, weight, bk, row, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
+             PADDED: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    part = tl.arange(0, PADDED)
+    at = ((bk.to(tl.int64) * PARTS + part) * R + row) * WIDTH + FIRST
+    x = tl.load(out + at[:, None] + tl.arange(0, D)[None, :], mask=(part < PARTS)[:, None], other=0.0)
+    return tl.sum(x * weight[:, None], 0)
+
+
+@triton.jit
+def _weighted_parts(out, sums, bk, row, top, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """The sum of the parts' values, relative to the logit `top`."""
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    part = tl.arange(0, PADDED)
+    largest = tl.load(
+        sums + (bk.to(tl.int64) * PARTS + part) * (2 * R) + row, mask=part < PARTS, other=LOWEST
+    )
+    weight = tl.exp2(largest - top)
+    x0 = _columns(out, weight, bk, row, DIM.D0, 0, PARTS, PADDED, R, WIDTH)
+    if DIM.D1 > 0:
+        x1 = _columns(out, weight, bk, row, DIM.D1, DIM.D0, PARTS, PADDED, R, WIDTH)
+    else:
+        x1 = None
+    return Pieces(x0, x1)
+
+
+@triton.jit
+def whole_branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """Values, largest logit and total of one branch."""
+    one = tl.full([1], 0, tl.int32) + row
+    top, total = whole_sums(sums, bk, PARTS, PADDED, R, one, one >= 0)
+    top = tl.max(top, 0)
+    return _weighted_parts(out, sums, bk, row, top, PARTS, PADDED, R, DIM), top, tl.sum(total, 0)
 
 
 @triton.jit

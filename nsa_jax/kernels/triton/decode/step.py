@@ -161,9 +161,6 @@ class _Step:
         self.own = config.selection_block_size // config.compression_stride
         self.slots = _padded(config.num_selected_blocks)
         self.sizes = sizes or step_sizes(cache, query, config)
-        self.hidden_sizes = tiles.hidden_sizes(
-            self.batch * self.blocks * self.kv_heads, config.compression_block_size, query.dtype.itemsize
-        )
         # Tiles of compressed keys: whole selection blocks, each padded to a power of two of columns.
         self.tile_blocks = max(self.sizes.keys // _padded(self.own), 1)
         self.tiles = max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
@@ -223,7 +220,7 @@ class _Step:
             append_kernel, *self.appending(), *given, *key, *value, *self.turning(), self.query,
             out=self.appended_results(), in_place=6, grid=(self.batch * self.kv_heads,), num_stages=1,
             KEY_UNITS=key.units, VALUE_UNITS=value.units,
-            HIDDEN_PARTS=self.hidden_sizes.parts, **self.appending_constants(),
+            HIDDEN_PARTS=self.hidden_sizes(self.query.dtype.itemsize).parts, **self.appending_constants(),
         )  # fmt: skip
         return self.extended(updated), _appended(found)
 
@@ -231,7 +228,7 @@ class _Step:
         """The hidden layer of an MLP for the blocks of the step, and what is left to do."""
         if mlp is None:
             return _OutputLayer()
-        sizes, units = self.hidden_sizes, mlp.bias_in.shape[0]
+        sizes, units = self.hidden_sizes(mlp.kernel_in.dtype.itemsize), mlp.bias_in.shape[0]
         first, second = split_dim(ring.shape[3])  # each a multiple of the second
         shape = (self.batch, self.blocks, self.kv_heads, sizes.parts, units)
         rows = self.batch * self.blocks * self.kv_heads
@@ -246,6 +243,11 @@ class _Step:
             PRECISION=precision(mlp.kernel_in.dtype), **self.compression,
         )  # fmt: skip
         return _OutputLayer(found, mlp.bias_in, mlp.kernel_out, mlp.bias_out)
+
+    def hidden_sizes(self, float_bytes: int) -> tiles.HiddenSizes:
+        """Those for the weights of an MLP; the parts are the same for all."""
+        blocks = self.batch * self.blocks * self.kv_heads
+        return tiles.hidden_sizes(blocks, self.config.compression_block_size, float_bytes)
 
     def turning(self) -> tuple[Array | None, Array | None]:
         """`forming.Turning`."""
@@ -371,7 +373,7 @@ class _Step:
         return launch(
             merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win, *alive,
             out=like(self.query, shape), grid=(self.batch * self.num_new * self.num_heads,),
-            num_warps=max(_padded(max(parts.values())) * shape[3] // 4096, 1), num_stages=1,
+            num_warps=max(_padded(max(parts.values())) * _padded(shape[3]) // 4096, 1), num_stages=1,
             **parts, **{f"PADDED_{name}": _padded(number) for name, number in parts.items()},
             **self.common, **self.value_dims,
         )  # fmt: skip

@@ -127,7 +127,7 @@ def hidden_sizes(blocks: int, tokens: int, float_bytes: int) -> HiddenSizes:
 
 
 class DenseStepShape(NamedTuple):
-    """What the sizes of a dense or window layer's step depend on; the first five as in `StepShape`.
+    """What the sizes of a dense or window layer's step depend on; the first six as in `StepShape`.
 
     Attributes:
       slots: tokens of the cache.
