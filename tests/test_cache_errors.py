@@ -125,10 +125,7 @@ def test_compression_of_another_cache():
         "at most 3 float32 frequencies": Compression(rotation=Rotation(np.ones((2, 2), np.float32))),
         "a ResidualMLP or None, got function": Compression(key=lambda windows: windows.mean(2)),
         "a Rotation or None, got function": Compression(rotation=lambda x, positions: x),
-        "one key and one value of each block": lambda keys, values, first: (
-            keys.mean(2)[:, :, :1],
-            values.mean(2),
-        ),
+        "one key and one value of each block": lambda k, v, first: (k.mean(2)[:, :, :1], v.mean(2)),
     }
     for message, compression in bad.items():
         for step in (cache.prefill, cache.decode_step):
