@@ -64,6 +64,7 @@ CHECKS = {
     "decode": (
         *("case one token", "case short rows", "case a full row", "case equal keys", "case four tokens"),
         *("case no room for all", "case eight tokens", "case one head", "case shared", "case a function"),
+        *("case rotated means", "case MLPs, many blocks", "case an MLP of values"),
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
         *("case groups of rows", "case many lists", "case few parts", "public", "not a number", "ranks"),
     ),

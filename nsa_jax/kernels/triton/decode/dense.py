@@ -96,7 +96,7 @@ def _load_new(new, cache, b, kv_head, token, column, is_new, at_edge, D, DIM):
 
 
 @triton.jit
-def _append_program(held, query, found, tokens, b, kv_head, group, scale, D, PRECISION: tl.constexpr):
+def _attend_new(held, query, found, tokens, b, kv_head, group, scale, D, PRECISION: tl.constexpr):
     """Appends the new tokens of row `b`; attends from a group of rows to what not all of them see."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
@@ -143,7 +143,7 @@ def _append_program(held, query, found, tokens, b, kv_head, group, scale, D, PRE
 
 
 @triton.jit
-def _attend_program(held, query, found, tokens, b, kv_head, group, part, scale, D, PRECISION: tl.constexpr):
+def _attend_old(held, query, found, tokens, b, kv_head, group, part, scale, D, PRECISION: tl.constexpr):
     """Attends from a group of rows to a part of the old tokens that all of them see."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
@@ -206,9 +206,9 @@ def dense_kernel(
     b = bk // KV_HEADS
     tokens = admit(lengths, num_tokens, b, T, max_length)
     if turn == 0:
-        _append_program(held, query, found, tokens, b, bk % KV_HEADS, group, scale, D, PRECISION)
+        _attend_new(held, query, found, tokens, b, bk % KV_HEADS, group, scale, D, PRECISION)
     else:
-        _attend_program(held, query, found, tokens, b, bk % KV_HEADS, group, turn - 1, scale, D, PRECISION)
+        _attend_old(held, query, found, tokens, b, bk % KV_HEADS, group, turn - 1, scale, D, PRECISION)
 
 
 @triton.jit(repr=named("nsa_step_dense_merge"))
