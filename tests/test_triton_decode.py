@@ -21,9 +21,8 @@ from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues  #
 from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
-CHAIN = ["nsa_step_merge", "nsa_step_scores", "nsa_step_selected", "nsa_step_window"]
-BY_MEAN, BY_FUNCTION = ["nsa_step_first"], ["nsa_step_append", "nsa_step_compressed"]
-BY_MLP = [*BY_FUNCTION, "nsa_step_hidden", "nsa_step_hidden"]
+CHAIN = ["nsa_step_first", "nsa_step_merge", "nsa_step_scores", "nsa_step_selected", "nsa_step_window"]
+BY_MLP = ["nsa_step_hidden", *CHAIN]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ def test_step_becomes_machine_code(capability, name):
 
     for kernel in found:  # shown where the test fails
         print(name, capability, kernel._replace(ptx=""))
-    assert sorted(kernel.name for kernel in found) == sorted(BY_MEAN + CHAIN)
+    assert sorted(kernel.name for kernel in found) == CHAIN
     allowed = SPILLS.get((capability, name), {})
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
@@ -121,25 +120,26 @@ def test_mlp_becomes_machine_code(capability, name):
         *shape.operands(), capability=capability,
     )  # fmt: skip
 
-    new = [kernel for kernel in found if kernel.name in ("nsa_step_append", "nsa_step_hidden")]
-    assert [kernel.name for kernel in found if kernel not in new]
+    new = [kernel for kernel in found if kernel.name in ("nsa_step_first", "nsa_step_hidden")]
+    assert [kernel.name for kernel in new] == ["nsa_step_hidden", "nsa_step_first"]
     for kernel in new:
         print(name, capability, kernel._replace(ptx=""))
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
-        assert kernel.spill_bytes <= (492 if name == "wide float32" else 0), kernel.name
+        assert kernel.spill_bytes <= (492 if name == "wide float32" else 16), kernel.name
         assert kernel.scratch_bytes == 0, kernel.name
 
 
 @pytest.mark.parametrize(
-    ("compress", "first"),
-    [(Compression(), BY_MEAN), (compression(SHAPES["main"]), BY_MLP), (by_function, BY_FUNCTION)],
+    ("compress", "kernels"),
+    [(Compression(), CHAIN), (compression(SHAPES["main"]), BY_MLP), (by_function, CHAIN)],
     ids=["mean", "mlp", "function"],
 )
-def test_loop_copies_no_cache_and_launches_few_kernels(compress, first, tmp_path):
+def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels, tmp_path):
     """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied.
 
-    And `window` waits for neither `scores` nor `selected`: XLA's list of launches names the last one that
-    each waits for, by data or because it writes to memory that the other reads.
+    And `window` waits for neither `scores` nor `selected`. XLA's list of launches names the last one that each
+    waits for, by data or because it writes to memory that the other reads. In a CUDA graph all operands of a
+    custom call count as written: it has none in common with the two.
     """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
     shape = Shape(batch=2, max_length=4096)
@@ -167,11 +167,19 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, first, tmp_path
     smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
     copied = re.findall(r"(\w+)\[([\d,]*)\]\S* copy\(", body)
     assert all(_elements(dims) < smallest for _, dims in copied), copied
-    assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * (len(first) + len(CHAIN))
+    assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * len(kernels)
     assert program.memory_analysis().temp_size_in_bytes < 2 * held.key_slc.size
     (listed,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     waits = re.findall(r"(\d+): kCustomCall +\[prev=(\d+)", listed.read_text())
     assert sum(int(number) - int(last) == 3 for number, last in waits) == 2, waits
+    calls = [line for line in body.splitlines() if " custom-call(" in line]
+    operands = [set(re.findall(r"%[\w.#-]+", call.split(" custom-call(")[1].split(")")[0])) for call in calls]
+    windows = [i for i, call in enumerate(calls) if call.count(": (") == 4]  # operands in place
+    assert len(windows) == 2
+    for i in windows:
+        scores, selected, window = operands[i - 2 : i + 1]
+        assert scores & selected
+        assert not window & (scores | selected)
 
 
 def _elements(dims: str) -> int:
@@ -221,7 +229,7 @@ def test_vmap_is_a_larger_batch():
     text = triton_compile.lower(mapped, *operands).as_text()
 
     assert "6x4096x4x128" in text
-    assert text.count("triton_kernel_call_ffi") == len(BY_MEAN + CHAIN)
+    assert text.count("triton_kernel_call_ffi") == len(CHAIN)
 
 
 def test_vmap_over_weights_runs_once_for_each():
@@ -238,7 +246,7 @@ def test_vmap_over_weights_runs_once_for_each():
     apart = triton_compile.lower(lambda *x: mapped(True, *x), *operands).as_text()
     together = triton_compile.lower(lambda *x: mapped(False, *x), compression(shape), *operands[1:]).as_text()
 
-    launches = len(BY_MLP + CHAIN)
+    launches = len(BY_MLP)
     assert apart.count("triton_kernel_call_ffi") == together.count("triton_kernel_call_ffi") == launches
     assert "stablehlo.while" in apart
     assert "stablehlo.while" not in together

@@ -3,14 +3,11 @@
 In place: the selection arrays and the rings. The rows of all arrays are loaded before any is stored: a store
 may alias a later load, which would wait for it.
 
-A block that the step completes is one key of the compressed branch that `compressed_kernel` does not look at.
-It enters here as a part of its own, and goes into the cache with `window_kernel`, when nobody reads that any
-more. So nothing here waits for the compressed branch, nor that for this: means are formed in programs of that
-kernel, and `append_kernel` runs beside it where an MLP or XLA forms the blocks. New tokens, which alone can
-see different compressed keys, meet only here: what one sees and another does not is masked, with its value.
-
-Grid of `append_kernel`: x = batch rows times KV heads. A few rows are all it moves, so latency binds: 4 us on
-an H200.
+A block that the step completes is one key of the compressed branch that `compressed` does not look at. It
+enters here as a part of its own, and goes into the cache with `window_kernel`, when nobody reads that any
+more. So nothing here waits for the compressed branch, nor that for this: both are programs of `first_kernel`.
+New tokens, which alone can see different compressed keys, meet only here: what one sees and another does not
+is masked, with its value. A few rows are all that is moved, so latency binds.
 """
 
 from typing import NamedTuple
@@ -19,24 +16,21 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.forming import (
-    Forming,
-    OutputLayer,
-    Turning,
     mean_of_block,
     turned,
     with_output_layer,
 )
 from nsa_jax.kernels.triton.decode.parts import (
     add_value,
-    admit,
     load_query,
     num_blocks,
     query_rows,
     store_part,
+    store_placed,
+    store_query,
 )
-from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import Dim, inner
+from nsa_jax.kernels.triton.pieces import inner
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
@@ -68,6 +62,8 @@ class Appended(NamedTuple):
       key, value: `[B, BLOCKS, K, D]`: the blocks; those that are complete are new.
       logits: `[B, K, R, BLOCKS]` in base 2, -inf where a row does not see the block.
       out, sums: the part of the compressed branch, see `parts`.
+      window_placed, window_query: `placed` and the query again, for `window_kernel`: XLA would not run it
+        beside kernels that it shares an operand with.
     """
 
     placed: tl.tensor
@@ -76,6 +72,8 @@ class Appended(NamedTuple):
     logits: tl.tensor
     out: tl.tensor
     sums: tl.tensor
+    window_placed: tl.tensor
+    window_query: tl.tensor
 
 
 class StepDims(NamedTuple):
@@ -119,10 +117,14 @@ def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
     place = (b * D.BLOCKS + j) * D.KV_HEADS + kv_head
     k = mean_of_block(arrays.key_raw, arrays.new_key_cmp, b, kv_head, tokens, block, KEY, D)
     v = mean_of_block(arrays.value_raw, arrays.new_value_cmp, b, kv_head, tokens, block, VALUE, D)
-    if forming.key.hidden is not None:
-        k = with_output_layer(k, forming.key, place, KEY, D.KEY_UNITS, D.HIDDEN_PARTS)
-    if forming.value.hidden is not None:
-        v = with_output_layer(v, forming.value, place, VALUE, D.VALUE_UNITS, D.HIDDEN_PARTS)
+    if forming.hidden is not None:
+        UNITS: tl.constexpr = D.KEY_UNITS + D.VALUE_UNITS
+        hidden = forming.hidden + place.to(tl.int64) * (D.HIDDEN_PARTS * UNITS)
+        if D.KEY_UNITS > 0:
+            k = with_output_layer(k, hidden, forming.key, KEY, D.KEY_UNITS, D.HIDDEN_PARTS, UNITS)
+        if D.VALUE_UNITS > 0:
+            hidden += D.KEY_UNITS
+            v = with_output_layer(v, hidden, forming.value, VALUE, D.VALUE_UNITS, D.HIDDEN_PARTS, UNITS)
     one = tl.zeros([1], tl.int32) + place
     store_at(found.key, one * H, k, one >= 0, KEY)
     store_at(found.value, one * (VALUE.D0 + VALUE.D1), v, one >= 0, VALUE)
@@ -144,9 +146,8 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
     PADDED_T: tl.constexpr = triton.next_power_of_2(D.T)
     PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(D.BLOCKS) if D.BLOCKS > 16 else 16
     if kv_head == 0:
-        tl.store(found.placed + 3 * b, tokens.start)
-        tl.store(found.placed + 3 * b + 1, tokens.number)
-        tl.store(found.placed + 3 * b + 2, tokens.fits.to(tl.int32))
+        store_placed(found.placed, b, tokens)
+        store_placed(found.window_placed, b, tokens)
 
     i = tl.arange(0, PADDED_T)
     new = i < tokens.number
@@ -191,6 +192,7 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
     for first in tl.static_range(0, R, D.ROWS):
         rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
         q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
+        store_query(found.window_query, q, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
         ends = num_blocks(tokens.start + rows.token + 1, D.SIZE, D.STRIDE)
         seen = complete[None, :] & (before + c[None, :] < ends[:, None])
         logits = tl.where(seen, inner(q, k, PRECISION) * scale, float("-inf"))
@@ -204,36 +206,3 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
         store_part(found.out, found.sums, bk, 0, 1, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
         at = (bk * R + rows.number)[:, None] * D.BLOCKS + c[None, :]
         tl.store(found.logits + at, logits, mask=rows.inside[:, None] & (c < D.BLOCKS)[None, :])
-
-
-@triton.jit(repr=named("nsa_step_append"))
-def append_kernel(
-    key_slc, value_slc, key_raw, value_raw, key_win, value_win,
-    lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
-    given_key, given_value, key_hidden, key_bias_in, key_kernel_out, key_bias_out,
-    value_hidden, value_bias_in, value_kernel_out, value_bias_out, frequency, magnitude, query,
-    placed, block_key, block_value, block_logits, out, sums,
-    scale, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
-    RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr, VALUE_UNITS: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Appends, with blocks of an MLP, or of XLA."""
-    b = tl.program_id(0) // KV_HEADS
-    D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, KEY_UNITS,
-        VALUE_UNITS, HIDDEN_PARTS, Dim(H0, H1), Dim(V0, V1),
-    )  # fmt: skip
-    arrays = Appending(
-        key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp, new_key_slc,
-        new_value_slc, new_key_win, new_value_win,
-    )  # fmt: skip
-    forming = Forming(
-        given_key, given_value, OutputLayer(key_hidden, key_bias_in, key_kernel_out, key_bias_out),
-        OutputLayer(value_hidden, value_bias_in, value_kernel_out, value_bias_out),
-        Turning(frequency, magnitude),
-    )  # fmt: skip
-    found = Appended(placed, block_key, block_value, block_logits, out, sums)
-    tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-    append_row(arrays, forming, found, query, tokens, b, tl.program_id(0) % KV_HEADS, scale, D, PRECISION)

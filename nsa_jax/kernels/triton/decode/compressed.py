@@ -2,9 +2,7 @@
 
 A program has one part of the keys of a batch row, KV head and group of query rows: an even share of the
 tiles that the row's *current* length has, so a long cache that is nearly empty costs nothing. A tile is some
-whole selection blocks, each of PADDED columns for its OWN compressed keys. Grid of `first_kernel`: x = a
-program for each batch row and KV head, which appends; then those of `compressed_kernel`: parts times batch
-rows times KV heads times groups of rows.
+whole selection blocks, each of PADDED columns for its OWN compressed keys.
 
 The scores of the selection (Eq. 8-10) come from the same logits, so no key is read twice: a tile leaves, for
 each row and selection block, the weighted sum of `exp2(logit - largest)`, with the largest logit so far
@@ -20,12 +18,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.append import Appended, Appending, StepDims, append_row
-from nsa_jax.kernels.triton.decode.forming import Forming, OutputLayer, Turning
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
-from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at
-from nsa_jax.kernels.triton.pieces import Dim
 from nsa_jax.kernels.triton.softmax import no_keys
 
 
@@ -91,7 +85,7 @@ class Tiling(NamedTuple):
 
 
 @triton.jit
-def _attend_program(
+def attend_part(
     pid, batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Attends to the tiles of one part, which is that of program `pid`."""
@@ -131,62 +125,3 @@ def _attend_program(
         tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
         tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
     store_part(cmp.out, cmp.sums, bk, part, X.PARTS, D.T * D.G, rows, state, VALUE)
-
-
-@triton.jit(repr=named("nsa_step_compressed"))
-def compressed_kernel(
-    lengths, num_tokens, query, key_cmp, value_cmp,
-    out, sums, scores, tails, tops,
-    scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
-    RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One part of the compressed branch."""
-    D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, 0, 0, 1, Dim(H0, H1),
-        Dim(V0, V1),
-    )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, PARTS, STAGES)
-    cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
-    _attend_program(tl.program_id(0), batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS, PRECISION)
-
-
-@triton.jit(repr=named("nsa_step_first"))
-def first_kernel(
-    key_slc, value_slc, key_raw, value_raw, key_win, value_win,
-    lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
-    frequency, magnitude, query, key_cmp, value_cmp,
-    out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, block_out, block_sums,
-    scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
-    RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One part, or what one KV head of a row appends, with means for blocks."""
-    D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, 0, 0, 1, Dim(H0, H1),
-        Dim(V0, V1),
-    )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, PARTS, STAGES)
-    cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
-    appending = batch * KV_HEADS
-    bk = tl.program_id(0)
-    if bk < appending:
-        arrays = Appending(
-            key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp,
-            new_key_slc, new_value_slc, new_key_win, new_value_win,
-        )  # fmt: skip
-        no_mlp = OutputLayer(None, None, None, None)
-        forming = Forming(None, None, no_mlp, no_mlp, Turning(frequency, magnitude))
-        found = Appended(placed, block_key, block_value, block_logits, block_out, block_sums)
-        b = bk // KV_HEADS
-        tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-        append_row(arrays, forming, found, query, tokens, b, bk % KV_HEADS, scale, D, PRECISION)
-    else:
-        pid = bk - appending
-        _attend_program(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS, PRECISION)

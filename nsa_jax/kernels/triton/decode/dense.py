@@ -25,11 +25,13 @@ from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
     attend,
+    load_parts,
     load_placed,
     load_query,
     query_rows,
     store_part,
-    whole_branch,
+    store_placed,
+    sum_parts,
 )
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
@@ -137,9 +139,7 @@ def _attend_new(held, query, found, tokens, b, kv_head, group, scale, D, PRECISI
     store_at(held.key, slot * H, k, written, KEY)
     store_at(held.value, slot * V, new_v, written, VALUE)
     if (group == 0) & (kv_head == 0):
-        tl.store(found.placed + 3 * b, tokens.start)
-        tl.store(found.placed + 3 * b + 1, tokens.number)
-        tl.store(found.placed + 3 * b + 2, tokens.fits.to(tl.int32))
+        store_placed(found.placed, b, tokens)
 
 
 @triton.jit
@@ -226,7 +226,8 @@ def dense_merge_kernel(
     tokens = load_placed(placed, b)
     VALUE: tl.constexpr = Dim(V0, V1)
     row = token * G + head % G
-    x, _, total = whole_branch(parts, sums, b * KV_HEADS + head // G, row, PARTS, PADDED, T * G, VALUE)
+    own = load_parts(parts, sums, b * KV_HEADS + head // G, row, PARTS, PADDED, T * G, VALUE)
+    x, _, total = sum_parts(own)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     exists = token < tokens.number
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)

@@ -13,18 +13,12 @@ import triton.language as tl
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.pieces import Pieces
 
-WEIGHTS_AT_ONCE: tl.constexpr = tl.constexpr(8192)  # of an output layer: 64 registers, 16 or 32 KB a stage
+WEIGHTS_AT_ONCE: tl.constexpr = tl.constexpr(4096)  # of an output layer: 32 registers, 8 or 16 KB a stage
 
 
 class OutputLayer(NamedTuple):
-    """The rest of an MLP, or nothing: then all are None.
+    """What is left of an MLP of F hidden units, `[F]`, `[F, D]`, `[D]`; or nothing: then all are None."""
 
-    Attributes:
-      hidden: `[B, BLOCKS, K, PARTS, F]` in float32, whose sum over parts has neither bias nor GELU yet.
-      bias_in, kernel_out, bias_out: `[F]`, `[F, D]`, `[D]`.
-    """
-
-    hidden: tl.tensor | None
     bias_in: tl.tensor | None
     kernel_out: tl.tensor | None
     bias_out: tl.tensor | None
@@ -42,12 +36,15 @@ class Forming(NamedTuple):
 
     Attributes:
       given_key, given_value: `[B, BLOCKS, K, D]`, as XLA has formed them; else None.
+      hidden: `[B, BLOCKS, K, PARTS, F]` in float32, the hidden units of the keys' MLP, then of the values';
+        their sums over parts have neither bias nor GELU yet.
       key, value: what the MLPs add to the means.
       turning: the rotation of keys.
     """
 
     given_key: tl.tensor | None
     given_value: tl.tensor | None
+    hidden: tl.tensor | None
     key: OutputLayer
     value: OutputLayer
     turning: Turning
@@ -80,12 +77,11 @@ def _gelu(x):
 
 
 @triton.jit
-def with_output_layer(x, layer, place, DIM, F: tl.constexpr, PARTS: tl.constexpr):
-    """The mean `x` of block number `place`, and what the MLP adds to it."""
+def with_output_layer(x, hidden, layer, DIM, F: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr):
+    """The mean `x`, and what the MLP adds to it; `hidden` `[PARTS, ALL]` starts with its units."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     UNITS: tl.constexpr = WEIGHTS_AT_ONCE // triton.next_power_of_2(WIDTH)
     part = tl.arange(0, PARTS)
-    hidden = layer.hidden + place.to(tl.int64) * (PARTS * F) + part[:, None] * F
     bias = load_at(layer.bias_out, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), DIM)
     x0 = x.first + bias.first.to(tl.float32)
     if DIM.D1 > 0:
@@ -93,8 +89,8 @@ def with_output_layer(x, layer, place, DIM, F: tl.constexpr, PARTS: tl.constexpr
     for first in tl.range(0, F, UNITS, num_stages=2):
         unit = first + tl.arange(0, UNITS)
         inside = unit < F
-        h = tl.sum(tl.load(hidden + unit[None, :], mask=inside[None, :], other=0.0), 0)
-        h = _gelu(h + tl.load(layer.bias_in + unit, mask=inside, other=0.0).to(tl.float32))
+        h = tl.load(hidden + part[:, None] * ALL + unit[None, :], mask=inside[None, :], other=0.0)
+        h = _gelu(tl.sum(h, 0) + tl.load(layer.bias_in + unit, mask=inside, other=0.0).to(tl.float32))
         w = load_at(layer.kernel_out, unit * WIDTH, inside, DIM)
         x0 += tl.sum(h[:, None] * w.first.to(tl.float32), 0)[None, :]
         if DIM.D1 > 0:

@@ -1,12 +1,15 @@
-"""The hidden layer of the MLP that compresses new blocks: one product for all rows, before bias and GELU.
+"""The hidden layers of the MLPs that compress new blocks: products for all rows, before bias and GELU.
 
-Grid: x = parts times tiles of hidden units times tiles of blocks. A part has some of the `l` tokens of a
-block; `forming` adds the parts up. A program whose blocks are all incomplete writes zeros at once: of rows of
-one length 15 of 16 steps cost next to nothing (stride 16).
+Grid: x = parts times tiles of hidden units, first those of the keys' MLP, then those of the values', times
+tiles of blocks. A part has some of the `l` tokens of a block; `forming` adds the parts up. A program whose
+blocks are all incomplete writes zeros at once: of rows of one length 15 of 16 steps cost next to nothing
+(stride 16).
 
 Bytes: the weights, 2 MB for keys and as much for values (32 tokens of 128, 256 units, bfloat16), and
-`parts` sums in float32: 1 us at 4.2 TB/s. It runs beside the compressed branch, which no new block enters.
+`parts` sums in float32: 1 us at 4.2 TB/s.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,45 +18,120 @@ from nsa_jax.kernels.triton.decode.parts import admit, num_blocks
 from nsa_jax.kernels.triton.launch import named
 
 
+class HiddenLayer(NamedTuple):
+    """Tokens and weights of one MLP, or nothing: then all are None.
+
+    Attributes:
+      ring, new: old and new tokens, `[B, RAW, K, D]`, `[B, T, K, D]`.
+      position_embedding, kernel_in: `[l, D]`, `[l D, F]`.
+    """
+
+    ring: tl.tensor | None
+    new: tl.tensor | None
+    position_embedding: tl.tensor | None
+    kernel_in: tl.tensor | None
+
+
+class LayerDims(NamedTuple):
+    """Hidden units, dim of a token, how many of these dims are multiplied at a time, and how precisely."""
+
+    UNITS: tl.constexpr
+    DIM: tl.constexpr
+    DEPTH: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+class HiddenDims(NamedTuple):
+    """Sizes of the step: see `StepDims`; and of the work.
+
+    Attributes:
+      ROWS, COLUMNS: blocks, and hidden units, of a program.
+      PARTS: programs that share the tokens of a block.
+      STAGES: pieces that a program loads ahead.
+      ALL: hidden units of both MLPs.
+    """
+
+    T: tl.constexpr
+    KV_HEADS: tl.constexpr
+    MAX_LENGTH: tl.constexpr
+    RAW: tl.constexpr
+    SIZE: tl.constexpr
+    STRIDE: tl.constexpr
+    BLOCKS: tl.constexpr
+    ROWS: tl.constexpr
+    COLUMNS: tl.constexpr
+    PARTS: tl.constexpr
+    STAGES: tl.constexpr
+    ALL: tl.constexpr
+
+
+@triton.jit
+def _product(layer, hidden, lengths, num_tokens, batch, part, columns, rows, L, D):
+    """One part of some units of one MLP, for some blocks; `hidden` starts with the units of that MLP."""
+    F: tl.constexpr = L.UNITS
+    PER_TOKEN: tl.constexpr = L.DIM // L.DEPTH
+    column = columns * D.COLUMNS + tl.arange(0, D.COLUMNS)
+    row = rows * D.ROWS + tl.arange(0, D.ROWS)
+    exists = row < batch * (D.BLOCKS * D.KV_HEADS)
+    b = tl.minimum(row // (D.BLOCKS * D.KV_HEADS), batch - 1)
+    kv_head = row % D.KV_HEADS
+    tokens = admit(lengths, num_tokens, b, D.T, D.MAX_LENGTH)
+    block = num_blocks(tokens.start, D.SIZE, D.STRIDE) + row // D.KV_HEADS % D.BLOCKS
+    complete = exists & (block < num_blocks(tokens.start + tokens.number, D.SIZE, D.STRIDE))
+
+    EACH: tl.constexpr = (D.SIZE + D.PARTS - 1) // D.PARTS
+    first = part * EACH
+    last = tl.minimum(first + EACH, D.SIZE)
+    last = tl.where(tl.max(complete.to(tl.int32), 0) > 0, last, first)
+    x = tl.zeros([D.ROWS, D.COLUMNS], tl.float32)
+    for step in tl.range(first * PER_TOKEN, last * PER_TOKEN, num_stages=D.STAGES):
+        i = step // PER_TOKEN
+        d = step % PER_TOKEN * L.DEPTH + tl.arange(0, L.DEPTH)
+        token = block * D.STRIDE + i
+        held = complete & (token < tokens.start)
+        slot = (b.to(tl.int64) * D.RAW + token % D.RAW) * D.KV_HEADS + kv_head
+        old = tl.load(layer.ring + (slot * L.DIM)[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        held = complete & (token >= tokens.start)
+        slot = (b.to(tl.int64) * D.T + token - tokens.start) * D.KV_HEADS + kv_head
+        fresh = tl.load(layer.new + (slot * L.DIM)[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        embedding = tl.load(layer.position_embedding + i * L.DIM + d).to(tl.float32)
+        token = (old + fresh).to(tl.float32) + embedding[None, :]  # old or new: the other is 0
+        at = layer.kernel_in + (i * L.DIM + d)[:, None] * F + column[None, :]
+        weights = tl.load(at, mask=(column < F)[None, :], other=0.0)
+        x = tl.dot(token.to(weights.dtype), weights, x, input_precision=L.PRECISION)
+    at = (row.to(tl.int64) * D.PARTS + part) * D.ALL
+    tl.store(hidden + at[:, None] + column[None, :], x, mask=exists[:, None] & (column < F)[None, :])
+
+
 @triton.jit(repr=named("nsa_step_hidden"))
 def hidden_kernel(
-    ring, new, lengths, num_tokens, position_embedding, kernel_in,
+    lengths, num_tokens, key_ring, key_new, key_embedding, key_kernel_in,
+    value_ring, value_new, value_embedding, value_kernel_in,
     hidden,
     batch, T: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr, RAW: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr,
-    UNITS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, KEY_UNITS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_DEPTH: tl.constexpr, KEY_PRECISION: tl.constexpr, VALUE_UNITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DEPTH: tl.constexpr, VALUE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of UNITS hidden units of ROWS blocks, counted over rows of the batch, blocks and KV heads."""
+    """`hidden` `[B, BLOCKS, K, PARTS, F]`, the units of the keys' MLP and then of the values'."""
+    D: tl.constexpr = HiddenDims(
+        T, KV_HEADS, MAX_LENGTH, RAW, SIZE, STRIDE, BLOCKS, ROWS, COLUMNS, PARTS, STAGES,
+        KEY_UNITS + VALUE_UNITS,
+    )  # fmt: skip
+    KEY_TILES: tl.constexpr = (KEY_UNITS + COLUMNS - 1) // COLUMNS
+    TILES: tl.constexpr = KEY_TILES + (VALUE_UNITS + COLUMNS - 1) // COLUMNS
     part = tl.program_id(0) % PARTS
-    column = tl.program_id(0) // PARTS % tl.cdiv(F, UNITS) * UNITS + tl.arange(0, UNITS)
-    row = tl.program_id(0) // (PARTS * tl.cdiv(F, UNITS)) * ROWS + tl.arange(0, ROWS)
-    exists = row < batch * (BLOCKS * KV_HEADS)
-    b = tl.minimum(row // (BLOCKS * KV_HEADS), batch - 1)
-    kv_head = row % KV_HEADS
-    tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-    block = num_blocks(tokens.start, SIZE, STRIDE) + row // KV_HEADS % BLOCKS
-    complete = exists & (block < num_blocks(tokens.start + tokens.number, SIZE, STRIDE))
-
-    EACH: tl.constexpr = (SIZE + PARTS - 1) // PARTS
-    first = part * EACH
-    last = tl.minimum(first + EACH, SIZE)
-    last = tl.where(tl.max(complete.to(tl.int32), 0) > 0, last, first)
-    x = tl.zeros([ROWS, UNITS], tl.float32)
-    for step in tl.range(first * (DIM // DEPTH), last * (DIM // DEPTH), num_stages=STAGES):
-        i = step // (DIM // DEPTH)
-        d = step % (DIM // DEPTH) * DEPTH + tl.arange(0, DEPTH)
-        token = block * STRIDE + i
-        held = complete & (token < tokens.start)
-        slot = (b.to(tl.int64) * RAW + token % RAW) * KV_HEADS + kv_head
-        old = tl.load(ring + (slot * DIM)[:, None] + d[None, :], mask=held[:, None], other=0.0)
-        held = complete & (token >= tokens.start)
-        slot = (b.to(tl.int64) * T + token - tokens.start) * KV_HEADS + kv_head
-        fresh = tl.load(new + (slot * DIM)[:, None] + d[None, :], mask=held[:, None], other=0.0)
-        embedding = tl.load(position_embedding + i * DIM + d).to(tl.float32)
-        token = (old + fresh).to(tl.float32) + embedding[None, :]  # old or new: the other is 0
-        at = kernel_in + (i * DIM + d)[:, None] * F + column[None, :]
-        weights = tl.load(at, mask=(column < F)[None, :], other=0.0)
-        x = tl.dot(token.to(weights.dtype), weights, x, input_precision=PRECISION)
-    at = (row.to(tl.int64) * PARTS + part) * F
-    tl.store(hidden + at[:, None] + column[None, :], x, mask=exists[:, None] & (column < F)[None, :])
+    tile = tl.program_id(0) // PARTS % TILES
+    rows = tl.program_id(0) // (PARTS * TILES)
+    if KEY_UNITS > 0:  # noqa: SIM102 - a branch at compile time, and one that each program takes
+        if tile < KEY_TILES:
+            L: tl.constexpr = LayerDims(KEY_UNITS, KEY_DIM, KEY_DEPTH, KEY_PRECISION)
+            layer = HiddenLayer(key_ring, key_new, key_embedding, key_kernel_in)
+            _product(layer, hidden, lengths, num_tokens, batch, part, tile, rows, L, D)
+    if VALUE_UNITS > 0:  # noqa: SIM102
+        if tile >= KEY_TILES:
+            M: tl.constexpr = LayerDims(VALUE_UNITS, VALUE_DIM, VALUE_DEPTH, VALUE_PRECISION)
+            layer = HiddenLayer(value_ring, value_new, value_embedding, value_kernel_in)
+            to = hidden + KEY_UNITS
+            _product(layer, to, lengths, num_tokens, batch, part, tile - KEY_TILES, rows, M, D)

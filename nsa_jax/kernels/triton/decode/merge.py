@@ -7,7 +7,7 @@ Merging in the last program of an earlier kernel loses: one processor then reads
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import load_placed, whole_branch
+from nsa_jax.kernels.triton.decode.parts import load_parts, load_placed, sum_parts
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim, added, scaled
 
@@ -42,17 +42,22 @@ def merge_kernel(
     gate = gates + tl.program_id(0).to(tl.int64) * 3
     tokens = load_placed(placed, b)
 
-    x, top, total = whole_branch(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
-    new, new_top, new_total = whole_branch(out_new, sums_new, bk, row, 1, 1, R, VALUE)
+    cmp = load_parts(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
+    new = load_parts(out_new, sums_new, bk, row, 1, 1, R, VALUE)
+    slc = load_parts(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
+    win = load_parts(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
+
+    x, top, total = sum_parts(cmp)
+    y, new_top, new_total = sum_parts(new)
     both = tl.maximum(top, new_top)
     decay = tl.exp2(top - both)
     new_decay = tl.exp2(new_top - both)
     share = _share(gate, 0, total * decay + new_total * new_decay)
-    x = added(scaled(x, decay * share), scaled(new, new_decay * share))
-    slc, _, slc_total = whole_branch(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
-    x = added(x, scaled(slc, _share(gate, 1, slc_total)))
-    win, _, win_total = whole_branch(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
-    x = added(x, scaled(win, _share(gate, 2, win_total)))
+    x = added(scaled(x, decay * share), scaled(y, new_decay * share))
+    y, _, total = sum_parts(slc)
+    x = added(x, scaled(y, _share(gate, 1, total)))
+    y, _, total = sum_parts(win)
+    x = added(x, scaled(y, _share(gate, 2, total)))
 
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
     exists = token < tokens.number

@@ -45,8 +45,16 @@ def admit(lengths, num_tokens, b, T: tl.constexpr, MAX_LENGTH: tl.constexpr):
 
 
 @triton.jit
+def store_placed(placed, b, tokens):
+    """Leaves for the other kernels what is known of the new tokens of row `b`."""
+    tl.store(placed + 3 * b, tokens.start)
+    tl.store(placed + 3 * b + 1, tokens.number)
+    tl.store(placed + 3 * b + 2, tokens.fits.to(tl.int32))
+
+
+@triton.jit
 def load_placed(placed, b):
-    """What `append_kernel` found about row `b`."""
+    """What `store_placed` left about row `b`."""
     return NewTokens(tl.load(placed + 3 * b), tl.load(placed + 3 * b + 1), tl.load(placed + 3 * b + 2) != 0)
 
 
@@ -65,11 +73,22 @@ def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_H
 
 
 @triton.jit
+def _first_query(query, b, kv_head, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
+    return query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * (DIM.D0 + DIM.D1)
+
+
+@triton.jit
 def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
     """The rows of `query` of `[B, T, N, H]`."""
-    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
-    start = query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * WIDTH
-    return load_at(start, rows.offset * WIDTH, rows.inside, DIM)
+    start = _first_query(query, b, kv_head, T, G, KV_HEADS, DIM)
+    return load_at(start, rows.offset * (DIM.D0 + DIM.D1), rows.inside, DIM)
+
+
+@triton.jit
+def store_query(query, q, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
+    """Stores such rows."""
+    start = _first_query(query, b, kv_head, T, G, KV_HEADS, DIM)
+    store_at(start, rows.offset * (DIM.D0 + DIM.D1), q, rows.inside, DIM)
 
 
 @triton.jit
@@ -118,60 +137,55 @@ def whole_sums(sums, bk, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.conste
     return top, tl.sum(total * tl.exp2(largest - top[None, :]), 0)
 
 
-@triton.jit
-def _columns(out, weight, bk, row, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
-             PADDED: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    part = tl.arange(0, PADDED)
-    at = ((bk.to(tl.int64) * PARTS + part) * R + row) * WIDTH + FIRST
-    x = tl.load(out + at[:, None] + tl.arange(0, D)[None, :], mask=(part < PARTS)[:, None], other=0.0)
-    return tl.sum(x * weight[:, None], 0)
+class Parts(NamedTuple):
+    """The parts of one row: their values `[PARTS, D]`, largest logits and totals `[PARTS]`."""
+
+    out: Pieces
+    largest: tl.tensor
+    total: tl.tensor
 
 
 @triton.jit
-def _weighted_parts(out, sums, bk, row, top, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """The sum of the parts' values, relative to the logit `top`."""
-    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+def load_parts(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """The parts of one branch; several branches are loaded before one is summed, for loads take long."""
     part = tl.arange(0, PADDED)
-    largest = tl.load(
-        sums + (bk.to(tl.int64) * PARTS + part) * (2 * R) + row, mask=part < PARTS, other=LOWEST
-    )
-    weight = tl.exp2(largest - top)
-    x0 = _columns(out, weight, bk, row, DIM.D0, 0, PARTS, PADDED, R, WIDTH)
-    if DIM.D1 > 0:
-        x1 = _columns(out, weight, bk, row, DIM.D1, DIM.D0, PARTS, PADDED, R, WIDTH)
-    else:
+    at = bk.to(tl.int64) * PARTS + part
+    largest = tl.load(sums + at * (2 * R) + row, mask=part < PARTS, other=LOWEST)
+    total = tl.load(sums + at * (2 * R) + R + row, mask=part < PARTS, other=0.0)
+    values = load_at(out, (at * R + row) * (DIM.D0 + DIM.D1), part < PARTS, DIM)
+    return Parts(values, largest, total)
+
+
+@triton.jit
+def sum_parts(parts):
+    """Values, largest logit and total of a row."""
+    top = tl.max(parts.largest, 0)
+    weight = tl.exp2(parts.largest - top)
+    x0 = tl.sum(parts.out.first * weight[:, None], 0)
+    if parts.out.second is None:
         x1 = None
-    return Pieces(x0, x1)
-
-
-@triton.jit
-def whole_branch(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """Values, largest logit and total of one branch."""
-    one = tl.full([1], 0, tl.int32) + row
-    top, total = whole_sums(sums, bk, PARTS, PADDED, R, one, one >= 0)
-    top = tl.max(top, 0)
-    return _weighted_parts(out, sums, bk, row, top, PARTS, PADDED, R, DIM), top, tl.sum(total, 0)
+    else:
+        x1 = tl.sum(parts.out.second * weight[:, None], 0)
+    return Pieces(x0, x1), top, tl.sum(parts.total * weight, 0)
 
 
 @triton.jit
 def ranks(bits, LENGTH: tl.constexpr):
     """The rank of each number: how many are better, larger or equal and earlier.
 
-    A table of comparisons, at most 128 rows of it at a time, is summed along its first axis: so each thread
-    adds numbers of its own.
+    Number and place make one integer, so that one comparison decides. A table of comparisons, at most 128
+    rows of it at a time, is summed along its first axis: so each thread adds numbers of its own.
     """
-    PIECE: tl.constexpr = LENGTH if LENGTH < 128 else 128
-    x = tl.arange(0, LENGTH)
-    if LENGTH == PIECE:
-        rank = tl.sum(
-            (bits[:, None] + (x[:, None] < x[None, :]).to(tl.int32) > bits[None, :]).to(tl.int32), 0
-        )
+    ROWS: tl.constexpr = LENGTH if LENGTH < 128 else 128
+    PIECES: tl.constexpr = LENGTH // ROWS
+    x = (bits.to(tl.int64) << 32) - tl.arange(0, LENGTH)
+    if PIECES == 1:
+        rank = tl.sum((x[:, None] > x[None, :]).to(tl.int32), 0)
     else:
-        pieces = tl.reshape(bits, [LENGTH // PIECE, PIECE])
-        number = tl.arange(0, LENGTH // PIECE)[:, None]
+        pieces = tl.reshape(x, [PIECES, ROWS])
+        number = tl.arange(0, PIECES)[:, None]
         rank = tl.zeros([LENGTH], tl.int32)
-        for i in range(LENGTH // PIECE):
+        for i in range(PIECES):
             piece = tl.sum(tl.where(number == i, pieces, 0), 0)
-            earlier = (i * PIECE + tl.arange(0, PIECE)[:, None] < x[None, :]).to(tl.int32)
-            rank += tl.sum((piece[:, None] + earlier > bits[None, :]).to(tl.int32), 0)
+            rank += tl.sum((piece[:, None] > x[None, :]).to(tl.int32), 0)
     return rank

@@ -75,27 +75,30 @@ def scores_kernel(
         before = num_blocks(tokens.start, SIZE, STRIDE)
         written = exists & (tile * (TILE_BLOCKS * OWN) < before)[None, :]
         written_before = cut & ((tile - 1) * (TILE_BLOCKS * OWN) < before)[None, :]
+        # Relative to one largest logit of each tile; a tile's first block is also seen by the tile before.
+        largest = tl.where(written, tops_here, LOWEST)
+        largest_before = tl.where(written_before, tops_before, LOWEST)
+        top_of_first = tl.maximum(largest, largest_before)
+        own_part = tl.exp2(largest - top_of_first)
+        tail = tl.where(written_before, tails_before, 0.0) * tl.exp2(largest_before - top_of_first)
         first = (block == 0)[None, None, :]
-        largest = tl.where(written, tops_here, LOWEST)[:, :, None]
-        largest_before = tl.where(first & written_before[:, :, None], tops_before[:, :, None], LOWEST)
-        number = tile[:, None] * TILE_BLOCKS + block[None, :]
-        reference = tl.maximum(tl.broadcast_to(largest, largest_before.shape), largest_before)
-        for j in tl.static_range(BLOCKS):
-            own = (before + j) // OWN
-            near = ((number == own) | ((SPAN > 1) & (number == own + 1)))[None, :, :]
-            logit = tl.load(block_logits + source * BLOCKS + j, mask=inside, other=float("-inf"))
-            reference = tl.maximum(reference, tl.where(near, logit[:, None, None], LOWEST))
-        x = tl.where(written[:, :, None], given, 0.0) * tl.exp2(largest - reference)
-        tail = tl.where(first & written_before[:, :, None], tails_before[:, :, None], 0.0)
-        x += tail * tl.exp2(largest_before - reference)
-        for j in tl.static_range(BLOCKS):
-            own = (before + j) // OWN
-            column = (before + j) % OWN
-            weight = tl.where(number == own, tl.minimum(OWN - column, SPAN), 0)
-            weight += tl.where(number == own + 1, tl.maximum(column + SPAN - OWN, 0), 0)
-            logit = tl.load(block_logits + source * BLOCKS + j, mask=inside, other=float("-inf"))
-            p = tl.exp2(logit[:, None, None] - reference)
-            x += tl.where((weight > 0)[None, :, :], weight.to(tl.float32)[None, :, :] * p, 0.0)
+        x = tl.where(written[:, :, None], given, 0.0)
+        x = tl.where(first, x * own_part[:, :, None] + tail[:, :, None], x)
+        reference = tl.where(first, top_of_first[:, :, None], largest[:, :, None])
+        if (chunk + 1) * CHUNK > before // OWN:  # the chunk may hold blocks with new compressed keys
+            number = tile[:, None] * TILE_BLOCKS + block[None, :]
+            for j in tl.static_range(BLOCKS):
+                own = (before + j) // OWN
+                column = (before + j) % OWN
+                weight = tl.where(number == own, tl.minimum(OWN - column, SPAN), 0)
+                weight += tl.where(number == own + 1, tl.maximum(column + SPAN - OWN, 0), 0)
+                weight = weight.to(tl.float32)[None, :, :]
+                logit = tl.load(block_logits + source * BLOCKS + j, mask=inside, other=float("-inf"))
+                logit = tl.where(weight > 0.0, logit[:, None, None], float("-inf"))
+                larger = tl.maximum(reference, logit)
+                new = tl.where(weight > 0.0, weight * tl.exp2(logit - larger), 0.0)
+                x = x * tl.exp2(reference - larger) + new
+                reference = larger
         score = tl.reshape(tl.sum(x * tl.exp2(reference - lse[:, None, None]), 0), [CHUNK])
         j = chunk * CHUNK + tl.arange(0, CHUNK)
         score = tl.where(score > 0.0, score, 0.0)  # NaN counts as 0

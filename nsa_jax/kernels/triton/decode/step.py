@@ -1,8 +1,9 @@
 """A decode step by five kernels, four of them in a chain: `first`, `scores`, `selected`, `merge`.
 
-XLA makes a CUDA graph of a compiled loop's body, whose launches wait for their operands only: `window` runs
-beside `selected`. Where an MLP or XLA forms the new blocks, `append` and `compressed` take the place of
-`first`, side by side, and the MLP's `hidden` delays the former only.
+XLA makes a CUDA graph of a compiled loop's body. In it a launch waits for all before it that it shares an
+array with, even one that both only read: XLA takes all operands of a custom call for written. `window` has
+copies of the two arrays that `scores` and `selected` need, too, so it runs beside them. `hidden` stands before
+`first` where an MLP forms the new blocks.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +17,7 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.decode import tiles
-from nsa_jax.kernels.triton.decode.append import append_kernel
-from nsa_jax.kernels.triton.decode.compressed import compressed_kernel, first_kernel
+from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
 from nsa_jax.kernels.triton.decode.merge import merge_kernel
 from nsa_jax.kernels.triton.decode.scores import scores_kernel
@@ -48,18 +48,25 @@ class GivenBlocks(NamedTuple):
     value: Float[Array, "B blocks K V"]
 
 
-class _OutputLayer(NamedTuple):
-    """What `forming.OutputLayer` is given."""
+class _Formed(NamedTuple):
+    """What `forming.Forming` is given: blocks, or hidden units and the rest of the MLPs; and the rotation."""
 
+    given_key: Float[Array, "B blocks K H"] | None = None
+    given_value: Float[Array, "B blocks K V"] | None = None
     hidden: Float[Array, "B blocks K parts F"] | None = None
-    bias_in: Float[Array, " F"] | None = None
-    kernel_out: Float[Array, "F D"] | None = None
-    bias_out: Float[Array, " D"] | None = None
+    key_bias_in: Float[Array, " F"] | None = None
+    key_kernel_out: Float[Array, "F H"] | None = None
+    key_bias_out: Float[Array, " H"] | None = None
+    value_bias_in: Float[Array, " F"] | None = None
+    value_kernel_out: Float[Array, "F V"] | None = None
+    value_bias_out: Float[Array, " V"] | None = None
+    frequency: Float[Array, " pairs"] | None = None
+    magnitude: Float[Array, " 1"] | None = None
 
-    @property
-    def units(self) -> int:
-        """Hidden units; 0 for no MLP."""
-        return 0 if self.bias_in is None else self.bias_in.shape[0]
+    def constants(self) -> dict[str, int]:
+        """Sizes of what is given."""
+        sizes = {"KEY_UNITS": self.key_bias_in, "VALUE_UNITS": self.value_bias_in, "PAIRS": self.frequency}
+        return {name: 0 if x is None else x.shape[0] for name, x in sizes.items()}
 
 
 class _Part(NamedTuple):
@@ -70,7 +77,7 @@ class _Part(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """What `compressed_kernel` leaves for the scores."""
+    """What the compressed branch leaves for the scores."""
 
     scores: Float[Array, "B K rows blocks"]
     tails: Float[Array, "B K rows tiles"]
@@ -78,13 +85,15 @@ class _Scored(NamedTuple):
 
 
 class _Appended(NamedTuple):
-    """What `append_kernel` leaves beside the cache."""
+    """What is left of the new tokens beside the cache; see `append.Appended`."""
 
     placed: Int32[Array, "B 3"]
     block_key: Float[Array, "B blocks K H"]
     block_value: Float[Array, "B blocks K V"]
     block_logits: Float[Array, "B K rows blocks"]
     part: _Part
+    window_placed: Int32[Array, "B 3"]
+    window_query: Float[Array, "B T N H"]
 
 
 def decode_step(
@@ -108,11 +117,7 @@ def decode_step(
       sizes: of the pieces of work.
     """
     step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
-    if isinstance(compress, Compression) and compress.key is None and compress.value is None:
-        cache, cmp, scored, appended = step.begin()
-    else:
-        cmp, scored = step.attend_compressed()
-        cache, appended = step.append()
+    cache, cmp, scored, appended = step.begin()
     best = step.score(cmp, scored, appended)
     cache, win = step.attend_window(cache, appended, cmp)
     slc, chosen = step.attend_selected(cache, appended, best)
@@ -137,11 +142,6 @@ def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSi
             block_size=max(_padded(config.selection_block_size), 16),
         )
     )
-
-
-def _appended(found: tuple[Array, ...]) -> _Appended:
-    placed, block_key, block_value, block_logits, out, sums = found
-    return _Appended(placed, block_key, block_value, block_logits, _Part(out, sums))
 
 
 class _Step:
@@ -190,76 +190,80 @@ class _Step:
         return self.floats(parts, rows, self.cache.value_slc.shape[3]), self.floats(parts, 2, rows)
 
     def begin(self) -> tuple[NSACache, _Part, _Scored, _Appended]:
-        """`append` with means for blocks, and `attend_compressed`, in one launch."""
+        """The cache with the new tokens, the blocks that they complete, and the compressed branch."""
+        cache, formed, sizes = self.cache, self.form(), self.sizes
+        rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
+        parts = sizes.cmp_parts * self.batch * self.kv_heads * sizes.groups
         updated, found = launch(
-            first_kernel, *self.appending(), *self.turning(), self.query, self.cache.key_cmp,
-            self.cache.value_cmp, out=(*self.compressed_results(), *self.appended_results()), in_place=6,
-            grid=(self.batch * self.kv_heads + self.compressed_programs(),), **self.compressed_constants(),
+            first_kernel, cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens,
+            *self.tokens, *formed, self.query, cache.key_cmp, cache.value_cmp,
+            out=(*self.compressed_results(), *self.appended_results()), in_place=6,
+            grid=(parts + self.batch * self.kv_heads,), num_warps=sizes.cmp_warps,
+            num_stages=sizes.cmp_stages, batch=self.batch, MAX_LENGTH=cache.max_length,
+            RAW=rings[0].shape[1], RING=1 if rings[2] is None else rings[2].shape[1], BLOCKS=self.blocks,
+            ROWS=sizes.rows, HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3],
+            MAX_BLOCKS=self.max_blocks, OWN=self.own, PADDED=_padded(self.own), TILE_BLOCKS=self.tile_blocks,
+            TILES=self.tiles, PARTS=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages,
+            **formed.constants(), **self.common, **self.compression, **self.dims, **self.products,
         )  # fmt: skip
-        return self.extended(updated), _Part(*found[:2]), _Scored(*found[2:5]), _appended(found[5:])
+        names = ("key_slc", "value_slc", "key_raw_ring", "value_raw_ring", "key_win_ring", "value_win_ring")
+        cache = cache._replace(**dict(zip(names, updated, strict=False)))
+        placed, block_key, block_value, block_logits, out, sums, *for_window = found[5:]
+        appended = _Appended(placed, block_key, block_value, block_logits, _Part(out, sums), *for_window)
+        return cache, _Part(*found[:2]), _Scored(*found[2:5]), appended
 
-    def attend_compressed(self) -> tuple[_Part, _Scored]:
-        """The compressed branch over the blocks that are in the cache."""
-        found = launch(
-            compressed_kernel, self.cache.lengths, self.num_tokens, self.query, self.cache.key_cmp,
-            self.cache.value_cmp, out=self.compressed_results(), grid=(self.compressed_programs(),),
-            **self.compressed_constants(),
-        )  # fmt: skip
-        return _Part(*found[:2]), _Scored(*found[2:])
-
-    def append(self) -> tuple[NSACache, _Appended]:
-        """The cache with the new tokens, and the blocks that they complete."""
-        given: tuple[Array | None, Array | None] = (None, None)
-        key = value = _OutputLayer()
+    def form(self) -> _Formed:
+        """What the new blocks are formed of, beside the tokens."""
         if isinstance(self.compress, GivenBlocks):
-            given = self.compress
-        else:
-            key = self.hidden(self.compress.key, self.cache.key_raw_ring, self.tokens.key_cmp)
-            value = self.hidden(self.compress.value, self.cache.value_raw_ring, self.tokens.value_cmp)
-        updated, found = launch(
-            append_kernel, *self.appending(), *given, *key, *value, *self.turning(), self.query,
-            out=self.appended_results(), in_place=6, grid=(self.batch * self.kv_heads,), num_stages=1,
-            KEY_UNITS=key.units, VALUE_UNITS=value.units,
-            HIDDEN_PARTS=self.hidden_sizes(self.query.dtype.itemsize).parts, **self.appending_constants(),
-        )  # fmt: skip
-        return self.extended(updated), _appended(found)
+            return _Formed(*self.compress)
+        key, value, rotation = self.compress.key, self.compress.value, self.compress.rotation
+        formed = _Formed()
+        if key is not None or value is not None:
+            formed = formed._replace(hidden=self.hidden(key, value))
+        if key is not None:
+            formed = formed._replace(
+                key_bias_in=key.bias_in, key_kernel_out=key.kernel_out, key_bias_out=key.bias_out
+            )
+        if value is not None:
+            formed = formed._replace(
+                value_bias_in=value.bias_in, value_kernel_out=value.kernel_out, value_bias_out=value.bias_out
+            )
+        if rotation is not None:
+            magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
+            formed = formed._replace(
+                frequency=jnp.asarray(rotation.frequency, jnp.float32), magnitude=magnitude
+            )
+        return formed
 
-    def hidden(self, mlp: ResidualMLP | None, ring: Array, new: Array) -> _OutputLayer:
-        """The hidden layer of an MLP for the blocks of the step, and what is left to do."""
-        if mlp is None:
-            return _OutputLayer()
-        sizes, units = self.hidden_sizes(mlp.kernel_in.dtype.itemsize), mlp.bias_in.shape[0]
-        first, second = split_dim(ring.shape[3])  # each a multiple of the second
-        shape = (self.batch, self.blocks, self.kv_heads, sizes.parts, units)
+    def hidden(
+        self, key: ResidualMLP | None, value: ResidualMLP | None
+    ) -> Float[Array, "B blocks K parts F"]:
+        """The hidden units of the MLPs for the blocks of the step, before bias and GELU."""
         rows = self.batch * self.blocks * self.kv_heads
-        found = launch(
-            hidden_kernel, ring, new, self.cache.lengths, self.num_tokens, mlp.position_embedding,
-            mlp.kernel_in, out=jax.ShapeDtypeStruct(shape, jnp.float32),
-            grid=(sizes.parts * -(-units // sizes.units) * -(-rows // sizes.rows),),
-            num_stages=sizes.stages, batch=self.batch, T=self.num_new, KV_HEADS=self.kv_heads,
-            MAX_LENGTH=self.cache.max_length, RAW=ring.shape[1], BLOCKS=self.blocks, ROWS=sizes.rows, F=units,
-            UNITS=sizes.units, PARTS=sizes.parts, STAGES=sizes.stages, DIM=ring.shape[3],
-            DEPTH=min(second or first, sizes.depth),
-            PRECISION=precision(mlp.kernel_in.dtype), **self.compression,
+        sizes = tiles.hidden_sizes(rows, self.config.compression_block_size)
+        operands: list[Array | None] = []
+        constants: dict[str, Any] = {}
+        for name, mlp in (("key", key), ("value", value)):
+            ring, new = getattr(self.cache, f"{name}_raw_ring"), getattr(self.tokens, f"{name}_cmp")
+            weights = None if mlp is None else mlp.kernel_in
+            dtype = ring.dtype if weights is None else weights.dtype
+            operands += [None] * 4 if mlp is None else [ring, new, mlp.position_embedding, weights]
+            of_layer = dict(
+                UNITS=0 if weights is None else weights.shape[1], DIM=ring.shape[3],
+                DEPTH=tiles.hidden_depth(ring.shape[3], dtype.itemsize), PRECISION=precision(dtype),
+            )  # fmt: skip
+            constants |= {f"{name.upper()}_{what}": size for what, size in of_layer.items()}
+        columns = constants["KEY_UNITS"], constants["VALUE_UNITS"]
+        shape = (self.batch, self.blocks, self.kv_heads, sizes.parts, sum(columns))
+        tiles_of_units = sum(-(-units // sizes.units) for units in columns)
+        return launch(
+            hidden_kernel, self.cache.lengths, self.num_tokens, *operands,
+            out=jax.ShapeDtypeStruct(shape, jnp.float32),
+            grid=(sizes.parts * tiles_of_units * -(-rows // sizes.rows),), num_stages=sizes.stages,
+            batch=self.batch, T=self.num_new, KV_HEADS=self.kv_heads, MAX_LENGTH=self.cache.max_length,
+            RAW=self.cache.key_raw_ring.shape[1], BLOCKS=self.blocks, ROWS=sizes.rows, COLUMNS=sizes.units,
+            PARTS=sizes.parts, STAGES=sizes.stages, **constants, **self.compression,
         )  # fmt: skip
-        return _OutputLayer(found, mlp.bias_in, mlp.kernel_out, mlp.bias_out)
-
-    def hidden_sizes(self, float_bytes: int) -> tiles.HiddenSizes:
-        """Those for the weights of an MLP; the parts are the same for all."""
-        blocks = self.batch * self.blocks * self.kv_heads
-        return tiles.hidden_sizes(blocks, self.config.compression_block_size, float_bytes)
-
-    def turning(self) -> tuple[Array | None, Array | None]:
-        """`forming.Turning`."""
-        rotation = None if isinstance(self.compress, GivenBlocks) else self.compress.rotation
-        if rotation is None:
-            return None, None
-        magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
-        return jnp.asarray(rotation.frequency, jnp.float32), magnitude
-
-    def compressed_programs(self) -> int:
-        """Parts of all KV heads, and of their groups of rows."""
-        return self.sizes.cmp_parts * self.batch * self.kv_heads * self.sizes.groups
 
     def compressed_results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Those of `_Part` and `_Scored`."""
@@ -277,37 +281,9 @@ class _Step:
             like(value, (*block, value.shape[3])),
             self.floats(self.num_new * self.heads, self.blocks),
             *self.part(1),
+            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
+            like(self.query),
         )
-
-    def appending(self) -> tuple[Array | None, ...]:
-        """The arrays that get the new tokens, and the tokens."""
-        cache = self.cache
-        rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
-        return (cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens, *self.tokens)
-
-    def extended(self, updated: tuple[Array, ...]) -> NSACache:
-        """The cache with the new tokens."""
-        names = ("key_slc", "value_slc", "key_raw_ring", "value_raw_ring", "key_win_ring", "value_win_ring")
-        return self.cache._replace(**dict(zip(names, updated, strict=False)))
-
-    def appending_constants(self) -> dict[str, Any]:
-        """Of what appends."""
-        frequency, _ = self.turning()
-        ring = 1 if self.cache.key_win_ring is None else self.cache.key_win_ring.shape[1]
-        return dict(
-            MAX_LENGTH=self.cache.max_length, RAW=self.cache.key_raw_ring.shape[1], RING=ring,
-            BLOCKS=self.blocks, ROWS=self.sizes.rows, PAIRS=0 if frequency is None else frequency.shape[0],
-            **self.common, **self.compression, **self.dims, **self.products,
-        )  # fmt: skip
-
-    def compressed_constants(self) -> dict[str, Any]:
-        """Of what attends to compressed keys."""
-        return dict(
-            num_warps=self.sizes.cmp_warps, num_stages=self.sizes.cmp_stages, batch=self.batch,
-            MAX_BLOCKS=self.max_blocks, OWN=self.own, PADDED=_padded(self.own), TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, PARTS=self.sizes.cmp_parts, GROUPS=self.sizes.groups,
-            STAGES=self.sizes.cmp_stages, **self.appending_constants(),
-        )  # fmt: skip
 
     def attend_window(self, cache: NSACache, appended: _Appended, behind: _Part) -> tuple[NSACache, _Part]:
         """The window branch; the cache with the new blocks and lengths."""
@@ -317,7 +293,8 @@ class _Step:
         parts = self.sizes.win_parts
         updated, found = launch(
             window_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed,
-            appended.placed, self.query, key, value, appended.block_key, appended.block_value, behind.sums,
+            appended.window_placed, appended.window_query, key, value, appended.block_key,
+            appended.block_value, behind.out,
             out=self.part(parts), in_place=4, grid=(parts * self.num_new * self.batch * self.kv_heads,),
             num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks,
             WINDOW=min(self.config.window_size, cache.max_length), PARTS=parts, TILE=self.sizes.keys,
@@ -373,7 +350,7 @@ class _Step:
         return launch(
             merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win, *alive,
             out=like(self.query, shape), grid=(self.batch * self.num_new * self.num_heads,),
-            num_warps=max(_padded(max(parts.values())) * _padded(shape[3]) // 4096, 1), num_stages=1,
+            num_warps=max(_padded(max(parts.values())) * _padded(shape[3]) // 2048, 1), num_stages=1,
             **parts, **{f"PADDED_{name}": _padded(number) for name, number in parts.items()},
             **self.common, **self.value_dims,
         )  # fmt: skip

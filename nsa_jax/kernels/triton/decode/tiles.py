@@ -108,22 +108,25 @@ class HiddenSizes(NamedTuple):
       rows: blocks of a program.
       units: hidden units of a program.
       parts: programs that share the tokens of a block.
-      depth: dimensions of a token that are multiplied at a time.
-      stages: such pieces whose loads are in flight.
+      stages: pieces of a token's dimensions whose loads are in flight.
     """
 
     rows: int
     units: int
     parts: int
-    depth: int
     stages: int
 
 
-def hidden_sizes(blocks: int, tokens: int, float_bytes: int) -> HiddenSizes:
+def hidden_sizes(blocks: int, tokens: int) -> HiddenSizes:
     """Sizes for `blocks` of so many `tokens`: 256 units make 64 programs, each with 32 KB of weights."""
     rows = max(min(_power_above(blocks), 32), 16)
-    depth = 32 if float_bytes == 4 else 128  # float32 is multiplied in three parts
-    return HiddenSizes(rows=rows, units=32, parts=min(_power_below(tokens), 8), depth=depth, stages=2)
+    return HiddenSizes(rows=rows, units=32, parts=min(_power_below(tokens), 8), stages=2)
+
+
+def hidden_depth(dim: int, float_bytes: int) -> int:
+    """Dimensions of a token that are multiplied at a time: a power of two that divides `dim`."""
+    most = 32 if float_bytes == 4 else 128  # float32 is multiplied in three parts
+    return min(dim & -dim, most)
 
 
 class DenseStepShape(NamedTuple):
