@@ -21,7 +21,7 @@ from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues  #
 from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
-CHAIN = ["nsa_step_first", "nsa_step_merge", "nsa_step_scores", "nsa_step_selected", "nsa_step_window"]
+CHAIN = ["nsa_step_first", "nsa_step_merge", "nsa_step_second", "nsa_step_selected"]
 BY_MLP = ["nsa_step_hidden", *CHAIN]
 
 
@@ -67,7 +67,7 @@ SHAPES = {
 CASES = [*((90, name) for name in SHAPES), *((c, "main") for c in triton_kernels.TARGETS if c != 90)]
 # As in `test_triton_compile`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
-    (90, "wide float32"): {"nsa_step_first": 320, "nsa_step_selected": 892, "nsa_step_window": 80},
+    (90, "wide float32"): {"nsa_step_first": 320, "nsa_step_selected": 892, "nsa_step_second": 80},
 }
 
 
@@ -134,13 +134,8 @@ def test_mlp_becomes_machine_code(capability, name):
     [(Compression(), CHAIN), (compression(SHAPES["main"]), BY_MLP), (by_function, CHAIN)],
     ids=["mean", "mlp", "function"],
 )
-def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels, tmp_path):
-    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied.
-
-    And `window` waits for neither `scores` nor `selected`. XLA's list of launches names the last one that each
-    waits for, by data or because it writes to memory that the other reads. In a CUDA graph all operands of a
-    custom call count as written: it has none in common with the two.
-    """
+def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels):
+    """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
     shape = Shape(batch=2, max_length=4096)
     held, query, tokens, gates = shape.operands()
@@ -159,9 +154,7 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels, tmp_pa
 
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
-    program = triton_compile.compile_for_h100(
-        loop, data, (held, held), query, tokens, gates, xla_dump_to=str(tmp_path)
-    )
+    program = triton_compile.compile_for_h100(loop, data, (held, held), query, tokens, gates)
     body = program.as_text().split("ENTRY")[0]
 
     smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
@@ -169,17 +162,6 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels, tmp_pa
     assert all(_elements(dims) < smallest for _, dims in copied), copied
     assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * len(kernels)
     assert program.memory_analysis().temp_size_in_bytes < 2 * held.key_slc.size
-    (listed,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
-    waits = re.findall(r"(\d+): kCustomCall +\[prev=(\d+)", listed.read_text())
-    assert sum(int(number) - int(last) == 3 for number, last in waits) == 2, waits
-    calls = [line for line in body.splitlines() if " custom-call(" in line]
-    operands = [set(re.findall(r"%[\w.#-]+", call.split(" custom-call(")[1].split(")")[0])) for call in calls]
-    windows = [i for i, call in enumerate(calls) if call.count(": (") == 4]  # operands in place
-    assert len(windows) == 2
-    for i in windows:
-        scores, selected, window = operands[i - 2 : i + 1]
-        assert scores & selected
-        assert not window & (scores | selected)
 
 
 def _elements(dims: str) -> int:

@@ -4,7 +4,7 @@ In place: the selection arrays and the rings. The rows of all arrays are loaded 
 may alias a later load, which would wait for it.
 
 A block that the step completes is one key of the compressed branch that `compressed` does not look at. It
-enters here as a part of its own, and goes into the cache with `window_kernel`, when nobody reads that any
+enters here as a part of its own, and goes into the cache with `second_kernel`, when nobody reads that any
 more. So nothing here waits for the compressed branch, nor that for this: both are programs of `first_kernel`.
 New tokens, which alone can see different compressed keys, meet only here: what one sees and another does not
 is masked, with its value. A few rows are all that is moved, so latency binds.
@@ -27,7 +27,6 @@ from nsa_jax.kernels.triton.decode.parts import (
     query_rows,
     store_part,
     store_placed,
-    store_query,
 )
 from nsa_jax.kernels.triton.loading import load_at, store_at
 from nsa_jax.kernels.triton.pieces import inner
@@ -61,9 +60,7 @@ class Appended(NamedTuple):
       placed: `[B, 3]`: start, number and fit of the new tokens.
       key, value: `[B, BLOCKS, K, D]`: the blocks; those that are complete are new.
       logits: `[B, K, R, BLOCKS]` in base 2, -inf where a row does not see the block.
-      out, sums: the part of the compressed branch, see `parts`.
-      window_placed, window_query: `placed` and the query again, for `window_kernel`: XLA would not run it
-        beside kernels that it shares an operand with.
+      out, sums: the parts, see `parts`.
     """
 
     placed: tl.tensor
@@ -72,8 +69,6 @@ class Appended(NamedTuple):
     logits: tl.tensor
     out: tl.tensor
     sums: tl.tensor
-    window_placed: tl.tensor
-    window_query: tl.tensor
 
 
 class StepDims(NamedTuple):
@@ -85,6 +80,7 @@ class StepDims(NamedTuple):
       SIZE, STRIDE: of compression blocks.
       BLOCKS: compression blocks that the tokens may complete.
       ROWS: query rows that are attended at a time.
+      PARTS: of all branches.
       PAIRS: of dimensions that a rotation turns.
       KEY_UNITS, VALUE_UNITS, HIDDEN_PARTS: hidden units of the MLPs, and parts of their sums.
       KEY, VALUE: `Dim`s.
@@ -100,6 +96,7 @@ class StepDims(NamedTuple):
     STRIDE: tl.constexpr
     BLOCKS: tl.constexpr
     ROWS: tl.constexpr
+    PARTS: tl.constexpr
     PAIRS: tl.constexpr
     KEY_UNITS: tl.constexpr
     VALUE_UNITS: tl.constexpr
@@ -136,8 +133,8 @@ def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
 
 
 @triton.jit
-def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PRECISION: tl.constexpr):
-    """Appends the tokens of row `b` to the arrays of one KV head; forms its blocks and attends them."""
+def append_row(arrays, forming, found, query, tokens, b, kv_head, part, scale, D, PRECISION: tl.constexpr):
+    """Appends the tokens of row `b` to the arrays of one KV head; forms its blocks, which are a `part`."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
@@ -147,7 +144,6 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
     PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(D.BLOCKS) if D.BLOCKS > 16 else 16
     if kv_head == 0:
         store_placed(found.placed, b, tokens)
-        store_placed(found.window_placed, b, tokens)
 
     i = tl.arange(0, PADDED_T)
     new = i < tokens.number
@@ -192,7 +188,6 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
     for first in tl.static_range(0, R, D.ROWS):
         rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
         q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
-        store_query(found.window_query, q, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
         ends = num_blocks(tokens.start + rows.token + 1, D.SIZE, D.STRIDE)
         seen = complete[None, :] & (before + c[None, :] < ends[:, None])
         logits = tl.where(seen, inner(q, k, PRECISION) * scale, float("-inf"))
@@ -203,6 +198,6 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, scale, D, PREC
             one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
             v = load_at(found.value, one * V, (before + j < after) & (one >= 0), VALUE)
             x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
-        store_part(found.out, found.sums, bk, 0, 1, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
+        store_part(found.out, found.sums, bk, part, D.PARTS, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
         at = (bk * R + rows.number)[:, None] * D.BLOCKS + c[None, :]
         tl.store(found.logits + at, logits, mask=rows.inside[:, None] & (c < D.BLOCKS)[None, :])

@@ -71,7 +71,7 @@ class Tiling(NamedTuple):
       OWN, PADDED: compressed keys of a selection block, and columns for them.
       TILE_BLOCKS: selection blocks of a tile.
       TILES: tiles of the cache.
-      PARTS: programs that share the tiles of a row.
+      SHARES: programs that share the tiles of a row, and their parts.
       STAGES: tiles that a program loads ahead.
     """
 
@@ -80,7 +80,7 @@ class Tiling(NamedTuple):
     PADDED: tl.constexpr
     TILE_BLOCKS: tl.constexpr
     TILES: tl.constexpr
-    PARTS: tl.constexpr
+    SHARES: tl.constexpr
     STAGES: tl.constexpr
 
 
@@ -102,7 +102,7 @@ def attend_part(
     q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
     visible = tl.where(tokens.number > 0, num_blocks(tokens.start, D.SIZE, D.STRIDE), 0)
     tiles = tl.cdiv(visible, X.TILE_BLOCKS * X.OWN)
-    each = tl.cdiv(tiles, X.PARTS)
+    each = tl.cdiv(tiles, X.SHARES)
     first = tl.minimum(part * each, tiles)
     last = tl.minimum(first + each, tiles)
 
@@ -124,4 +124,4 @@ def attend_part(
         tl.store(cmp.scores + at, of_blocks, mask=rows.inside[:, None])
         tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
         tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
-    store_part(cmp.out, cmp.sums, bk, part, X.PARTS, D.T * D.G, rows, state, VALUE)
+    store_part(cmp.out, cmp.sums, bk, part, D.PARTS, D.T * D.G, rows, state, VALUE)

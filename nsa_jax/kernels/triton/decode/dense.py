@@ -25,13 +25,11 @@ from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
     attend,
-    load_parts,
     load_placed,
     load_query,
     query_rows,
     store_part,
     store_placed,
-    sum_parts,
 )
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
@@ -226,15 +224,22 @@ def dense_merge_kernel(
     tokens = load_placed(placed, b)
     VALUE: tl.constexpr = Dim(V0, V1)
     row = token * G + head % G
-    own = load_parts(parts, sums, b * KV_HEADS + head // G, row, PARTS, PADDED, T * G, VALUE)
-    x, _, total = sum_parts(own)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    part = tl.arange(0, PADDED)
+    at = (b * KV_HEADS + head // G).to(tl.int64) * PARTS + part
+    x = load_at(parts, (at * (T * G) + row) * (V0 + V1), part < PARTS, VALUE)
+    largest = tl.load(sums + at * (2 * T * G) + row, mask=part < PARTS, other=LOWEST)
+    total = tl.load(sums + at * (2 * T * G) + T * G + row, mask=part < PARTS, other=0.0)
+    weight = tl.exp2(largest - tl.max(largest, 0))
+    total = tl.sum(total * weight, 0)
+    weight *= 1.0 / tl.where(total == 0.0, 1.0, total)
     exists = token < tokens.number
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(to + tl.arange(0, V0), tl.where(exists, x.first * share, 0.0).to(dtype))
+    tl.store(to + tl.arange(0, V0), tl.where(exists, tl.sum(x.first * weight[:, None], 0), 0.0).to(dtype))
     if V1 > 0:
-        tl.store(to + V0 + tl.arange(0, V1), tl.where(exists, x.second * share, 0.0).to(dtype))
+        tl.store(
+            to + V0 + tl.arange(0, V1), tl.where(exists, tl.sum(x.second * weight[:, None], 0), 0.0).to(dtype)
+        )
     if (head == 0) & (token == 0):
         tl.store(lengths + b, tokens.start + tokens.number)
         tl.store(overflowed + b, True, mask=tokens.fits == 0)

@@ -22,23 +22,23 @@ def first_kernel(
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
     value_bias_in, value_kernel_out, value_bias_out, frequency, magnitude, query, key_cmp, value_cmp,
-    out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, block_out, block_sums,
-    window_placed, window_query,
+    out, sums, scores, tails, tops, placed, block_key, block_value, block_logits,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr, VALUE_UNITS: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    ROWS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr,
+    VALUE_UNITS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part, or what one KV head of a row appends. In place: the selection arrays and the rings."""
     D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, PAIRS, KEY_UNITS,
+        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, ALL, PAIRS, KEY_UNITS,
         VALUE_UNITS, HIDDEN_PARTS, Dim(H0, H1), Dim(V0, V1),
     )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, PARTS, STAGES)
-    attending = PARTS * batch * KV_HEADS * GROUPS
+    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, STAGES)
+    attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
     if pid < attending:
         cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
@@ -52,10 +52,8 @@ def first_kernel(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),
             OutputLayer(value_bias_in, value_kernel_out, value_bias_out), Turning(frequency, magnitude),
         )  # fmt: skip
-        found = Appended(
-            placed, block_key, block_value, block_logits, block_out, block_sums, window_placed, window_query
-        )
+        found = Appended(placed, block_key, block_value, block_logits, out, sums)
         bk = pid - attending
         b = bk // KV_HEADS
         tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-        append_row(arrays, forming, found, query, tokens, b, bk % KV_HEADS, scale, D, PRECISION)
+        append_row(arrays, forming, found, query, tokens, b, bk % KV_HEADS, SHARES, scale, D, PRECISION)

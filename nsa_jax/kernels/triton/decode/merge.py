@@ -7,61 +7,59 @@ Merging in the last program of an earlier kernel loses: one processor then reads
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import load_parts, load_placed, sum_parts
+from nsa_jax.kernels.triton.decode.parts import load_placed
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import Dim, added, scaled
+from nsa_jax.kernels.triton.loading import load_at
+from nsa_jax.kernels.triton.pieces import Dim
+from nsa_jax.kernels.triton.softmax import LOWEST
 
 
 @triton.jit
-def _share(gates, branch: tl.constexpr, total):
-    """What the values of a branch are multiplied with."""
-    return tl.load(gates + branch).to(tl.float32) / tl.where(total == 0.0, 1.0, total)
+def _weight(largest, total, own, gate):
+    """What the values of a branch's parts are multiplied with, 0 for parts that are not its `own`."""
+    top = tl.max(tl.where(own, largest, LOWEST), 0)
+    decay = tl.where(own, tl.exp2(largest - top), 0.0)
+    sum = tl.sum(decay * total, 0)
+    return decay * (gate.to(tl.float32) / tl.where(sum == 0.0, 1.0, sum))
 
 
 @triton.jit(repr=named("nsa_step_merge"))
 def merge_kernel(
-    placed, gates, out_cmp, sums_cmp, out_new, sums_new, out_slc, sums_slc, out_win, sums_win,
-    alive_0, alive_1, alive_2, alive_3, alive_4, alive_5,
+    placed, gates, parts, sums,
     out,
-    T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr,
-    SLC: tl.constexpr, PADDED_SLC: tl.constexpr, WIN: tl.constexpr, PADDED_WIN: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr,
+    SLC: tl.constexpr, PADDED: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """`out` `[B, T, N, V]`; 0 for a token that found no room.
-
-    What is `alive` is not read. XLA would give the memory of what nobody reads any more to another kernel,
-    which then could not run beside the one that wrote it.
-    """
+    """`out` `[B, T, N, V]`; 0 for a token that found no room. Parts: CMP, then WIN, then SLC."""
+    ALL: tl.constexpr = CMP + WIN + SLC
+    R: tl.constexpr = T * G
+    VALUE: tl.constexpr = Dim(V0, V1)
     head = tl.program_id(0) % (KV_HEADS * G)
     token = tl.program_id(0) // (KV_HEADS * G) % T
     b = tl.program_id(0) // (KV_HEADS * G * T)
     bk = b * KV_HEADS + head // G
     row = token * G + head % G
-    R: tl.constexpr = T * G
-    VALUE: tl.constexpr = Dim(V0, V1)
+
+    part = tl.arange(0, PADDED)
+    there = part < ALL
+    at = bk.to(tl.int64) * ALL + part
+    x = load_at(parts, (at * R + row) * (V0 + V1), there, VALUE)
+    largest = tl.load(sums + at * (2 * R) + row, mask=there, other=LOWEST)
+    total = tl.load(sums + at * (2 * R) + R + row, mask=there, other=0.0)
     gate = gates + tl.program_id(0).to(tl.int64) * 3
+    gate_cmp = tl.load(gate)
+    gate_slc = tl.load(gate + 1)
+    gate_win = tl.load(gate + 2)
     tokens = load_placed(placed, b)
 
-    cmp = load_parts(out_cmp, sums_cmp, bk, row, CMP, PADDED_CMP, R, VALUE)
-    new = load_parts(out_new, sums_new, bk, row, 1, 1, R, VALUE)
-    slc = load_parts(out_slc, sums_slc, bk, row, SLC, PADDED_SLC, R, VALUE)
-    win = load_parts(out_win, sums_win, bk, row, WIN, PADDED_WIN, R, VALUE)
-
-    x, top, total = sum_parts(cmp)
-    y, new_top, new_total = sum_parts(new)
-    both = tl.maximum(top, new_top)
-    decay = tl.exp2(top - both)
-    new_decay = tl.exp2(new_top - both)
-    share = _share(gate, 0, total * decay + new_total * new_decay)
-    x = added(scaled(x, decay * share), scaled(y, new_decay * share))
-    y, _, total = sum_parts(slc)
-    x = added(x, scaled(y, _share(gate, 1, total)))
-    y, _, total = sum_parts(win)
-    x = added(x, scaled(y, _share(gate, 2, total)))
-
-    to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
+    weight = _weight(largest, total, part < CMP, gate_cmp)
+    weight += _weight(largest, total, (part >= CMP) & (part < CMP + WIN), gate_win)
+    weight += _weight(largest, total, part >= CMP + WIN, gate_slc)
     exists = token < tokens.number
+    to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(to + tl.arange(0, V0), tl.where(exists, x.first, 0.0).to(dtype))
+    y = tl.sum(x.first * weight[:, None], 0)
+    tl.store(to + tl.arange(0, V0), tl.where(exists, y, 0.0).to(dtype))
     if V1 > 0:
-        tl.store(to + V0 + tl.arange(0, V1), tl.where(exists, x.second, 0.0).to(dtype))
+        z = tl.sum(x.second * weight[:, None], 0)
+        tl.store(to + V0 + tl.arange(0, V1), tl.where(exists, z, 0.0).to(dtype))

@@ -1,8 +1,9 @@
 """What the kernels of a decode step share: the rows of a KV head, and softmaxes that come in parts.
 
 Query rows of a KV head are its T new tokens times its G query heads, `r = token * G + head`: R of them. A
-branch whose keys are shared out over programs leaves a part of its softmax from each: `out` of
-`[B, K, parts, R, V]`, and its largest logits and totals, `sums` of `[B, K, parts, 2, R]`, in float32.
+branch whose keys are shared out over programs leaves a part of its softmax from each. The parts of all
+branches lie in one pair of arrays, in float32: `out` of `[B, K, PARTS, R, V]`, and their largest logits and
+totals, `sums` of `[B, K, PARTS, 2, R]`.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from nsa_jax.kernels.triton.loading import load_at, store_at
 from nsa_jax.kernels.triton.pieces import Pieces, add_product, inner, scaled
-from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
+from nsa_jax.kernels.triton.softmax import Softmax
 
 
 class NewTokens(NamedTuple):
@@ -73,22 +74,11 @@ def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_H
 
 
 @triton.jit
-def _first_query(query, b, kv_head, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
-    return query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * (DIM.D0 + DIM.D1)
-
-
-@triton.jit
 def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
     """The rows of `query` of `[B, T, N, H]`."""
-    start = _first_query(query, b, kv_head, T, G, KV_HEADS, DIM)
-    return load_at(start, rows.offset * (DIM.D0 + DIM.D1), rows.inside, DIM)
-
-
-@triton.jit
-def store_query(query, q, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
-    """Stores such rows."""
-    start = _first_query(query, b, kv_head, T, G, KV_HEADS, DIM)
-    store_at(start, rows.offset * (DIM.D0 + DIM.D1), q, rows.inside, DIM)
+    WIDTH: tl.constexpr = DIM.D0 + DIM.D1
+    start = query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * WIDTH
+    return load_at(start, rows.offset * WIDTH, rows.inside, DIM)
 
 
 @triton.jit
@@ -117,56 +107,12 @@ def add_value(out, weight, v):
 
 @triton.jit
 def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, state, DIM):
-    """Stores a softmax as one of the PARTS of KV head `bk`, counted over the batch."""
+    """Stores a softmax as one of all PARTS of KV head `bk`, counted over the batch."""
     at = bk.to(tl.int64) * PARTS + part
     tl.store(sums + at * (2 * R) + rows.number, state.largest, mask=rows.inside)
     tl.store(sums + at * (2 * R) + R + rows.number, state.total, mask=rows.inside)
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     store_at(out + at * (R * WIDTH), rows.number * WIDTH, state.out, rows.inside, DIM)
-
-
-@triton.jit
-def whole_sums(sums, bk, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, row, inside):
-    """Largest logit and total over all parts, for each row."""
-    part = tl.arange(0, PADDED)
-    at = sums + bk.to(tl.int64) * (PARTS * 2 * R) + part[:, None] * (2 * R) + row[None, :]
-    there = (part < PARTS)[:, None] & inside[None, :]
-    largest = tl.load(at, mask=there, other=LOWEST)
-    total = tl.load(at + R, mask=there, other=0.0)
-    top = tl.max(largest, 0)
-    return top, tl.sum(total * tl.exp2(largest - top[None, :]), 0)
-
-
-class Parts(NamedTuple):
-    """The parts of one row: their values `[PARTS, D]`, largest logits and totals `[PARTS]`."""
-
-    out: Pieces
-    largest: tl.tensor
-    total: tl.tensor
-
-
-@triton.jit
-def load_parts(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """The parts of one branch; several branches are loaded before one is summed, for loads take long."""
-    part = tl.arange(0, PADDED)
-    at = bk.to(tl.int64) * PARTS + part
-    largest = tl.load(sums + at * (2 * R) + row, mask=part < PARTS, other=LOWEST)
-    total = tl.load(sums + at * (2 * R) + R + row, mask=part < PARTS, other=0.0)
-    values = load_at(out, (at * R + row) * (DIM.D0 + DIM.D1), part < PARTS, DIM)
-    return Parts(values, largest, total)
-
-
-@triton.jit
-def sum_parts(parts):
-    """Values, largest logit and total of a row."""
-    top = tl.max(parts.largest, 0)
-    weight = tl.exp2(parts.largest - top)
-    x0 = tl.sum(parts.out.first * weight[:, None], 0)
-    if parts.out.second is None:
-        x1 = None
-    else:
-        x1 = tl.sum(parts.out.second * weight[:, None], 0)
-    return Pieces(x0, x1), top, tl.sum(parts.total * weight, 0)
 
 
 @triton.jit

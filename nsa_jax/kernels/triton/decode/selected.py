@@ -27,18 +27,23 @@ from nsa_jax.kernels.triton.softmax import no_keys
 
 @triton.jit(repr=named("nsa_step_selected"))
 def selected_kernel(
+    out, sums,
     placed, query, key_slc, value_slc, best,
-    out, sums, chosen,
+    chosen,
     scale, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     BLOCK: tl.constexpr, SELECTED: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     WIDE: tl.constexpr, CHUNK: tl.constexpr, LISTS: tl.constexpr, SLOTS: tl.constexpr,
-    PARTS: tl.constexpr, PADDED_BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
+    ALL: tl.constexpr, FIRST: tl.constexpr, SHARES: tl.constexpr, PADDED_BLOCK: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of SLOTS / PARTS blocks, STEP at a time; `chosen` `[B, T, K, SELECTED]`, -1 for none."""
-    part = tl.program_id(0) % PARTS
-    token = tl.program_id(0) // PARTS % T
-    bk = tl.program_id(0) // (PARTS * T)
+    """One share of SLOTS / SHARES blocks, STEP at a time. In place: the parts.
+
+    `chosen` `[B, T, K, SELECTED]`, -1 for none.
+    """
+    share = tl.program_id(0) % SHARES
+    token = tl.program_id(0) // SHARES % T
+    bk = tl.program_id(0) // (SHARES * T)
     b = bk // KV_HEADS
     kv_head = bk % KV_HEADS
     KEY: tl.constexpr = Dim(H0, H1)
@@ -46,7 +51,7 @@ def selected_kernel(
     H: tl.constexpr = H0 + H1
     V: tl.constexpr = V0 + V1
     FORCED: tl.constexpr = INITIAL + LOCAL
-    EACH: tl.constexpr = SLOTS // PARTS
+    EACH: tl.constexpr = SLOTS // SHARES
     COLUMNS: tl.constexpr = STEP * PADDED_BLOCK
 
     x = tl.arange(0, LISTS * SLOTS)
@@ -75,10 +80,10 @@ def selected_kernel(
     values = value_slc + (b.to(tl.int64) * (MAX_LENGTH * KV_HEADS) + kv_head) * V
     state = no_keys(ROWS, VALUE)
     for first in tl.range(0, EACH, STEP, num_stages=1):
-        slot = part * EACH + first + column // PADDED_BLOCK
+        slot = share * EACH + first + column // PADDED_BLOCK
         block = tl.where(slot < INITIAL, slot, local + slot - INITIAL)
         for u in tl.static_range(STEP):
-            found = tl.sum(tl.where(rank == part * EACH + first + u - FORCED, index, 0), 0)
+            found = tl.sum(tl.where(rank == share * EACH + first + u - FORCED, index, 0), 0)
             block = tl.where((column // PADDED_BLOCK == u) & (slot >= FORCED), found, block)
         block = tl.where(fit, tl.where(slot < count, slot, -1), block)
         block = tl.where(slot < SELECTED, block, -1)
@@ -91,4 +96,4 @@ def selected_kernel(
         k = load_at(keys, key * (KV_HEADS * H), seen, KEY)
         v = load_at(values, key * (KV_HEADS * V), seen, VALUE)
         state, _ = attend(state, q, k, v, seen, scale, PRECISION)
-    store_part(out, sums, bk, part, PARTS, T * G, rows, state, VALUE)
+    store_part(out, sums, bk, FIRST + share, ALL, T * G, rows, state, VALUE)

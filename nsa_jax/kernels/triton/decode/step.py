@@ -1,9 +1,7 @@
-"""A decode step by five kernels, four of them in a chain: `first`, `scores`, `selected`, `merge`.
+"""A decode step by four kernels, one behind another: `first`, `second`, `selected`, `merge`.
 
-XLA makes a CUDA graph of a compiled loop's body. In it a launch waits for all before it that it shares an
-array with, even one that both only read: XLA takes all operands of a custom call for written. `window` has
-copies of the two arrays that `scores` and `selected` need, too, so it runs beside them. `hidden` stands before
-`first` where an MLP forms the new blocks.
+XLA makes a CUDA graph of a compiled loop's body, in which each launch waits for the one before. So what can
+run side by side is one launch. `hidden` stands before `first` where an MLP forms the new blocks.
 """
 
 from typing import Any, NamedTuple
@@ -20,10 +18,9 @@ from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
 from nsa_jax.kernels.triton.decode.merge import merge_kernel
-from nsa_jax.kernels.triton.decode.scores import scores_kernel
+from nsa_jax.kernels.triton.decode.second import second_kernel
 from nsa_jax.kernels.triton.decode.selected import selected_kernel
 from nsa_jax.kernels.triton.decode.shards import alike_in_shards
-from nsa_jax.kernels.triton.decode.window import window_kernel
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
 from nsa_jax.kernels.triton.launch import launch, like
@@ -69,31 +66,23 @@ class _Formed(NamedTuple):
         return {name: 0 if x is None else x.shape[0] for name, x in sizes.items()}
 
 
-class _Part(NamedTuple):
-    """What the programs of a branch leave, see `parts`."""
+class _Parts(NamedTuple):
+    """The parts of all branches, see `parts`."""
 
     out: Float[Array, "B K parts rows V"]
     sums: Float[Array, "B K parts 2 rows"]
 
 
-class _Scored(NamedTuple):
-    """What the compressed branch leaves for the scores."""
+class _Found(NamedTuple):
+    """What the first launch leaves beside cache and parts; see `compressed.Compressed`, `append.Appended`."""
 
     scores: Float[Array, "B K rows blocks"]
     tails: Float[Array, "B K rows tiles"]
     tops: Float[Array, "B K rows tiles"]
-
-
-class _Appended(NamedTuple):
-    """What is left of the new tokens beside the cache; see `append.Appended`."""
-
     placed: Int32[Array, "B 3"]
     block_key: Float[Array, "B blocks K H"]
     block_value: Float[Array, "B blocks K V"]
     block_logits: Float[Array, "B K rows blocks"]
-    part: _Part
-    window_placed: Int32[Array, "B 3"]
-    window_query: Float[Array, "B T N H"]
 
 
 def decode_step(
@@ -117,12 +106,10 @@ def decode_step(
       sizes: of the pieces of work.
     """
     step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
-    cache, cmp, scored, appended = step.begin()
-    best = step.score(cmp, scored, appended)
-    cache, win = step.attend_window(cache, appended, cmp)
-    slc, chosen = step.attend_selected(cache, appended, best)
-    alive = (*scored, appended.block_logits, best, chosen)
-    return StepResult(step.merge(appended, cmp, slc, win, alive), cache, chosen)
+    cache, parts, found = step.begin()
+    cache, parts, best = step.score_and_attend_window(cache, parts, found)
+    parts, chosen = step.attend_selected(cache, parts, found.placed, best)
+    return StepResult(step.merge(parts, found.placed), cache, chosen)
 
 
 def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
@@ -179,38 +166,49 @@ class _Step:
         )  # fmt: skip
         self.products: dict[str, Any] = dict(scale=self.scale, PRECISION=precision(query.dtype))
         self.token_rows = max(_padded(self.heads), 16)
+        # Parts of the branches, in this order; new blocks are one more part of the compressed branch.
+        self.parts: dict[str, int] = dict(
+            CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.slc_parts
+        )
+        self.all_parts = sum(self.parts.values())
 
     def floats(self, *shape: int) -> jax.ShapeDtypeStruct:
         """Float32 for each KV head."""
         return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *shape), jnp.float32)
 
-    def part(self, parts: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Those of `_Part`."""
-        rows = self.num_new * self.heads
-        return self.floats(parts, rows, self.cache.value_slc.shape[3]), self.floats(parts, 2, rows)
-
-    def begin(self) -> tuple[NSACache, _Part, _Scored, _Appended]:
+    def begin(self) -> tuple[NSACache, _Parts, _Found]:
         """The cache with the new tokens, the blocks that they complete, and the compressed branch."""
         cache, formed, sizes = self.cache, self.form(), self.sizes
         rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
-        parts = sizes.cmp_parts * self.batch * self.kv_heads * sizes.groups
+        attending = sizes.cmp_parts * self.batch * self.kv_heads * sizes.groups
+        rows, block = self.num_new * self.heads, (self.batch, self.blocks, self.kv_heads)
+        key_cmp, value_cmp = cache.key_cmp, cache.value_cmp
+        out = (
+            self.floats(self.all_parts, rows, value_cmp.shape[3]),
+            self.floats(self.all_parts, 2, rows),
+            self.floats(rows, self.tiles * self.tile_blocks),
+            self.floats(rows, self.tiles),
+            self.floats(rows, self.tiles),
+            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
+            like(key_cmp, (*block, key_cmp.shape[3])),
+            like(value_cmp, (*block, value_cmp.shape[3])),
+            self.floats(rows, self.blocks),
+        )
         updated, found = launch(
             first_kernel, cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens,
-            *self.tokens, *formed, self.query, cache.key_cmp, cache.value_cmp,
-            out=(*self.compressed_results(), *self.appended_results()), in_place=6,
-            grid=(parts + self.batch * self.kv_heads,), num_warps=sizes.cmp_warps,
+            *self.tokens, *formed, self.query, key_cmp, value_cmp, out=out, in_place=6,
+            grid=(attending + self.batch * self.kv_heads,), num_warps=sizes.cmp_warps,
             num_stages=sizes.cmp_stages, batch=self.batch, MAX_LENGTH=cache.max_length,
             RAW=rings[0].shape[1], RING=1 if rings[2] is None else rings[2].shape[1], BLOCKS=self.blocks,
-            ROWS=sizes.rows, HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3],
+            ROWS=sizes.rows, ALL=self.all_parts,
+            HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3],
             MAX_BLOCKS=self.max_blocks, OWN=self.own, PADDED=_padded(self.own), TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, PARTS=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages,
+            TILES=self.tiles, SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages,
             **formed.constants(), **self.common, **self.compression, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_slc", "value_slc", "key_raw_ring", "value_raw_ring", "key_win_ring", "value_win_ring")
         cache = cache._replace(**dict(zip(names, updated, strict=False)))
-        placed, block_key, block_value, block_logits, out, sums, *for_window = found[5:]
-        appended = _Appended(placed, block_key, block_value, block_logits, _Part(out, sums), *for_window)
-        return cache, _Part(*found[:2]), _Scored(*found[2:5]), appended
+        return cache, _Parts(*found[:2]), _Found(*found[2:])
 
     def form(self) -> _Formed:
         """What the new blocks are formed of, beside the tokens."""
@@ -265,92 +263,60 @@ class _Step:
             PARTS=sizes.parts, STAGES=sizes.stages, **constants, **self.compression,
         )  # fmt: skip
 
-    def compressed_results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Those of `_Part` and `_Scored`."""
-        rows = self.num_new * self.heads
-        scores, tiles = self.floats(rows, self.tiles * self.tile_blocks), self.floats(rows, self.tiles)
-        return (*self.part(self.sizes.cmp_parts), scores, tiles, tiles)
-
-    def appended_results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Those of `_Appended`."""
-        block = (self.batch, self.blocks, self.kv_heads)
-        key, value = self.cache.key_cmp, self.cache.value_cmp
-        return (
-            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
-            like(key, (*block, key.shape[3])),
-            like(value, (*block, value.shape[3])),
-            self.floats(self.num_new * self.heads, self.blocks),
-            *self.part(1),
-            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
-            like(self.query),
-        )
-
-    def attend_window(self, cache: NSACache, appended: _Appended, behind: _Part) -> tuple[NSACache, _Part]:
-        """The window branch; the cache with the new blocks and lengths."""
+    def score_and_attend_window(
+        self, cache: NSACache, parts: _Parts, found: _Found
+    ) -> tuple[NSACache, _Parts, Int32[Array, "B K T lists 2 slots"]]:
+        """The best blocks of each chunk; the window branch; the cache with the new blocks and lengths."""
         key, value = cache.key_win_ring, cache.value_win_ring
         if key is None or value is None:
             key, value = cache.key_slc, cache.value_slc
-        parts = self.sizes.win_parts
-        updated, found = launch(
-            window_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed,
-            appended.window_placed, appended.window_query, key, value, appended.block_key,
-            appended.block_value, behind.out,
-            out=self.part(parts), in_place=4, grid=(parts * self.num_new * self.batch * self.kv_heads,),
-            num_stages=2, RING=key.shape[1], MAX_BLOCKS=self.max_blocks,
-            WINDOW=min(self.config.window_size, cache.max_length), PARTS=parts, TILE=self.sizes.keys,
-            BLOCKS=self.blocks, ROWS=self.token_rows, STAGES=2,
-            **self.common, **self.compression, **self.dims, **self.products,
+        tokens = self.num_new * self.batch * self.kv_heads
+        windows, lists = self.sizes.win_parts * tokens, self.chunks * tokens
+        shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
+        updated, best = launch(
+            second_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed, *parts,
+            found.placed, self.query, key, value, found.block_key, found.block_value, found.block_logits,
+            found.scores, found.tails, found.tops, out=jax.ShapeDtypeStruct(shape, jnp.int32), in_place=6,
+            grid=(windows + lists,), num_warps=max(self.sizes.list_blocks // 32, 4), num_stages=2,
+            window_programs=windows, PADDED_G=_padded(self.heads), OWN=self.own, BLOCKS=self.blocks,
+            TILE_BLOCKS=self.tile_blocks, TILES=self.tiles, CMP=self.parts["CMP"],
+            PADDED_CMP=_padded(self.parts["CMP"]), ALL=self.all_parts, CHUNK_TILES=self.chunk_tiles,
+            CHUNKS=self.chunks, RING=key.shape[1],
+            WINDOW=min(self.config.window_size, cache.max_length), SHARES=self.sizes.win_parts,
+            TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2, MAX_BLOCKS=self.max_blocks,
+            **self.common, **self.compression, **self.selection, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")
-        cache = cache._replace(**dict(zip(names, updated, strict=True)))
+        cache = cache._replace(**dict(zip(names, updated, strict=False)))
         cache = alike_in_shards(cache, self.cache, self.num_tokens, self.num_new, cache.max_length)
-        return cache, _Part(*found)
-
-    def score(self, cmp: _Part, scored: _Scored, appended: _Appended) -> Int32[Array, "B K T lists 2 slots"]:
-        """The best blocks of each chunk."""
-        shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
-        return launch(
-            scores_kernel, appended.placed, cmp.sums, *scored, appended.block_logits, appended.part.sums,
-            out=jax.ShapeDtypeStruct(shape, jnp.int32),
-            grid=(self.chunks * self.num_new * self.batch * self.kv_heads,),
-            num_warps=max(self.chunk_tiles * self.tile_blocks // 32, 4), num_stages=1,
-            PADDED_G=_padded(self.heads), OWN=self.own, BLOCKS=self.blocks, TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, PARTS=self.sizes.cmp_parts, PADDED_PARTS=_padded(self.sizes.cmp_parts),
-            CHUNK_TILES=self.chunk_tiles, CHUNKS=self.chunks, **self.common, **self.compression,
-            **self.selection,
-        )  # fmt: skip
+        return cache, _Parts(*updated[4:]), best
 
     def attend_selected(
-        self, cache: NSACache, appended: _Appended, best: Array
-    ) -> tuple[_Part, Int32[Array, "B T K R"]]:
+        self, cache: NSACache, parts: _Parts, placed: Array, best: Array
+    ) -> tuple[_Parts, Int32[Array, "B T K R"]]:
         """The selected branch, and its blocks."""
-        parts, block = self.sizes.slc_parts, self.config.selection_block_size
-        padded = max(_padded(block), 16)
+        shares, block = self.sizes.slc_parts, self.config.selection_block_size
         chosen = (self.batch, self.num_new, self.kv_heads, self.config.num_selected_blocks)
         row = self.kv_heads * max(cache.key_slc.shape[3], cache.value_slc.shape[3])
-        *found, blocks = launch(
-            selected_kernel, appended.placed, self.query, cache.key_slc, cache.value_slc, best,
-            out=(*self.part(parts), jax.ShapeDtypeStruct(chosen, jnp.int32)),
-            grid=(parts * self.num_new * self.batch * self.kv_heads,), num_stages=1,
+        updated, blocks = launch(
+            selected_kernel, *parts, placed, self.query, cache.key_slc, cache.value_slc, best,
+            out=jax.ShapeDtypeStruct(chosen, jnp.int32), in_place=2,
+            grid=(shares * self.num_new * self.batch * self.kv_heads,), num_stages=1,
             MAX_LENGTH=cache.max_length, WIDE=cache.max_length * row >= 2**31,
-            CHUNK=self.chunk_tiles * self.tile_blocks, LISTS=self.chunks, PARTS=parts, PADDED_BLOCK=padded,
+            CHUNK=self.chunk_tiles * self.tile_blocks, LISTS=self.chunks, ALL=self.all_parts,
+            FIRST=self.parts["CMP"] + self.parts["WIN"], SHARES=shares, PADDED_BLOCK=max(_padded(block), 16),
             STEP=self.sizes.slc_blocks, ROWS=self.token_rows,
             **self.common, **self.selection, **self.dims, **self.products,
         )  # fmt: skip
-        return _Part(*found), blocks
+        return _Parts(*updated), blocks
 
-    def merge(
-        self, appended: _Appended, cmp: _Part, slc: _Part, win: _Part, alive: tuple[Array, ...]
-    ) -> Float[Array, "B T N V"]:
+    def merge(self, parts: _Parts, placed: Array) -> Float[Array, "B T N V"]:
         """The gated sum of the branches."""
-        parts: dict[str, Any] = dict(
-            CMP=self.sizes.cmp_parts, SLC=self.sizes.slc_parts, WIN=self.sizes.win_parts
-        )
         shape = (self.batch, self.num_new, self.num_heads, self.cache.value_slc.shape[3])
+        padded = _padded(self.all_parts)
         return launch(
-            merge_kernel, appended.placed, self.gates, *cmp, *appended.part, *slc, *win, *alive,
-            out=like(self.query, shape), grid=(self.batch * self.num_new * self.num_heads,),
-            num_warps=max(_padded(max(parts.values())) * _padded(shape[3]) // 2048, 1), num_stages=1,
-            **parts, **{f"PADDED_{name}": _padded(number) for name, number in parts.items()},
-            **self.common, **self.value_dims,
+            merge_kernel, placed, self.gates, *parts, out=like(self.query, shape),
+            grid=(self.batch * self.num_new * self.num_heads,),
+            num_warps=min(max(padded * _padded(shape[3]) // 1024, 1), 8), num_stages=1, PADDED=padded,
+            **self.parts, **self.common, **self.value_dims,
         )  # fmt: skip

@@ -166,7 +166,8 @@ class DenseStepSizes(NamedTuple):
 
 DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
 DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
-DENSE_STAGES = 3  # unless these tiles need more than half of the shared memory
+DENSE_PROGRAMS = 16 * 132  # more, and the parts cost more than they even out
+DENSE_STAGES = 2
 DENSE_ROW_BYTES = 40 * KIB  # of the rows of a program as operands; more and the sums spill
 
 
@@ -181,13 +182,14 @@ def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
     keys = max(min(64, _power_below(room // (DENSE_STAGES * width))), 16)
     tiles = -(-shape.slots // keys)
     filling = 2 * 132 // (shape.kv_heads * groups)
+    most_parts = DENSE_PROGRAMS // (shape.kv_heads * groups)
     return DenseStepSizes(
         rows=padded,
         groups=groups,
         keys=keys,
-        parts=max(min(max(filling, min(DENSE_PARTS, tiles // DENSE_TILES)), tiles), 1),
+        parts=max(min(max(filling, min(DENSE_PARTS, most_parts, tiles // DENSE_TILES)), tiles), 1),
         num_warps=4,
-        num_stages=DENSE_STAGES if DENSE_STAGES * keys * width <= room else 2,
+        num_stages=DENSE_STAGES,
     )
 
 
