@@ -170,6 +170,7 @@ def test_work_fills_an_h100_evenly(batch):
     sizes = tiles.dense_step_sizes(tiles.DenseStepShape(slots=65536, **known))
     short = tiles.dense_step_sizes(tiles.DenseStepShape(slots=512, **known))
 
-    assert sizes.parts * 4 * batch % 132 == 0
+    programs = sizes.parts * 4 * batch
+    assert programs % 132 == 0 or programs > 15 * 132
     assert 65536 // sizes.keys // sizes.parts >= 15  # tiles of a part
     assert 1 <= short.parts <= 512 // short.keys

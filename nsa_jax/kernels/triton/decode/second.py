@@ -1,9 +1,8 @@
 """The second launch of a step: the scores, and beside them the window branch.
 
 Grid: x = window parts times new tokens times KV heads times batch rows, which attend (`window`), for they
-take longest; then chunks times as many, which score (`scores`). In a CUDA graph of XLA launches stand one
-behind another, though they be independent: what is to run side by side is one launch. The scores wait for
-chains of small loads and compare, the window reads.
+take longest; then chunks times as many, which score (`scores`). The scores compare, the window reads:
+together they take little more than the longer of the two.
 """
 
 import triton

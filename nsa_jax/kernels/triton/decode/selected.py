@@ -1,7 +1,7 @@
 """Selected attention of one new token, its blocks shared out over programs.
 
 Grid: x = parts times new tokens times KV heads times batch rows. Every program ranks the lists of
-`scores_kernel` by counting, as that does: which blocks are its own is found sooner than another launch would
+`second_kernel` by counting, as that does: which blocks are its own is found sooner than another launch would
 tell it.
 
 Ranking: LISTS times SLOTS candidates against each other, 128 x 128 for 64k tokens. Bytes: the keys and values

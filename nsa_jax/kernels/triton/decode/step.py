@@ -270,6 +270,8 @@ class _Step:
         key, value = cache.key_win_ring, cache.value_win_ring
         if key is None or value is None:
             key, value = cache.key_slc, cache.value_slc
+        window = min(self.config.window_size, cache.max_length)
+        stages = 1 if window <= self.sizes.win_parts * self.sizes.keys else 2  # tiles of a share
         tokens = self.num_new * self.batch * self.kv_heads
         windows, lists = self.sizes.win_parts * tokens, self.chunks * tokens
         shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
@@ -277,13 +279,12 @@ class _Step:
             second_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed, *parts,
             found.placed, self.query, key, value, found.block_key, found.block_value, found.block_logits,
             found.scores, found.tails, found.tops, out=jax.ShapeDtypeStruct(shape, jnp.int32), in_place=6,
-            grid=(windows + lists,), num_warps=max(self.sizes.list_blocks // 32, 4), num_stages=2,
+            grid=(windows + lists,), num_warps=max(self.sizes.list_blocks // 32, 4), num_stages=stages,
             window_programs=windows, PADDED_G=_padded(self.heads), OWN=self.own, BLOCKS=self.blocks,
             TILE_BLOCKS=self.tile_blocks, TILES=self.tiles, CMP=self.parts["CMP"],
             PADDED_CMP=_padded(self.parts["CMP"]), ALL=self.all_parts, CHUNK_TILES=self.chunk_tiles,
-            CHUNKS=self.chunks, RING=key.shape[1],
-            WINDOW=min(self.config.window_size, cache.max_length), SHARES=self.sizes.win_parts,
-            TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=2, MAX_BLOCKS=self.max_blocks,
+            CHUNKS=self.chunks, RING=key.shape[1], WINDOW=window, SHARES=self.sizes.win_parts,
+            TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=stages, MAX_BLOCKS=self.max_blocks,
             **self.common, **self.compression, **self.selection, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")

@@ -88,7 +88,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
         list_blocks=max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own)),
         cmp_parts=min(share(shape.kv_heads * groups, 64), _power_above(-(-shape.blocks * shape.own // keys))),
         slc_parts=slc_parts,
-        win_parts=share(2 * shape.kv_heads * shape.num_new, 8),
+        win_parts=share(shape.kv_heads * shape.num_new, 8),
         slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
         cmp_warps=4,
         cmp_stages=3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2,
@@ -167,7 +167,7 @@ class DenseStepSizes(NamedTuple):
 DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
 DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
 DENSE_PROGRAMS = 16 * 132  # more, and the parts cost more than they even out
-DENSE_STAGES = 2
+DENSE_STAGES = 2  # room for three programs to a processor; three stages where there are two programs
 DENSE_ROW_BYTES = 40 * KIB  # of the rows of a program as operands; more and the sums spill
 
 
@@ -179,17 +179,19 @@ def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
     padded = max(_power_above(min(rows, most)), 16)
     groups = -(-rows // padded)
     room = SHARED_BYTES[shape.gpu] // 2
-    keys = max(min(64, _power_below(room // (DENSE_STAGES * width))), 16)
+    keys = max(min(64, _power_below(room // ((DENSE_STAGES + 1) * width))), 16)
     tiles = -(-shape.slots // keys)
     filling = 2 * 132 // (shape.kv_heads * groups)
     most_parts = DENSE_PROGRAMS // (shape.kv_heads * groups)
+    parts = max(min(max(filling, min(DENSE_PARTS, most_parts, tiles // DENSE_TILES)), tiles), 1)
+    few = parts <= filling and (DENSE_STAGES + 1) * keys * width <= room
     return DenseStepSizes(
         rows=padded,
         groups=groups,
         keys=keys,
-        parts=max(min(max(filling, min(DENSE_PARTS, most_parts, tiles // DENSE_TILES)), tiles), 1),
+        parts=parts,
         num_warps=4,
-        num_stages=DENSE_STAGES,
+        num_stages=DENSE_STAGES + few,
     )
 
 
