@@ -230,7 +230,7 @@ def check_not_a_number() -> float:
 def ranks_kernel(bits, rank, LENGTH: tl.constexpr):
     """The ranks of `bits`."""
     x = tl.arange(0, LENGTH)
-    tl.store(rank + x, ranks(tl.load(bits + x), LENGTH))
+    tl.store(rank + x, ranks(tl.load(bits + x), LENGTH, LENGTH))
 
 
 def check_public() -> float:

@@ -116,8 +116,8 @@ def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, 
 
 
 @triton.jit
-def ranks(bits, LENGTH: tl.constexpr):
-    """The rank of each number: how many are better, larger or equal and earlier.
+def ranks(bits, live, LENGTH: tl.constexpr):
+    """The rank of each number: how many are better, larger or equal and earlier, of the first `live` ones.
 
     Number and place make one integer, so that one comparison decides. A table of comparisons, at most 128
     rows of it at a time, is summed along its first axis: so each thread adds numbers of its own.
@@ -131,7 +131,7 @@ def ranks(bits, LENGTH: tl.constexpr):
         pieces = tl.reshape(x, [PIECES, ROWS])
         number = tl.arange(0, PIECES)[:, None]
         rank = tl.zeros([LENGTH], tl.int32)
-        for i in range(PIECES):
+        for i in tl.range(0, tl.cdiv(live, ROWS)):
             piece = tl.sum(tl.where(number == i, pieces, 0), 0)
             rank += tl.sum((piece[:, None] > x[None, :]).to(tl.int32), 0)
     return rank

@@ -22,7 +22,7 @@ from nsa_jax.kernels.triton.softmax import LOWEST
 @triton.jit
 def _store_best(best, bits, index, at, SLOTS: tl.constexpr):
     """Stores the SLOTS best of a chunk by rank: bits of the score, then blocks; -1 is no candidate."""
-    rank = ranks(bits, bits.shape[0])
+    rank = ranks(bits, bits.shape[0], bits.shape[0])
     tl.store(best + at * (2 * SLOTS) + rank, bits, mask=rank < SLOTS)
     tl.store(best + at * (2 * SLOTS) + SLOTS + rank, index, mask=rank < SLOTS)
 

@@ -72,7 +72,8 @@ def selected_kernel(
     candidate = (x // SLOTS * CHUNK < local) & (x % SLOTS < SELECTED - FORCED) & (count > SELECTED)
     bits = tl.where(candidate, bits, -1)
     # Of equal scores the earlier one has the lower block: lists follow one another as their blocks do.
-    rank = tl.where(bits >= 0, ranks(bits, LISTS * SLOTS), LISTS * SLOTS)
+    live = tl.cdiv(tl.maximum(local, 0), CHUNK) * SLOTS  # in lists of blocks that exist
+    rank = tl.where(bits >= 0, ranks(bits, live, LISTS * SLOTS), LISTS * SLOTS)
 
     column = tl.arange(0, COLUMNS)
     in_block = column % PADDED_BLOCK
