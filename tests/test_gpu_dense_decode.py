@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
-from nsa_jax import cache
+from nsa_jax import cache, dispatch
 
 pytestmark = pytest.mark.gpu
 
