@@ -94,18 +94,34 @@ def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
 
 
 def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
-    shape, length = _whole(setting), setting.shape.length
-    draw = layers.draw("layer", setting.implementation, shape, setting.config)
-    x, *values = layers.arguments("layer", shape, setting.config)
+    shape, length, config = _whole(setting), setting.shape.length, setting.config
+    x, *values = layers.arguments("layer", shape, config)
+    positions = _positions(setting)
+
+    def merged(values: Any) -> NSAAttention:
+        own = layers.merged("layer", setting.implementation, shape, config, values)
+        assert isinstance(own, NSAAttention)
+        return own
 
     @jax.jit
     def prefill(state: Any, x: Array, values: Any) -> tuple[Array, Any]:
-        own = layers.merged("layer", setting.implementation, shape, setting.config, values)
-        assert isinstance(own, NSAAttention)
-        return own.prefill(x, state)
+        return merged(values).prefill(x, state)
+
+    @jax.jit
+    def select(state: Any, x: Array, values: Any) -> Array:
+        at = jnp.asarray(positions, jnp.int32)[None]
+        query = rotate(merged(values).query_proj(x[:, positions]), at)
+        keys = state.key_cmp[:, : layout.num_compression_blocks(shape.length, config)]
+        return attention.select_blocks(
+            query, keys, config=config, query_positions=at, implementation=setting.implementation
+        )
 
     _, state = prefill(_empty(program), x[:, :length], tuple(values))
-    return _decoded(program, state, x, tuple(values), draw, setting)
+    rows, state = _decode(program, state, x, tuple(values), setting)
+    # The selection is that of the keys in the cache: a forward rounds otherwise, and may choose otherwise.
+    chosen = select(state, x, tuple(values))
+    blocks = jnp.zeros((1, shape.length, *chosen.shape[2:]), chosen.dtype).at[:, positions].set(chosen)
+    return _compare(program, rows, Draw("random", x, blocks), setting)
 
 
 def _check_dense(program: Program, setting: Setting) -> gate.Verdict:
@@ -126,20 +142,25 @@ def _check_dense(program: Program, setting: Setting) -> gate.Verdict:
         lengths=jnp.full_like(state.lengths, setting.shape.length),
     )
     operands = (key, value) if values is None else tuple(values)
-    return _decoded(program, state, x, operands, Draw("random", x), setting)
+    rows, _ = _decode(program, state, x, operands, setting)
+    return _compare(program, rows, Draw("random", x), setting)
 
 
-def _decoded(
-    program: Program, state: Any, x: Array, operands: tuple[Array, ...], draw: Draw, setting: Setting
-) -> gate.Verdict:
-    """Decodes `x` from the state on, and compares those rows."""
-    shape, positions, step = _whole(setting), _positions(setting), jax.jit(program.step)
-    rows = []
-    for first in positions[:: setting.new_tokens].tolist():
+def _decode(
+    program: Program, state: Any, x: Array, operands: tuple[Array, ...], setting: Setting
+) -> tuple[Array, Any]:
+    """Decodes `x` from the state on: the new rows and the state behind them."""
+    step, rows = jax.jit(program.step), []
+    for first in _positions(setting)[:: setting.new_tokens].tolist():
         now = slice(first, first + setting.new_tokens)
         given = operands if program.operation in LAYERS else tuple(y[:, now] for y in operands)
         out, state = step(state, x[:, now], given)
-        rows.append(out if program.operation in LAYERS else out[..., : shape.value_dim])
-    decoded = jnp.concatenate(rows, axis=1)
-    whole = jnp.zeros((1, shape.length, *decoded.shape[2:]), decoded.dtype).at[:, positions].set(decoded)
+        rows.append(out if program.operation in LAYERS else out[..., : setting.shape.value_dim])
+    return jnp.concatenate(rows, axis=1), state
+
+
+def _compare(program: Program, rows: Array, draw: Draw, setting: Setting) -> gate.Verdict:
+    """Compares decoded rows with those of the whole sequence."""
+    shape, positions = _whole(setting), _positions(setting)
+    whole = jnp.zeros((1, shape.length, *rows.shape[2:]), rows.dtype).at[:, positions].set(rows)
     return gate.check_rows(program.operation, whole, positions, draw, shape, setting.config)
