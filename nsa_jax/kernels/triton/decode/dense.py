@@ -12,8 +12,8 @@ with its value. All other old tokens are seen by all rows.
 
 Bytes: `S (H + V)` numbers a row and KV head. With 4 KV heads of 128/128 in bfloat16, at 64k tokens, that is
 0.134, 1.07 and 4.29 GB for 1, 8 and 32 rows: 32, 256 and 1023 us at 4.2 TB/s. A program holds 16 rows or
-more of sums, and STAGES tiles of `TILE (H + V)` numbers in shared memory, 96 KiB: two to a processor of an
-H100, with two tiles each on their way.
+more of sums, and STAGES tiles of `TILE (H + V)` numbers in shared memory: two stages and three programs to a
+processor of an H100, or three stages and two.
 """
 
 from typing import NamedTuple

@@ -6,8 +6,8 @@ normalises, sums over the heads, and writes the chunk's best blocks as a list in
 largest would wait for each other.
 
 All numbers that enter a block's score are first brought to one largest logit, then added, then normalised:
-with equal keys these are small integers, so equal scores are equal to the last bit and ties go to the lower
-block. Bytes: 33 MB at 8 rows of 64k tokens, most of them in the L2 cache.
+where all keys are alike these are small integers, so equal scores are equal to the last bit and ties go to
+the lower block. Bytes: 2.4 MB at 8 rows of 64k tokens, from the L2 cache.
 """
 
 from typing import NamedTuple

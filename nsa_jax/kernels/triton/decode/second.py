@@ -2,7 +2,8 @@
 
 Grid: x = window parts times new tokens times KV heads times batch rows, which attend (`window`), for they
 take longest; then chunks times as many, which score (`scores`). The scores compare, the window reads:
-together they take little more than the longer of the two.
+together they take little more than the longer of the two. Long lists want more warps than a window: it takes
+them, too.
 """
 
 import triton

@@ -172,7 +172,7 @@ DENSE_ROW_BYTES = 40 * KIB  # of the rows of a program as operands; more and the
 
 
 def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
-    """Sizes for such a step; rows of one length fill an H100 evenly, two programs to a processor."""
+    """Sizes for such a step: one row fills an H100 evenly, two programs to a processor; many rows nearly."""
     rows = shape.num_new * shape.heads
     width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
     most = max(min(STEP_ROWS, _power_below(DENSE_ROW_BYTES // width)), 16)
