@@ -70,7 +70,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (90, "wide float32"): {"nsa_step_first": 320, "nsa_step_selected": 892, "nsa_step_second": 80},
 }
 
-MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 4, (90, "main"): 16}
+MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16}
 
 
 def step(compress, config, held, query, tokens, gates):
