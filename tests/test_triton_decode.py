@@ -63,14 +63,23 @@ SHAPES = {
     "wide float32": Shape(dtype="float32", key_dim=256, value_dim=256),
     "512k tokens": Shape(batch=1, max_length=2**19),
     "one row of 192/192": Shape(batch=1, key_dim=192, value_dim=192),
+    "one row of 256/256": Shape(batch=1, key_dim=256, value_dim=256),
 }
-CASES = [*((90, name) for name in SHAPES), *((c, "main") for c in triton_kernels.TARGETS if c != 90)]
+# A selection block of 32 compressed keys is more than an L4 can load ahead.
+LARGE = Shape(dtype="float32", key_dim=256, value_dim=256, config=NSAConfig(compression_stride=2))
+SHAPES_OF_ALL = SHAPES | {"large": LARGE}
+CASES = [
+    *((90, name) for name in SHAPES),
+    *((c, "main") for c in triton_kernels.TARGETS if c != 90),
+    (89, "large"),
+]
 # As in `test_triton_compile`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
+    (89, "large"): {"nsa_step_first": 152, "nsa_step_selected": 900},
     (90, "wide float32"): {"nsa_step_first": 320, "nsa_step_selected": 892, "nsa_step_second": 80},
 }
 
-MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16}
+MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16, (120, "main"): 8}
 
 
 def step(compress, config, held, query, tokens, gates):
@@ -95,7 +104,7 @@ def compression(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{c}-{s}" for c, s in CASES])
 def test_step_becomes_machine_code(capability, name):
-    shape = SHAPES[name]
+    shape = SHAPES_OF_ALL[name]
     found = triton_kernels.compiled(
         lambda *operands: step(Compression(), shape.config, *operands), *shape.operands(),
         capability=capability,

@@ -165,12 +165,12 @@ def test_shards_of_heads_agree_on_lengths():
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_work_fills_an_h100(batch):
-    """At 64k tokens, evenly or many times over; and a short row still finds work for many."""
+    """At 64k tokens its processors are busy in 96 % of their turns; a short row still finds work for many."""
     known = dict(gpu=90, float_bytes=2, kv_heads=4 * batch, num_new=1, heads=16, dims=256)
     sizes = tiles.dense_step_sizes(tiles.DenseStepShape(slots=65536, **known))
     short = tiles.dense_step_sizes(tiles.DenseStepShape(slots=512, **known))
 
     programs = sizes.parts * 4 * batch
-    assert programs % 132 == 0 or programs > 15 * 132
+    assert programs >= 0.96 * 132 * -(-programs // 132)
     assert 65536 // sizes.keys // sizes.parts >= 15  # tiles of a part
     assert 1 <= short.parts <= 512 // short.keys

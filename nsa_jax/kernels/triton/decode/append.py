@@ -133,8 +133,10 @@ def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
 
 
 @triton.jit
-def append_row(arrays, forming, found, query, tokens, b, kv_head, part, scale, D, PRECISION: tl.constexpr):
-    """Appends the tokens of row `b` to the arrays of one KV head; forms its blocks, which are a `part`."""
+def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECISION: tl.constexpr):
+    """Appends to the arrays of KV head `bk`, counted over the batch; forms its blocks, which are a `part`."""
+    b = bk // D.KV_HEADS
+    kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
@@ -184,7 +186,6 @@ def append_row(arrays, forming, found, query, tokens, b, kv_head, part, scale, D
         store_at(arrays.key_win, slot * H, k_win, new, KEY)
         store_at(arrays.value_win, slot * V, v_win, new, VALUE)
 
-    bk = b * D.KV_HEADS + kv_head
     for first in tl.static_range(0, R, D.ROWS):
         rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
         q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)

@@ -72,6 +72,7 @@ class Tiling(NamedTuple):
       TILE_BLOCKS: selection blocks of a tile.
       TILES: tiles of the cache.
       SHARES: programs that share the tiles of a row, and their parts.
+      GROUPS: such programs for a KV head, each with other query rows.
       STAGES: tiles that a program loads ahead.
     """
 
@@ -81,23 +82,22 @@ class Tiling(NamedTuple):
     TILE_BLOCKS: tl.constexpr
     TILES: tl.constexpr
     SHARES: tl.constexpr
+    GROUPS: tl.constexpr
     STAGES: tl.constexpr
 
 
 @triton.jit
-def attend_part(
-    pid, batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS: tl.constexpr, PRECISION: tl.constexpr
-):
+def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION: tl.constexpr):
     """Attends to the tiles of one part, which is that of program `pid`."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     KEY_ROW: tl.constexpr = D.KV_HEADS * (KEY.D0 + KEY.D1)
     VALUE_ROW: tl.constexpr = D.KV_HEADS * (VALUE.D0 + VALUE.D1)
-    bk = pid // GROUPS % (batch * D.KV_HEADS)
+    bk = pid // X.GROUPS % (batch * D.KV_HEADS)
     b = bk // D.KV_HEADS
     kv_head = bk % D.KV_HEADS
-    part = pid // (GROUPS * batch * D.KV_HEADS)
-    rows = query_rows(pid % GROUPS * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
+    part = pid // (X.GROUPS * batch * D.KV_HEADS)
+    rows = query_rows(pid % X.GROUPS * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
     tokens = admit(lengths, num_tokens, b, D.T, D.MAX_LENGTH)
     q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
     visible = tl.where(tokens.number > 0, num_blocks(tokens.start, D.SIZE, D.STRIDE), 0)

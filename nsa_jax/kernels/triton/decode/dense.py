@@ -25,6 +25,7 @@ from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
     attend,
+    load_parts,
     load_placed,
     load_query,
     query_rows,
@@ -96,8 +97,10 @@ def _load_new(new, cache, b, kv_head, token, column, is_new, at_edge, D, DIM):
 
 
 @triton.jit
-def _attend_new(held, query, found, tokens, b, kv_head, group, scale, D, PRECISION: tl.constexpr):
-    """Appends the new tokens of row `b`; attends from a group of rows to what not all of them see."""
+def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.constexpr):
+    """Appends the new tokens to KV head `bk`; attends from a group of rows to what not all of them see."""
+    b = bk // D.KV_HEADS
+    kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
@@ -128,7 +131,6 @@ def _attend_new(held, query, found, tokens, b, kv_head, group, scale, D, PRECISI
         edge = tl.sum(tl.where(c == j, at_edge.to(tl.int32), 0), 0) + tl.zeros([1], tl.int32) > 0
         v = _load_new(held.new_value, held.value, b, kv_head, its_token, one, new, edge, D, VALUE)
         x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
-    bk = b * D.KV_HEADS + kv_head
     state = Softmax(x, top, tl.sum(p, 1))
     store_part(found.out, found.sums, bk, D.PARTS, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
@@ -141,8 +143,10 @@ def _attend_new(held, query, found, tokens, b, kv_head, group, scale, D, PRECISI
 
 
 @triton.jit
-def _attend_old(held, query, found, tokens, b, kv_head, group, part, scale, D, PRECISION: tl.constexpr):
+def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION: tl.constexpr):
     """Attends from a group of rows to a part of the old tokens that all of them see."""
+    b = bk // D.KV_HEADS
+    kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     KEY_ROW: tl.constexpr = D.KV_HEADS * (KEY.D0 + KEY.D1)
@@ -170,7 +174,6 @@ def _attend_old(held, query, found, tokens, b, kv_head, group, part, scale, D, P
             k = load_at(keys + first.to(tl.int64) * KEY_ROW, i * KEY_ROW, seen, KEY)
             v = load_at(values + first.to(tl.int64) * VALUE_ROW, i * VALUE_ROW, seen, VALUE)
         state, _ = attend(state, q, k, v, seen, scale, PRECISION)
-    bk = b * D.KV_HEADS + kv_head
     store_part(found.out, found.sums, bk, part, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
 
@@ -194,19 +197,19 @@ def dense_kernel(
 ):  # fmt: skip
     """One part of a row and KV head, for one group of query rows. In place: keys and values."""
     D: tl.constexpr = DenseDims(
-        T, G, KV_HEADS, SIZE, WINDOW, PARTS, TILE, ROWS, STAGES, Dim(H0, H1), Dim(V0, V1)
-    )
+        T=T, G=G, KV_HEADS=KV_HEADS, SIZE=SIZE, WINDOW=WINDOW, PARTS=PARTS, TILE=TILE, ROWS=ROWS,
+        STAGES=STAGES, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
+    )  # fmt: skip
     held = Held(key, value, new_key, new_value)
     found = Found(placed, out, sums)
     group = tl.program_id(0) % GROUPS
     bk = tl.program_id(0) // GROUPS % (batch * KV_HEADS)
     turn = tl.program_id(0) // (GROUPS * batch * KV_HEADS)
-    b = bk // KV_HEADS
-    tokens = admit(lengths, num_tokens, b, T, max_length)
+    tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, max_length)
     if turn == 0:
-        _attend_new(held, query, found, tokens, b, bk % KV_HEADS, group, scale, D, PRECISION)
+        _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION)
     else:
-        _attend_old(held, query, found, tokens, b, bk % KV_HEADS, group, turn - 1, scale, D, PRECISION)
+        _attend_old(held, query, found, tokens, bk, group, turn - 1, scale, D, PRECISION)
 
 
 @triton.jit(repr=named("nsa_step_dense_merge"))
@@ -224,21 +227,20 @@ def dense_merge_kernel(
     tokens = load_placed(placed, b)
     VALUE: tl.constexpr = Dim(V0, V1)
     row = token * G + head % G
-    part = tl.arange(0, PADDED)
-    at = (b * KV_HEADS + head // G).to(tl.int64) * PARTS + part
-    x = load_at(parts, (at * (T * G) + row) * (V0 + V1), part < PARTS, VALUE)
-    largest = tl.load(sums + at * (2 * T * G) + row, mask=part < PARTS, other=LOWEST)
-    total = tl.load(sums + at * (2 * T * G) + T * G + row, mask=part < PARTS, other=0.0)
-    weight = tl.exp2(largest - tl.max(largest, 0))
-    total = tl.sum(total * weight, 0)
+    own = load_parts(parts, sums, b * KV_HEADS + head // G, row, PARTS, PADDED, T * G, VALUE)
+    weight = tl.exp2(own.largest - tl.max(own.largest, 0))
+    total = tl.sum(own.total * weight, 0)
     weight *= 1.0 / tl.where(total == 0.0, 1.0, total)
     exists = token < tokens.number
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(to + tl.arange(0, V0), tl.where(exists, tl.sum(x.first * weight[:, None], 0), 0.0).to(dtype))
+    tl.store(
+        to + tl.arange(0, V0), tl.where(exists, tl.sum(own.out.first * weight[:, None], 0), 0.0).to(dtype)
+    )
     if V1 > 0:
         tl.store(
-            to + V0 + tl.arange(0, V1), tl.where(exists, tl.sum(x.second * weight[:, None], 0), 0.0).to(dtype)
+            to + V0 + tl.arange(0, V1),
+            tl.where(exists, tl.sum(own.out.second * weight[:, None], 0), 0.0).to(dtype),
         )
     if (head == 0) & (token == 0):
         tl.store(lengths + b, tokens.start + tokens.number)

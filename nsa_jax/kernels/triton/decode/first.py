@@ -34,19 +34,22 @@ def first_kernel(
 ):  # fmt: skip
     """One part, or what one KV head of a row appends. In place: the selection arrays and the rings."""
     D: tl.constexpr = StepDims(
-        T, G, KV_HEADS, MAX_LENGTH, RAW, RING, SIZE, STRIDE, BLOCKS, ROWS, ALL, PAIRS, KEY_UNITS,
-        VALUE_UNITS, HIDDEN_PARTS, Dim(H0, H1), Dim(V0, V1),
+        T=T, G=G, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, RAW=RAW, RING=RING, SIZE=SIZE, STRIDE=STRIDE,
+        BLOCKS=BLOCKS, ROWS=ROWS, PARTS=ALL, PAIRS=PAIRS, KEY_UNITS=KEY_UNITS, VALUE_UNITS=VALUE_UNITS,
+        HIDDEN_PARTS=HIDDEN_PARTS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
     )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, STAGES)
+    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES)
     attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
     if pid < attending:
         cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
-        attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, GROUPS, PRECISION)
+        attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION)
     else:
         arrays = Appending(
-            key_slc, value_slc, key_raw, value_raw, key_win, value_win, new_key_cmp, new_value_cmp,
-            new_key_slc, new_value_slc, new_key_win, new_value_win,
+            key_slc=key_slc, value_slc=value_slc, key_raw=key_raw, value_raw=value_raw, key_win=key_win,
+            value_win=value_win, new_key_cmp=new_key_cmp, new_value_cmp=new_value_cmp,
+            new_key_slc=new_key_slc, new_value_slc=new_value_slc, new_key_win=new_key_win,
+            new_value_win=new_value_win,
         )  # fmt: skip
         forming = Forming(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),
@@ -54,6 +57,5 @@ def first_kernel(
         )  # fmt: skip
         found = Appended(placed, block_key, block_value, block_logits, out, sums)
         bk = pid - attending
-        b = bk // KV_HEADS
-        tokens = admit(lengths, num_tokens, b, T, MAX_LENGTH)
-        append_row(arrays, forming, found, query, tokens, b, bk % KV_HEADS, SHARES, scale, D, PRECISION)
+        tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, MAX_LENGTH)
+        append_row(arrays, forming, found, query, tokens, bk, SHARES, scale, D, PRECISION)

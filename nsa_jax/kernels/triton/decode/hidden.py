@@ -116,8 +116,8 @@ def hidden_kernel(
 ):  # fmt: skip
     """`hidden` `[B, BLOCKS, K, PARTS, F]`, the units of the keys' MLP and then of the values'."""
     D: tl.constexpr = HiddenDims(
-        T, KV_HEADS, MAX_LENGTH, RAW, SIZE, STRIDE, BLOCKS, ROWS, COLUMNS, PARTS, STAGES,
-        KEY_UNITS + VALUE_UNITS,
+        T=T, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, RAW=RAW, SIZE=SIZE, STRIDE=STRIDE, BLOCKS=BLOCKS,
+        ROWS=ROWS, COLUMNS=COLUMNS, PARTS=PARTS, STAGES=STAGES, ALL=KEY_UNITS + VALUE_UNITS,
     )  # fmt: skip
     KEY_TILES: tl.constexpr = (KEY_UNITS + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = KEY_TILES + (VALUE_UNITS + COLUMNS - 1) // COLUMNS

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nsa_jax.kernels.triton.loading import load_at, store_at
 from nsa_jax.kernels.triton.pieces import Pieces, add_product, inner, scaled
-from nsa_jax.kernels.triton.softmax import Softmax
+from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
 
 
 class NewTokens(NamedTuple):
@@ -113,6 +113,26 @@ def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, 
     tl.store(sums + at * (2 * R) + R + rows.number, state.total, mask=rows.inside)
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     store_at(out + at * (R * WIDTH), rows.number * WIDTH, state.out, rows.inside, DIM)
+
+
+class Parts(NamedTuple):
+    """The parts of one row: their values `[PARTS, D]`, largest logits and totals `[PARTS]`."""
+
+    out: Pieces
+    largest: tl.tensor
+    total: tl.tensor
+
+
+@triton.jit
+def load_parts(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """All parts of one row; those behind PARTS are empty."""
+    part = tl.arange(0, PADDED)
+    there = part < PARTS
+    at = bk.to(tl.int64) * PARTS + part
+    x = load_at(out, (at * R + row) * (DIM.D0 + DIM.D1), there, DIM)
+    largest = tl.load(sums + at * (2 * R) + row, mask=there, other=LOWEST)
+    total = tl.load(sums + at * (2 * R) + R + row, mask=there, other=0.0)
+    return Parts(x, largest, total)
 
 
 @triton.jit

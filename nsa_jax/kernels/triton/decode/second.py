@@ -34,8 +34,9 @@ def second_kernel(
     pid = tl.program_id(0)
     if pid < window_programs:
         W: tl.constexpr = WindowDims(
-            T, G, KV_HEADS, RING, WINDOW, SHARES, CMP, ALL, TILE, ROWS, STAGES, MAX_BLOCKS, SIZE, STRIDE,
-            BLOCKS, Dim(H0, H1), Dim(V0, V1),
+            T=T, G=G, KV_HEADS=KV_HEADS, RING=RING, WINDOW=WINDOW, SHARES=SHARES, FIRST=CMP, PARTS=ALL,
+            TILE=TILE, ROWS=ROWS, STAGES=STAGES, MAX_BLOCKS=MAX_BLOCKS, SIZE=SIZE, STRIDE=STRIDE,
+            BLOCKS=BLOCKS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
         )  # fmt: skip
         share = pid % SHARES
         token = pid // SHARES % T
@@ -48,8 +49,10 @@ def second_kernel(
             complete_cache(lacking, tokens, bk // KV_HEADS, bk % KV_HEADS, W)
     else:
         C: tl.constexpr = Chunking(
-            T, G, PADDED_G, KV_HEADS, SIZE, STRIDE, OWN, BLOCK, SELECTED, INITIAL, LOCAL, BLOCKS,
-            TILE_BLOCKS, TILES, CMP, PADDED_CMP, ALL, CHUNK_TILES, CHUNKS, SLOTS,
+            T=T, G=G, PADDED_G=PADDED_G, KV_HEADS=KV_HEADS, SIZE=SIZE, STRIDE=STRIDE, OWN=OWN, BLOCK=BLOCK,
+            SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL, BLOCKS=BLOCKS, TILE_BLOCKS=TILE_BLOCKS,
+            TILES=TILES, CMP=CMP, PADDED_CMP=PADDED_CMP, PARTS=ALL, CHUNK_TILES=CHUNK_TILES, CHUNKS=CHUNKS,
+            SLOTS=SLOTS,
         )  # fmt: skip
         pid -= window_programs
         bk = pid // (CHUNKS * T)

@@ -271,7 +271,8 @@ class _Step:
         if key is None or value is None:
             key, value = cache.key_slc, cache.value_slc
         window = min(self.config.window_size, cache.max_length)
-        stages = 1 if window <= self.sizes.win_parts * self.sizes.keys else 2  # tiles of a share
+        one_tile = window <= self.sizes.win_parts * self.sizes.keys
+        stages = 1 if one_tile else min(self.sizes.cmp_stages, 2)
         tokens = self.num_new * self.batch * self.kv_heads
         windows, lists = self.sizes.win_parts * tokens, self.chunks * tokens
         shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)

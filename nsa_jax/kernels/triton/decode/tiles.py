@@ -79,6 +79,8 @@ def step_sizes(shape: StepShape) -> StepSizes:
     room = SHARED_BYTES[shape.gpu] // 2
     width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
     keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
+    # A selection block may have more keys than there is room for: then a tile is not loaded ahead.
+    most_stages = max(SHARED_BYTES[shape.gpu] // ((keys + 2) * shape.dims * shape.float_bytes), 1)
     slc_parts = min(share(shape.kv_heads * shape.num_new, 16), shape.slots)
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
     return StepSizes(
@@ -91,7 +93,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
         win_parts=share(shape.kv_heads * shape.num_new, 8),
         slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
         cmp_warps=4,
-        cmp_stages=3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2,
+        cmp_stages=min(3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2, most_stages),
     )
 
 
