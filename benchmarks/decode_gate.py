@@ -108,18 +108,26 @@ def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
         return merged(values).prefill(x, state)
 
     @jax.jit
-    def select(state: Any, x: Array, values: Any) -> Array:
-        at = jnp.asarray(positions, jnp.int32)[None]
-        query = rotate(merged(values).query_proj(x[:, positions]), at)
-        keys = state.key_cmp[:, : layout.num_compression_blocks(shape.length, config)]
-        return attention.select_blocks(
-            query, keys, config=config, query_positions=at, implementation=setting.implementation
-        )
+    def query(state: Any, x: Array, values: Any) -> tuple[Array, Array]:
+        own, at = merged(values), state.lengths[:, None] + jnp.arange(x.shape[1])
+        return rotate(own.query_proj(x), at), own.decode_step(x, state)[0]
 
     _, state = prefill(_empty(program), x[:, :length], tuple(values))
-    rows, state = _decode(program, state, x, tuple(values), setting)
-    # The selection is that of the keys in the cache: a forward rounds otherwise, and may choose otherwise.
-    chosen = select(state, x, tuple(values))
+    rows, after = _decode(program, state, x, tuple(values), setting)
+    # The selection is that of the keys in the cache, by queries beside a step, which share its projection: a
+    # forward rounds otherwise, and may choose otherwise.
+    queries = []
+    for first in positions[:: setting.new_tokens].tolist():
+        now = x[:, first : first + setting.new_tokens]
+        queries.append(
+            query(state._replace(lengths=jnp.full_like(state.lengths, first)), now, tuple(values))[0]
+        )
+    keys = after.key_cmp[:, : layout.num_compression_blocks(shape.length, config)]
+    at = jnp.asarray(positions, jnp.int32)[None]
+    chosen = attention.select_blocks(
+        jnp.concatenate(queries, axis=1), keys, config=config, query_positions=at,
+        implementation=setting.implementation,
+    )  # fmt: skip
     blocks = jnp.zeros((1, shape.length, *chosen.shape[2:]), chosen.dtype).at[:, positions].set(chosen)
     return _compare(program, rows, Draw("random", x, blocks), setting)
 

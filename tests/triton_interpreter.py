@@ -11,7 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
 import inspect
+import itertools
 import threading
+from collections.abc import Callable
 from unittest import mock
 
 import jax
@@ -22,6 +24,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from nsa_jax.kernels.triton import support
+from nsa_jax.kernels.triton.decode import second
 
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps the program's place in global variables
 _patch_language = interpreter._patch_lang
@@ -40,6 +43,74 @@ def _patch_language_once(function) -> object:
 def _sort(x: tl.tensor) -> tl.tensor:
     """Triton's own is a network of hundreds of steps."""
     return tl.tensor(interpreter.TensorHandle(np.sort(x.handle.data), x.dtype), x.type)
+
+
+class _Program(threading.Thread):
+    """One program of a launch in a thread of its own; of all threads only one runs at a time."""
+
+    def __init__(self, run: Callable[[], object], place: tuple[int, int, int]):
+        super().__init__(daemon=True)
+        self.body, self.place = run, place
+        self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.ended, self.error = False, None
+        self.start()
+
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            interpreter.interpreter_builder.set_grid_idx(*self.place)
+            self.body()
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        self.back.release()
+
+    def go_on(self) -> None:
+        """Runs until it ends or waits for others."""
+        self.turn.release()
+        self.back.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Lets others run."""
+        self.back.release()
+        self.turn.acquire()
+        interpreter.interpreter_builder.set_grid_idx(*self.place)
+
+
+def _wait_for(counter, number) -> None:
+    """Stands in for `arrivals.wait_for`: the program stops here until others have arrived."""
+    while int(tl.load(counter).handle.data[0]) < number:
+        threading.current_thread().wait()
+
+
+def _run_together(run: Callable[[], object], places: list[tuple[int, int, int]]) -> None:
+    """Starts programs in order, each as soon as those before it have ended or wait."""
+    waiting: list[_Program] = []
+    for place in places:
+        waiting.append(_Program(run, place))
+        for program in reversed(waiting):
+            program.go_on()
+        waiting = [program for program in waiting if not program.ended]
+    for _ in range(len(waiting)):
+        for program in waiting:
+            program.go_on()
+        waiting = [program for program in waiting if not program.ended]
+    assert not waiting, f"programs {[program.place for program in waiting]} wait for ever"
+
+
+class _GridExecutor(interpreter.GridExecutor):
+    """Triton's own runs each program to its end, also one that waits for another."""
+
+    def __call__(self, *args, **constants):
+        if "wait_for" not in self.fn.__globals__:
+            return super().__call__(*args, **constants)
+        args = inspect.getcallargs(self.fn, *args, **constants)
+        args = {k: x if k in self.constexprs else interpreter._implicit_cvt(x) for k, x in args.items()}
+        interpreter._patch_lang(self.fn)
+        interpreter.interpreter_builder.set_grid_dim(*self.grid)
+        _run_together(lambda: self.fn(**args), list(itertools.product(*map(range, self.grid))))
 
 
 def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **constants):
@@ -77,6 +148,8 @@ def interpreted():
     with (
         mock.patch.object(jax_triton, "triton_call", triton_call),
         mock.patch.object(interpreter, "_patch_lang", _patch_language_once),
+        mock.patch.object(interpreter, "GridExecutor", _GridExecutor),
+        mock.patch.object(second, "wait_for", _wait_for),
         mock.patch.object(tl, "sort", _sort),
         mock.patch.object(support, "unsupported_reason", return_value=None),
         mock.patch.object(interpreter.InterpretedFunction, "repr", create=True),

@@ -61,6 +61,7 @@ class Appended(NamedTuple):
       key, value: `[B, BLOCKS, K, D]`: the blocks; those that are complete are new.
       logits: `[B, K, R, BLOCKS]` in base 2, -inf where a row does not see the block.
       out, sums: the parts, see `parts`.
+      arrivals: `[B, K, T]`, counters of `second_kernel`, which start at 0.
     """
 
     placed: tl.tensor
@@ -69,6 +70,7 @@ class Appended(NamedTuple):
     logits: tl.tensor
     out: tl.tensor
     sums: tl.tensor
+    arrivals: tl.tensor
 
 
 class StepDims(NamedTuple):
@@ -146,8 +148,8 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
     PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(D.BLOCKS) if D.BLOCKS > 16 else 16
     if kv_head == 0:
         store_placed(found.placed, b, tokens)
-
     i = tl.arange(0, PADDED_T)
+    tl.store(found.arrivals + bk * D.T + i, 0, mask=i < D.T)
     new = i < tokens.number
     source = (b * D.T + i) * D.KV_HEADS + kv_head
     k_slc = load_at(arrays.new_key_slc, source * H, new, KEY)

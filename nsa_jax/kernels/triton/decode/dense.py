@@ -227,9 +227,11 @@ def dense_merge_kernel(
     tokens = load_placed(placed, b)
     VALUE: tl.constexpr = Dim(V0, V1)
     row = token * G + head % G
-    own = load_parts(parts, sums, b * KV_HEADS + head // G, row, PARTS, PADDED, T * G, VALUE)
-    weight = tl.exp2(own.largest - tl.max(own.largest, 0))
-    total = tl.sum(own.total * weight, 0)
+    one = tl.zeros([1], tl.int32) + row
+    own = load_parts(parts, sums, b * KV_HEADS + head // G, one, one >= 0, PARTS, PADDED, T * G, VALUE)
+    largest = tl.reshape(own.largest, [PADDED])
+    weight = tl.exp2(largest - tl.max(largest, 0))
+    total = tl.sum(tl.reshape(own.total, [PADDED]) * weight, 0)
     weight *= 1.0 / tl.where(total == 0.0, 1.0, total)
     exists = token < tokens.number
     to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)

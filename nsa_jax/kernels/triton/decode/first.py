@@ -22,7 +22,7 @@ def first_kernel(
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
     value_bias_in, value_kernel_out, value_bias_out, frequency, magnitude, query, key_cmp, value_cmp,
-    out, sums, scores, tails, tops, placed, block_key, block_value, block_logits,
+    out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, arrivals,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr,
@@ -55,7 +55,7 @@ def first_kernel(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),
             OutputLayer(value_bias_in, value_kernel_out, value_bias_out), Turning(frequency, magnitude),
         )  # fmt: skip
-        found = Appended(placed, block_key, block_value, block_logits, out, sums)
+        found = Appended(placed, block_key, block_value, block_logits, out, sums, arrivals)
         bk = pid - attending
         tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, MAX_LENGTH)
         append_row(arrays, forming, found, query, tokens, bk, SHARES, scale, D, PRECISION)

@@ -1,58 +1,91 @@
-"""The parts of the three branches become outputs, and these the gated sum (Eq. 5).
+"""The parts of the three branches become outputs, and these the gated sum (Eq. 5)."""
 
-Grid: x = new tokens times query heads times batch rows: a program has one row, so that many read at once.
-Merging in the last program of an earlier kernel loses: one processor then reads all parts of a KV head.
-"""
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import load_parts, load_placed
-from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import Dim
+from nsa_jax.kernels.triton.decode.parts import load_parts
 from nsa_jax.kernels.triton.softmax import LOWEST
+
+
+class Merging(NamedTuple):
+    """What is merged, and the results.
+
+    Attributes:
+      out, sums: the parts, see `parts`.
+      gates: `[B, T, N, 3]`: compressed, selected, window.
+      merged: `[B, T, N, V]`.
+    """
+
+    out: tl.tensor
+    sums: tl.tensor
+    gates: tl.tensor
+    merged: tl.tensor
+
+
+class PartDims(NamedTuple):
+    """Sizes of the parts that are known while tracing.
+
+    Attributes:
+      T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
+      CMP, WIN, SLC: parts of the branches, in this order.
+      PADDED: power of two above all of them.
+      HEADS: query heads that are merged at a time.
+      VALUE: `Dim`.
+    """
+
+    T: tl.constexpr
+    G: tl.constexpr
+    KV_HEADS: tl.constexpr
+    CMP: tl.constexpr
+    WIN: tl.constexpr
+    SLC: tl.constexpr
+    PADDED: tl.constexpr
+    HEADS: tl.constexpr
+    VALUE: tl.constexpr
 
 
 @triton.jit
 def _weight(parts, of_branch, gate):
     """What the values of the parts of one branch are multiplied with, 0 for all others."""
-    top = tl.max(tl.where(of_branch, parts.largest, LOWEST), 0)
-    decay = tl.where(of_branch, tl.exp2(parts.largest - top), 0.0)
-    total = tl.sum(decay * parts.total, 0)
-    return decay * (gate.to(tl.float32) / tl.where(total == 0.0, 1.0, total))
+    top = tl.max(tl.where(of_branch, parts.largest, LOWEST), 1)
+    decay = tl.where(of_branch, tl.exp2(parts.largest - top[:, None]), 0.0)
+    total = tl.sum(decay * parts.total, 1)
+    return decay * (gate.to(tl.float32) / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
-@triton.jit(repr=named("nsa_step_merge"))
-def merge_kernel(
-    placed, gates, parts, sums,
-    out,
-    T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr,
-    SLC: tl.constexpr, PADDED: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-):  # fmt: skip
-    """`out` `[B, T, N, V]`; 0 for a token that found no room. Parts: CMP, then WIN, then SLC."""
-    VALUE: tl.constexpr = Dim(V0, V1)
-    head = tl.program_id(0) % (KV_HEADS * G)
-    token = tl.program_id(0) // (KV_HEADS * G) % T
-    b = tl.program_id(0) // (KV_HEADS * G * T)
-    bk = b * KV_HEADS + head // G
-    row = token * G + head % G
+@triton.jit
+def _weighted(values, weight, exists, P):
+    """The sum of the parts of each head."""
+    WIDTH: tl.constexpr = values.shape[1]
+    x = values.reshape(P.HEADS, P.PADDED, WIDTH) * weight[:, :, None]
+    return tl.where(exists, tl.sum(x, 1), 0.0)
 
-    own = load_parts(parts, sums, bk, row, CMP + WIN + SLC, PADDED, T * G, VALUE)
-    gate = gates + tl.program_id(0).to(tl.int64) * 3
-    gate_cmp = tl.load(gate)
-    gate_slc = tl.load(gate + 1)
-    gate_win = tl.load(gate + 2)
-    tokens = load_placed(placed, b)
 
-    part = tl.arange(0, PADDED)
-    weight = _weight(own, part < CMP, gate_cmp)
-    weight += _weight(own, (part >= CMP) & (part < CMP + WIN), gate_win)
-    weight += _weight(own, part >= CMP + WIN, gate_slc)
+@triton.jit
+def merge_heads(merging, tokens, bk, token, first, P):
+    """HEADS rows of a KV head, from `first` on; 0 for a token that found no room."""
+    V: tl.constexpr = P.VALUE.D0 + P.VALUE.D1
+    head = first + tl.arange(0, P.HEADS)
+    inside = head < P.G
+    place = (bk // P.KV_HEADS * P.T + token) * P.KV_HEADS + bk % P.KV_HEADS
+    place = place.to(tl.int64) * P.G + head
+    gate_cmp = tl.load(merging.gates + place * 3, mask=inside, other=0.0)
+    gate_slc = tl.load(merging.gates + place * 3 + 1, mask=inside, other=0.0)
+    gate_win = tl.load(merging.gates + place * 3 + 2, mask=inside, other=0.0)
+    ALL: tl.constexpr = P.CMP + P.WIN + P.SLC
+    row = token * P.G + head
+    own = load_parts(merging.out, merging.sums, bk, row, inside, ALL, P.PADDED, P.T * P.G, P.VALUE)
+    part = tl.arange(0, P.PADDED)[None, :]
+    weight = _weight(own, part < P.CMP, gate_cmp)
+    weight += _weight(own, (part >= P.CMP) & (part < P.CMP + P.WIN), gate_win)
+    weight += _weight(own, part >= P.CMP + P.WIN, gate_slc)
     exists = token < tokens.number
-    to = out + tl.program_id(0).to(tl.int64) * (V0 + V1)
-    dtype: tl.constexpr = out.dtype.element_ty
-    y = tl.sum(own.out.first * weight[:, None], 0)
-    tl.store(to + tl.arange(0, V0), tl.where(exists, y, 0.0).to(dtype))
-    if V1 > 0:
-        z = tl.sum(own.out.second * weight[:, None], 0)
-        tl.store(to + V0 + tl.arange(0, V1), tl.where(exists, z, 0.0).to(dtype))
+    dtype: tl.constexpr = merging.merged.dtype.element_ty
+    out = merging.merged + (place * V)[:, None]
+    y = _weighted(own.out.first, weight, exists, P)
+    tl.store(out + tl.arange(0, P.VALUE.D0)[None, :], y.to(dtype), mask=inside[:, None])
+    if P.VALUE.D1 > 0:
+        z = _weighted(own.out.second, weight, exists, P)
+        tl.store(out + P.VALUE.D0 + tl.arange(0, P.VALUE.D1)[None, :], z.to(dtype), mask=inside[:, None])

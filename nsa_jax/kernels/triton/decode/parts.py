@@ -74,6 +74,13 @@ def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_H
 
 
 @triton.jit
+def rows_of_token(token, ROWS: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr):
+    """The rows of a KV head for one new token, padded to ROWS."""
+    head = tl.arange(0, ROWS)
+    return QueryRows(token * G + head, token + head * 0, token * (KV_HEADS * G) + head, head < G)
+
+
+@triton.jit
 def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
     """The rows of `query` of `[B, T, N, H]`."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
@@ -116,7 +123,7 @@ def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, 
 
 
 class Parts(NamedTuple):
-    """The parts of one row: their values `[PARTS, D]`, largest logits and totals `[PARTS]`."""
+    """The parts of some rows: values `[ROWS * PADDED, D]`, largest logits and totals `[ROWS, PADDED]`."""
 
     out: Pieces
     largest: tl.tensor
@@ -124,14 +131,15 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def load_parts(out, sums, bk, row, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """All parts of one row; those behind PARTS are empty."""
+def load_parts(out, sums, bk, row, inside, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
+    """All parts of the rows that are `inside`; those behind PARTS are empty."""
     part = tl.arange(0, PADDED)
-    there = part < PARTS
-    at = bk.to(tl.int64) * PARTS + part
-    x = load_at(out, (at * R + row) * (DIM.D0 + DIM.D1), there, DIM)
-    largest = tl.load(sums + at * (2 * R) + row, mask=there, other=LOWEST)
-    total = tl.load(sums + at * (2 * R) + R + row, mask=there, other=0.0)
+    there = inside[:, None] & (part < PARTS)[None, :]
+    at = (bk.to(tl.int64) * PARTS + part)[None, :]
+    of_row = tl.reshape(at * R + row[:, None], [row.shape[0] * PADDED])
+    x = load_at(out, of_row * (DIM.D0 + DIM.D1), tl.reshape(there, [row.shape[0] * PADDED]), DIM)
+    largest = tl.load(sums + at * (2 * R) + row[:, None], mask=there, other=LOWEST)
+    total = tl.load(sums + at * (2 * R) + R + row[:, None], mask=there, other=0.0)
     return Parts(x, largest, total)
 
 

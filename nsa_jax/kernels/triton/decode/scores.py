@@ -1,8 +1,8 @@
-"""The scores of the selection blocks (Eq. 8-10), a chunk of them a program, and the chunk's best ones.
+"""The scores of the selection blocks (Eq. 8-10), a chunk of them at a time, and the chunk's best ones.
 
-A program reads what `compressed` left for its blocks, adds what the blocks that the step completes give,
+It reads what `compressed` left for its blocks, adds what the blocks that the step completes give,
 normalises, sums over the heads, and writes the chunk's best blocks as a list in order, from which
-`selected_kernel` picks. It ranks by counting (`ranks`), CHUNK times CHUNK comparisons: rounds of finding the
+`selected` picks. It ranks by counting (`ranks`), CHUNK times CHUNK comparisons: rounds of finding the
 largest would wait for each other.
 
 All numbers that enter a block's score are first brought to one largest logit, then added, then normalised:

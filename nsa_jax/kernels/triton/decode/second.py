@@ -1,16 +1,20 @@
-"""The second launch of a step: the scores, and beside them the window branch.
+"""The second launch of a step: scores, window, selected branch, and the sum of all.
 
-Grid: x = window parts times new tokens times KV heads times batch rows, which attend (`window`), for they
-take longest; then chunks times as many, which score (`scores`). The scores compare, the window reads:
-together they take little more than the longer of the two. Long lists want more warps than a window: it takes
-them, too.
+Grid: x = shares times new tokens times KV heads times batch rows. The SHARES programs of a new token of a KV
+head do everything together: each scores some of the lists (`scores`), attends to a part of the window
+(`window`) while the others end their lists, then to a part of the selected blocks (`selected`), and merges
+some of the query heads (`merge`). Between the steps they wait for each other (`arrivals`), which takes less
+than a launch.
 """
 
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import load_placed
+from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
+from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
+from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
 from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
+from nsa_jax.kernels.triton.decode.selected import Selected, SelectedDims, attend_selected
 from nsa_jax.kernels.triton.decode.window import Lacking, Window, WindowDims, attend_window, complete_cache
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim
@@ -18,44 +22,70 @@ from nsa_jax.kernels.triton.pieces import Dim
 
 @triton.jit(repr=named("nsa_step_second"))
 def second_kernel(
-    key_cmp, value_cmp, lengths, overflowed, out, sums,
-    placed, query, key_win, value_win, block_key, block_value, block_logits, scores, tails, tops,
-    best,
-    scale, window_programs, T: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr, TILES: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr,
-    ALL: tl.constexpr, CHUNK_TILES: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
-    RING: tl.constexpr, WINDOW: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, MAX_BLOCKS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, PRECISION: tl.constexpr,
+    key_cmp, value_cmp, lengths, overflowed, out, sums, arrivals,
+    placed, query, gates, key_slc, value_slc, key_win, value_win, block_key, block_value, block_logits,
+    scores, tails, tops,
+    merged, chosen, best,
+    scale, T: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, KV_HEADS: tl.constexpr,
+    MAX_LENGTH: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    OWN: tl.constexpr, BLOCK: tl.constexpr, PADDED_BLOCK: tl.constexpr, SELECTED: tl.constexpr,
+    INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
+    TILES: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr,
+    PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK_TILES: tl.constexpr, CHUNKS: tl.constexpr,
+    SLOTS: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A part of a window, or the best blocks of a chunk. In place: blocks, lengths, overflows, the parts."""
-    pid = tl.program_id(0)
-    if pid < window_programs:
-        W: tl.constexpr = WindowDims(
-            T=T, G=G, KV_HEADS=KV_HEADS, RING=RING, WINDOW=WINDOW, SHARES=SHARES, FIRST=CMP, PARTS=ALL,
-            TILE=TILE, ROWS=ROWS, STAGES=STAGES, MAX_BLOCKS=MAX_BLOCKS, SIZE=SIZE, STRIDE=STRIDE,
-            BLOCKS=BLOCKS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
-        )  # fmt: skip
-        share = pid % SHARES
-        token = pid // SHARES % T
-        bk = pid // (SHARES * T)
-        tokens = load_placed(placed, bk // KV_HEADS)
+    """One share of a new token of a KV head. In place: blocks, lengths, overflows, parts, counters."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    VALUE: tl.constexpr = Dim(V0, V1)
+    ALL: tl.constexpr = CMP + WIN + SLC
+    C: tl.constexpr = Chunking(
+        T=T, G=G, PADDED_G=PADDED_G, KV_HEADS=KV_HEADS, SIZE=SIZE, STRIDE=STRIDE, OWN=OWN, BLOCK=BLOCK,
+        SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL, BLOCKS=BLOCKS, TILE_BLOCKS=TILE_BLOCKS,
+        TILES=TILES, CMP=CMP, PADDED_CMP=PADDED_CMP, PARTS=ALL, CHUNK_TILES=CHUNK_TILES, CHUNKS=CHUNKS,
+        SLOTS=SLOTS,
+    )  # fmt: skip
+    W: tl.constexpr = WindowDims(
+        T=T, G=G, KV_HEADS=KV_HEADS, RING=RING, WINDOW=WINDOW, SHARES=WIN, FIRST=CMP, PARTS=ALL,
+        TILE=TILE, ROWS=ROWS, STAGES=WIN_STAGES, MAX_BLOCKS=MAX_BLOCKS, SIZE=SIZE, STRIDE=STRIDE,
+        BLOCKS=BLOCKS, KEY=KEY, VALUE=VALUE,
+    )  # fmt: skip
+    S: tl.constexpr = SelectedDims(
+        T=T, G=G, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, WIDE=WIDE, BLOCK=BLOCK,
+        PADDED_BLOCK=PADDED_BLOCK, SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL,
+        CHUNK=CHUNK_TILES * TILE_BLOCKS, LISTS=CHUNKS, SLOTS=SLOTS, SHARES=SLC, FIRST=CMP + WIN,
+        PARTS=ALL, STEP=STEP, STAGES=SLC_STAGES, ROWS=ROWS, KEY=KEY, VALUE=VALUE,
+    )  # fmt: skip
+    P: tl.constexpr = PartDims(T, G, KV_HEADS, CMP, WIN, SLC, PADDED, HEADS, VALUE)
+    share = tl.program_id(0) % SLC
+    group = tl.program_id(0) // SLC
+    token = group % T
+    bk = group // T
+    b = bk // KV_HEADS
+    kv_head = bk % KV_HEADS
+    arrived = arrivals + group
+    tokens = load_placed(placed, b)
+    rows = rows_of_token(token, ROWS, G, KV_HEADS)
+    q = load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY)
+    scored = Scored(sums, scores, tails, tops, block_logits)
+    for chunk in tl.range(share, CHUNKS, SLC, num_stages=1):
+        score_chunk(scored, best, tokens, bk, token, chunk, C)
+    arrive(arrived)
+
+    if share >= SLC - WIN:
         window = Window(key_win, value_win, out, sums)
-        attend_window(window, query, tokens, bk, token, share, scale, W, PRECISION)
-        if (share == 0) & (token == 0):
-            lacking = Lacking(key_cmp, value_cmp, lengths, overflowed, block_key, block_value)
-            complete_cache(lacking, tokens, bk // KV_HEADS, bk % KV_HEADS, W)
-    else:
-        C: tl.constexpr = Chunking(
-            T=T, G=G, PADDED_G=PADDED_G, KV_HEADS=KV_HEADS, SIZE=SIZE, STRIDE=STRIDE, OWN=OWN, BLOCK=BLOCK,
-            SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL, BLOCKS=BLOCKS, TILE_BLOCKS=TILE_BLOCKS,
-            TILES=TILES, CMP=CMP, PADDED_CMP=PADDED_CMP, PARTS=ALL, CHUNK_TILES=CHUNK_TILES, CHUNKS=CHUNKS,
-            SLOTS=SLOTS,
-        )  # fmt: skip
-        pid -= window_programs
-        bk = pid // (CHUNKS * T)
-        tokens = load_placed(placed, bk // KV_HEADS)
-        scored = Scored(sums, scores, tails, tops, block_logits)
-        score_chunk(scored, best, tokens, bk, pid // CHUNKS % T, pid % CHUNKS, C)
+        attend_window(window, q, rows, tokens, bk, token, share - (SLC - WIN), scale, W, PRECISION)
+
+    wait_for(arrived, SLC)
+    selected = Selected(key_slc, value_slc, best, chosen, out, sums)
+    attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECISION)
+    arrive(arrived)
+    if (share == 0) & (token == 0):
+        lacking = Lacking(key_cmp, value_cmp, lengths, overflowed, block_key, block_value)
+        complete_cache(lacking, tokens, b, kv_head, W)
+
+    wait_for(arrived, 2 * SLC)
+    merging = Merging(out, sums, gates, merged)
+    for first in tl.range(share * HEADS, G, SLC * HEADS, num_stages=1):
+        merge_heads(merging, tokens, bk, token, first, P)

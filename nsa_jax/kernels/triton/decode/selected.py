@@ -1,100 +1,128 @@
 """Selected attention of one new token, its blocks shared out over programs.
 
-Grid: x = parts times new tokens times KV heads times batch rows. Every program ranks the lists of
-`second_kernel` by counting, as that does: which blocks are its own is found sooner than another launch would
-tell it.
+Every program ranks the lists of `scores` by counting, as that does: which blocks are its own is found sooner
+than another would tell it.
 
 Ranking: LISTS times SLOTS candidates against each other, 128 x 128 for 64k tokens. Bytes: the keys and values
 of the selected blocks, 17 MB at 8 rows, 4 us at 4.2 TB/s.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.parts import (
-    QueryRows,
-    attend,
-    load_placed,
-    load_query,
-    ranks,
-    store_part,
-)
-from nsa_jax.kernels.triton.launch import named
+from nsa_jax.kernels.triton.decode.parts import attend, ranks, store_part
 from nsa_jax.kernels.triton.loading import load_at
-from nsa_jax.kernels.triton.pieces import Dim
 from nsa_jax.kernels.triton.softmax import no_keys
 
 
-@triton.jit(repr=named("nsa_step_selected"))
-def selected_kernel(
-    out, sums,
-    placed, query, key_slc, value_slc, best,
-    chosen,
-    scale, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, SELECTED: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    WIDE: tl.constexpr, CHUNK: tl.constexpr, LISTS: tl.constexpr, SLOTS: tl.constexpr,
-    ALL: tl.constexpr, FIRST: tl.constexpr, SHARES: tl.constexpr, PADDED_BLOCK: tl.constexpr,
-    STEP: tl.constexpr, ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One share of SLOTS / SHARES blocks, STEP at a time. In place: the parts.
+class Selected(NamedTuple):
+    """What the branch reads, and what it leaves.
 
-    `chosen` `[B, T, K, SELECTED]`, -1 for none.
+    Attributes:
+      key, value: `[B, MAX_LENGTH, K, D]`.
+      best: `[B, K, T, LISTS, 2, SLOTS]`, see `scores`.
+      chosen: `[B, T, K, SELECTED]`, -1 for none.
+      out, sums: the parts, see `parts`.
     """
-    share = tl.program_id(0) % SHARES
-    token = tl.program_id(0) // SHARES % T
-    bk = tl.program_id(0) // (SHARES * T)
-    b = bk // KV_HEADS
-    kv_head = bk % KV_HEADS
-    KEY: tl.constexpr = Dim(H0, H1)
-    VALUE: tl.constexpr = Dim(V0, V1)
-    H: tl.constexpr = H0 + H1
-    V: tl.constexpr = V0 + V1
-    FORCED: tl.constexpr = INITIAL + LOCAL
-    EACH: tl.constexpr = SLOTS // SHARES
-    COLUMNS: tl.constexpr = STEP * PADDED_BLOCK
 
-    x = tl.arange(0, LISTS * SLOTS)
-    source = (bk * T + token) * LISTS + x // SLOTS
-    bits = tl.load(best + source * (2 * SLOTS) + x % SLOTS)
-    index = tl.load(best + source * (2 * SLOTS) + SLOTS + x % SLOTS)
-    head = tl.arange(0, ROWS)
-    rows = QueryRows(token * G + head, token + head * 0, token * (KV_HEADS * G) + head, head < G)
-    q = load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY)
-    tokens = load_placed(placed, b)
+    key: tl.tensor
+    value: tl.tensor
+    best: tl.tensor
+    chosen: tl.tensor
+    out: tl.tensor
+    sums: tl.tensor
+
+
+class SelectedDims(NamedTuple):
+    """Sizes of the branch that are known while tracing.
+
+    Attributes:
+      T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
+      MAX_LENGTH, WIDE: tokens of the cache; whether its numbers are more than 2^31.
+      BLOCK, PADDED_BLOCK: tokens of a selection block, and columns for them.
+      SELECTED, INITIAL, LOCAL: blocks that are selected, of these the first ones and the last ones.
+      CHUNK, LISTS, SLOTS: blocks of a list, lists, and their length.
+      SHARES, FIRST, PARTS: programs that share the blocks, number of their first part, parts of all branches.
+      STEP, STAGES, ROWS: blocks of a step, steps whose loads are in flight, query rows.
+      KEY, VALUE: `Dim`s.
+    """
+
+    T: tl.constexpr
+    G: tl.constexpr
+    KV_HEADS: tl.constexpr
+    MAX_LENGTH: tl.constexpr
+    WIDE: tl.constexpr
+    BLOCK: tl.constexpr
+    PADDED_BLOCK: tl.constexpr
+    SELECTED: tl.constexpr
+    INITIAL: tl.constexpr
+    LOCAL: tl.constexpr
+    CHUNK: tl.constexpr
+    LISTS: tl.constexpr
+    SLOTS: tl.constexpr
+    SHARES: tl.constexpr
+    FIRST: tl.constexpr
+    PARTS: tl.constexpr
+    STEP: tl.constexpr
+    STAGES: tl.constexpr
+    ROWS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+
+
+@triton.jit
+def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECISION: tl.constexpr):
+    """One share of SLOTS / SHARES blocks, STEP at a time."""
+    b = bk // S.KV_HEADS
+    kv_head = bk % S.KV_HEADS
+    KEY: tl.constexpr = S.KEY
+    VALUE: tl.constexpr = S.VALUE
+    H: tl.constexpr = KEY.D0 + KEY.D1
+    V: tl.constexpr = VALUE.D0 + VALUE.D1
+    FORCED: tl.constexpr = S.INITIAL + S.LOCAL
+    EACH: tl.constexpr = S.SLOTS // S.SHARES
+    COLUMNS: tl.constexpr = S.STEP * S.PADDED_BLOCK
 
     # Slots: the initial blocks, the local ones, then the others by rank; all of them while they fit.
     exists = token < tokens.number
     at = tokens.start + token
-    count = tl.where(exists, at // BLOCK + 1, 0)
-    local = count - LOCAL
-    fit = count <= SELECTED
-    candidate = (x // SLOTS * CHUNK < local) & (x % SLOTS < SELECTED - FORCED) & (count > SELECTED)
+    count = tl.where(exists, at // S.BLOCK + 1, 0)
+    local = count - S.LOCAL
+    fit = count <= S.SELECTED
+    x = tl.arange(0, S.LISTS * S.SLOTS)
+    source = (bk * S.T + token) * S.LISTS + x // S.SLOTS
+    bits = tl.load(selected.best + source * (2 * S.SLOTS) + x % S.SLOTS)
+    index = tl.load(selected.best + source * (2 * S.SLOTS) + S.SLOTS + x % S.SLOTS)
+    candidate = (x // S.SLOTS * S.CHUNK < local) & (x % S.SLOTS < S.SELECTED - FORCED) & (count > S.SELECTED)
     bits = tl.where(candidate, bits, -1)
     # Of equal scores the earlier one has the lower block: lists follow one another as their blocks do.
-    live = tl.cdiv(tl.maximum(local, 0), CHUNK) * SLOTS  # in lists of blocks that exist
-    rank = tl.where(bits >= 0, ranks(bits, live, LISTS * SLOTS), LISTS * SLOTS)
+    live = tl.cdiv(tl.maximum(local, 0), S.CHUNK) * S.SLOTS  # in lists of blocks that exist
+    rank = tl.where(bits >= 0, ranks(bits, live, S.LISTS * S.SLOTS), S.LISTS * S.SLOTS)
 
     column = tl.arange(0, COLUMNS)
-    in_block = column % PADDED_BLOCK
-    keys = key_slc + (b.to(tl.int64) * (MAX_LENGTH * KV_HEADS) + kv_head) * H
-    values = value_slc + (b.to(tl.int64) * (MAX_LENGTH * KV_HEADS) + kv_head) * V
-    state = no_keys(ROWS, VALUE)
-    for first in tl.range(0, EACH, STEP, num_stages=1):
-        slot = share * EACH + first + column // PADDED_BLOCK
-        block = tl.where(slot < INITIAL, slot, local + slot - INITIAL)
-        for u in tl.static_range(STEP):
+    in_block = column % S.PADDED_BLOCK
+    keys = selected.key + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * H
+    values = selected.value + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * V
+    state = no_keys(S.ROWS, VALUE)
+    # The end is no constant: of a loop that runs once, Triton would load the values behind the keys.
+    end = tl.where(tokens.number >= 0, EACH, 0)
+    for first in tl.range(0, end, S.STEP, num_stages=S.STAGES):
+        slot = share * EACH + first + column // S.PADDED_BLOCK
+        block = tl.where(slot < S.INITIAL, slot, local + slot - S.INITIAL)
+        for u in tl.static_range(S.STEP):
             found = tl.sum(tl.where(rank == share * EACH + first + u - FORCED, index, 0), 0)
-            block = tl.where((column // PADDED_BLOCK == u) & (slot >= FORCED), found, block)
+            block = tl.where((column // S.PADDED_BLOCK == u) & (slot >= FORCED), found, block)
         block = tl.where(fit, tl.where(slot < count, slot, -1), block)
-        block = tl.where(slot < SELECTED, block, -1)
-        to = chosen + ((b * T + token) * KV_HEADS + kv_head) * SELECTED
-        tl.store(to + slot, block, mask=(in_block == 0) & (slot < SELECTED))
-        key = block * BLOCK + in_block
-        seen = (block >= 0) & (in_block < BLOCK) & (key <= at)
-        if WIDE:
+        block = tl.where(slot < S.SELECTED, block, -1)
+        to = selected.chosen + ((b * S.T + token) * S.KV_HEADS + kv_head) * S.SELECTED
+        tl.store(to + slot, block, mask=(in_block == 0) & (slot < S.SELECTED))
+        key = block * S.BLOCK + in_block
+        seen = (block >= 0) & (in_block < S.BLOCK) & (key <= at)
+        if S.WIDE:
             key = key.to(tl.int64)
-        k = load_at(keys, key * (KV_HEADS * H), seen, KEY)
-        v = load_at(values, key * (KV_HEADS * V), seen, VALUE)
+        k = load_at(keys, key * (S.KV_HEADS * H), seen, KEY)
+        v = load_at(values, key * (S.KV_HEADS * V), seen, VALUE)
         state, _ = attend(state, q, k, v, seen, scale, PRECISION)
-    store_part(out, sums, bk, FIRST + share, ALL, T * G, rows, state, VALUE)
+    store_part(selected.out, selected.sums, bk, S.FIRST + share, S.PARTS, S.T * S.G, rows, state, VALUE)

@@ -1,4 +1,4 @@
-"""A decode step by four kernels, one behind another: `first`, `second`, `selected`, `merge`.
+"""A decode step by two kernels, one behind the other: `first`, `second`.
 
 XLA makes a CUDA graph of a compiled loop's body, in which each launch waits for the one before. So what can
 run side by side is one launch. `hidden` stands before `first` where an MLP forms the new blocks.
@@ -17,9 +17,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
-from nsa_jax.kernels.triton.decode.merge import merge_kernel
 from nsa_jax.kernels.triton.decode.second import second_kernel
-from nsa_jax.kernels.triton.decode.selected import selected_kernel
 from nsa_jax.kernels.triton.decode.shards import alike_in_shards
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
@@ -27,6 +25,7 @@ from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
 
+MERGED_AT_ONCE = 8192  # numbers of the parts that a program holds: 64 in each of 128 threads
 _padded = triton.next_power_of_2
 
 
@@ -83,6 +82,7 @@ class _Found(NamedTuple):
     block_key: Float[Array, "B blocks K H"]
     block_value: Float[Array, "B blocks K V"]
     block_logits: Float[Array, "B K rows blocks"]
+    arrivals: Int32[Array, "B K T"]
 
 
 def decode_step(
@@ -107,9 +107,8 @@ def decode_step(
     """
     step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
     cache, parts, found = step.begin()
-    cache, parts, best = step.score_and_attend_window(cache, parts, found)
-    parts, chosen = step.attend_selected(cache, parts, found.placed, best)
-    return StepResult(step.merge(parts, found.placed), cache, chosen)
+    cache, out, blocks = step.complete(cache, parts, found)
+    return StepResult(out, cache, blocks)
 
 
 def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
@@ -155,7 +154,6 @@ class _Step:
         self.chunks = _padded(-(-self.tiles // self.chunk_tiles))
         h, v = (split_dim(x.shape[3]) for x in (cache.key_slc, cache.value_slc))
         self.dims: dict[str, Any] = dict(H0=h[0], H1=h[1], V0=v[0], V1=v[1])
-        self.value_dims = dict(V0=v[0], V1=v[1])
         self.common: dict[str, Any] = dict(T=self.num_new, G=self.heads, KV_HEADS=self.kv_heads)
         self.compression: dict[str, Any] = dict(
             SIZE=config.compression_block_size, STRIDE=config.compression_stride
@@ -165,10 +163,9 @@ class _Step:
             INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, SLOTS=self.slots,
         )  # fmt: skip
         self.products: dict[str, Any] = dict(scale=self.scale, PRECISION=precision(query.dtype))
-        self.token_rows = max(_padded(self.heads), 16)
         # Parts of the branches, in this order; new blocks are one more part of the compressed branch.
         self.parts: dict[str, int] = dict(
-            CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.slc_parts
+            CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.shares
         )
         self.all_parts = sum(self.parts.values())
 
@@ -193,6 +190,7 @@ class _Step:
             like(key_cmp, (*block, key_cmp.shape[3])),
             like(value_cmp, (*block, value_cmp.shape[3])),
             self.floats(rows, self.blocks),
+            jax.ShapeDtypeStruct((self.batch, self.kv_heads, self.num_new), jnp.int32),
         )
         updated, found = launch(
             first_kernel, cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens,
@@ -263,62 +261,43 @@ class _Step:
             PARTS=sizes.parts, STAGES=sizes.stages, **constants, **self.compression,
         )  # fmt: skip
 
-    def score_and_attend_window(
+    def complete(
         self, cache: NSACache, parts: _Parts, found: _Found
-    ) -> tuple[NSACache, _Parts, Int32[Array, "B K T lists 2 slots"]]:
-        """The best blocks of each chunk; the window branch; the cache with the new blocks and lengths."""
+    ) -> tuple[NSACache, Float[Array, "B T N V"], Int32[Array, "B T K R"]]:
+        """The cache with the new blocks and lengths, the gated sum of the branches, the selected blocks."""
+        config, sizes = self.config, self.sizes
         key, value = cache.key_win_ring, cache.value_win_ring
         if key is None or value is None:
             key, value = cache.key_slc, cache.value_slc
-        window = min(self.config.window_size, cache.max_length)
-        one_tile = window <= self.sizes.win_parts * self.sizes.keys
-        stages = 1 if one_tile else min(self.sizes.cmp_stages, 2)
-        tokens = self.num_new * self.batch * self.kv_heads
-        windows, lists = self.sizes.win_parts * tokens, self.chunks * tokens
-        shape = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
-        updated, best = launch(
+        window, block = min(config.window_size, cache.max_length), config.selection_block_size
+        dims = cache.key_slc.shape[3], cache.value_slc.shape[3]
+        lists = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
+        chosen = (self.batch, self.num_new, self.kv_heads, config.num_selected_blocks)
+        out = (
+            like(self.query, (self.batch, self.num_new, self.num_heads, dims[1])),
+            jax.ShapeDtypeStruct(chosen, jnp.int32),
+            jax.ShapeDtypeStruct(lists, jnp.int32),
+        )
+        padded = _padded(self.all_parts)
+        heads = max(
+            min(_padded(-(-self.heads // sizes.shares)), MERGED_AT_ONCE // (padded * _padded(dims[1]))), 1
+        )
+        updated, (merged, blocks, _) = launch(
             second_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed, *parts,
-            found.placed, self.query, key, value, found.block_key, found.block_value, found.block_logits,
-            found.scores, found.tails, found.tops, out=jax.ShapeDtypeStruct(shape, jnp.int32), in_place=6,
-            grid=(windows + lists,), num_warps=max(self.sizes.list_blocks // 32, 4), num_stages=stages,
-            window_programs=windows, PADDED_G=_padded(self.heads), OWN=self.own, BLOCKS=self.blocks,
-            TILE_BLOCKS=self.tile_blocks, TILES=self.tiles, CMP=self.parts["CMP"],
-            PADDED_CMP=_padded(self.parts["CMP"]), ALL=self.all_parts, CHUNK_TILES=self.chunk_tiles,
-            CHUNKS=self.chunks, RING=key.shape[1], WINDOW=window, SHARES=self.sizes.win_parts,
-            TILE=self.sizes.keys, ROWS=self.token_rows, STAGES=stages, MAX_BLOCKS=self.max_blocks,
-            **self.common, **self.compression, **self.selection, **self.dims, **self.products,
+            found.arrivals, found.placed, self.query, self.gates, cache.key_slc, cache.value_slc, key, value,
+            found.block_key, found.block_value, found.block_logits, found.scores, found.tails, found.tops,
+            out=out, in_place=7, grid=(sizes.shares * self.batch * self.kv_heads * self.num_new,),
+            num_warps=sizes.share_warps, num_stages=1, registers=sizes.registers,
+            PADDED_G=_padded(self.heads), MAX_LENGTH=cache.max_length,
+            WIDE=cache.max_length * self.kv_heads * max(dims) >= 2**31, OWN=self.own,
+            PADDED_BLOCK=max(_padded(block), 16), BLOCKS=self.blocks, TILE_BLOCKS=self.tile_blocks,
+            TILES=self.tiles, PADDED_CMP=_padded(self.parts["CMP"]), PADDED=padded, HEADS=heads,
+            CHUNK_TILES=self.chunk_tiles, CHUNKS=self.chunks, RING=key.shape[1], WINDOW=window,
+            TILE=sizes.keys, STEP=sizes.slc_blocks, ROWS=max(_padded(self.heads), 16),
+            WIN_STAGES=sizes.win_stages, SLC_STAGES=sizes.slc_stages, MAX_BLOCKS=self.max_blocks,
+            **self.parts, **self.common, **self.compression, **self.selection, **self.dims, **self.products,
         )  # fmt: skip
         names = ("key_cmp", "value_cmp", "lengths", "overflowed")
         cache = cache._replace(**dict(zip(names, updated, strict=False)))
         cache = alike_in_shards(cache, self.cache, self.num_tokens, self.num_new, cache.max_length)
-        return cache, _Parts(*updated[4:]), best
-
-    def attend_selected(
-        self, cache: NSACache, parts: _Parts, placed: Array, best: Array
-    ) -> tuple[_Parts, Int32[Array, "B T K R"]]:
-        """The selected branch, and its blocks."""
-        shares, block = self.sizes.slc_parts, self.config.selection_block_size
-        chosen = (self.batch, self.num_new, self.kv_heads, self.config.num_selected_blocks)
-        row = self.kv_heads * max(cache.key_slc.shape[3], cache.value_slc.shape[3])
-        updated, blocks = launch(
-            selected_kernel, *parts, placed, self.query, cache.key_slc, cache.value_slc, best,
-            out=jax.ShapeDtypeStruct(chosen, jnp.int32), in_place=2,
-            grid=(shares * self.num_new * self.batch * self.kv_heads,), num_stages=1,
-            MAX_LENGTH=cache.max_length, WIDE=cache.max_length * row >= 2**31,
-            CHUNK=self.chunk_tiles * self.tile_blocks, LISTS=self.chunks, ALL=self.all_parts,
-            FIRST=self.parts["CMP"] + self.parts["WIN"], SHARES=shares, PADDED_BLOCK=max(_padded(block), 16),
-            STEP=self.sizes.slc_blocks, ROWS=self.token_rows,
-            **self.common, **self.selection, **self.dims, **self.products,
-        )  # fmt: skip
-        return _Parts(*updated), blocks
-
-    def merge(self, parts: _Parts, placed: Array) -> Float[Array, "B T N V"]:
-        """The gated sum of the branches."""
-        shape = (self.batch, self.num_new, self.num_heads, self.cache.value_slc.shape[3])
-        padded = _padded(self.all_parts)
-        return launch(
-            merge_kernel, placed, self.gates, *parts, out=like(self.query, shape),
-            grid=(self.batch * self.num_new * self.num_heads,),
-            num_warps=min(max(padded * _padded(shape[3]) // 1024, 1), 8), num_stages=1, PADDED=padded,
-            **self.parts, **self.common, **self.value_dims,
-        )  # fmt: skip
+        return cache, merged, blocks

@@ -44,9 +44,13 @@ class StepSizes(NamedTuple):
       groups: such programs for a KV head.
       keys: compressed keys, and keys of the window, of a step.
       list_blocks: selection blocks whose best ones form a list.
-      cmp_parts, slc_parts, win_parts: programs that share the keys of a row and KV head.
-      slc_blocks: selected blocks that a program loads at a time.
-      cmp_warps, cmp_stages: warps of a program of the compressed branch, and steps whose loads are in flight.
+      cmp_parts: programs that share the compressed keys of a row and KV head.
+      cmp_warps, cmp_stages: warps of such a program, and steps whose loads are in flight.
+      shares: programs that share the rest of the work of a new token and KV head.
+      share_warps: warps of such a program.
+      registers: most registers of its threads, such that four share a processor; None for no limit.
+      win_parts, win_stages: those of them that attend to the window, and steps in flight.
+      slc_blocks, slc_stages: selected blocks of a step, and steps in flight.
     """
 
     rows: int
@@ -54,15 +58,20 @@ class StepSizes(NamedTuple):
     keys: int
     list_blocks: int
     cmp_parts: int
-    slc_parts: int
-    win_parts: int
-    slc_blocks: int
     cmp_warps: int
     cmp_stages: int
+    shares: int
+    share_warps: int
+    registers: int | None
+    win_parts: int
+    win_stages: int
+    slc_blocks: int
+    slc_stages: int
 
 
 STEP_ROWS = 64
 STEP_PROGRAMS = 256  # enough to fill a GPU: two for each of the 132 processors of an H100
+STEP_SHARES = 4  # of a new token at least: four programs on each processor hide each other's waiting
 STEP_CANDIDATES = 256  # best blocks in the lists of a row, which a program ranks against each other
 STEP_LIST_BLOCKS = (128, 1024)  # of a list: the fewest, and the most that a program ranks
 
@@ -78,22 +87,34 @@ def step_sizes(shape: StepShape) -> StepSizes:
     groups = -(-rows // padded)
     room = SHARED_BYTES[shape.gpu] // 2
     width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
+
+    def stages(keys: int, ahead: bool) -> int:
+        # A selection block may have more keys than there is room for: then a tile is not loaded ahead.
+        fitting = SHARED_BYTES[shape.gpu] // ((keys + 2) * shape.dims * shape.float_bytes)
+        return max(min(3 if ahead and 3 * keys * width <= room else 2, fitting), 1)
+
     keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
-    # A selection block may have more keys than there is room for: then a tile is not loaded ahead.
-    most_stages = max(SHARED_BYTES[shape.gpu] // ((keys + 2) * shape.dims * shape.float_bytes), 1)
-    slc_parts = min(share(shape.kv_heads * shape.num_new, 16), shape.slots)
+    list_blocks = max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own))
+    tokens = shape.kv_heads * shape.num_new
+    shares = min(max(share(tokens, 16), STEP_SHARES), shape.slots)
+    few = shares * tokens <= STEP_PROGRAMS
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
+    slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
     return StepSizes(
         rows=padded,
         groups=groups,
         keys=keys,
-        list_blocks=max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own)),
+        list_blocks=list_blocks,
         cmp_parts=min(share(shape.kv_heads * groups, 64), _power_above(-(-shape.blocks * shape.own // keys))),
-        slc_parts=slc_parts,
-        win_parts=share(shape.kv_heads * shape.num_new, 8),
-        slc_blocks=min(shape.slots // slc_parts, at_once, max(128 // shape.block_size, 1)),
         cmp_warps=4,
-        cmp_stages=min(3 if 3 * keys * width <= room and shape.kv_heads > 8 else 2, most_stages),
+        cmp_stages=stages(keys, ahead=shape.kv_heads > 8),
+        shares=shares,
+        share_warps=max(list_blocks // 32, 8 if shape.float_bytes == 4 else 4),
+        registers=None if few or shape.float_bytes == 4 else 128,
+        win_parts=min(shares, 8),
+        win_stages=stages(keys, ahead=False),
+        slc_blocks=slc_blocks,
+        slc_stages=stages(slc_blocks * shape.block_size, ahead=few and shares * slc_blocks < shape.slots),
     )
 
 

@@ -1,8 +1,9 @@
 """Window attention of one new token, the window shared out over programs; and what the cache still lacks.
 
 It reads the ring, or the selection arrays where the branches share keys and values, after the new tokens are
-in. It stands behind the compressed branch, so it writes what had to wait for that: the new compressed blocks
-and the lengths. Bytes: `w` keys and values a row and KV head, 8 MB at 8 rows, from L2 for further tokens.
+in. Its launch stands behind that of the compressed branch, so here is also written what had to wait for that:
+the new compressed blocks and the lengths. Bytes: `w` keys and values a row and KV head, 8 MB at 8 rows, from
+L2 for further tokens.
 """
 
 from typing import NamedTuple
@@ -11,9 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.parts import (
-    QueryRows,
     attend,
-    load_query,
     num_blocks,
     store_part,
 )
@@ -75,16 +74,13 @@ class WindowDims(NamedTuple):
 
 
 @triton.jit
-def attend_window(window, query, tokens, bk, token, share, scale, W, PRECISION: tl.constexpr):
+def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION: tl.constexpr):
     """One part of the window of one new token."""
     b = bk // W.KV_HEADS
     kv_head = bk % W.KV_HEADS
     KEY: tl.constexpr = W.KEY
     VALUE: tl.constexpr = W.VALUE
     EACH: tl.constexpr = (W.WINDOW + W.SHARES - 1) // W.SHARES
-    head = tl.arange(0, W.ROWS)
-    rows = QueryRows(token * W.G + head, token + head * 0, token * (W.KV_HEADS * W.G) + head, head < W.G)
-    q = load_query(query, b, kv_head, rows, W.T, W.G, W.KV_HEADS, KEY)
     at = tokens.start + token
     base = b.to(tl.int64) * (W.RING * W.KV_HEADS) + kv_head
     state = no_keys(W.ROWS, VALUE)

@@ -1,0 +1,24 @@
+"""How the programs of a group wait for each other within a launch: a counter in memory that each adds to.
+
+Programs of a group have consecutive numbers. A GPU starts programs in the order of their numbers, so of all
+groups that have not ended the first one is running in full, if the GPU has places for as many programs as a
+group has. It ends, and the next one is the first: nothing waits for ever.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def arrive(counter):
+    """Adds one to a counter, when all that this program has stored can be seen by those who wait for it."""
+    tl.debug_barrier()  # all threads have stored
+    tl.atomic_add(counter, 1, sem="release")
+
+
+@triton.jit
+def wait_for(counter, number):
+    """Waits until so many have arrived; what they stored can then be loaded."""
+    while tl.atomic_add(counter, 0, sem="acquire") < number:
+        pass
+    tl.debug_barrier()
