@@ -59,6 +59,7 @@ USED = {
     "jax_triton.triton_lib.CompilationResult": (("tests",), "registers and memory of the compiled kernels"),
     "jax_triton.triton_lib.compile_ttir_to_ptx_inplace": (("tests",), "registers and memory of the kernels"),
     "triton.runtime.interpreter._LangPatchScope": (("tests",), "runs kernels without a GPU"),
+    "triton.runtime.interpreter._implicit_cvt": (("tests",), "runs kernels without a GPU"),
     "triton.runtime.interpreter._patch_lang": (("tests",), "runs kernels without a GPU"),
     "orbax.checkpoint": ((*CHECKPOINT, "tests"), "checkpoints: its API is being replaced by a new one"),
     **{
