@@ -1,251 +1,235 @@
-"""Pictures and tables from committed rows, so that no figure is ever typed by hand.
+"""Figures of documents from committed rows: time, speed-up over dense attention and memory against length.
 
-`python -m benchmarks.plot benchmarks/results/*.jsonl` draws, beside each file of several lengths, time
-against length and the ratio to dense attention; `--markdown` prints the tables instead. Of a file with
-several runs the newest is taken, or that of `--run-id`. A table in a document stands behind a line
-`<!-- benchmarks/results/NAME.jsonl -->`; a test holds it to the file.
+`python -m benchmarks.plot benchmarks/results/*.jsonl` draws each file of several lengths into `docs/images`:
+`NAME.svg` has the times of whole operations, `NAME_memory.svg` their temporary memory. A figure carries the
+name of its file and a hash of the rows it shows. A test fails for a figure that is older than its rows.
 """
 
 import argparse
+import collections
+import contextlib
+import hashlib
 import itertools
+import math
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks import records
-from benchmarks.records import AnyRow, GenerateRow, Row, TrainingRow
+from benchmarks.records import Row
+from benchmarks.tables import one_run
 
-# What curves are called.
-DENSE = {"dense_attention": "dense", "dense_layer": "dense layer"}
-WHOLE = {"native_sparse_attention": "NSA", "layer": "NSA layer"}
+IMAGES = pathlib.Path("docs/images")
 
+MODES = {
+    "fwd": "Forward",
+    "bwd": "Backward",
+    "fwd_bwd": "Forward and backward",
+    "decode": "One decode step, started by the host",
+    "decode_loop": "One decode step in a compiled loop",
+}
+BLOCKS = {"random": "random blocks", "coherent": "neighbours share blocks"}
+DENSE = {
+    "cudnn": "dense attention (cuDNN)",
+    "xla": "dense attention (XLA)",
+    "jax_nn": "dense attention (jax.nn, XLA)",
+    "triton": "dense attention (ours)",
+}
+LAYERS = {"layer": "NSA layer", "dense_layer": "dense layer"}
+# One colour a curve in all figures: blue is NSA, red is dense attention.
+RED, BLUE = "#c8372d", "#0b5fa5"
+COLOURS = {
+    "NSA": BLUE,
+    "NSA, neighbours share blocks": BLUE,
+    "NSA, random blocks": "#6cb0e0",
+    "NSA (XLA), random blocks": "#b07d2b",
+    "NSA layer": BLUE,
+    "dense layer": RED,
+    DENSE["cudnn"]: RED,
+    DENSE["xla"]: RED,
+    DENSE["triton"]: RED,
+    DENSE["jax_nn"]: "#e8938b",
+}
+STYLE: Any = {  # keys of matplotlib.rcParams
+    "svg.hashsalt": "nsa_jax",  # the same rows give the same file
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e0e0e0",
+    "lines.linewidth": 2,
+    "lines.marker": "o",
+    "lines.markersize": 5,
+    "savefig.facecolor": "white",  # legible on dark pages, too
+}
 
-def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
-    """The rows of one run, the newest by default.
-
-    Raises:
-      ValueError: there is no such run.
-    """
-    wanted = run_id or max((row.run_id for row in rows), default=None)
-    chosen = [row for row in rows if row.run_id == wanted]
-    if not chosen:
-        known = sorted({row.run_id for row in rows})
-        raise ValueError(f"run_id must be one of {known}, got {wanted}. Choose another file.")
-    return chosen
-
-
-def markdown(rows: Sequence[AnyRow]) -> str:
-    """Tables of one run: the whole operation beside dense attention, then single operations; or its steps."""
-    if written := [row for row in rows if isinstance(row, GenerateRow)]:
-        return _of_generation(written)
-    steps = [row for row in rows if isinstance(row, TrainingRow)]
-    return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
-
-
-def _made_by(row: AnyRow) -> str:
-    triton = f"triton {row.triton}, " if row.triton else ""
-    return f"jax {row.jax}, {triton}commit `{row.commit}`, run `{row.run_id}`."
-
-
-def _of_decoding(rows: Sequence[Row]) -> str:
-    """What rows of decode steps say beside sizes; those of before 0.2 do not."""
-    first = next((row for row in rows if row.compression), None)
-    if first is None:
-        return ""
-    most = max(row.num_layers or 1 for row in rows)
-    tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
-    return f", {tokens} a step, {first.compression} compression, {most} layers in the loop"
-
-
-def _of_operations(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    heads = f"{first.query_heads} query heads, {first.kv_heads} KV heads"
-    dims = f"dim {first.key_dim}/{first.value_dim}"
-    sizes = f"{first.dtype}, batch {first.batch}, {heads}, {dims}{_of_decoding(rows)}"
-    lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
-    rows = sorted(rows, key=lambda row: (row.length, records.MODES.index(row.mode)))
-    pairs = records.beside_dense(rows)
-    lines += _table(whole_cells(row, dense) for row, dense in pairs if row.model_dim is None)
-    layers = [(row, dense) for row, dense in pairs if row.model_dim is not None]
-    for width, group in itertools.groupby(layers, key=lambda pair: pair[0].model_dim):
-        lines += [f"Whole layers of width {width}:", "", *_table(whole_cells(*pair) for pair in group)]
-    paired = {id(row) for pair in pairs for row in pair}
-    lines += _table(operation_cells(row) for row in rows if id(row) not in paired)
-    return "\n".join(lines).strip()
+Points = tuple[tuple[int, float], ...]  # (tokens, value)
 
 
-def _model_sizes(row: TrainingRow | GenerateRow) -> str:
-    names = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim")
-    return ", ".join(f"`{name}` {row.model[name]}" for name in names)
+def fingerprint(rows: Sequence[Row]) -> str:
+    """A hash of the rows that a figure shows."""
+    return hashlib.sha256("\n".join(repr(row) for row in rows).encode()).hexdigest()[:16]
 
 
-def _of_generation(rows: Sequence[GenerateRow]) -> str:
-    first = rows[0]
-    cells = (
-        {
-            "prompt": f"{row.length}",
-            "attention": row.attention,
-            "first token, ms": f"{row.first_token_ms:.1f}",
-            "a token, ms": f"{row.token_ms:.3f}",
-            "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",
-            "tokens/s": f"{row.tokens_per_s:.0f}",
-            "over its parts": f"{row.over_parts:.2f}",
-            "products, attention, sampling alone, ms": ", ".join(
-                f"{ms:.3f}" for ms in (row.products_ms, row.attention_ms, row.sampling_ms)
-            ),
-        }
-        for row in rows
-    )
-    sizes = f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}"
-    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
+    """Two panels a mode: the time, and the time of dense attention over it, against length."""
+    shown = _shown(rows)
+    modes = [mode for mode in records.MODES if any(row.mode == mode for row in shown)]
+    with _panels((len(modes), 2), rows, path, source) as axes:
+        for mode, (times, ratios) in zip(modes, axes, strict=True):
+            of_mode = [row for row in shown if row.mode == mode]
+            unit, factor = ("us", 1e3) if max(row.median_ms for row in of_mode) < 2 else ("ms", 1.0)
+            for name, line in _lines(of_mode):
+                lengths = [row.length for row in line]
+                times.plot(lengths, [factor * row.median_ms for row in line], color=COLOURS[name], label=name)
+                low, high = ([factor * getattr(row, p) for row in line] for p in ("p20_ms", "p80_ms"))
+                times.fill_between(lengths, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+            _logarithmic(times)
+            times.set(title=MODES[mode], ylabel=f"{unit} (median, p20 to p80)")
+            for side, (name, points) in zip(("right", "left"), _speed_ups(of_mode).items(), strict=False):
+                ratios.plot(*zip(*points, strict=True), color=COLOURS[name], label=name)
+                _mark_crossover(ratios, points, COLOURS[name], side)
+            ratios.axhline(1, color=RED, linewidth=1, marker="")
+            ratios.set_ylim(bottom=0)
+            ratios.set(title="Speed-up over dense attention", ylabel="dense time / this time")
+            _tokens(times, mode)
+            _tokens(ratios, mode)
 
 
-def _of_steps(rows: Sequence[TrainingRow]) -> str:
-    first = rows[0]
-    dense = {row.length: row.median_ms for row in rows if row.attention == "dense"}
-    cells = (
-        {
-            "T": f"{row.length}",
-            "attention": f"{row.attention} ({row.implementation})",
-            "ms (p20-p80)": _milliseconds(row),
-            "tokens/s": f"{row.tokens_per_s:.0f}",
-            "dense / this": f"**{dense[row.length] / row.median_ms:.2f}**" if row.length in dense else "-",
-            "MB": f"{row.peak_bytes / 1e6:.1f}",
-            "parameters": f"{row.parameters / 1e6:.0f} M",
-        }
-        for row in rows
-    )
-    sizes = f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}"
-    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+def draw_memory(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
+    """Temporary memory of the forward and backward pass against length."""
+    curves: dict[Points, list[str]] = collections.defaultdict(list)
+    for name, line in _lines([row for row in _shown(rows) if row.mode == "fwd_bwd"]):
+        curves[tuple((row.length, row.peak_bytes / 1e6) for row in line)].append(name)
+    with _panels((1, 1), rows, path, source) as axes:
+        (panel,) = axes[0]
+        for points, names in curves.items():  # which blocks are chosen does not change the memory
+            label = names[0] if len(names) == 1 else "NSA"
+            panel.plot(*zip(*points, strict=True), color=COLOURS[names[0]], label=label)
+        _logarithmic(panel)
+        panel.set(title="Forward and backward: temporary memory", ylabel="MB")
+        _tokens(panel, "fwd_bwd")
 
 
-def whole_cells(row: Row, dense: Row) -> dict[str, str]:
-    """The whole operation against dense attention."""
-    time, memory = records.ratio(row, dense)
-    return {
-        **_where(row),
-        "NSA ms (p20-p80)": _milliseconds(row),
-        "dense ms (p20-p80)": _milliseconds(dense),
-        "dense / NSA": f"**{time:.2f}**",
-        **_moved(row),
-        "NSA MB": f"{row.peak_bytes / 1e6:.1f}",
-        "dense MB": f"{dense.peak_bytes / 1e6:.1f}",
-        "dense / NSA memory": f"{memory:.1f}",
-        **_ceiling_and_overlap(row),
-    }
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Whole operations. Of decode steps those in a compiled loop, if there are any."""
+    whole = [row for row in rows if _name(row) in COLOURS]
+    looped = [row for row in whole if row.mode == "decode_loop"]
+    return looped or whole
 
 
-def operation_cells(row: Row) -> dict[str, str]:
-    """One row that has no dense row beside it."""
-    return {
-        "operation": f"`{row.operation}`",
-        "implementation": row.implementation,
-        **_where(row),
-        "ms (p20-p80)": _milliseconds(row),
-        **({} if row.dense_over_this is None else {"dense / this": f"{row.dense_over_this:.2f}"}),
-        **_moved(row),
-        "MB": f"{row.peak_bytes / 1e6:.1f}",
-        **_ceiling_and_overlap(row),
-    }
-
-
-def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Two panels a mode: milliseconds, and dense time over NSA time, against length."""
+@contextlib.contextmanager
+def _panels(shape: tuple[int, int], rows: Sequence[Row], path: pathlib.Path, source: str) -> Iterator[Any]:
+    """Axes of that many rows and columns, which are saved with title and legend at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    modes = [mode for mode in records.MODES if any(row.mode == mode for row in rows)]
-    figure, axes = pyplot.subplots(len(modes), 2, figsize=(13, 3.5 * len(modes)), squeeze=False)
-    for mode, (times, ratios) in zip(modes, axes, strict=True):
-        of_mode = [row for row in rows if row.mode == mode]
-        for name, line in _lines(of_mode):
-            lengths, medians = [row.length for row in line], [row.median_ms for row in line]
-            (curve,) = times.plot(lengths, medians, marker="o", label=name)
-            low, high = [row.p20_ms for row in line], [row.p80_ms for row in line]
-            times.fill_between(lengths, low, high, color=curve.get_color(), alpha=0.2)
-        pairs = sorted(records.beside_dense(of_mode), key=lambda pair: (_name(pair[0]), pair[0].length))
-        for name, group in itertools.groupby(pairs, key=lambda pair: _name(pair[0])):
-            points = [(row.length, records.ratio(row, dense)[0]) for row, dense in group]
-            ratios.plot(*zip(*points, strict=True), marker="o", label=name)
-        ratios.axhline(1, color="grey", linewidth=1)
-        times.set(yscale="log", ylabel="ms (median, p20-p80)", title=f"{mode}: time")
-        ratios.set(ylabel="dense time / NSA time", title=f"{mode}: speed-up over dense")
-        for panel in (times, ratios):
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
-            panel.set_xlabel("tokens")
-            panel.grid(alpha=0.3)
-        times.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside many lines
-        if pairs:
-            ratios.legend(fontsize="small")
-    figure.suptitle(f"{rows[0].device}, {rows[0].dtype}, run {rows[0].run_id}", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with matplotlib.rc_context(STYLE):
+        size = max(7, 5 * shape[1]), 3.6 * shape[0]
+        figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
+        yield axes
+        _finish(figure, axes, rows)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None, "Source": source, "Identifier": fingerprint(rows)})
+        pyplot.close(figure)
 
 
-def _lines(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _finish(figure: Any, axes: Any, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim}/{first.value_dim}"
+    batch = f", {first.batch} rows" if first.batch > 1 else ""
+    heads = f"{first.query_heads} query heads, {first.kv_heads} KV head{'s' * (first.kv_heads > 1)}"
+    figure.suptitle(
+        f"{first.device}, {first.dtype}{batch}, {heads}, dim {dims}", fontsize=11, color="#555555"
+    )
+    known: dict[str, Any] = {}
+    for panel in axes.flat:
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            known.setdefault(name, handle)
+    lines = math.ceil(len(known) / 3)
+    below = 0.3 * lines / figure.get_figheight()
+    figure.tight_layout(rect=(0, below, 1, 1))
+    figure.legend(known.values(), known.keys(), loc="lower center", ncol=3, frameon=False, fontsize=10)
+
+
+def _logarithmic(panel: Any) -> None:
+    from matplotlib import ticker
+
+    panel.set_yscale("log")
+    low, high = panel.get_ylim()
+    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)))
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _tokens(panel: Any, mode: str) -> None:
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(
+        lambda tokens, _: f"{tokens / 1024:g}k" if tokens >= 1024 else f"{tokens:g}"
+    )
+    panel.set_xlabel("tokens in the cache" if mode.startswith("decode") else "tokens of a sequence")
+
+
+def _speed_ups(rows: Sequence[Row]) -> dict[str, Points]:
+    """For each curve of NSA, how many times as fast as dense attention it is."""
+    pairs = sorted(records.beside_dense(rows), key=lambda pair: (_name(pair[0]), pair[0].length))
+    return {
+        name: tuple((row.length, records.ratio(row, dense)[0]) for row, dense in group)
+        for name, group in itertools.groupby(pairs, key=lambda pair: _name(pair[0]))
+    }
+
+
+def _mark_crossover(panel: Any, points: Points, colour: str, side: str) -> None:
+    """Marks where the line between two measured lengths rises above 1."""
+    for (length, ratio), (next_length, next_ratio) in itertools.pairwise(points):
+        if ratio < 1 <= next_ratio:
+            tokens = length * (next_length / length) ** ((1 - ratio) / (next_ratio - ratio))
+            panel.plot([tokens, tokens], [0, 1], color=colour, linestyle=":", marker="")
+            side_points = {"xytext": (-4 if side == "right" else 4, 6), "textcoords": "offset points"}
+            text = f"from {tokens / 1024:.1f}k"
+            panel.annotate(text, (tokens, 0), color=colour, fontsize=10, ha=side, **side_points)
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     ordered = sorted(rows, key=lambda row: (_name(row), row.length))
     for name, group in itertools.groupby(ordered, key=_name):
         yield name, list(group)
 
 
 def _name(row: Row) -> str:
-    if row.operation in DENSE:
-        return f"{DENSE[row.operation]} ({row.implementation})"
-    operation = WHOLE.get(row.operation, row.operation)
-    return f"{operation} ({row.implementation}, {row.distribution})"
-
-
-def _where(row: Row) -> dict[str, str]:
-    return {"T": f"{row.length}", "mode": row.mode, "distribution": row.distribution}
-
-
-def _milliseconds(row: Row | TrainingRow) -> str:
-    short = isinstance(row, Row) and row.gb_per_s is not None and row.median_ms < 1
-    digits = 5 if short else 1 if row.median_ms >= 10 else 3
-    return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"
-
-
-def _moved(row: Row) -> dict[str, str]:
-    """Of decode steps alone."""
-    if row.gb_per_s is None or row.copy_share is None:
-        return {}
-    return {"GB/s (% of copy)": f"{row.gb_per_s:.1f} ({100 * row.copy_share:.0f})"}
-
-
-def _ceiling_and_overlap(row: Row) -> dict[str, str]:
-    overlap = "-" if row.adjacent_share is None else f"{row.adjacent_share:.2f} / {row.mean_union_4:.1f}"
-    return {"% of floor": f"{100 * row.floor_ms / row.median_ms:.0f}", "share / union of 4": overlap}
-
-
-def _table(cells: Iterable[dict[str, str]]) -> list[str]:
-    rows = list(cells)
-    if not rows:
-        return []
-    header = [list(rows[0]), ["---"] * len(rows[0])]
-    body = [list(row.values()) for row in rows]
-    return [*("| " + " | ".join(line) + " |" for line in header + body), ""]
+    if row.operation == "dense_attention":
+        return DENSE[row.implementation]
+    if row.operation in LAYERS:
+        return LAYERS[row.operation]
+    if row.operation != "native_sparse_attention":
+        return row.operation
+    if row.mode.startswith("decode"):
+        return "NSA"
+    beside = " (XLA)" if row.implementation == "xla" and "NVIDIA" in row.device else ""
+    return f"NSA{beside}, {BLOCKS[row.distribution]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws or prints each file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("files", nargs="+", type=pathlib.Path)
-    parser.add_argument("--run-id")
-    parser.add_argument("--markdown", action="store_true", help="print tables, draw nothing")
+    """Draws each file that has several lengths."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSONL files of benchmarks")
+    parser.add_argument("--run-id", help="the run to draw; default: the newest of each file")
+    parser.add_argument("--output", type=pathlib.Path, default=IMAGES, help="folder, default: %(default)s")
     options = parser.parse_args(argv)
     for path in options.files:
-        rows = one_run(records.read(path), options.run_id)
-        if options.markdown:
-            print(f"<!-- {path.as_posix()} -->\n{markdown(rows)}\n")
+        rows = [row for row in one_run(records.read(path), options.run_id) if isinstance(row, Row)]
+        if len({row.length for row in rows}) < 2:
+            print(f"{path}: one length, nothing to draw")
             continue
-        drawn = [row for row in rows if isinstance(row, Row)]
-        if len({row.length for row in drawn}) > 1:
-            picture = path.with_suffix(".png")
-            draw(drawn, picture)
-            print(picture)
+        figures = {"": draw}
+        if any(row.mode == "fwd_bwd" for row in rows):
+            figures["_memory"] = draw_memory
+        for suffix, function in figures.items():
+            figure = options.output / f"{path.stem}{suffix}.svg"
+            function(rows, figure, source=path.as_posix())
+            print(figure)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Text generation with a compiled loop, and the choice of the next token."""
 
-from nsa_jax.generate.loop import Generation, generate
+from nsa_jax.generate.loop import Decoder, Generation, generate
 from nsa_jax.generate.sampling import sample, truncate
 
-__all__ = ["Generation", "generate", "sample", "truncate"]
+__all__ = ["Decoder", "Generation", "generate", "sample", "truncate"]

@@ -1,0 +1,110 @@
+"""The front door holds together: links, figures as new as their rows, every public name in the reference.
+
+The site itself is built by `tox -e docs`, which fails on links between pages. Here is what it cannot see.
+"""
+
+import importlib
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plot, records
+from benchmarks.records import Row
+from benchmarks.tables import one_run
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+# Documents that are read in the repository, where the site does not check them.
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+# The packages whose `__all__` the reference must have, and what it has beyond that.
+PUBLIC = ("nsa_jax", "nsa_jax.nn", "nsa_jax.model", "nsa_jax.generate", "nsa_jax.cache", "nsa_torch_ref")
+MORE = {
+    *("nsa_jax.array_typing.Attended", "nsa_jax.array_typing.AttendedReads", "nsa_jax.dispatch.Choice"),
+    *(f"nsa_jax.debug.check_{what}" for what in ("block_indices", "cu_seqlens", "query_positions", "runs")),
+    *("nsa_jax.debug.check_segment_ids", "nsa_jax.debug.checked"),
+}
+
+
+def heading_ids(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> list[str]:
+    found = []
+    for target, anchor in LINK.findall(document.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path = document.parent / target
+        if not path.exists():
+            found.append(target)
+        elif anchor and anchor[1:] not in heading_ids(path):
+            found.append(target + anchor)
+    return found
+
+
+@pytest.mark.parametrize("document", OUTSIDE)
+def test_links_lead_somewhere(document):
+    assert broken_links(ROOT / document) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A first heading, `x`\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md) [b](other.md#a-first-heading-x) [c](gone.md) [d](other.md#second)\n")
+
+    assert broken_links(page) == ["gone.md", "other.md#second"]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def shown_by(figure: Path) -> tuple[str, str]:
+    """The file that a figure was drawn from, and the hash of its rows."""
+    metadata = ElementTree.parse(figure)
+    source, identifier = (metadata.find(f".//{DUBLIN_CORE}{name}") for name in ("source", "identifier"))
+    return source.text, identifier.text
+
+
+@pytest.mark.parametrize("figure", sorted(DOCS.rglob("images/*.svg")), ids=lambda path: path.name)
+def test_figures_are_as_new_as_their_rows(figure):
+    source, fingerprint = shown_by(figure)
+    rows = [row for row in one_run(records.read(ROOT / source)) if isinstance(row, Row)]
+
+    assert plot.fingerprint(rows) == fingerprint, f"run python -m benchmarks.plot {source}"
+
+
+def test_all_figures_are_shown():
+    documents = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    text = "".join(document.read_text(encoding="utf-8") for document in documents)
+
+    assert [path.name for path in DOCS.rglob("images/*") if f"images/{path.name}" not in text] == []
+
+
+def test_reference_has_every_public_name():
+    documented = [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    public = {
+        f"{package}.{name}"
+        for package in PUBLIC
+        for name in _all(package)
+        if not name.startswith("__")  # `__version__`
+    }
+
+    assert sorted(documented) == sorted(public | MORE)
+
+
+def _all(package: str) -> list[str]:
+    if package == "nsa_torch_ref":
+        pytest.importorskip("torch", reason="nsa_torch_ref needs PyTorch")
+    return importlib.import_module(package).__all__
