@@ -62,6 +62,7 @@ SHAPES = {
     "float32": Shape(dtype="float32"),
     "wide float32": Shape(dtype="float32", key_dim=256, value_dim=256),
     "512k tokens": Shape(batch=1, max_length=2**19),
+    "1m tokens": Shape(batch=32, max_length=2**20),
     "one row of 192/192": Shape(batch=1, key_dim=192, value_dim=192),
     "one row of 256/256": Shape(batch=1, key_dim=256, value_dim=256),
 }
@@ -78,6 +79,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (89, "large"): {"nsa_step_first": 152, "nsa_step_second": 84},
     (90, "wide float32"): {"nsa_step_first": 320, "nsa_step_second": 64},
     (90, "eight tokens"): {"nsa_step_second": 4},
+    (90, "1m tokens"): {"nsa_step_second": 72},  # 1024 threads, with 64 registers each
     (90, "one head"): {"nsa_step_second": 8},
 }
 
@@ -117,6 +119,8 @@ def test_step_becomes_machine_code(capability, name):
     assert sorted(kernel.name for kernel in found) == CHAIN
     allowed = SPILLS.get((capability, name), {})
     for kernel in found:
+        (threads,) = re.findall(r"\.reqntid (\d+)", kernel.ptx)
+        assert int(threads) * kernel.registers <= 64 * 1024, kernel.name  # or it cannot be launched
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
         assert kernel.spill_bytes <= allowed.get(kernel.name, 0), kernel.name
         assert kernel.scratch_bytes == 0, kernel.name

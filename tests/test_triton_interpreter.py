@@ -66,7 +66,8 @@ CHECKS = {
         *("case no room for all", "case eight tokens", "case one head", "case shared", "case a function"),
         *("case rotated means", "case MLPs, many blocks", "case an MLP of values"),
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
-        *("case groups of rows", "case many lists", "case few parts", "public", "not a number", "ranks"),
+        *("case groups of rows", "case many lists", "case few parts", "case three heads of two"),
+        *("public", "not a number", "ranks"),
     ),
     "dense_decode": (
         *("case one token", "case short rows", "case a full row", "case no room for all"),

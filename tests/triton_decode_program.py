@@ -10,6 +10,7 @@ import functools
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,7 @@ class Case:
     shared: bool = False
     compress: Any = MEAN
     sizes: tuple[tuple[str, int], ...] = ()
+    merged_at_once: int = steps.MERGED_AT_ONCE
 
 
 def twice(key_windows, value_windows, first_positions):
@@ -86,7 +88,7 @@ CASES = {
     "equal keys": Case((100, 71, 112), equal=True),
     "four tokens": Case((107, 63, 3), 4, num_tokens=(4, 2, 0)),
     "no room for all": Case((118, 63, 117), 3),
-    "eight tokens": Case((107, 63), 8, num_heads=6, key_dim=48, value_dim=32),
+    "eight tokens": Case((107, 63), 8, num_heads=6, key_dim=48, value_dim=48),
     "one head": Case((90, 15), 2, num_heads=2),
     "shared": Case((107, 20), 3, shared=True),
     "a function": Case((107, 63), 5, compress=twice),
@@ -105,7 +107,10 @@ CASES = {
             ("keys", 16), ("list_blocks", 4), ("shares", 2), ("win_parts", 1), ("slc_blocks", 1),
         ),
     ),
-    "few parts": Case((111, 95), 2, sizes=(("cmp_parts", 1), ("shares", 1), ("win_parts", 1))),
+    "few parts": Case((111, 95), 2, sizes=(
+        ("keys", 16), ("list_blocks", 4), ("cmp_parts", 1), ("shares", 1), ("win_parts", 1),
+    ), merged_at_once=16),
+    "three heads of two": Case((107, 63), 2, num_heads=6, sizes=(("shares", 2), ("win_parts", 1))),
 }  # fmt: skip
 
 
@@ -131,10 +136,10 @@ def draw(case: Case, seed: int = 0):
     longest = max(case.lengths)
     query = normal(batch, longest, case.num_heads, case.key_dim)
     gates = normal(batch, longest, case.num_heads, 3)
-    _, held = cache.prefill(
-        held._make(poisoned), query, tokens(longest), gates, config=case.config, compress=case.compress,
-        num_tokens=jnp.asarray(case.lengths, jnp.int32), implementation="xla",
-    )  # fmt: skip
+    settings = dict(config=case.config, compress=case.compress, implementation="xla")
+    prefill = jax.jit(functools.partial(cache.prefill, **settings))  # or each of its operations is compiled
+    number = jnp.asarray(case.lengths, jnp.int32)
+    _, held = prefill(held._make(poisoned), query, tokens(longest), gates, num_tokens=number)
     query = normal(batch, case.num_new, case.num_heads, case.key_dim)
     return held, query, tokens(case.num_new), normal(batch, case.num_new, case.num_heads, 3)
 
@@ -143,9 +148,11 @@ def run(case: Case, operands, implementation: str):
     """The step, and the blocks that its tokens select, in order."""
     held, query, tokens, gates = operands
     number = None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
-    settings = dict(config=case.config, compress=case.compress, num_tokens=number)
-    step = cache.decode_step(held, query, tokens, gates, implementation=implementation, **settings)
-    return jax.block_until_ready(step)
+    settings = dict(config=case.config, compress=case.compress, implementation=implementation)
+    step = functools.partial(cache.decode_step, **settings)
+    if implementation == "xla":
+        step = jax.jit(step)  # or each of its operations is compiled
+    return jax.block_until_ready(step(held, query, tokens, gates, num_tokens=number))
 
 
 def by_kernels(case: Case, operands):
@@ -153,14 +160,18 @@ def by_kernels(case: Case, operands):
     held, query, tokens, gates = operands
     number = None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
     sizes = steps.step_sizes(held, query, case.config)._replace(**dict(case.sizes))
-    with interpreted():
+    with interpreted(), mock.patch.object(steps, "MERGED_AT_ONCE", case.merged_at_once):
         compress = case.compress
         if not isinstance(compress, Compression):
             compress = operations._compress(held, tokens, number, compress, case.config)
-        step = steps.decode_step(
-            held, query, tokens, gates, number, compress, case.config, case.key_dim**-0.5, sizes=sizes
-        )
-        return jax.block_until_ready(step)
+
+        def step(held, query, tokens, gates, number):
+            scale = case.key_dim**-0.5
+            return steps.decode_step(
+                held, query, tokens, gates, number, compress, case.config, scale, sizes=sizes
+            )
+
+        return jax.block_until_ready(jax.jit(step)(held, query, tokens, gates, number))
 
 
 def wide(operands):

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import contextlib
 import inspect
 import itertools
+import random
 import threading
 from collections.abc import Callable
 from unittest import mock
@@ -26,6 +27,7 @@ from triton.runtime import interpreter
 from nsa_jax.kernels.triton import support
 from nsa_jax.kernels.triton.decode import second
 
+PROGRAMS_AT_ONCE = 16  # as many as the largest team of programs that wait for each other
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps the program's place in global variables
 _patch_language = interpreter._patch_lang
 _patched: list = []  # modules
@@ -52,7 +54,7 @@ class _Program(threading.Thread):
         super().__init__(daemon=True)
         self.body, self.place = run, place
         self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
-        self.ended, self.error = False, None
+        self.ended, self.idle, self.error = False, False, None
         self.start()
 
     def run(self) -> None:
@@ -62,42 +64,50 @@ class _Program(threading.Thread):
             self.body()
         except BaseException as error:
             self.error = error
-        self.ended = True
+        self.ended, self.idle = True, False
         self.back.release()
 
     def go_on(self) -> None:
-        """Runs until it ends or waits for others."""
+        """Runs until it ends, arrives somewhere or waits for others."""
         self.turn.release()
         self.back.acquire()
         if self.error is not None:
             raise self.error
 
-    def wait(self) -> None:
-        """Lets others run."""
+    def pause(self, idle: bool) -> None:
+        """Lets others run; `idle` if nothing was done since the last pause."""
+        self.idle = idle
         self.back.release()
         self.turn.acquire()
         interpreter.interpreter_builder.set_grid_idx(*self.place)
 
 
+def _arrive(counter) -> None:
+    """Stands in for `arrivals.arrive`: others may run on at once, so what is stored later is missed."""
+    tl.atomic_add(counter, 1)
+    threading.current_thread().pause(idle=False)
+
+
 def _wait_for(counter, number) -> None:
     """Stands in for `arrivals.wait_for`: the program stops here until others have arrived."""
     while int(tl.load(counter).handle.data[0]) < number:
-        threading.current_thread().wait()
+        threading.current_thread().pause(idle=True)
 
 
 def _run_together(run: Callable[[], object], places: list[tuple[int, int, int]]) -> None:
-    """Starts programs in order, each as soon as those before it have ended or wait."""
-    waiting: list[_Program] = []
-    for place in places:
-        waiting.append(_Program(run, place))
-        for program in reversed(waiting):
-            program.go_on()
-        waiting = [program for program in waiting if not program.ended]
-    for _ in range(len(waiting)):
-        for program in waiting:
-            program.go_on()
-        waiting = [program for program in waiting if not program.ended]
-    assert not waiting, f"programs {[program.place for program in waiting]} wait for ever"
+    """Starts programs in order, a few at once; which of them runs next is drawn."""
+    draw = random.Random(len(places))
+    pending, running, idle = iter(places), [], 0
+    while True:
+        new = itertools.islice(pending, PROGRAMS_AT_ONCE - len(running))
+        running += [_Program(run, place) for place in new]
+        if not running:
+            return
+        program = draw.choice(running)
+        program.go_on()
+        idle = idle + 1 if program.idle else 0
+        assert idle < 100 * PROGRAMS_AT_ONCE, f"programs {[each.place for each in running]} wait for ever"
+        running = [each for each in running if not each.ended]
 
 
 class _GridExecutor(interpreter.GridExecutor):
@@ -149,6 +159,7 @@ def interpreted():
         mock.patch.object(jax_triton, "triton_call", triton_call),
         mock.patch.object(interpreter, "_patch_lang", _patch_language_once),
         mock.patch.object(interpreter, "GridExecutor", _GridExecutor),
+        mock.patch.object(second, "arrive", _arrive),
         mock.patch.object(second, "wait_for", _wait_for),
         mock.patch.object(tl, "sort", _sort),
         mock.patch.object(support, "unsupported_reason", return_value=None),

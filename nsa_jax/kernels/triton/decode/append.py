@@ -54,7 +54,7 @@ class Appending(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What is left for the other kernels.
+    """What is left for `second_kernel`.
 
     Attributes:
       placed: `[B, 3]`: start, number and fit of the new tokens.

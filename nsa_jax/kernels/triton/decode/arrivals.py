@@ -1,8 +1,9 @@
-"""How the programs of a group wait for each other within a launch: a counter in memory that each adds to.
+"""How the programs of a team wait for each other within a launch: a counter in memory that each adds to.
 
-Programs of a group have consecutive numbers. A GPU starts programs in the order of their numbers, so of all
-groups that have not ended the first one is running in full, if the GPU has places for as many programs as a
-group has. It ends, and the next one is the first: nothing waits for ever.
+The programs of a team have consecutive numbers, and every GPU that we know starts programs in the order of
+their numbers (CUDA does not promise it). So all programs of the first unfinished team are running, if the GPU
+has places for as many programs as a team has, which `tiles.step_sizes` sees to. This team ends, and the next
+one is the first: no program waits for ever.
 """
 
 import triton

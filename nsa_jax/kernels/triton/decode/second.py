@@ -59,12 +59,12 @@ def second_kernel(
     )  # fmt: skip
     P: tl.constexpr = PartDims(T, G, KV_HEADS, CMP, WIN, SLC, PADDED, HEADS, VALUE)
     share = tl.program_id(0) % SLC
-    group = tl.program_id(0) // SLC
-    token = group % T
-    bk = group // T
+    team = tl.program_id(0) // SLC
+    token = team % T
+    bk = team // T
     b = bk // KV_HEADS
     kv_head = bk % KV_HEADS
-    arrived = arrivals + group
+    arrived = arrivals + team
     tokens = load_placed(placed, b)
     rows = rows_of_token(token, ROWS, G, KV_HEADS)
     q = load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY)

@@ -1,7 +1,9 @@
 """A decode step by two kernels, one behind the other: `first`, `second`.
 
-XLA makes a CUDA graph of a compiled loop's body, in which each launch waits for the one before. So what can
-run side by side is one launch. `hidden` stands before `first` where an MLP forms the new blocks.
+XLA makes a CUDA graph of a compiled loop's body of five launches or more, and each launch in it waits for the
+one before. So what can run side by side is one launch. The pieces of a new token of a KV head that build on
+each other are one launch, too: its programs wait for each other (`arrivals`). `hidden` stands before `first`
+where an MLP forms the new blocks.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
 
-MERGED_AT_ONCE = 8192  # numbers of the parts that a program holds: 64 in each of 128 threads
+MERGED_AT_ONCE = 8192  # numbers of the parts that a program holds, 64 in each of 128 threads, or one head's
 _padded = triton.next_power_of_2
 
 
@@ -126,8 +128,17 @@ def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSi
             blocks=-(-cache.key_cmp.shape[1] // own),
             slots=_padded(config.num_selected_blocks),
             block_size=max(_padded(config.selection_block_size), 16),
+            processors=_processors(),
         )
     )
+
+
+def _processors() -> int:
+    """Multiprocessors of the GPU that a program is made for."""
+    if jax.default_backend() == "gpu":
+        return jax.local_devices()[0].core_count
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return tiles.PROCESSORS if abstract is None or abstract.num_cores is None else abstract.num_cores
 
 
 class _Step:

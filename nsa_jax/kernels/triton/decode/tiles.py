@@ -22,6 +22,7 @@ class StepShape(NamedTuple):
       blocks: selection blocks of the cache.
       slots: selected blocks, padded to a power of two.
       block_size: tokens of a selection block, padded likewise.
+      processors: multiprocessors of the GPU.
     """
 
     gpu: int
@@ -34,6 +35,7 @@ class StepShape(NamedTuple):
     blocks: int
     slots: int
     block_size: int
+    processors: int
 
 
 class StepSizes(NamedTuple):
@@ -48,7 +50,8 @@ class StepSizes(NamedTuple):
       cmp_warps, cmp_stages: warps of such a program, and steps whose loads are in flight.
       shares: programs that share the rest of the work of a new token and KV head.
       share_warps: warps of such a program.
-      registers: most registers of its threads, such that four share a processor; None for no limit.
+      registers: most registers of a thread there, such that 512 threads fit on a multiprocessor; None for no
+        limit.
       win_parts, win_stages: those of them that attend to the window, and steps in flight.
       slc_blocks, slc_stages: selected blocks of a step, and steps in flight.
     """
@@ -69,9 +72,11 @@ class StepSizes(NamedTuple):
     slc_stages: int
 
 
+PROCESSORS = 132  # multiprocessors of an H100
+REGISTERS = 64 * KIB  # of a multiprocessor
 STEP_ROWS = 64
 STEP_PROGRAMS = 256  # enough to fill a GPU: two for each of the 132 processors of an H100
-STEP_SHARES = 4  # of a new token at least: four programs on each processor hide each other's waiting
+STEP_SHARES = 4  # of a new token at least
 STEP_CANDIDATES = 256  # best blocks in the lists of a row, which a program ranks against each other
 STEP_LIST_BLOCKS = (128, 1024)  # of a list: the fewest, and the most that a program ranks
 
@@ -96,10 +101,13 @@ def step_sizes(shape: StepShape) -> StepSizes:
     keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
     list_blocks = max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own))
     tokens = shape.kv_heads * shape.num_new
-    shares = min(max(share(tokens, 16), STEP_SHARES), shape.slots)
+    # The shares of a token wait for each other: all must run at once, also where one fills a multiprocessor.
+    shares = min(max(share(tokens, 16), STEP_SHARES), shape.slots, _power_below(shape.processors))
     few = shares * tokens <= STEP_PROGRAMS
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
     slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
+    share_warps = max(list_blocks // 32, 8 if shape.float_bytes == 4 else 4)
+    threads = max(32 * share_warps, 512)
     return StepSizes(
         rows=padded,
         groups=groups,
@@ -109,8 +117,8 @@ def step_sizes(shape: StepShape) -> StepSizes:
         cmp_warps=4,
         cmp_stages=stages(keys, ahead=shape.kv_heads > 8),
         shares=shares,
-        share_warps=max(list_blocks // 32, 8 if shape.float_bytes == 4 else 4),
-        registers=None if few or shape.float_bytes == 4 else 128,
+        share_warps=share_warps,
+        registers=None if few or shape.float_bytes == 4 else REGISTERS // threads,
         win_parts=min(shares, 8),
         win_stages=stages(keys, ahead=False),
         slc_blocks=slc_blocks,
