@@ -1,10 +1,10 @@
 """The sizes of all tiles, by GPU, dtype, heads and dims. They change the speed, never the answer.
 
 One table for each kernel: the first row whose `Bounds` hold and whose tiles fit into shared memory counts.
-`by` says what chose the row: a file of `benchmarks/results`; "other dims", the table of tuning runs on an
-H100 in `docs/kernels.md`; or "compiled": only seen to compile, with the spills that the tests allow.
+`by` says what chose the row: a file of `benchmarks/results`; "other dims", the table "Other dims" of tuning
+runs in `docs/kernel_log.md`; or "compiled": only seen to compile, with the spills that the tests allow.
 
-Without importing Triton.
+Does not import Triton.
 """
 
 import dataclasses

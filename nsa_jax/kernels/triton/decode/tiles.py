@@ -1,6 +1,6 @@
 """The sizes of the pieces of a decode step, of an NSA layer and of a dense one. They change the speed alone.
 
-`docs/kernels.md` has the measurements that chose them. Without importing Triton.
+`docs/kernel_log.md`, "Decode steps", has the measurements that chose them. Does not import Triton.
 """
 
 from typing import NamedTuple
