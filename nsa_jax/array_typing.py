@@ -1,8 +1,12 @@
-"""Array types of the public signatures; the shape letters are those of the glossary in `docs/algorithm.md`.
+"""Array types of the public signatures, and what the shape letters in them mean.
 
-B batch, T query tokens, S key tokens, W keys of the window branch (S, unless the array holds a part of the
-row), N query heads, K KV heads, G = N / K query heads per KV head, H key dim, V value dim, C compression
-blocks, M selection blocks, R selected blocks, D model width.
+The letters are those of the glossary in `docs/algorithm.md`:
+
+* `B` batch, `T` query tokens, `S` key tokens of a row;
+* `W` keys of the window branch: `S`, unless the array holds only a part of the row;
+* `N` query heads, `K` KV heads, `G = N / K` query heads per KV head;
+* `H` key dim, `V` value dim, `D` model width;
+* `C` compression blocks, `M` selection blocks, `R` selected blocks of a query.
 """
 
 from typing import NamedTuple
@@ -14,14 +18,26 @@ DType = jax.typing.DTypeLike
 
 
 class Attended(NamedTuple):
-    """Result of one branch: `out` in the query's dtype, `lse` natural-log, float32; 0 and -inf for no key."""
+    """Result of one branch.
+
+    Attributes:
+      out: attention output in the query's dtype; 0 for a query that sees no key.
+      lse: natural-log-sum-exp of the scaled logits, in float32 (float64 for float64 inputs); `-inf` for a
+        query that sees no key.
+    """
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B T N"]
 
 
 class AttendedReads(NamedTuple):
-    """`Attended`, and how many keys each query and KV head gathered."""
+    """Result of one branch, with the number of keys that it gathered.
+
+    Attributes:
+      out: as in `Attended`.
+      lse: as in `Attended`.
+      reads: number of keys that each query gathered for each KV head.
+    """
 
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B T N"]

@@ -1,4 +1,4 @@
-"""What changes the answer: the block structure."""
+"""The block structure of Native Sparse Attention: every setting that changes the result."""
 
 import dataclasses
 import numbers
@@ -6,22 +6,30 @@ import numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """Block structure of Native Sparse Attention (arXiv:2502.11089, section 3); lengths are in tokens.
+    """Block structure of Native Sparse Attention (arXiv:2502.11089, section 3).
 
-    Hashable, so it can be a static argument of `jax.jit`. The defaults are the paper's.
+    Block sizes, stride and window are in tokens. The defaults are the paper's. A config is hashable, so it
+    can be a static argument of `jax.jit`.
 
     Attributes:
-      compression_block_size: `l`, tokens summarised by one compressed key.
-      compression_stride: `d`, tokens between the first tokens of neighbouring compression blocks.
-      selection_block_size: `l'`, tokens of one selectable block.
-      num_selected_blocks: `n`, blocks that a query attends per KV head, forced ones included.
-      window_size: `w`, most recent tokens of the window branch, the query's own included.
-      num_initial_blocks: blocks at the start of the sequence that are always selected.
-      num_local_blocks: blocks that end with the query's own and are always selected.
+      compression_block_size: `l`, tokens that one compressed key summarises; a multiple of
+        `compression_stride`, at most `selection_block_size`.
+      compression_stride: `d`, distance between the first tokens of neighbouring compression blocks; at least
+        1.
+      selection_block_size: `l'`, tokens of one selection block; a multiple of `compression_stride`.
+      num_selected_blocks: `n`, most blocks that a query selects per KV head, the initial and local blocks
+        included; at least `num_initial_blocks + num_local_blocks`.
+      window_size: `w`, tokens that the window branch sees, the query's own included; from 1 to 2^30.
+      num_initial_blocks: number of blocks at the start of the sequence that are always selected; at least 0.
+      num_local_blocks: number of blocks up to and including the query's own that are always selected; at
+        least 1.
 
     Raises:
-      ValueError: a value is out of range, or the sizes do not divide as the block maps need.
       TypeError: a value is not an integer.
+      ValueError: a value is out of the range given above.
+
+    Example:
+      >>> config = NSAConfig(num_selected_blocks=8, window_size=256)
     """
 
     compression_block_size: int = 32
@@ -37,7 +45,7 @@ class NSAConfig:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")
-            object.__setattr__(self, field.name, int(value))  # a NumPy integer is one, too
+            object.__setattr__(self, field.name, int(value))  # NumPy integers are accepted, too
         for name in ("compression_block_size", "compression_stride", "selection_block_size", "window_size"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -45,7 +53,8 @@ class NSAConfig:
                 )
         if self.window_size > 2**30:  # positions are int32, and kernels add the two
             raise ValueError(
-                f"window_size must be at most 2^30, got {self.window_size}. Pass the longest length."
+                f"window_size must be at most 2^30, got {self.window_size}. Pass the length of the "
+                "longest row."
             )
         if self.num_initial_blocks < 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Index arrays from what other code holds: `cu_seqlens` and `[start, end)` token ranges."""
+"""Converters to the index arrays of this package: from `cu_seqlens`, and from `[start, end)` token ranges."""
 
 import numbers
 from typing import Literal, get_args
@@ -19,24 +19,29 @@ RANGES_LAYOUTS: tuple[str, ...] = get_args(RangesLayout.__value__)
 def segment_ids_from_cu_seqlens(
     cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_1"], length: int
 ) -> Int32[Array, "B S"]:
-    """Segment ids of packed rows from the cumulative sequence lengths that varlen kernels use.
+    """Makes segment ids of packed rows from the cumulative sequence lengths that variable-length kernels use.
 
-    Works under `jit`, where values are not checked and wrong ones give wrong ids;
-    `nsa_jax.debug.check_cu_seqlens` checks them there.
+    Also works under `jit`, but the values cannot be checked there, and wrong values give wrong ids. Call
+    `nsa_jax.debug.check_cu_seqlens` to check them.
 
     Args:
-      cu_seqlens: `0 = c_0 <= c_1 <= ... <= c_n` of one row or of each; sequence `i` holds tokens
-        `c_i .. c_(i+1) - 1`. A row of fewer sequences repeats its last entry.
-      length: tokens of a row, a Python int; those from `c_n` on are padding.
+      cu_seqlens: cumulative lengths `0 = c_0 <= c_1 <= ... <= c_n`, for one row `[n + 1]` or for each row
+        `[B, n + 1]`. Sequence `i` holds tokens `c_i .. c_(i+1) - 1`. In a batch, a row with fewer sequences
+        repeats its last entry.
+      length: number of tokens of a row, a Python int. Tokens from `c_n` on are padding.
 
     Returns:
-      `[B, length]` int32, `B = 1` for a single row: ids `1 .. n`, 0 for padding. An empty sequence has no
-      tokens and so no id.
+      Segment ids `[B, length]`, int32, with `B = 1` for a single row: sequence `i` has the id `i + 1`,
+      padding has 0. The id of an empty sequence does not occur.
 
     Raises:
-      ValueError: not one or two axes, or a negative length; where the values are concrete also: not starting
-        at 0, decreasing, or longer than the row.
-      TypeError: not integers, or a length that is no Python int.
+      TypeError: `cu_seqlens` does not hold integers, or `length` is not a Python int.
+      ValueError: `cu_seqlens` does not have one or two axes, or `length` is negative. Outside `jit` also: the
+        lengths do not start at 0, decrease, or exceed the row.
+
+    Example:
+      >>> segment_ids_from_cu_seqlens(np.array([0, 3, 5]), 6)
+      Array([[1, 1, 1, 2, 2, 0]], dtype=int32)
     """
     if isinstance(length, bool) or not isinstance(length, numbers.Integral):
         raise TypeError(
@@ -59,7 +64,7 @@ def segment_ids_from_cu_seqlens(
         return jnp.where(token < rows[:, -1:], ids, 0).astype(jnp.int32)
     for number, row in enumerate(rows):
         _check_bounds(row, length, f" in row {number}" if bounds.ndim == 2 else "")
-    # By NumPy: a data loader has another n in every batch, and JAX would compile for each.
+    # In NumPy: n changes with every batch of a data loader, and JAX would compile again for each n.
     ids, token = np.zeros((len(rows), length), np.int32), np.arange(length)
     for row, ids_of_row in zip(rows, ids, strict=True):
         ids_of_row[: row[-1]] = np.searchsorted(row, token[: row[-1]], side="right")
@@ -74,25 +79,38 @@ def block_indices_from_ranges(
     query_positions: Int[Array, "B T"] | None = None,
     num_kv_heads: int | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """Block indices from token ranges `[start, end)` of each query, as other NSA code passes selections.
+    """Makes block indices from the selected token ranges `[start, end)` of each query.
+
+    Other NSA code passes selections as such ranges. The result can be given to
+    `nsa_jax.selected_attention`.
 
     Args:
-      ranges: concrete integers in the named layout; the last axis is `(start, end)`, sequence-local tokens.
-        A range starts at a block's first token and ends at a block boundary or after the query (`end == t +
-        1`). It may span several blocks; `start == end` is empty.
-      layout: "BTKn2", "TKn2" (one row) or "BTn2" (the same for all KV heads); never inferred.
-      config: block structure; at most `num_selected_blocks` blocks a query.
-      query_positions: sequence-local index `t` of each query, by default `0 .. T-1`; -1 = padding, which may
-        hold only empty ranges.
-      num_kv_heads: `K`, needed by the layout "BTn2" only.
+      ranges: concrete integers in the given layout. The last axis is `(start, end)`, in tokens counted from
+        the first token of the query's sequence. A range starts at the first token of a block and ends at a
+        block boundary or just after the query (`end == t + 1`). It may span several blocks; it is empty if
+        `start == end`.
+      layout: axes of `ranges`: "BTKn2", "TKn2" for a single row, or "BTn2" if all KV heads share the ranges.
+        It is never inferred from the shape.
+      config: block structure. A query may have at most `num_selected_blocks` blocks.
+      query_positions: index `t` of each query in its sequence, `0 .. T - 1` by default. -1 marks a padding
+        query, whose ranges must be empty.
+      num_kv_heads: `K`; required by the layout "BTn2", otherwise only checked if given.
 
     Returns:
-      `[B, T, K, R]` int32, ascending, -1 in unused slots at the end.
+      Block indices `[B, T, K, R]`, int32, ascending, -1 in the unused slots at the end.
 
     Raises:
-      ValueError: unknown layout, wrong number of axes, or a range that is misaligned, reversed, overlapping
-        another, in the future, or one block too many; the message names the first such query.
-      TypeError: not integers, or traced.
+      TypeError: an array does not hold integers, or is traced by JAX.
+      ValueError: the layout is unknown, the number of axes is wrong, or a range is misaligned, reversed,
+        overlaps another, reaches beyond its query or makes one block too many. The message gives the first
+        such range.
+
+    Example:
+      >>> ranges = np.array([[[[[0, 64], [128, 192]]]]])  # one row, one query, one KV head
+      >>> block_indices_from_ranges(
+      ...     ranges, layout="BTKn2", config=NSAConfig(num_selected_blocks=4),
+      query_positions=np.array([[200]]) ... )
+      Array([[[[ 0,  2, -1, -1]]]], dtype=int32)
     """
     if layout not in RANGES_LAYOUTS:
         raise ValueError(
@@ -100,7 +118,9 @@ def block_indices_from_ranges(
         )
     array = _concrete("ranges", ranges)
     if array.ndim != len(layout) or array.shape[-1] != 2:
-        raise ValueError(f"ranges must have the axes {layout}, got shape {array.shape}. Name another layout.")
+        raise ValueError(
+            f"ranges must have the axes {layout}, got shape {array.shape}. Name the layout that they have."
+        )
     if layout == "TKn2":
         array = array[None]
     elif layout == "BTn2":
@@ -109,7 +129,8 @@ def block_indices_from_ranges(
         array = np.repeat(array[:, :, None], num_kv_heads, axis=2)
     if num_kv_heads not in (None, array.shape[2]):
         raise ValueError(
-            f"ranges must have num_kv_heads = {num_kv_heads}, got {array.shape[2]}. Drop one of them."
+            f"ranges must have num_kv_heads = {num_kv_heads} KV heads, got {array.shape[2]}. Leave "
+            "num_kv_heads out, or pass ranges of that many heads."
         )
     batch, num_queries = array.shape[:2]
     if query_positions is None:
@@ -155,7 +176,7 @@ def _concrete(name: str, array) -> np.ndarray:
         raise TypeError(f"{name} must be concrete, got a traced array. Convert it outside jit.")
     array = np.asarray(array)
     check_integers(**{name: array})
-    return array.astype(np.int64)  # an unsigned difference is never negative
+    return array.astype(np.int64)  # differences of unsigned integers would wrap instead of being negative
 
 
 def _check_bounds(bounds: np.ndarray, length: int, where: str) -> None:

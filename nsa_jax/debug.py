@@ -1,10 +1,13 @@
-"""Checks of index *values*, which the operations themselves do not make because under `jit` they cost time.
+"""Checks of the values of index arrays. The operations skip them because they would cost time under `jit`.
 
-Outside `jit` a violated rule raises at once. Inside, wrap the function with `jax.experimental.checkify`:
+Outside `jit`, a check raises at once if a rule is violated. Inside `jit`, wrap the function with
+`jax.experimental.checkify`, which returns the error:
 
-    attend = functools.partial(checked(nsa_jax.selected_attention), config=config)
-    error, (out, lse) = jax.jit(checkify.checkify(attend))(q, k, v, block_indices)
-    error.throw()
+```python
+attend = functools.partial(checked(nsa_jax.selected_attention), config=config)
+error, (out, lse) = jax.jit(checkify.checkify(attend))(q, k, v, block_indices)
+error.throw()
+```
 """
 
 import functools
@@ -22,10 +25,14 @@ from nsa_jax.config import NSAConfig
 
 
 def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
-    """Each non-zero id must be one contiguous run of its row.
+    """Checks that each non-zero id is one contiguous run of its row.
+
+    Args:
+      segment_ids: sequence of each token, 0 = padding.
 
     Raises:
-      checkify.JaxRuntimeError: an id comes back after another one (outside `jit`; inside, an error to throw).
+      checkify.JaxRuntimeError: a non-zero id occurs in two separate runs. Under `checkify` inside `jit`, the
+        error is returned instead.
     """
     is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
     runs = jnp.sort(jnp.where(is_first, segment_ids, 0), axis=1)
@@ -39,10 +46,14 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_1"], length: int) -> None:
-    """Cumulative lengths must start at 0, never decrease, and end within the row of `length` tokens.
+    """Checks that cumulative lengths start at 0, never decrease, and end within the row.
+
+    Args:
+      cu_seqlens: cumulative lengths, see `nsa_jax.segment_ids_from_cu_seqlens`.
+      length: number of tokens of a row.
 
     Raises:
-      checkify.JaxRuntimeError: one of these rules is violated.
+      checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
     """
     if cu_seqlens.size == 0:  # a batch of no rows
         return
@@ -61,10 +72,14 @@ def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_
 
 
 def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> None:
-    """Positions must be key indices, or -1 for padding.
+    """Checks that positions are key indices, or -1 for padding.
+
+    Args:
+      query_positions: key index of each query.
+      num_keys: number of keys of a row.
 
     Raises:
-      checkify.JaxRuntimeError: a position is below -1 or not below `num_keys`.
+      checkify.JaxRuntimeError: a position is below -1, or is `num_keys` or more, see `check_segment_ids`.
     """
     checkify.check(
         ((query_positions >= -1) & (query_positions < num_keys)).all(),
@@ -82,10 +97,17 @@ def check_block_indices(
     query_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B S"] | None = None,
 ) -> None:
-    """A selection must be ascending without repetition, -1 only at the end, and start at or before its query.
+    """Checks selections: ascending, no block twice, -1 only at the end, no block that starts after its query.
+
+    Args:
+      block_indices: block numbers, counted from the first token of the query's sequence.
+      config: block structure.
+      query_positions: key index of each query, -1 = padding. The blocks of a padding query may start
+        anywhere.
+      segment_ids: sequence of each token; None if every row is one sequence.
 
     Raises:
-      checkify.JaxRuntimeError: one of these rules is violated.
+      checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
     """
     used = block_indices >= 0
     checkify.check(
@@ -97,8 +119,7 @@ def check_block_indices(
     checkify.check(
         ascending.all(),
         "block_indices must be ascending without repetition and -1 only at the end, got {count} slots "
-        "that are not. "
-        "Sort each selection and drop duplicates.",
+        "that break this. Sort each selection and drop duplicates.",
         count=(~ascending).sum(),
     )
     batch, num_queries = query_positions.shape
@@ -118,36 +139,44 @@ def check_block_indices(
 
 
 def check_runs(runs: layout.Runs, batch: int) -> None:
-    """Every first index of a run must be a multiple of the divisor that is declared.
+    """Checks that the first index of every run is a multiple of the declared divisor.
+
+    Args:
+      runs: the runs that are passed as `query_positions`.
+      batch: number of rows of the call; not needed for this check.
 
     Raises:
-      checkify.JaxRuntimeError: one is not.
+      checkify.JaxRuntimeError: an index is not a multiple, see `check_segment_ids`.
     """
     for run in runs.runs:
         first = jnp.asarray(run.first, jnp.int32)
         checkify.check(
             (first % runs.divisor == 0).all(),
-            f"divisor must divide the first index of each run, got {runs.divisor} and {{low}} to {{high}}. "
-            "Declare a smaller divisor.",
+            f"divisor must divide the first index of each run, got divisor {runs.divisor} for indices from "
+            "{low} to {high}. Declare a smaller divisor.",
             low=first.min(),
             high=first.max(),
         )
 
 
 def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
-    """An operation of `nsa_jax.attention` that first checks the values of its index arguments.
+    """Wraps an operation so that it first checks the values of its index arguments.
+
+    Args:
+      operation: one of the operations of `nsa_jax.attention`.
+
+    Returns:
+      A function with the arguments and results of `operation`. It raises `checkify.JaxRuntimeError` where the
+      `check_*` functions of this module do.
 
     Example:
-      out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
-
-    Raises:
-      checkify.JaxRuntimeError: see the `check_*` functions.
+      >>> out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
     """
     signature = inspect.signature(operation)
 
     @functools.wraps(operation)
     def with_checks(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Traced, not run: it refuses the shapes and kinds that the checks take for granted.
+        # Only traced: this refuses wrong shapes and types, which the checks below rely on.
         jax.eval_shape(lambda: operation(*args, **kwargs))
         _check_values(signature.bind(*args, **kwargs).arguments)
         return operation(*args, **kwargs)
@@ -156,7 +185,7 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    if "query" not in given:  # the gated sum, which has no index arguments
+    if "query" not in given:  # `gated_sum` has no index arguments
         return
     batch, num_queries = given["query"].shape[:2]
     segment_ids, positions = given.get("segment_ids"), given.get("query_positions")

@@ -232,7 +232,11 @@ def test_padding_queries_may_only_select_nothing():
         ((2, 1, 1, 2), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape \(2, 1, 1, 2\)"),
         ((1, 2, 1, 1, 3), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape"),
         ((1, 2, 1, 2), dict(layout="BTn2"), "the layout BTn2 needs num_kv_heads, got None"),
-        ((1, 2, 1, 1, 2), dict(layout="BTKn2", num_kv_heads=2), "ranges must have num_kv_heads = 2, got 1"),
+        (
+            (1, 2, 1, 1, 2),
+            dict(layout="BTKn2", num_kv_heads=2),
+            "ranges must have num_kv_heads = 2 KV heads, got 1",
+        ),
         (
             (1, 2, 1, 1, 2),
             dict(layout="BTKn2", query_positions=np.zeros((1, 3), int)),

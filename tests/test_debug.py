@@ -119,10 +119,10 @@ def test_well_formed_selections_are_accepted(blocks, position):
 @pytest.mark.parametrize(
     ("blocks", "position", "rule"),
     [
-        ([0, 2, 1, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
-        ([0, 2, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
-        ([0, -1, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that are not"),
-        ([-1, -1, -1, 0], 30, "block_indices must be ascending .*, got 1 slots that are not"),
+        ([0, 2, 1, -1], 30, "block_indices must be ascending .*, got 1 slots that break this"),
+        ([0, 2, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that break this"),
+        ([0, -1, 2, -1], 30, "block_indices must be ascending .*, got 1 slots that break this"),
+        ([-1, -1, -1, 0], 30, "block_indices must be ascending .*, got 1 slots that break this"),
         ([0, 1, -2, -2], 30, "block_indices must be at least -1, got -2"),
         (
             [0, 5, -1, -1],

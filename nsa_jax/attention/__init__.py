@@ -1,30 +1,31 @@
-"""The operations of Native Sparse Attention (arXiv:2502.11089): shapes, meaning and dispatch in one place.
+"""The operations of Native Sparse Attention (arXiv:2502.11089).
 
-Arrays are `[B, T, N, H]`: batch, query tokens, query heads, key dim. Keys have `K` KV heads; query heads
-`k G .. (k+1) G - 1` belong to KV head `k`, `G = N / K`. Each branch may get keys and values of its own
-(section 3.3.3) or share them by passing the same array.
+Arrays are laid out as `[B, T, N, H]`: batch, query tokens, query heads, key dim. Keys and values have `K` KV
+heads; query heads `k G .. (k+1) G - 1` share KV head `k`, where `G = N / K`. Each branch takes its own keys
+and values (section 3.3.3); to share them, pass the same array twice.
 
-What all operations share:
+These rules hold for every operation:
 
-* **Positions.** Key `s` of a row has index `s`. `query_positions` are the key indices of the queries, by
-  default the last `T` of the `S` keys: an array [B, T] in which -1 marks padding (so does any index that the
-  row does not have), or `Runs` of consecutive tokens, which kernels run faster. A query sees keys at or
-  before its own index.
-* **Packed rows.** `segment_ids [B, S]` give several sequences a row: each non-zero id is one contiguous run,
-  0 is padding. A query belongs to the sequence of the key at its index; blocks are counted from that
-  sequence's first token.
-* **A query that sees no key** (padding, no compressed block yet, no block selected) gets output 0,
-  log-sum-exp `-inf` and zero gradients.
-* **NaN and infinity** stay where they belong: what another row, KV head, sequence, padding token or future
-  token holds never reaches a result.
-* **Precision.** Logits, softmax and sums are float32 (float64 for float64 inputs); outputs have the query's
-  dtype and log-sum-exps are natural-log, float32.
-* **Errors.** `ValueError` and `TypeError` for shapes and dtypes, at trace time; values of index arrays are
-  not checked here but by `nsa_jax.debug`. `NotImplementedError` if the named implementation cannot run the
-  call.
-* **Transformations.** jit, grad, vmap, scan, remat and export (of Triton kernels with a safety check
-  disabled, see the README); reverse-mode gradients, deterministic. `jax.jvp` of an operation is missing. A
-  Hessian-vector product works as the `jvp` of a gradient on `xla`: `jax.jvp(jax.grad(f), (x,), (v,))[1]`.
+* **Positions.** Key `s` of a row has index `s`. `query_positions` holds the key index of each query, either
+  as an array `[B, T]` or as `Runs` of consecutive tokens, which the GPU kernels run faster. By default the
+  queries are the last `T` of the `S` tokens. In an array, -1 marks padding, and so does any index at or
+  beyond the end of the row. A query sees the keys at or before its own index.
+* **Packed rows.** With `segment_ids [B, S]` a row holds several sequences: each non-zero id is one contiguous
+  run of tokens, and 0 is padding. A query belongs to the sequence of the key at its index. Blocks are counted
+  from the first token of that sequence.
+* **A query that sees no key** (a padding query, or one with no complete compressed block or no selected
+  block) gets output 0, log-sum-exp `-inf` and zero gradients.
+* **NaN and infinity** do not spread: what another row, KV head, sequence, padding token or future token holds
+  never reaches a result.
+* **Precision.** Logits, softmax, sums and log-sum-exps are float32 (float64 for float64 inputs); outputs have
+  the query's dtype. Log-sum-exps are natural logarithms.
+* **Errors.** Wrong shapes and dtypes raise `ValueError` or `TypeError` at trace time. The values of index
+  arrays are not checked; `nsa_jax.debug` does that. `NotImplementedError` means that the implementation
+  asked for by name cannot run the call.
+* **Transformations.** `jit`, `grad`, `vmap`, `scan`, `remat` and `jax.export` work (to export Triton kernels,
+  disable a safety check, see the README). Reverse-mode gradients are deterministic. There is no `jax.jvp` of
+  an operation, but on `xla` the `jvp` of a gradient gives a Hessian-vector product:
+  `jax.jvp(jax.grad(f), (x,), (v,))[1]`.
 """
 
 from nsa_jax.attention.compressed import compressed_attention

@@ -51,30 +51,40 @@ def compressed_attention(
     implementation: Implementation | None = None,
     return_reads: bool = False,
 ) -> Attended | AttendedReads:
-    """Attention over the compressed blocks that end at or before the query (Eq. 7).
+    """Attends to the compressed blocks that end at or before the query.
 
-    Block `i` covers tokens `[i d, i d + l)` of its sequence and is visible to the query at sequence index
-    `t` iff `i d + l - 1 <= t`. The blocks of a packed row lie compactly in sequence order.
+    This is Eq. 4 with the compressed keys and values of Eq. 7. Block `i` covers tokens `[i d, i d + l)` of
+    its sequence and is visible to the query at sequence index `t` iff `i d + l - 1 <= t`. In a packed row the
+    blocks of all sequences follow one another without gaps, in sequence order; the unused slots at the end
+    are visible to no query.
 
     Args:
       query: rotated queries.
-      key_cmp, value_cmp: compressed keys, rotated at the position of their block's first token, and values.
+      key_cmp: compressed keys, each rotated at the position of its block's first token. A row of `S` tokens
+        has `C = (S - l)//d + 1` blocks, or 0 if `S < l`.
+      value_cmp: compressed values.
       config: block structure.
-      query_positions: key index of each query, -1 = padding, or `Runs`. Needed where the `T` queries are not
-        all tokens behind the `C` blocks.
-      segment_ids: sequence of each of the row's `S` tokens, 0 = padding.
-      scale: factor of the logits, `1/sqrt(H)` if None.
-      implementation: see `nsa_jax.dispatch`.
-      return_reads: also return the number of keys that each query and KV head gathered; on `xla` only.
+      query_positions: key index of each query (-1 = padding), or `Runs`. By default the queries are the last
+        `T` of the `S` tokens of `segment_ids`. Without `segment_ids` the default is that the row has `T`
+        tokens and each is a query; pass positions if only some of the tokens are queries.
+      segment_ids: sequence of each of the `S` tokens of the row: each non-zero id is one contiguous run,
+        0 = padding. None if every row is one sequence.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` if asked for.
+      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
+      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A query that sees no
+      block has `out` 0 and `lse` `-inf`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes or dtypes disagree, or `scale` is not finite.
+      NotImplementedError: the implementation asked for cannot run the call.
 
     Gradients:
-      To query, key_cmp and value_cmp; the cotangent of `lse` is honoured.
+      With respect to `query`, `key_cmp` and `value_cmp`. The cotangent of `lse` counts, too.
     """
     call = arguments.check(
         compressed_attention,

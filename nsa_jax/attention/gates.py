@@ -13,18 +13,25 @@ def gated_sum(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5).
+    """Adds the outputs of the branches: `g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5).
 
     Args:
-      out_cmp, out_slc, out_win: outputs of the three branches.
-      gates: one gate per token, query head and branch, in the order cmp, slc, win; any float dtype.
-      implementation: see `nsa_jax.dispatch`.
+      out_cmp: output of the compressed branch.
+      out_slc: output of the selected branch.
+      out_win: output of the window branch.
+      gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
+      implementation: "xla", "triton" or None, see `compressed_attention`.
 
     Returns:
-      The sum, in the branches' dtype.
+      The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is not an array, or not of a floating dtype.
+      ValueError: shapes or dtypes disagree, or the arrays are empty.
+      NotImplementedError: the implementation asked for cannot run the call.
+
+    Gradients:
+      With respect to all four arrays.
     """
     arrays = dict(out_cmp=out_cmp, out_slc=out_slc, out_win=out_win, gates=gates)
     annotations = arguments.annotations_of(gated_sum)

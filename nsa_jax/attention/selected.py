@@ -54,23 +54,38 @@ def selected_attention(
     implementation: Implementation | None = None,
     return_reads: bool = False,
 ) -> Attended | AttendedReads:
-    """Attention over the tokens of the selected blocks at or before the query (Eq. 12).
+    """Attends to those tokens of the selected blocks that are at or before the query (Eq. 12).
+
+    Block `j` covers tokens `[j l', (j + 1) l')` of the query's sequence. All query heads of a KV head share
+    one selection.
 
     Args:
-      query, config, query_positions, segment_ids, scale, implementation, return_reads: see
-        `compressed_attention`.
-      key_slc, value_slc: keys, rotated at their own position, and values of this branch.
-      block_indices: sequence-local block numbers, ascending and without repetition, -1 = unused slot at the
-        end; from `select_blocks` or `block_indices_from_ranges`. A block named twice counts once.
+      query: rotated queries.
+      key_slc: keys of this branch, each rotated at its own position.
+      value_slc: values of this branch.
+      block_indices: numbers of the selected blocks, counted from the first token of the query's sequence,
+        from `select_blocks` or `block_indices_from_ranges`. `R` is `num_selected_blocks`. Each selection is
+        ascending, with -1 in the unused slots at its end. A block that is named twice counts once.
+      config: block structure.
+      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` of the `S` tokens by
+        default.
+      segment_ids: sequence of each token, see `compressed_attention`.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `compressed_attention`.
+      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` if asked for.
+      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
+      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A query whose slots are
+      all -1 has `out` 0 and `lse` `-inf`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes or dtypes disagree, or `scale` is not finite.
+      NotImplementedError: the implementation asked for cannot run the call.
 
     Gradients:
-      To query, key_slc and value_slc; the cotangent of `lse` is honoured.
+      With respect to `query`, `key_slc` and `value_slc`. The cotangent of `lse` counts, too.
     """
     call = arguments.check(
         selected_attention,

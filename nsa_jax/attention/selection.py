@@ -20,29 +20,42 @@ def select_blocks(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """The selection blocks that each query attends, the same for all query heads of a KV head (Eq. 8-11).
+    """Chooses the selection blocks that each query attends, one choice per KV head (Eq. 8-11).
 
-    The compressed attention's probabilities are summed over the heads of a KV head and over the compressed
-    blocks that overlap a selection block, weighted by the shared tokens in strides (for 32/16/64: 1, 2, 2,
-    2, 1). Candidates are the blocks whose first token the query sees. The initial blocks and the
-    `num_local_blocks` that end with the query's own are always in and count inside `num_selected_blocks`;
-    ties go to the lower block index.
+    The score of a selection block is a weighted sum of the probabilities that the compressed attention gives
+    to the compressed blocks which overlap it, summed over the query heads of the KV head (Eq. 9 and 10). The
+    weight is the number of shared tokens, counted in strides (for 32 / 16 / 64: 1, 2, 2, 2, 1). Candidates
+    are the blocks whose first token is at or before the query. The first `num_initial_blocks` blocks, the
+    query's own block and the `num_local_blocks - 1` before it are always selected, and they count towards
+    `num_selected_blocks`. The other slots go to the best scores; ties go to the lower block index.
 
     Args:
-      query, key_cmp, config, query_positions, segment_ids, scale, implementation: see
-        `compressed_attention`.
-      lse_cmp: what `compressed_attention` returned for the same arguments; recomputed when None.
+      query: rotated queries.
+      key_cmp: compressed keys, see `compressed_attention`.
+      config: block structure.
+      lse_cmp: the `lse` that `compressed_attention` returned for the same arguments; computed anew if None.
+      query_positions: key index of each query (-1 = padding), or `Runs`, see `compressed_attention`.
+      segment_ids: sequence of each token, see `compressed_attention`.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `compressed_attention`.
 
     Returns:
-      `block_indices [B, T, K, R]`, `R = num_selected_blocks`: sequence-local block numbers, ascending, -1 in
-      unused slots at the end.
+      Block indices `[B, T, K, R]`, int32, with `R = num_selected_blocks`: block numbers counted from the
+      first token of the query's sequence, ascending, -1 in the unused slots at the end. All slots of a
+      padding query are -1.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes or dtypes disagree, or `scale` is not finite.
+      NotImplementedError: the implementation asked for cannot run the call.
+
+    Numerics:
+      Two implementations choose the same blocks wherever two scores differ by more than rounding, and exactly
+      the same ones where scores tie exactly.
 
     Gradients:
-      None: no gradient flows through the selection, which is the paper's choice. The compressed branch
-      learns the scores.
+      No gradient flows through the selection, as in the paper. The compressed keys learn their scores through
+      the output of the compressed branch.
     """
     call = arguments.check(
         select_blocks,

@@ -25,29 +25,49 @@ def native_sparse_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Native Sparse Attention: compressed, selected and window attention, summed by gates (Eq. 5).
+    """Native Sparse Attention: attends by all three branches and adds their outputs by gates (Eq. 5).
+
+    Computes what `compressed_attention`, `select_blocks`, `selected_attention`, `window_attention` and
+    `gated_sum` compute one after the other.
 
     Args:
       query: rotated queries, the same for all branches.
-      key_cmp, value_cmp: see `compressed_attention`; `C = (S - l)//d + 1` blocks, 0 if `S < l`.
-      key_slc, value_slc: see `selected_attention`.
-      key_win, value_win: see `window_attention`; `W = S` keys unless `first_key_win` says where they begin.
-      gates: see `gated_sum`.
-      config, query_positions, segment_ids, scale, implementation: see `compressed_attention`.
-      block_indices: a selection to use instead of `select_blocks`, for example of another implementation.
-      first_key_win: see `first_key` of `window_attention`.
+      key_cmp: compressed keys, each rotated at the position of its block's first token. `C` is
+        `(S - l)//d + 1`, or 0 if `S < l`.
+      value_cmp: compressed values.
+      key_slc: keys of the selected branch, each rotated at its own position.
+      value_slc: values of the selected branch.
+      key_win: keys of the window branch, each rotated at its own position. `W` is `S` unless `first_key_win`
+        says otherwise.
+      value_win: values of the window branch.
+      gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
+      config: block structure.
+      block_indices: a selection to use, for example that of another implementation, see
+        `selected_attention`; chosen by `select_blocks` if None.
+      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` of the `S` tokens by
+        default.
+      segment_ids: sequence of each token: each non-zero id is one contiguous run, 0 = padding. None if every
+        row is one sequence.
+      first_key_win: row index of the first window key, see `first_key` of `window_attention`.
+      scale: factor of the logits of all branches, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
 
     Returns:
       The output, in the query's dtype; 0 for a padding query.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes or dtypes disagree, or `scale` is not finite.
+      NotImplementedError: the implementation asked for cannot run the call.
 
     Gradients:
-      To all arrays but the index arrays; none through the selection (see `select_blocks`).
+      With respect to every floating-point array. No gradient flows through the selection, see
+      `select_blocks`.
 
     Example:
-      out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())
+      Keys and values shared by the selected and the window branch:
+
+      >>> out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())
     """
     arrays = query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates
     call = arguments.check(

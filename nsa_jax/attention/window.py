@@ -54,24 +54,38 @@ def window_attention(
     implementation: Implementation | None = None,
     return_reads: bool = False,
 ) -> Attended | AttendedReads:
-    """Attention over the last `window_size` tokens, the query's own included (section 3.3.3).
+    """Attends to the last `window_size` tokens, the query's own included (section 3.3.3).
+
+    The query at index `t` of its sequence sees tokens `max(0, t - w + 1) .. t`.
 
     Args:
-      query, config, query_positions, segment_ids, scale, implementation, return_reads: see
-        `compressed_attention`.
-      key_win, value_win: keys, rotated at their own position, and values of this branch.
-      first_key: index in the row of the first of these keys: an int, a scalar, or one a row. Not 0 where the
-        array holds a part of the row (a shard with its halo, a decode ring in order); it may be negative at
-        the start of a row. Window keys that the array does not hold are not seen.
+      query: rotated queries.
+      key_win: keys of this branch, each rotated at its own position.
+      value_win: values of this branch.
+      config: block structure; only `window_size` matters here.
+      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` tokens of the row by
+        default.
+      segment_ids: sequence of each token of the row, see `compressed_attention`.
+      first_key: row index of the first key of the array: an int, a scalar, or one for each row. It differs
+        from 0 if the array holds only a part of the row, such as a shard with its halo or the ordered content
+        of a decode ring; it may be negative at the start of a row. Keys of the window that the array does not
+        hold are not seen.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `compressed_attention`.
+      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` if asked for.
+      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
+      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A padding query has
+      `out` 0 and `lse` `-inf`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: see `nsa_jax.attention`, Errors.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes or dtypes disagree, or `scale` is not finite.
+      NotImplementedError: the implementation asked for cannot run the call.
 
     Gradients:
-      To query, key_win and value_win; the cotangent of `lse` is honoured.
+      With respect to `query`, `key_win` and `value_win`. The cotangent of `lse` counts, too.
     """
     call = arguments.check(
         window_attention,
