@@ -1,7 +1,7 @@
-"""Validation of a call, in one step at trace time: shapes, dtypes and options in, its `Placement` out.
+"""Validates a call at trace time: checks shapes, dtypes and options, and returns where its queries stand.
 
-The shapes themselves stand in the annotations of the public operations, from where they are read.
-`nsa_jax.debug` checks values.
+The expected shapes are read from the annotations of the public operations. The values of index arrays are
+checked by `nsa_jax.debug`.
 """
 
 import functools
@@ -24,7 +24,12 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Call(NamedTuple):
-    """What an implementation is told beside the arrays."""
+    """What an implementation gets in addition to the arrays.
+
+    Attributes:
+      placement: where each query stands in its row.
+      scale: factor of the logits.
+    """
 
     placement: layout.Placement
     scale: float
@@ -40,16 +45,22 @@ def check(
     scale: float | None,
     first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
 ) -> Call:
-    """Validates a call of `operation`, a public one, and places its queries.
+    """Validates a call of a public operation and places its queries.
 
     Args:
-      operation: its annotations say what shapes and kinds of numbers `arrays` have.
-      arrays: its arrays by name; None where one is left out.
-      config, query_positions, segment_ids, scale: as given by the caller.
+      operation: the operation; its annotations give the shapes and kinds of dtype of `arrays`.
+      arrays: its arrays by name; None for one that is left out.
+      config: block structure, as given by the caller.
+      query_positions: as given by the caller.
+      segment_ids: as given by the caller.
+      scale: as given by the caller.
       first_key_win: row index of the first key of the window branch.
 
+    Returns:
+      `Call(placement, scale)` with all defaults filled in.
+
     Raises:
-      TypeError: an argument is of another kind.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
       ValueError: shapes or dtypes disagree, or a number is out of range.
     """
     positions_array = None if isinstance(query_positions, layout.Runs) else query_positions
@@ -64,7 +75,7 @@ def check(
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
     check_first_key(first_key_win, sizes)
-    # `_row_length` adds tokens to it, which would wrap in an integer of few bits.
+    # `_row_length` adds the number of tokens to it, which would overflow a narrow integer type.
     known = isinstance(first_key_win, numbers.Integral)
     first_key_win = int(first_key_win) if known else jnp.asarray(first_key_win, jnp.int32)
     placement = layout.place(
@@ -80,13 +91,13 @@ def check(
 
 
 def bind_shapes(annotations: "Annotations", arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the letters in `annotations`, bound to the shapes of `arrays`.
+    """Finds the size of each letter in `annotations` from the shapes of `arrays`.
 
-    An array may be None where its annotation says so.
+    An array may be None if its annotation allows it.
 
     Raises:
       TypeError: something is not an array.
-      ValueError: wrong number of axes, or one letter with two sizes.
+      ValueError: an array has the wrong number of axes, or one letter has two sizes.
     """
     sizes: dict[str, int] = {}
     origin: dict[str, str] = {}
@@ -122,7 +133,8 @@ def annotations_of(owner: Callable[..., Any]) -> Annotations:
     return _annotations_of(owner)
 
 
-@functools.cache  # apart from `annotations_of`: type checkers let a cached function take hashable types only
+# Separate from `annotations_of` because type checkers let a cached function take hashable types only.
+@functools.cache
 def _annotations_of(owner: Any) -> Annotations:
     if isinstance(owner, type):
         annotated = inspect.get_annotations(owner)
@@ -137,7 +149,14 @@ def _annotations_of(owner: Any) -> Annotations:
 
 
 def check_dtypes(annotations: Annotations, arrays: Mapping[str, Any]) -> None:
-    """Each array is of the kind that its annotation names; queries, keys and values are of one dtype."""
+    """Raises unless each array has the kind of dtype that its annotation names.
+
+    Queries, keys and values must also share one dtype; gates and log-sum-exps may have their own.
+
+    Raises:
+      TypeError: an array has another kind of dtype, or a float type that is not supported.
+      ValueError: queries, keys and values differ in dtype.
+    """
     present = {name: array for name, array in arrays.items() if array is not None}
     floats = {name: x for name, x in present.items() if annotations[name][0].dtype is Float}
     check_floats(**{name: x for name, x in floats.items() if not _own_dtype(name)})
@@ -153,13 +172,13 @@ def _own_dtype(name: str) -> bool:
 
 
 def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHV") -> None:
-    """There may be no compressed keys yet; everything else must be there (`check_heads` counts heads)."""
+    """Raises ValueError if one of `axes` is empty. There may be no compressed keys yet, so C is not one."""
     if empty := [axis for axis in axes if sizes.get(axis) == 0]:
         raise ValueError(f"every axis except C must be non-empty, got {empty[0]} = 0. Leave the call out.")
 
 
 def check_heads(sizes: Mapping[str, int]) -> None:
-    """Query heads must be a multiple of KV heads, and there must be some of each."""
+    """Raises ValueError unless there are heads of both kinds and KV heads divide query heads."""
     if min(sizes["N"], sizes["K"]) < 1 or sizes["N"] % sizes["K"]:
         raise ValueError(
             "the number of query heads must be a multiple of the number of KV heads, got "
@@ -168,7 +187,7 @@ def check_heads(sizes: Mapping[str, int]) -> None:
 
 
 def check_floats(**arrays: Array) -> None:
-    """All arrays are floats of at least 16 bits, and of one dtype."""
+    """Raises TypeError or ValueError unless all arrays are of one dtype, a float of at least 16 bits."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
@@ -184,14 +203,14 @@ def check_floats(**arrays: Array) -> None:
 
 
 def check_integers(**arrays: Array) -> None:
-    """Arrays of indices must be integers."""
+    """Raises TypeError unless all arrays hold integers."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} must be an integer array, got {array.dtype}. Cast it to int32.")
 
 
 def check_config(config: NSAConfig) -> None:
-    """The configuration is an `NSAConfig`, not a dict or a model's configuration."""
+    """Raises TypeError unless `config` is an `NSAConfig`, not, for example, the configuration of a model."""
     if not isinstance(config, NSAConfig):
         raise TypeError(
             f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...)."
@@ -199,7 +218,7 @@ def check_config(config: NSAConfig) -> None:
 
 
 def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
-    """A selection holds `num_selected_blocks` slots a query."""
+    """Raises ValueError unless a selection has `num_selected_blocks` slots for each query."""
     if "R" in sizes and sizes["R"] != config.num_selected_blocks:
         raise ValueError(
             f"block_indices must have num_selected_blocks slots a query, got {sizes['R']} and "
@@ -208,7 +227,7 @@ def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
 
 
 def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> None:
-    """`C` compressed keys are those of `S` tokens."""
+    """Raises ValueError unless a row of `num_tokens` has `num_compressed` compression blocks."""
     expected = layout.num_compression_blocks(num_tokens, config)
     if num_compressed != expected:
         raise ValueError(
@@ -219,7 +238,7 @@ def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> Non
 
 
 def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
-    """Runs cover the `T` queries; what is traced of them is a scalar or one integer a row."""
+    """Raises unless the runs cover the `T` queries and each index is an int, a scalar or one int per row."""
     lengths = [run.length for run in runs.runs]
     if not all(isinstance(x, int) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
         raise ValueError(
@@ -235,7 +254,10 @@ def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
 
 
 def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
-    """An integer, a scalar or one a row; an array that holds the whole row begins at 0."""
+    """Raises unless `first_key` is an int, a scalar or one int per row, and fits the length of the arrays.
+
+    If it is 0, the window's keys must be those of the whole row.
+    """
     _check_row_number("first_key", first_key, sizes["B"])
     if is_zero(first_key) and "W" in sizes and sizes.get("S", sizes["W"]) != sizes["W"]:
         raise ValueError(
@@ -245,7 +267,7 @@ def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
 
 
 def is_zero(first_key: int | Array) -> bool:
-    """Whether an index is known to be 0."""
+    """Whether an index is known, while tracing, to be 0."""
     return isinstance(first_key, numbers.Integral) and first_key == 0
 
 
@@ -263,7 +285,12 @@ def _check_row_number(name: str, number: Any, batch: int, scalar: bool = True) -
 
 
 def resolve_scale(scale: float | None, key_dim: int) -> float:
-    """The factor of the logits: `1/sqrt(key dim)` unless given."""
+    """Returns the factor of the logits: `scale`, or `1/sqrt(key_dim)` if it is None.
+
+    Raises:
+      TypeError: `scale` is not a Python number.
+      ValueError: `scale` is not finite.
+    """
     if scale is None:
         return key_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -276,10 +303,10 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
 
 
 def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first_key: int | Array) -> Any:
-    """Tokens of a row, as far as the call tells: from `S`, the window's keys, or the compressed ones.
+    """Number of tokens of a row, as far as the call tells: from `S`, the window's or the compressed keys.
 
-    Where only compressed keys are known, the row has as many tokens as there are queries, or, with positions
-    given, at most as many as have `C` blocks.
+    If only compressed keys are given, the row has as many tokens as there are queries. With positions given,
+    it has as many tokens as a row of `C` blocks can have at most.
     """
     length: Any
     if "C" in sizes and ("S" in sizes or not placed):
@@ -301,5 +328,5 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
 
 
 def _as_given[X](array: X) -> X | Array:
-    """NumPy arrays as JAX arrays; all else as it is."""
+    """Converts NumPy arrays to JAX arrays and returns everything else unchanged."""
     return jnp.asarray(array) if isinstance(array, np.ndarray) else array

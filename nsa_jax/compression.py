@@ -1,6 +1,6 @@
-"""phi of Eq. 7 as data: what a kernel can be given in the place of a function.
+"""The compression phi of Eq. 7 as data, which a kernel can take where it cannot take a function.
 
-`nn.Compressor` and `nn.rotate` compute by these, so a layer and its decode steps agree.
+`nn.Compressor` and `nn.rotate` compute with these classes, too, so a layer and its decode steps agree.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,17 @@ from nsa_jax.array_typing import Array, Float, Float32, Int
 
 
 class ResidualMLP(NamedTuple):
-    """`mean(x) + gelu(flatten(x + position_embedding) @ kernel_in + bias_in) @ kernel_out + bias_out`.
+    """An MLP that compresses a block to one key (or value), added to the mean of the block.
 
-    `x` is a block; all KV heads share the arrays. It computes in the dtype of its arrays.
+    For a block `x` of `l` tokens it computes `mean(x) + gelu(flatten(x + position_embedding) @ kernel_in +
+    bias_in) @ kernel_out + bias_out`. All KV heads share the arrays. It computes in the dtype of its arrays.
+
+    Attributes:
+      position_embedding: added to the tokens of a block by their place in it.
+      kernel_in: kernel of the hidden layer, which takes the flattened block.
+      bias_in: bias of the hidden layer.
+      kernel_out: kernel of the output layer.
+      bias_out: bias of the output layer.
     """
 
     position_embedding: Float[Array, "l D"]
@@ -28,10 +36,22 @@ class ResidualMLP(NamedTuple):
     def __call__(
         self, windows: Float[Array, "B m l K D"], *, precision: Any = None
     ) -> Float[Array, "B m K D"]:
-        """One key (or value) for each block. The mean accumulates in float32 at least, GELU is by tanh."""
+        """Computes one key (or value) for each block.
+
+        Args:
+          windows: tokens of each block, un-rotated.
+          precision: precision of the products, see `jax.lax.Precision`.
+
+        Returns:
+          One vector for each block and KV head, in the dtype of the arrays.
+
+        Numerics:
+          The mean accumulates in float32 at least; GELU is the tanh approximation.
+        """
         windows = windows.astype(self.kernel_in.dtype)
         size, dim = self.position_embedding.shape
-        # Flattening (l, D) and multiplying is one contraction over both, which spares a transposed copy.
+        # Flattening (l, D) and multiplying is one contraction over both axes. Written like this, XLA needs no
+        # transposed copy.
         hidden = jnp.einsum(
             "bmlkd,ldf->bmkf",
             windows + self.position_embedding[:, None],
@@ -44,13 +64,26 @@ class ResidualMLP(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Turns pairs of dimensions, `i` with `i + H // 2`, by `position * frequency[i]`, and lengthens them."""
+    """Rotary embedding as data: rotates the pairs of dimensions `i` and `i + H // 2` and scales them.
+
+    Attributes:
+      frequency: angle per position of each pair, in radians.
+      magnitude: factor of the rotated heads, which YaRN uses.
+    """
 
     frequency: Float32[Array | np.ndarray, " pairs"]
     magnitude: float = 1.0
 
     def __call__(self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """The rotated heads in the dtype of `x`; numerics as in `nsa_jax.nn.rotate`."""
+        """Rotates each pair by `position * frequency[i]` and multiplies it by `magnitude`.
+
+        Args:
+          x: heads; dimensions beyond the pairs stay as they are.
+          positions: rotary position of each token.
+
+        Returns:
+          The rotated heads in the dtype of `x`; the numerics are those of `nsa_jax.nn.rotate`.
+        """
         half = self.frequency.shape[0]
         angle = positions[:, :, None, None].astype(jnp.float32) * self.frequency
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -62,13 +95,16 @@ class Rotation(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """Compresses keys and values of a block, then rotates the key at its first token; the mean by default.
+    """Compresses the keys and values of blocks and rotates the compressed keys.
 
-    A `Compress` function that the kernels of a decode step know: they form the block themselves.
+    It can be called wherever a `Compress` function is accepted. The GPU kernels of a decode step also read
+    its arrays and compress the blocks themselves. By default a block becomes the mean of its tokens.
 
     Attributes:
-      key, value: how a block becomes one key, and one value; None for the mean of its tokens.
-      rotation: of the compressed key; None for none.
+      key: how the keys of a block become one key; None for their mean.
+      value: how the values of a block become one value; None for their mean.
+      rotation: rotation of a compressed key, at the position of its block's first token; None for no
+        rotation.
     """
 
     key: ResidualMLP | None = None
@@ -81,7 +117,13 @@ class Compression(NamedTuple):
         value_windows: Float[Array, "B m l K V"],
         first_positions: Int[Array, "B m"],
     ) -> tuple[Float[Array, "B m K H"], Float[Array, "B m K V"]]:
-        """Compressed keys and values in the dtype of the tokens."""
+        """Returns compressed keys and values in the dtype of the tokens.
+
+        Args:
+          key_windows: un-rotated keys of each block.
+          value_windows: values of each block.
+          first_positions: rotary position of the first token of each block.
+        """
         key = _one_of_each(self.key, key_windows)
         if self.rotation is not None:
             key = self.rotation(key, first_positions)
@@ -97,7 +139,11 @@ def compress_blocks(
     value_windows: Float[Array, "B m l K V"],
     first_positions: Int[Array, "B m"],
 ) -> tuple[Float[Array, "B m K H"], Float[Array, "B m K V"]]:
-    """`compress` of the windows, in their dtype. Raises ValueError unless it gives one for each block."""
+    """Calls `compress` on the windows and casts the results to their dtype.
+
+    Raises:
+      ValueError: the result is not one key and one value for each block.
+    """
     found = compress(key_windows, value_windows, first_positions)
     expected = [(*x.shape[:2], *x.shape[3:]) for x in (key_windows, value_windows)]
     if (shapes := [x.shape for x in found]) != expected:

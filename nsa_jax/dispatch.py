@@ -1,7 +1,8 @@
-"""Which implementation runs an operation, and why.
+"""Chooses the implementation that runs an operation, and can say why.
 
-`implementation=None` takes the first of `PREFERENCE` that supports the call, or the one that
-`use_implementation` forces. A named implementation runs or raises; it never falls back.
+`implementation=None` takes the implementation that `use_implementation` forces, or else the first of
+`PREFERENCE` that supports the call. An implementation asked for by name runs or raises; it never falls back
+to another.
 """
 
 import contextlib
@@ -37,9 +38,9 @@ _forced = jax.make_user_context(default_value=None)
 
 @runtime_checkable
 class Operations(Protocol):
-    """What each implementation offers: `nsa_jax.attention` and decode steps, behind the validation.
+    """What each implementation offers: the operations of `nsa_jax.attention`, and the decode steps.
 
-    Nothing is defaulted any more; the placement says where the queries stand.
+    Their arguments are validated and all defaults filled in; the placement says where the queries stand.
     """
 
     def compressed_attention(
@@ -92,17 +93,18 @@ class Operations(Protocol):
         self, cache: DenseCache, query: Array, key: Array, value: Array, num_tokens: Array | None,
         window_size: int | None, scale: float,
     ) -> tuple[Array, DenseCache]:  # fmt: skip
-        """The same for a dense or window layer: `nsa_jax.cache.dense_decode_step`."""
+        """A decode step of a dense or window layer: `nsa_jax.cache.dense_decode_step`."""
         ...
 
 
 class Choice(NamedTuple):
-    """An implementation and the reasons that ruled out those before it.
+    """The implementation that was chosen, and why.
 
     Attributes:
-      implementation: what runs.
-      reason: why it runs, in one sentence.
-      refused: `(implementation, reason)` of each one that was preferred or exists and does not run.
+      implementation: name of the implementation.
+      reason: why it was chosen, in one sentence.
+      refused: `(name, reason)` of each implementation that cannot run the call; empty if one was asked for by
+        name or forced.
     """
 
     implementation: str
@@ -118,20 +120,29 @@ def unsupported_reason(
     platform: str | None = None,
     return_reads: bool = False,
 ) -> str | None:
-    """Why an implementation cannot run an operation, or None if it can.
+    """Says why an implementation cannot run an operation, or returns None if it can.
 
-    The single source of that text for errors, test skips, documentation and benchmark rows.
+    Errors, skipped tests, documentation and benchmark rows all take this text from here.
 
     Args:
-      operation: one of `OPERATIONS`.
-      implementation: one of `IMPLEMENTATIONS`.
-      *arrays: the operation's arrays or their `jax.ShapeDtypeStruct`s, as far as they are known.
-      config: the block structure, where known.
-      platform: "cpu", "cuda" or "tpu"; the default backend's if None.
-      return_reads: whether the call also asks for the number of keys that were read.
+      operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
+        "selected_attention".
+      implementation: "xla" or "triton".
+      *arrays: the positional arrays of the operation or their `jax.ShapeDtypeStruct`s, as far as they are
+        known.
+      config: block structure, if it is known.
+      platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
+      return_reads: whether the call asks for the number of keys that were read.
+
+    Returns:
+      The reason, with what to do about it, or None.
 
     Raises:
-      ValueError: unknown operation or implementation.
+      ValueError: the operation or the implementation is unknown.
+
+    Example:
+      >>> nsa_jax.unsupported_reason("gated_sum", "xla") is None
+      True
     """
     if operation not in OPERATIONS:
         raise ValueError(f"operation must be one of {OPERATIONS}, got {operation!r}. Check the spelling.")
@@ -156,18 +167,33 @@ def choose(
     implementation: str | None = None,
     return_reads: bool = False,
 ) -> Choice:
-    """Decides what runs `operation`; pure, works on `jax.ShapeDtypeStruct`s and says why.
+    """Decides which implementation runs an operation, and says why. It runs nothing.
 
-    The decision list: the implementation named by the caller; the one forced by `use_implementation`; the
-    first of `PREFERENCE` without an `unsupported_reason`.
+    The first of these decides:
+
+    1. the implementation that the caller asks for by name;
+    2. the implementation that `use_implementation` forces;
+    3. the first of `nsa_jax.dispatch.PREFERENCE` (`"triton"`, then `"xla"`) for which `unsupported_reason`
+       finds no reason.
 
     Args:
-      operation, *arrays, config, platform, return_reads: see `unsupported_reason`.
-      implementation: the one that the caller names.
+      operation: name of the operation, see `unsupported_reason`.
+      *arrays: its arrays or their `jax.ShapeDtypeStruct`s, see `unsupported_reason`.
+      config: block structure, if it is known.
+      platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
+      implementation: the implementation that the caller asks for by name, or None.
+      return_reads: whether the call asks for the number of keys that were read.
+
+    Returns:
+      `Choice(implementation, reason, refused)`.
 
     Raises:
-      NotImplementedError: the named or forced implementation cannot run it.
-      ValueError: unknown operation or implementation.
+      NotImplementedError: the implementation asked for by name, or forced, cannot run the call.
+      ValueError: the operation or the implementation is unknown.
+
+    Example:
+      >>> nsa_jax.choose("gated_sum", platform="cpu").implementation
+      'xla'
     """
 
     def reason_against(name: str) -> str | None:
@@ -192,14 +218,22 @@ def choose(
 
 
 def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
-    """Context in which `implementation=None` means the given one, also inside functions already traced.
+    """Returns a context in which `implementation=None` means the given implementation.
 
-    Example:
-      with nsa_jax.use_implementation("xla"):
-        out = jitted(query, ...)
+    It also reaches functions that `jax.jit` has already traced: they are traced again inside the context.
+
+    Args:
+      implementation: "xla" or "triton"; None lifts the rule of an outer context.
+
+    Returns:
+      A context manager.
 
     Raises:
-      ValueError: unknown implementation.
+      ValueError: the implementation is unknown.
+
+    Example:
+      >>> with nsa_jax.use_implementation("xla"):
+      ...     out = jitted(query, key, value)
     """
     if implementation is not None:
         unsupported_reason(OPERATIONS[0], implementation)
@@ -214,7 +248,10 @@ def running(
     config: NSAConfig | None = None,
     return_reads: bool = False,
 ) -> Iterator[Operations]:
-    """Context that gives the chosen implementation; the lowered program names it and the operation."""
+    """Returns a context that gives the chosen implementation.
+
+    The operations lowered inside carry the names of the implementation and of the operation, for profiles.
+    """
     settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     chosen = choose(operation, *arrays, **settings).implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
@@ -222,14 +259,14 @@ def running(
 
 
 def _operations(implementation: str) -> Operations:
-    """The room of an implementation; Triton is imported only where it runs."""
+    """The module of an implementation. That of Triton is imported only when it runs."""
     if implementation == "triton":
         return cast(Operations, importlib.import_module("nsa_jax.kernels.triton.operations"))
     return xla
 
 
 def default_platform() -> str:
-    """Where a call without further wishes runs: the device lowered for, the default device or backend."""
+    """Platform that a call runs on by default: that of the mesh, of the default device or of the backend."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     default = jax.config.jax_default_device
     if abstract is not None:
