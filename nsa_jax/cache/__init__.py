@@ -1,8 +1,11 @@
-"""Decoding state of one attention layer, NSA or dense, and the two pure functions that extend it.
+"""The decoding state of one attention layer, NSA or dense, and the pure functions that extend it.
 
-Tokens are scattered into arrays of fixed capacity, so that XLA updates a donated cache, or one carried
-through a compiled loop, in place. The compressor is passed as a function or as data: nothing here knows the
-module that owns its parameters.
+`prefill` appends a prompt of any length, `decode_step` appends a few tokens; both attend from the new tokens
+and return a new cache. `dense_prefill` and `dense_decode_step` do the same for a dense or window layer.
+
+The arrays of a cache have a fixed capacity, and tokens are scattered into them. So XLA updates a cache in
+place if it is donated or carried through a compiled loop. The compressor is passed as a function or as data;
+nothing here depends on the module that owns its parameters.
 """
 
 from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache

@@ -1,4 +1,4 @@
-"""What a step refuses: shapes and dtypes at trace time, values where they are concrete."""
+"""Checks of the arguments of a step: shapes and dtypes at trace time, values if they are concrete."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import NSACache, TokenKeysValues
 
-# What of a cache has no size in common with the tokens of a step.
+# The fields of a cache whose sizes do not have to agree with the tokens of a step.
 NOT_OF_TOKENS = ("key_win_ring", "value_win_ring", "key_raw_ring", "value_raw_ring", "lengths", "overflowed")
 
 
@@ -24,7 +24,7 @@ def check_operands(
     gates: Array,
     num_tokens: Array | None,
 ) -> None:
-    """Raises TypeError or ValueError unless what `step` is given fits together, and fits the cache."""
+    """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache."""
     check_kind(cache)
     annotations, arrays = dict(arguments.annotations_of(step)), {}
     for prefix, holder in (("cache", cache), ("tokens", tokens)):
@@ -43,13 +43,13 @@ def check_operands(
 
 
 def check_some_token(query: Array) -> None:
-    """Raises ValueError unless a step has a token."""
+    """Raises ValueError if a step has no token."""
     if query.shape[1] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
 
 
 def check_kind(cache: Any) -> None:
-    """Raises TypeError unless `cache` is that of one layer."""
+    """Raises TypeError unless `cache` is the cache of one NSA layer."""
     if not isinstance(cache, NSACache):
         raise TypeError(
             f"the cache of a layer must be an NSACache, got {type(cache).__name__}. Pass what the layer's "
@@ -67,7 +67,7 @@ def check_layer_cache(
     config: NSAConfig,
     share_keys_values: bool,
 ) -> None:
-    """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
+    """Raises TypeError or ValueError unless `cache` is of a layer of these sizes and has `batch` rows."""
     check_kind(cache)
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
     check_sizes(cache.key_slc, cache.value_slc, of_layer)
@@ -81,7 +81,7 @@ def check_layer_cache(
 
 
 def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
-    """Raises TypeError or ValueError unless a `Compression` fits the cache; functions are not looked at."""
+    """Raises TypeError or ValueError if a `Compression` does not fit the cache. Functions are not checked."""
     if not isinstance(compress, Compression):
         return
     dims = dict(key=cache.key_slc.shape[-1], value=cache.value_slc.shape[-1])
@@ -112,7 +112,7 @@ def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) ->
 
 
 def _check_rotation(rotation: Any, key_dim: int) -> None:
-    """Raises TypeError or ValueError unless keys can be turned by it."""
+    """Raises TypeError or ValueError unless `rotation` can rotate keys of `key_dim`."""
     if not isinstance(rotation, Rotation):
         raise TypeError(
             f"the rotation of a compression must be a Rotation or None, got {type(rotation).__name__}. Pass "
@@ -146,7 +146,11 @@ def check_rows(key: Array, batch: int) -> None:
 
 
 def step_capacity(cache: NSACache, config: NSAConfig) -> int:
-    """Most tokens of a decode step. Raises ValueError if the cache was made with another config."""
+    """Returns how many tokens a decode step may append at most.
+
+    Raises:
+      ValueError: the cache was made with another config.
+    """
     arguments.check_config(config)
     raw, blocks = cache.key_raw_ring.shape[1], cache.key_cmp.shape[1]
     capacity = raw - config.compression_block_size + 1
@@ -162,7 +166,7 @@ def step_capacity(cache: NSACache, config: NSAConfig) -> int:
 
 
 def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
-    """Raises ValueError unless the window branch has keys and values of its own in both or in neither."""
+    """Raises ValueError unless cache and tokens agree on whether the branches share keys and values."""
     given = [name for name in ("key_win", "value_win") if getattr(tokens, name) is not None]
     if len(given) != (0 if cache.shares_keys_values else 2):
         raise ValueError(
@@ -181,7 +185,7 @@ def check_new_cache(dtype: DType, **sizes: int) -> None:
 
 
 def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
-    """Raises ValueError unless every row has room, as far as the values are known."""
+    """Raises ValueError if a row is known to have no room for its new tokens."""
     remedy = "Call init_cache with a larger max_length."
     if num_tokens is None and num_new > max_length:
         raise ValueError(f"a prompt must fit the cache, got {num_new} tokens and {max_length=}. {remedy}")

@@ -1,6 +1,6 @@
-"""Decoding of dense and window layers: an empty cache, and the two steps that extend it.
+"""Decoding of dense and window layers: how a cache is made, and the two steps that extend it.
 
-A dense layer keeps all tokens. A window layer keeps a ring: its token `s` lies in slot `s mod size`.
+A dense layer keeps all tokens. A window layer keeps a ring, in which token `s` lies in slot `s mod size`.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,12 @@ from nsa_jax.layout import DenseCache, Run, Runs, slots
 
 
 class DenseStep(NamedTuple):
-    """Attention output [B, T, N, V] of the new tokens, and the cache that holds them."""
+    """Result of `dense_prefill` and of `dense_decode_step`.
+
+    Attributes:
+      out: attention output of the new tokens.
+      cache: the cache with the new tokens in it.
+    """
 
     out: Float[Array, "B T N V"]
     cache: DenseCache
@@ -35,26 +40,26 @@ def init_dense_cache(
     window_size: int | None = None,
     step_capacity: int = 8,
 ) -> DenseCache:
-    """An empty cache of a dense layer, or with `window_size` of a window layer.
+    """Makes an empty cache of a dense layer, or of a window layer if `window_size` is given.
 
     Args:
-      batch: rows.
-      max_length: most tokens that a row can hold, prompt and new tokens together. From `window_size` on it
-        does not matter: a ring is never full.
-      num_kv_heads: `K`.
-      key_dim: `H`.
-      value_dim: `V`.
-      dtype: of keys and values.
+      batch: number of rows.
+      max_length: most tokens that a row can hold, prompt and new tokens together. If it is at least
+        `window_size`, the cache is a ring, which is never full, and `max_length` no longer matters.
+      num_kv_heads: KV heads, `K`.
+      key_dim: width of a key, `H`.
+      value_dim: width of a value, `V`.
+      dtype: floating-point dtype of keys and values.
       window_size: tokens that a query sees, its own included; None for all. The steps must be given the same.
-      step_capacity: most tokens that a row of a ring can gain in one `dense_decode_step`.
+      step_capacity: most tokens that one `dense_decode_step` can append to a row of a ring.
 
     Returns:
-      A cache of length 0 in every row. Its arrays hold `max_length` tokens, or those of a ring,
-      `window_size + step_capacity - 1`, if `window_size` is not above `max_length`.
+      A cache in which every row has length 0. Its arrays hold `window_size + step_capacity - 1` tokens if it
+      is a ring, otherwise `max_length`.
 
     Raises:
       TypeError: `window_size` is not an int.
-      ValueError: a size is below 1, or `dtype` is not a floating point type.
+      ValueError: a size is below 1, or `dtype` is not a floating-point type.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
@@ -84,32 +89,35 @@ def dense_prefill(
 ) -> DenseStep:
     """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
-    It attends by `nsa_jax.attention.window_attention`, over the cache; a ring is written afterwards, so a
-    chunk may be longer than it. Chunks give what the whole prompt at once gives.
+    It attends by `nsa_jax.window_attention`. Chunk after chunk gives the same result as the whole prompt at
+    once. A chunk may be longer than a ring: it attends to the earlier content of the ring and to itself.
 
     Args:
-      cache: an empty one, or what earlier steps returned.
+      cache: an empty cache, or the one that an earlier step returned.
       query: rotated queries of the new tokens; `N` is a multiple of `K`.
-      key: their rotated keys.
-      value: their values.
-      window_size: that of `init_dense_cache`.
+      key: rotated keys of the new tokens.
+      value: values of the new tokens.
+      window_size: the same as for `init_dense_cache`.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
-        right. All of them by default.
-      scale: factor of the logits, `H**-0.5` by default.
-      implementation: as in `nsa_jax.attention`.
+        right. All are real by default.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `DenseStep(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without
+      `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without
       room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes or dtypes do not fit the cache. Where values are concrete also: a row has no room
-        for its tokens, or `num_tokens` is out of range. Nothing is written then.
+      ValueError: shapes or dtypes do not fit the cache. Outside `jit` also: a row has no room for its tokens,
+        or `num_tokens` is out of range. Nothing is written then.
+      NotImplementedError: the implementation asked for cannot run the call.
 
-    Numerics: those of `nsa_jax.attention.window_attention`.
+    Numerics:
+      As in `nsa_jax.window_attention`.
 
-    Gradients: to query, key and value.
+    Gradients:
+      With respect to `query`, `key` and `value`.
     """
     _check_operands(dense_prefill, cache, query, key, value, window_size, num_tokens)
     max_length, num_new = cache.max_length(window_size), query.shape[1]
@@ -151,32 +159,38 @@ def dense_decode_step(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> DenseStep:
-    """Appends a few tokens to every row, then attends.
+    """Appends a few tokens to every row, then attends from each of them.
 
-    The step that appends token `t` gives row `t` of a full forward, however the tokens before it came in.
+    The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
+    by prompts, chunks or steps.
 
     Args:
-      cache: what earlier steps returned. Donate it, or carry it through a compiled loop: then it is updated
-        in place.
-      query: as in `dense_prefill`; of a ring `T` is at most `step_capacity`.
-      key: as in `dense_prefill`.
-      value: as in `dense_prefill`.
-      window_size: as in `dense_prefill`.
-      num_tokens: as in `dense_prefill`; a finished row has 0 and is left as it is.
-      scale: as in `dense_prefill`.
-      implementation: as in `dense_prefill`; "triton" takes at most 8 tokens.
+      cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
+        through a compiled loop.
+      query: rotated queries of the new tokens; if the cache is a ring, `T` is at most `step_capacity`.
+      key: rotated keys of the new tokens.
+      value: values of the new tokens.
+      window_size: the same as for `init_dense_cache`.
+      num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
+        left as it is.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`; "triton" takes at most 8
+        tokens.
 
     Returns:
-      `DenseStep(out, cache)`, as `dense_prefill`. A row without room for all its new tokens keeps what it
-      held, gets output 0, and its `overflowed` is set, under `jit` and outside.
+      `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. A row without room for all
+      its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and outside.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
       ValueError: shapes or dtypes do not fit the cache, or `T` exceeds the step capacity of its ring.
+      NotImplementedError: the implementation asked for cannot run the call.
 
-    Numerics: those of `nsa_jax.attention.window_attention`.
+    Numerics:
+      As in `nsa_jax.window_attention`.
 
-    Gradients: as `dense_prefill` by `xla`; none by `triton`.
+    Gradients:
+      On `xla` as in `dense_prefill`; the kernels of `triton` have none.
     """
     _check_operands(dense_decode_step, cache, query, key, value, window_size, num_tokens)
     window = cache.ring_window(window_size)
@@ -196,7 +210,7 @@ def dense_decode_step(
 def check_dense_layer_cache(
     cache: Any, *, batch: int, num_kv_heads: int, key_dim: int, value_dim: int
 ) -> None:
-    """Raises TypeError or ValueError unless `cache` is one of a layer of these sizes, with `batch` rows."""
+    """Raises TypeError or ValueError unless `cache` is of a layer of these sizes and has `batch` rows."""
     _check_kind(cache)
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
     checks.check_sizes(cache.key, cache.value, of_layer)
@@ -204,7 +218,7 @@ def check_dense_layer_cache(
 
 
 def _check_operands(step, cache, query, key, value, window_size, num_tokens) -> None:
-    """Raises TypeError or ValueError unless what `step` is given fits together, and fits the cache."""
+    """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache."""
     _check_kind(cache)
     _check_window(window_size)
     annotations = dict(arguments.annotations_of(step))
@@ -214,7 +228,7 @@ def _check_operands(step, cache, query, key, value, window_size, num_tokens) -> 
     arrays |= dict(query=query, key=key, value=value, num_tokens=num_tokens)
     sizes = arguments.bind_shapes(annotations, arrays)
     arguments.check_heads(sizes)
-    of_steps = ("cache.lengths", "cache.overflowed")  # ours, whatever their dtype
+    of_steps = ("cache.lengths", "cache.overflowed")  # made by the steps, so their dtypes need no check
     arguments.check_dtypes(annotations, {name: x for name, x in arrays.items() if name not in of_steps})
     checks.check_some_token(query)
 

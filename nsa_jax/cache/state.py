@@ -1,4 +1,4 @@
-"""An empty cache, and what a step returns."""
+"""How an NSA cache is made, and what a step on it returns."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,25 @@ from nsa_jax.layout import NSACache, Reads
 
 
 class Step(NamedTuple):
-    """Attention output [B, T, N, V] of the new tokens, and the cache that holds them."""
+    """Result of `prefill` and of `decode_step`.
+
+    Attributes:
+      out: attention output of the new tokens.
+      cache: the cache with the new tokens in it.
+    """
 
     out: Float[Array, "B T N V"]
     cache: NSACache
 
 
 class CountedStep(NamedTuple):
-    """`Step`, and what each branch gathered."""
+    """Result of `decode_step` with `count_reads=True`.
+
+    Attributes:
+      out: attention output of the new tokens.
+      cache: the cache with the new tokens in it.
+      reads: number of keys that each branch gathered.
+    """
 
     out: Float[Array, "B T N V"]
     cache: NSACache
@@ -27,10 +38,18 @@ class CountedStep(NamedTuple):
 
 
 def expected_reads(length: int, config: NSAConfig) -> int:
-    """Reads of one decode step at `length` tokens by the paper: `((S - l)//d + 1) + n l' + min(w, S)`.
+    """Number of keys that one decode step reads by the paper's formula.
 
-    The formula behind Table 4. It charges `n` whole blocks where fewer exist and where the last is partial,
-    so it bounds what `Reads` counts, and may exceed `length` tokens by far.
+    The formula behind Table 4 of the paper is `((S - l)//d + 1) + n l' + min(w, S)`. It charges `n` whole
+    blocks even if fewer exist or the last one is partial. So it is an upper bound of what `Reads` counts, and
+    it may be far above `length`.
+
+    Args:
+      length: tokens of the sequence, `S`, the new one included.
+      config: block structure.
+
+    Returns:
+      Keys per query and KV head, all branches together; a compressed key counts as one.
     """
     selected = config.num_selected_blocks * config.selection_block_size
     return layout.num_compression_blocks(length, config) + selected + min(config.window_size, length)
@@ -48,26 +67,26 @@ def init_cache(
     step_capacity: int = 8,
     share_keys_values: bool = False,
 ) -> NSACache:
-    """An empty cache.
+    """Makes an empty cache of an NSA layer.
 
     Args:
-      batch: rows.
+      batch: number of rows.
       max_length: most tokens that a row can hold, prompt and new tokens together.
-      num_kv_heads: `K`.
-      key_dim: `H`.
-      value_dim: `V`.
-      config: block sizes; the steps must be given the same.
-      dtype: of keys and values.
-      step_capacity: most tokens that a row can gain in one `decode_step`.
-      share_keys_values: whether the window branch has the keys and values of the selection branch, which
-        spares its rings. The steps must then be given tokens without `key_win` and `value_win`.
+      num_kv_heads: KV heads, `K`.
+      key_dim: width of a key, `H`.
+      value_dim: width of a value, `V`.
+      config: block structure. The steps must be given the same.
+      dtype: floating-point dtype of keys and values.
+      step_capacity: most tokens that one `decode_step` can append to a row.
+      share_keys_values: whether the window branch uses the keys and values of the selection branch. The cache
+        then has no window rings, and the steps must be given tokens without `key_win` and `value_win`.
 
     Returns:
-      A cache of length 0 in every row. A row and KV head takes `max_length (1 + 1/d)` keys and values, and
-      the rings.
+      A cache in which every row has length 0. For each row and KV head it stores about `max_length (1 + 1/d)`
+      keys and values, plus the rings.
 
     Raises:
-      ValueError: a size is below 1, or `dtype` is not a floating point type.
+      ValueError: a size is below 1, or `dtype` is not a floating-point type.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)

@@ -1,4 +1,4 @@
-"""The two steps of decoding: `prefill` appends prompts of any length, `decode_step` a few tokens."""
+"""The two steps of decoding: `prefill` appends a prompt of any length, `decode_step` a few tokens."""
 
 from typing import Any, Literal, overload
 
@@ -30,36 +30,39 @@ def prefill(
 ) -> Step:
     """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
-    The window branch attends over its ring and the chunk together and the ring is written afterwards, so a
-    chunk may be longer than the ring. Chunks give what the whole prompt at once gives.
+    Chunk after chunk gives the same result as the whole prompt at once. A chunk may be longer than the rings:
+    the window branch attends to its ring and the chunk together, and the ring is written afterwards.
 
     Args:
-      cache: an empty one, or what earlier steps returned.
+      cache: an empty cache, or the one that an earlier step returned.
       query: rotated queries of the new tokens; `N` is a multiple of `K`.
-      tokens: their keys and values.
-      gates: their gates, in the order cmp, slc, win.
-      config: that of `init_cache`.
-      compress: `(key_windows [B,m,l,K,H], value_windows [B,m,l,K,V], first_positions [B,m])` to
-        `(key_cmp [B,m,K,H], value_cmp [B,m,K,V])`: compresses each window, then rotates the key at the
-        position of the window's first token. It is called for windows that are no block, too; what it makes
-        of those is dropped. A `Compression` is such a function, and data that GPU kernels know.
+      tokens: keys and values of the new tokens.
+      gates: gates of the new tokens, in the order cmp, slc, win.
+      config: block structure, the same as for `init_cache`.
+      compress: a `Compression`, or a function from `(key_windows [B, m, l, K, H], value_windows [B, m, l, K,
+        V], first_positions [B, m])` to `(key_cmp [B, m, K, H], value_cmp [B, m, K, V])`. It compresses each
+        window of `l` tokens and then rotates the key at the position of the window's first token. It is also
+        called for windows that are not complete blocks; what it returns for them is dropped.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
-        right. All of them by default.
-      scale: factor of the logits, `H**-0.5` by default.
-      implementation: as in `nsa_jax.attention`.
+        right. All are real by default.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`. Out has the query's dtype and is 0 for padding. Under `jit`, a row without room
+      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without room
       for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache. Where values are concrete
-        also: a row has no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
+      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache. Outside `jit` also: a row has
+        no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
+      NotImplementedError: the implementation asked for cannot run the call.
 
-    Numerics: those of the four operations of `nsa_jax.attention`.
+    Numerics:
+      As in the operations of `nsa_jax.attention`.
 
-    Gradients: None flows through the selection; a cache is meant for inference.
+    Gradients:
+      No gradient flows through the selection. A cache is meant for inference.
     """
     checks.check_operands(prefill, cache, query, tokens, gates, num_tokens)
     checks.step_capacity(cache, config)
@@ -139,38 +142,46 @@ def decode_step(
 ) -> Step | CountedStep:
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
-    The step that appends token `t` gives row `t` of a full forward, however the tokens before it came in.
-    On a CPU a compressor runs only when a block is complete, or may be in every step. GPU kernels ask on the
-    GPU; other functions run in every step there, because XLA's question costs a round trip to the host.
+    The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
+    by prompts, chunks or steps.
+
+    On a CPU the compressor runs only if a step completes a block, or in every step if `T` is at least the
+    compression stride. On a GPU, the Triton kernels test on the device whether a block is complete. A
+    `compress` that runs as XLA operations runs in every step there, because a test in XLA would cost a round
+    trip to the host.
 
     Args:
-      cache: what earlier steps returned. Donate it, or carry it through a compiled loop: then it is updated
-        in place.
-      query: as in `prefill`, with `T <= step_capacity`.
-      tokens: as in `prefill`.
-      gates: as in `prefill`.
-      config: as in `prefill`.
-      compress: as in `prefill`. GPU kernels form the blocks of a `Compression` themselves; a function runs as
-        XLA operations.
-      num_tokens: as in `prefill`; a finished row has 0 and is left as it is.
-      count_reads: whether to count the keys that each branch gathers, by the masks that feed the gathers; on
-        `xla` only.
-      scale: as in `prefill`.
-      implementation: as in `prefill`.
+      cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
+        through a compiled loop.
+      query: rotated queries of the new tokens; `T` is at most `step_capacity`.
+      tokens: keys and values of the new tokens.
+      gates: gates of the new tokens, in the order cmp, slc, win.
+      config: block structure, the same as for `init_cache`.
+      compress: as in `prefill`. GPU kernels compress the blocks themselves if it is a `Compression`; a
+        function runs as XLA operations.
+      num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
+        left as it is.
+      count_reads: whether to count the keys that each branch gathers, from the masks that decide which
+        gathered keys count; on `xla` only.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`, or with `count_reads` `CountedStep(out, cache, reads)`. Out is as in
-      `prefill`. A row without room for all its new tokens keeps what it held, gets output 0, and its
-      `overflowed` is set, under `jit` and outside.
+      `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
+      and is 0 for padding. A row without room for all its new tokens keeps what it held, gets output 0, and
+      its `overflowed` is set, under `jit` and outside.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
       ValueError: shapes, dtypes, `config` or `compress` do not fit the cache, or `T` exceeds its step
         capacity.
+      NotImplementedError: the implementation asked for cannot run the call.
 
-    Numerics: those of the four operations of `nsa_jax.attention`.
+    Numerics:
+      As in the operations of `nsa_jax.attention`.
 
-    Gradients: as `prefill` by `xla`; none by `triton`.
+    Gradients:
+      On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
     capacity = checks.step_capacity(cache, config)
