@@ -1,8 +1,8 @@
-"""Index arithmetic of the three branches: which keys a query sees, in plain and in packed rows.
+"""Index arithmetic of the three branches: which keys each query sees, in plain and in packed rows.
 
-Every implementation and the reference take their indices from here, so a row that packs several sequences, a
-chunked prefill, a decode step and a shard of a sequence differ only in their `Placement`. `nsa_torch_ref`
-derives the same maps on its own.
+Every implementation and the reference take their indices from here. So a packed row, a chunk of a prompt, a
+decode step and a shard of a sequence differ only in their `Placement`. `nsa_torch_ref` derives the same maps
+independently.
 """
 
 from nsa_jax.layout.blocks import (

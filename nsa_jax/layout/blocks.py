@@ -24,15 +24,16 @@ def num_selection_blocks(length: int, config: NSAConfig) -> int:
 
 
 def max_selection_blocks(num_compressed: int, config: NSAConfig) -> int:
-    """Selection blocks of the longest sequence that has `num_compressed` complete compression blocks."""
+    """Number of selection blocks in the longest sequence with `num_compressed` compression blocks."""
     return num_selection_blocks(longest_length(num_compressed, config), config)
 
 
 def overlap_weights(config: NSAConfig) -> tuple[tuple[int, int], ...]:
-    """Weights of Eq. 9 as `(offset, weight)`: block `j` collects `weight * p_cmp[j * l'/d + offset]`.
+    """Weights of Eq. 9 as pairs `(offset, weight)`.
 
-    The weight is `|cmp_i intersect slc_j| / d`, the shared tokens in strides. For 32 / 16 / 64 the offsets
-    -1 .. 3 weigh 1, 2, 2, 2, 1. Our reading of the equation, which as printed is shifted by a whole block.
+    Selection block `j` collects `weight * p_cmp[j * l'/d + offset]`. The weight is `|cmp_i intersect slc_j| /
+    d`: the number of shared tokens, counted in strides. For 32 / 16 / 64 the offsets -1 .. 3 have the weights
+    1, 2, 2, 2, 1. This is our reading of the equation; as printed, it is shifted by a whole block.
     """
     strides_per_selection = config.selection_block_size // config.compression_stride
     strides_per_compression = config.compression_block_size // config.compression_stride
@@ -43,20 +44,23 @@ def overlap_weights(config: NSAConfig) -> tuple[tuple[int, int], ...]:
 
 
 def blocks_of_step(num_new: int, config: NSAConfig) -> int:
-    """Most compression blocks that `num_new` consecutive tokens can complete."""
+    """Largest number of compression blocks that `num_new` consecutive tokens can complete."""
     return (num_new - 1) // config.compression_stride + 1
 
 
 def is_forced(
     block: Int[Array, "*#shape"], position: Int[Array, "*#shape"], config: NSAConfig
 ) -> Bool[Array, "*shape"]:
-    """Whether selection block `block` is initial or local to the query at sequence index `position`."""
+    """Whether selection block `block` is initial or local to the query at sequence index `position`.
+
+    Such blocks are always selected. Blocks after the query count as local here; callers exclude them.
+    """
     current = position // config.selection_block_size
     return (block < config.num_initial_blocks) | (block > current - config.num_local_blocks)
 
 
 def distinct_blocks(block_indices: Int[Array, "B T K R"]) -> Int32[Array, "B T K R"]:
-    """The selection with every block once: slots that repeat an earlier slot of their query become -1."""
+    """Removes repetitions from selections: a slot that repeats an earlier slot of its query becomes -1."""
     blocks = block_indices.astype(jnp.int32)
     slots = blocks.shape[-1]
     earlier = jnp.tril(jnp.ones((slots, slots), bool), -1)[None, None, None]

@@ -1,4 +1,4 @@
-"""What decoding keeps of a layer, and what a step is given and tells: the arrays and nothing else."""
+"""The arrays that decoding keeps for a layer, that a step is given, and that it counts."""
 
 from typing import NamedTuple
 
@@ -6,24 +6,26 @@ from nsa_jax.array_typing import Array, Bool, Float, Int32
 
 
 class NSACache(NamedTuple):
-    """Keys and values of one layer for `B` sequences of differing lengths; `cache.init_cache` makes it.
+    """Keys and values of one NSA layer for `B` sequences of different lengths.
 
-    Row `b` holds one sequence. Its token `s` lies in slot `s` of the selection arrays and in slot
-    `s mod size` of a ring. Nothing beyond the row's length is ever read.
+    `nsa_jax.cache.init_cache` makes an empty one. Each row holds one sequence. Token `s` lies in slot `s` of
+    the selection arrays and in slot `s mod size` of a ring. Nothing beyond the length of the row is ever
+    read.
 
-    Branches that share keys and values store them once: the window branch reads the last tokens of the
-    selection arrays, and its rings are None.
+    If the branches share keys and values, these are stored once: the window branch reads the last tokens of
+    the selection arrays, and the window rings are None.
 
     Attributes:
-      key_slc: rotated keys of the selection branch.
-      value_slc: their values.
-      key_cmp: keys of the complete compression blocks, compressed and then rotated.
-      value_cmp: their values.
-      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens; None if they are shared.
-      value_win_ring: their values.
-      key_raw_ring: keys, not rotated, of the last `l + step_capacity - 1` tokens, for the compression.
-      value_raw_ring: their values.
-      lengths: number of tokens of each row.
+      key_slc: rotated keys of the selected branch; `S` is the capacity `max_length`.
+      value_slc: values of the selected branch.
+      key_cmp: compressed and then rotated keys of the complete compression blocks.
+      value_cmp: compressed values.
+      key_win_ring: rotated keys of the last `w + step_capacity - 1` tokens; None if keys and values are
+        shared.
+      value_win_ring: values of the same tokens.
+      key_raw_ring: keys of the last `l + step_capacity - 1` tokens before rotation, which await compression.
+      value_raw_ring: values of the same tokens.
+      lengths: number of tokens in each row.
       overflowed: whether a row was ever given more tokens than it had room for.
     """
 
@@ -40,28 +42,29 @@ class NSACache(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that a row can hold."""
+        """Largest number of tokens that a row can hold."""
         return self.key_slc.shape[1]
 
     @property
     def shares_keys_values(self) -> bool:
-        """Whether the window branch reads the keys and values of the selection branch."""
+        """Whether the window branch reads the keys and values of the selected branch."""
         return self.key_win_ring is None
 
 
-# Most tokens of a row whose ring is never full: as many as an index counts.
+# A ring is never full. Its rows end only where int32 indices do.
 ENDLESS = 2**31 - 1
 
 
 class DenseCache(NamedTuple):
-    """Keys and values of one dense or window layer for `B` sequences; `cache.init_dense_cache` makes it.
+    """Keys and values of one dense or window layer for `B` sequences of different lengths.
 
-    Row `b` holds one sequence. Its token `s` lies in slot `s mod S`. Nothing else of a row is ever read.
+    `nsa_jax.cache.init_dense_cache` makes an empty one. Each row holds one sequence. Token `s` lies in slot
+    `s mod S`. Slots without a token are never read.
 
     Attributes:
       key: rotated keys.
-      value: their values.
-      lengths: number of tokens of each row.
+      value: values.
+      lengths: number of tokens in each row, those that a ring has overwritten included.
       overflowed: whether a row was ever given more tokens than it had room for.
     """
 
@@ -71,18 +74,24 @@ class DenseCache(NamedTuple):
     overflowed: Bool[Array, " B"]
 
     def ring_window(self, window_size: int | None) -> int | None:
-        """The window of a ring; None for arrays that are none, as those shorter than the window are."""
+        """`window_size` if the arrays are a ring, else None: shorter arrays than the window are no ring."""
         return None if window_size is None or self.key.shape[1] < window_size else window_size
 
     def max_length(self, window_size: int | None) -> int:
-        """Most tokens that a row can hold; a ring is never full."""
+        """Largest number of tokens that a row can hold; a ring is never full."""
         return self.key.shape[1] if self.ring_window(window_size) is None else ENDLESS
 
 
 class TokenKeysValues(NamedTuple):
-    """Keys and values of new tokens; `key_cmp` and `value_cmp` neither compressed nor rotated yet.
+    """Keys and values of new tokens.
 
-    Those of the window branch are None if they are those of the selection branch.
+    Attributes:
+      key_cmp: keys of the compressed branch, neither compressed nor rotated yet.
+      value_cmp: values of the compressed branch, not compressed yet.
+      key_slc: rotated keys of the selected branch.
+      value_slc: values of the selected branch.
+      key_win: rotated keys of the window branch; None if it shares those of the selected branch.
+      value_win: values of the window branch; None if it shares those of the selected branch.
     """
 
     key_cmp: Float[Array, "B T K H"]
@@ -94,7 +103,13 @@ class TokenKeysValues(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Keys that each branch gathered, per query and KV head; one compressed key counts one."""
+    """Number of keys that each branch gathered, per query and KV head.
+
+    Attributes:
+      cmp: compressed keys; each counts as one.
+      slc: keys of the selected branch.
+      win: keys of the window branch.
+    """
 
     cmp: Int32[Array, "B T K"]
     slc: Int32[Array, "B T K"]

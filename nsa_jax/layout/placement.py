@@ -1,4 +1,4 @@
-"""Where the queries of a call stand in their rows, and what is known of that while tracing."""
+"""Where the queries of a call stand in their rows, and how much of that is known while tracing."""
 
 import dataclasses
 import numbers
@@ -17,21 +17,25 @@ from nsa_jax.layout.sequences import blocks_ended, sequence_starts
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """An index in a row: an int, which is known while tracing, or an array [B] with one for each row."""
+    """An index in a row: an int, which is known while tracing, or an array with one index for each row.
+
+    Attributes:
+      value: the index.
+    """
 
     value: int | Int32[Array, " B"]
 
     @property
     def known(self) -> int | None:
-        """The int, None for an array."""
+        """The index if it is an int, None if it is an array."""
         return self.value if isinstance(self.value, int) else None
 
     def of_rows(self, batch: int) -> Int32[Array, " B"]:
-        """One index for each row."""
+        """Returns one index for each of `batch` rows."""
         return jnp.broadcast_to(jnp.asarray(self.value, jnp.int32), (batch,))
 
     def tree_flatten(self):
-        """An int is part of the structure, so that it stays known under `jit`."""
+        """Makes an int part of the tree structure, so that it stays known under `jit`."""
         return ((), self.value) if isinstance(self.value, int) else ((self.value,), None)
 
     @classmethod
@@ -41,11 +45,11 @@ class Index:
 
 
 class Run(NamedTuple):
-    """`length` queries that are consecutive tokens.
+    """Queries that are consecutive tokens of a row.
 
     Attributes:
-      length: how many, an int.
-      first: key index of the first one: an int, a scalar, or one for each row.
+      length: number of queries, an int of at least 1.
+      first: key index of the first query: an int, a scalar array, or an array with one index for each row.
     """
 
     length: int
@@ -55,17 +59,24 @@ class Run(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Queries that form runs of consecutive tokens, as a value of `query_positions`.
+    """Queries that form runs of consecutive tokens; a value for `query_positions`.
 
-    They tell what an array `[B, T]` of positions hides: where rows are not packed and all runs are of one
-    length, GPU kernels compute what each tile of queries sees instead of loading it.
+    Runs say more than an array of positions: if rows are not packed and all runs have one length, the GPU
+    kernels compute what each tile of queries sees instead of loading it.
 
     Attributes:
-      runs: one after the other; their lengths add up to `T`.
-      divisor: a number that divides every first index. A multiple of the tokens of a tile (64 always is)
-        tells kernels that no tile reaches into a second selection block. Not checked.
-      num_queries: how many of the `T` queries of each row are real, from the first on; the others are
-        padding. All by default.
+      runs: the runs in the order of the queries. Their lengths add up to `T`.
+      divisor: a number of at least 1 that divides the first index of every run. If it is a multiple of the
+        queries in a tile (a multiple of 64 always is), kernels know that no tile reaches into a second
+        selection block. It is not checked; `nsa_jax.debug.check_runs` does that.
+      num_queries: how many of the `T` queries of each row are real, counted from the first; the others are
+        padding. None if all are real.
+
+    Example:
+      Two shards of a row of 4096 tokens, 1024 queries each:
+
+      >>> shards = Runs((Run(1024, 0), Run(1024, 3072)), divisor=1024)
+      >>> out, lse = window_attention(query, key, value, config=config, query_positions=shards)
     """
 
     runs: tuple[Run, ...]
@@ -73,7 +84,7 @@ class Runs:
     num_queries: Int[Array, " B"] | None = None
 
     def tree_flatten(self):
-        """Lengths, the divisor and first indices that are ints are part of the structure."""
+        """Makes lengths, divisor and first indices that are ints part of the tree structure."""
         ints = tuple(isinstance(run.first, numbers.Integral) for run in self.runs)
         firsts = tuple(int(run.first) if i else None for run, i in zip(self.runs, ints, strict=True))
         arrays = tuple(None if i else run.first for run, i in zip(self.runs, ints, strict=True))
@@ -88,11 +99,16 @@ class Runs:
 
 
 class FirstKeys(NamedTuple):
-    """For each branch the row index of its first key: of a token, or of a compression block.
+    """The row index of the first key in the arrays of each branch.
 
-    Not 0 where an array holds a part of the row, as a shard or a decode ring does. Keys that the array does
-    not hold are not seen; a first key may stand before the row, as -3, and then the keys before index 0 are
-    not there.
+    It differs from 0 if an array holds only a part of the row, as a shard or a decode ring does. Keys that
+    the array does not hold are not seen. A negative index, such as -3, means that the array begins before the
+    row; its entries before index 0 are not keys.
+
+    Attributes:
+      cmp: index of the first compression block.
+      slc: index of the first token of the selected branch.
+      win: index of the first token of the window branch.
     """
 
     cmp: Index = Index(0)
@@ -105,20 +121,21 @@ class FirstKeys(NamedTuple):
 class Placement:
     """Where each query of a call stands. A query that sees nothing has position -1 and only empty ranges.
 
-    Made by `place`, once a call. What is known while tracing is part of its structure, so that it is a static
-    part of a `jit` argument; all arrays begin with the batch axis.
+    `place` makes one placement per call. What is known while tracing is part of its tree structure, so it is
+    static when a placement is an argument under `jit`. All arrays begin with the batch axis.
 
     Attributes:
       config: block structure.
       packed: whether a row may hold several sequences.
-      position: index of the query in its own sequence, -1 where it sees nothing.
-      sequence_start: row index of the first token of its sequence.
-      compression_start: index, among the row's compression blocks, of its sequence's first block.
-      run_lengths: queries of each run of consecutive tokens; empty where nothing is known.
-      run_firsts: key index of each run's first query.
-      run_queries: how many queries of each run are real (the others, behind them, are padding); None: all.
-      divisor: divides the key index of the first query of every run.
-      first_keys: row index of each branch's first key.
+      position: index of each query in its own sequence, -1 if it sees nothing.
+      sequence_start: row index of the first token of the query's sequence.
+      compression_start: index, among the compression blocks of the row, of the first block of the query's
+        sequence.
+      run_lengths: number of queries in each run of consecutive tokens; empty if the queries came as an array.
+      run_firsts: key index of the first query of each run.
+      run_queries: how many queries of each run are real; those after them are padding. None if all are real.
+      divisor: a number that divides the key index of the first query of every run.
+      first_keys: row index of the first key of each branch.
     """
 
     config: NSAConfig = dataclasses.field(metadata={"static": True})
@@ -133,9 +150,10 @@ class Placement:
     first_keys: FirstKeys
 
     def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """First and one-past-last index, among `num_keys` keys, of those of the window, `max(0, t-w+1) .. t`.
+        """Range of the window's keys, `max(0, t-w+1) .. t`, in an array of `num_keys` keys.
 
-        The two are equal where a query sees nothing.
+        Returns:
+          First index, and one past the last index. The two are equal for a query that sees nothing.
         """
         end = self.position + 1
         start = jnp.maximum(end - self.config.window_size, 0)
@@ -143,7 +161,7 @@ class Placement:
         return _within(start + shift, end + shift, num_keys)
 
     def compression_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """The same for the visible compression blocks: those with `i d + l - 1 <= t`."""
+        """Range of the visible compression blocks, those with `i d + l - 1 <= t`; see `window_range`."""
         visible = num_compression_blocks(self.position + 1, self.config)
         start = self.compression_start - _by_row(self.first_keys.cmp)
         return _within(start, start + visible, num_keys)
@@ -159,21 +177,21 @@ class Placement:
 
     @property
     def first_position(self) -> int | None:
-        """Position of the first query, where all queries are known to be neighbours in one sequence."""
+        """Position of the first query if all queries are known to be one run in one sequence, else None."""
         if self.packed or len(self.run_firsts) != 1 or self.run_queries is not None:
             return None
         return self.run_firsts[0].known
 
     @property
     def rows_alike(self) -> bool:
-        """Whether the runs, and the arrays of keys, are known to begin at the same index in every row."""
+        """Whether runs and arrays of keys are known to begin at the same index in every row."""
         indices = (*self.run_firsts, *self.first_keys)
         return self.position.shape[0] == 1 or all(index.known is not None for index in indices)
 
     def tile_in_one_block(self, tokens: int) -> bool:
-        """Whether each `tokens` neighbouring queries are known to lie in one selection block.
+        """Whether every tile of `tokens` queries is known to lie in one selection block.
 
-        Those of the plain rows: blocks of packed sequences begin anywhere.
+        Never true for packed rows, whose blocks may begin at any token.
         """
         starts = (self.divisor, *self.run_lengths[:-1], self.config.selection_block_size)
         return bool(self.run_lengths) and not self.packed and all(start % tokens == 0 for start in starts)
@@ -189,17 +207,17 @@ def place(
     segment_ids: Int[Array, "B S"] | None = None,
     first_keys: FirstKeys = FirstKeys(),  # noqa: B008 (immutable)
 ) -> Placement:
-    """Places queries, given by the row index of their key, in their sequences.
+    """Finds where each query stands in its sequence, from the row index of its key.
 
     Args:
       config: block structure.
-      batch: rows.
-      num_queries: queries of a row.
-      num_keys: tokens of a row. A query at or behind that many, or below 0, is padding.
-      query_positions: positions, or what is known of them; by default the last `num_queries` of the
+      batch: number of rows.
+      num_queries: number of queries of a row.
+      num_keys: number of tokens of a row. A query at index `num_keys` or more, or below 0, is padding.
+      query_positions: key index of each query, or runs of them; by default the last `num_queries` of the
         `num_keys` tokens.
-      segment_ids: sequences of packed rows.
-      first_keys: where each branch's keys begin.
+      segment_ids: sequence of each token of packed rows.
+      first_keys: row index of the first key of each branch.
     """
     length = _index(num_keys, batch)
     if query_positions is None:
@@ -211,7 +229,7 @@ def place(
         positions = positions_of(query_positions, batch)
         run_queries = _run_queries(query_positions, batch, length)
         if all(isinstance(run.first, numbers.Integral) for run in runs):
-            divisor = gcd(*(int(run.first) for run in runs)) or _ANY  # 0: all begin there
+            divisor = gcd(*(int(run.first) for run in runs)) or _ANY  # 0 if every run begins at 0
     else:
         positions = query_positions.astype(jnp.int32)
     outside = (positions < 0) | (positions >= _by_row(length))
@@ -243,16 +261,16 @@ def place(
     )
 
 
-_ANY = 2**30  # as a divisor: every number of tokens that a tile may have divides it
+_ANY = 2**30  # a divisor that is a multiple of any number of tokens that a tile may have
 
 
 def default_runs(num_queries: int, num_keys: int | Int[Array, " B"]) -> Runs:
-    """The last `num_queries` of `num_keys` tokens."""
+    """Places the queries at the last `num_queries` of `num_keys` tokens."""
     return Runs((Run(num_queries, num_keys - num_queries),))
 
 
 def positions_of(runs: Runs, batch: int) -> Int32[Array, "B T"]:
-    """Key index of each query, -1 for padding."""
+    """Returns the key index of each query, -1 for padding."""
     parts = [
         _by_row(_index(run.first, batch)) + jnp.arange(run.length, dtype=jnp.int32)[None] for run in runs.runs
     ]
@@ -265,7 +283,7 @@ def positions_of(runs: Runs, batch: int) -> Int32[Array, "B T"]:
 
 
 def _run_queries(runs: Runs, batch: int, num_keys: Index) -> Int32[Array, "B runs"] | None:
-    """Real queries of each run; None where all are known to be."""
+    """Number of real queries of each run; None if all are known to be real."""
 
     def inside(run: Run) -> bool:
         first, room = _index(run.first, batch).known, num_keys.known
@@ -290,7 +308,7 @@ def _index(value: int | Array, batch: int) -> Index:
 
 
 def _by_row(index: Index) -> int | Int32[Array, "B 1"]:
-    """The index such that it broadcasts against [B, T]."""
+    """The index in a form that broadcasts against `[B, T]`."""
     value = index.value
     return value if isinstance(value, int) else value[:, None]
 

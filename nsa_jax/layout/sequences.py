@@ -1,4 +1,4 @@
-"""The sequences of a packed row: where each begins, and where its compression blocks lie."""
+"""The sequences of a packed row: where each begins, and where its compression blocks are."""
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,20 @@ from nsa_jax.layout.blocks import num_compression_blocks
 
 
 def sequence_starts(segment_ids: Int[Array, "B S"]) -> Int32[Array, "B S"]:
-    """Row index of the first token of the run of equal ids that each token belongs to."""
+    """For each token, the row index of the first token of its run of equal ids."""
     index = _row_index(segment_ids)
-    # Narrow unsigned ids wrap: what counts is that the first id differs from the one before it.
+    # Comparing neighbours is safe for narrow unsigned ids, whose differences would wrap.
     is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
 def sequence_positions(segment_ids: Int[Array, "B S"]) -> Int32[Array, "B S"]:
-    """Index of each token in its own sequence; counts inside runs of padding (id 0) too."""
+    """Index of each token in its own sequence. Runs of padding (id 0) are counted like sequences."""
     return _row_index(segment_ids) - sequence_starts(segment_ids)
 
 
 def blocks_ended(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int32[Array, "B S"]:
-    """Number of compression blocks of the row that end at or before each token."""
+    """For each token, the number of compression blocks of the row that end at or before it."""
     past_first = sequence_positions(segment_ids) - (config.compression_block_size - 1)
     ends = (past_first >= 0) & (past_first % config.compression_stride == 0) & (segment_ids != 0)
     return jnp.cumsum(ends, axis=1, dtype=jnp.int32)
@@ -34,7 +34,7 @@ def compression_block_starts(
     """Row index of the first token of each compression block of a packed row, in sequence order.
 
     Returns:
-      `(starts, exists)`: unused slots lie at the end of the row, with start 0 and `exists` False.
+      `(starts, exists)`. Unused slots are at the end of the row; their start is 0 and `exists` is False.
     """
     length = segment_ids.shape[1]
     ended = blocks_ended(segment_ids, config)

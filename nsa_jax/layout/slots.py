@@ -1,7 +1,7 @@
-"""Where the tokens of a step go: which rows have room, and the scatters and gathers that follow from it.
+"""Which rows have room for the tokens of a step, and the scatters and gathers that store and read them.
 
-A write is one scatter for rows of any length, which XLA does in place. A `dynamic_update_slice` would be one
-operation a row, and would shift a chunk whose padding sticks out of the array.
+A write is one scatter for rows of any length, which XLA does in place. `dynamic_update_slice` would take one
+operation per row, and would shift a chunk whose padding reaches beyond the end of the array.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,13 @@ from nsa_jax.layout.blocks import blocks_of_step, num_compression_blocks
 
 
 class Admitted(NamedTuple):
-    """The tokens of a step that found room: `num_tokens[b]` of them, the first with index `start[b]`."""
+    """The tokens of a step that have room.
+
+    Attributes:
+      start: index of the first new token of each row.
+      num_tokens: number of admitted tokens of each row.
+      fits: whether the row had room for all its tokens; if not, none is admitted.
+    """
 
     start: Int32[Array, " B"]
     num_tokens: Int32[Array, " B"]
@@ -25,7 +31,7 @@ class Admitted(NamedTuple):
 def admit(
     lengths: Int32[Array, " B"], max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None
 ) -> Admitted:
-    """Admits all new tokens of a row, or none where they do not all fit."""
+    """Admits all new tokens of a row if they fit, otherwise none of them."""
     wanted = jnp.full_like(lengths, num_new)
     if num_tokens is not None:
         wanted = jnp.clip(num_tokens.astype(jnp.int32), 0, num_new)
@@ -34,21 +40,23 @@ def admit(
 
 
 def write(buffer: Array, new: Array, slot: Int32[Array, "B T"], valid: Bool[Array, "B T"]) -> Array:
-    """Puts `new[b, t]` into `buffer[b, slot[b, t]]` where valid."""
+    """Writes `new[b, t]` to `buffer[b, slot[b, t]]` where `valid[b, t]`."""
     size = buffer.shape[1]
     if size == 0:
         return buffer
-    # What is not valid goes beyond the end, each to a slot of its own: the indices are unique as promised.
+    # Invalid tokens get distinct slots beyond the end, where they are dropped. So all indices are unique, as
+    # `unique_indices` promises.
     slot = jnp.where(valid, slot, size + jnp.arange(new.shape[1], dtype=jnp.int32)[None])
     target = buffer.at[_rows(buffer), slot]
     written = target.set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
-    # Else XLA may fuse the write into what reads the buffer, which makes it a second buffer: at 32k tokens a
-    # step on a CPU then copied the compressed keys four times and took 1.6 times as long.
+    # Without the barrier, XLA may fuse the write into the operations that read the buffer, and then needs a
+    # second buffer: at 32k tokens, a step on a CPU copied the compressed keys four times and took 1.6 times
+    # as long.
     return jax.lax.optimization_barrier(written)
 
 
 def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
-    """Puts the admitted tokens into the ring: the last of them, if it is shorter than their number."""
+    """Writes the admitted tokens to the ring; only the last of them if the ring is too short for all."""
     kept = min(ring.shape[1], new.shape[1])
     offset = jnp.maximum(admitted.num_tokens - kept, 0)[:, None] + jnp.arange(kept, dtype=jnp.int32)[None]
     if kept < new.shape[1]:
@@ -58,20 +66,25 @@ def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
 
 
 def read_ring(ring: Array, first: Int32[Array, " B"], length: int) -> Array:
-    """Tokens `first .. first + length - 1` in order; any numbers for those that the ring does not hold."""
+    """Reads tokens `first .. first + length - 1` in order; arbitrary numbers for tokens not in the ring."""
     token = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return ring.at[_rows(ring), token % ring.shape[1]].get(mode="promise_in_bounds")
 
 
 class CompletedBlocks(NamedTuple):
-    """As many blocks as the new tokens of a step could complete: their numbers, and which are complete."""
+    """The compression blocks that the new tokens of a step may have completed.
+
+    Attributes:
+      number: number of each block in its row.
+      complete: whether the block is complete.
+    """
 
     number: Int32[Array, "B blocks"]
     complete: Bool[Array, "B blocks"]
 
 
 def completed_blocks(new: Admitted, num_new: int, config: NSAConfig) -> CompletedBlocks:
-    """The blocks that end in the admitted ones of `num_new` tokens."""
+    """Finds the blocks that end in the admitted tokens, of `num_new` new ones."""
     offset = jnp.arange(blocks_of_step(num_new, config), dtype=jnp.int32)[None]
     block = num_compression_blocks(new.start, config)[:, None] + offset
     return CompletedBlocks(block, block < num_compression_blocks(new.start + new.num_tokens, config)[:, None])
@@ -80,9 +93,10 @@ def completed_blocks(new: Admitted, num_new: int, config: NSAConfig) -> Complete
 def block_windows(
     recent: Array, blocks: CompletedBlocks, start: Int32[Array, " B"], config: NSAConfig
 ) -> Array:
-    """The `l` tokens of each block, `[B, blocks, l, ...]`; `recent` are the new ones and `l - 1` before.
+    """Gathers the `l` tokens of each block, `[B, blocks, l, ...]`.
 
-    A block that is not complete ends beyond them: it takes any window, so that nothing is read out of bounds.
+    `recent` holds the new tokens and the `l - 1` tokens before them. A block that is not complete would reach
+    beyond them; it gets some other window instead, so that nothing is read out of bounds.
     """
     size, num_new = config.compression_block_size, recent.shape[1] - config.compression_block_size + 1
     if num_new == 1:
