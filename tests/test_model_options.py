@@ -156,14 +156,14 @@ WRONG = {
     "rotary and base": (
         dict(rotary=turn_first_pair, rope_base=5e5),
         ValueError,
-        "takes the place of rope_base",
+        "rope_base and rope_scaling must be left out",
     ),
     "gate": (dict(gate=jnp.tanh), TypeError, "called as gate.* got tanh. Pass"),
     "compressor": (dict(compressor="mean"), TypeError, "called as compressor.* got str. Pass"),
     "compressor and compression": (
         dict(compressor=Compressor, compression="mean"),
         ValueError,
-        "takes the place of compression, got compression='mean' beside it. Leave",
+        "compression must be left out .* got compression='mean'. Leave",
     ),
 }
 

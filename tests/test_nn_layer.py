@@ -270,7 +270,10 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
         (dict(dropout_rate="half"), "dropout_rate must be a number, got str. Pass"),
         (dict(dropout_rate=1), "dropout_rate must be at least 0 and below 1, got 1. Pass"),
         (dict(compression="max"), r'compression must be "mlp" or "mean", got \'max\'\. Choose'),
-        (dict(sharding={"head": "x"}), r"sharding maps some of \(.*\) to mesh axes, got \['head'\]\. Rename"),
+        (
+            dict(sharding={"head": "x"}),
+            r"the dimensions that sharding names must be among \(.*\), got \['head'\]\. Rename",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -185,11 +185,11 @@ def test_other_weights_are_one_short_error_and_nothing_is_set(change, told):
         ),
         (
             lambda given: given | {"gate.bias_in": np.zeros(8, np.int8)},
-            "weights must be numbers of the kind that the parameters are, got int8 at gate.bias_in for float",
+            "where the parameters are, and only there, got int8 at gate.bias_in for float",
         ),
         (
             lambda given: given | {"gate.bias_in": np.array([None] * 8)},
-            "weights must be numbers of the kind that the parameters are, got object at gate.bias_in",
+            "where the parameters are, and only there, got object at gate.bias_in",
         ),
     ],
     ids=["list", "list of numbers", "integers", "objects"],

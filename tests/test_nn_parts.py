@@ -99,7 +99,7 @@ WRONG = {
     "and compression": (
         dict(compressor=Compressor, compression="mean"),
         ValueError,
-        "takes the place of compression, got compression='mean'",
+        "compression must be left out .* got compression='mean'",
     ),
 }
 

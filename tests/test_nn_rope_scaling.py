@@ -137,12 +137,12 @@ WRONG_ROTARY = {
     "and base": (
         dict(rotary=none, rope_base=5e5),
         ValueError,
-        "takes the place of rope_base .* got 500000.0",
+        "rope_base and rope_scaling must be left out .* got 500000.0",
     ),
     "and scaling": (
         dict(rotary=none, rope_scaling=LinearScaling(2)),
         ValueError,
-        r"takes the place of rope_base and rope_scaling, got .* LinearScaling\(factor=2\)",
+        r"rope_base and rope_scaling must be left out .* got .* LinearScaling\(factor=2\)",
     ),
 }
 

@@ -203,7 +203,7 @@ BAD = {
     "KV heads": ("--num-kv-heads 3", "num_kv_heads must divide num_heads, got 3 and 2."),
     "heads": (
         "--num-heads 3",
-        "num_heads must divide in_features where head_dim is not given, got 3 and 64.",
+        "num_heads must divide in_features unless head_dim is given, got 3 and 64.",
     ),
     "layers": ("--num-layers 0", "num_layers must be at least 1, got 0."),
     "steps": ("--steps 0", "steps must be at least 1, got 0."),

@@ -1,4 +1,4 @@
-"""The attention layer: projections per branch, rotary embedding, compression, gates, the three branches."""
+"""The NSA layer: projections for each branch, rotary embedding, compression, gates, and the branches."""
 
 import functools
 import itertools
@@ -28,20 +28,36 @@ from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
 
-# The middle of the names of the projections and norms of keys and values.
+# Middle parts of the names of projections and norms, as in `key_cmp_proj`.
 BRANCHES = ("_cmp", "_slc", "_win")
 SHARED = ("",)
 
 
 class Selection(NamedTuple):
-    """What a layer chose for each query: `block_indices` per KV head, `gates` in the order cmp, slc, win."""
+    """What a layer chose for each query.
+
+    Attributes:
+      block_indices: selected blocks for each KV head, as `nsa_jax.select_blocks` returns them.
+      gates: weights of the branches, in the order cmp, slc, win.
+    """
 
     block_indices: Int32[Array, "B T K R"]
     gates: Float[Array, "B T N 3"]
 
 
 class Operands(NamedTuple):
-    """The arrays that `nsa_jax.attention.native_sparse_attention` takes, in its order."""
+    """The arrays that `nsa_jax.native_sparse_attention` takes, in its order.
+
+    Attributes:
+      query: rotated queries.
+      key_cmp: compressed and then rotated keys.
+      value_cmp: compressed values.
+      key_slc: rotated keys of the selected branch.
+      value_slc: values of the selected branch.
+      key_win: rotated keys of the window branch.
+      value_win: values of the window branch.
+      gates: weights of the branches, in the order cmp, slc, win.
+    """
 
     query: Float[Array, "B T N H"]
     key_cmp: Float[Array, "B C K H"]
@@ -54,68 +70,77 @@ class Operands(NamedTuple):
 
 
 class NSAAttention(CacheSteps):
-    """Causal self-attention layer with Native Sparse Attention, for the place of `nnx.MultiHeadAttention`.
+    """Causal self-attention layer with Native Sparse Attention, a replacement for `nnx.MultiHeadAttention`.
 
-    Section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3); queries and the
-    keys of the selection and window branches are rotated at their position; compressed keys are compressed
-    un-rotated and rotated afterwards at the position of their block's first token.
+    It follows section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3). Queries
+    and the keys of the selected and window branches are rotated at their position. Compressed keys are
+    compressed before rotation and then rotated at the position of their block's first token.
 
-    Parameters, with which checkpoints are written: `query_proj`, `key_{cmp,slc,win}_proj`,
-    `value_{cmp,slc,win}_proj` and `out_proj`, each with `kernel` (and `bias`), laid out as in
-    `nnx.LinearGeneral`; `compressor_key`, `compressor_value` and `gate`. With `normalize_qk` also
-    `query_norm` and `key_{cmp,slc,win}_norm`, each with `scale`. With `share_keys_values` there are
-    `key_proj`, `value_proj` and `key_norm` instead, as in `DenseAttention`.
+    Names of the parameters, as checkpoints and `nsa_jax.nn.weights` use them:
+
+    * `query_proj`, `key_{cmp,slc,win}_proj`, `value_{cmp,slc,win}_proj` and `out_proj`, each with a `kernel`
+      (and a `bias`), laid out as in `nnx.LinearGeneral`;
+    * `compressor_key`, `compressor_value` and `gate`, see `Compressor` and `Gate`;
+    * with `normalize_qk` also `query_norm` and `key_{cmp,slc,win}_norm`, each with a `scale`;
+    * with `share_keys_values`, `key_proj`, `value_proj` and `key_norm` take the place of those per branch.
 
     Args:
-      num_heads: query heads.
+      num_heads: number of query heads, a multiple of `num_kv_heads`.
       in_features: width of the layer's input and output.
-      num_kv_heads: KV heads; each serves `num_heads // num_kv_heads` query heads, which select together.
+      num_kv_heads: number of KV heads. Each serves `num_heads // num_kv_heads` query heads, which share one
+        selection.
       head_dim: width of queries and keys, `in_features // num_heads` by default.
       value_dim: width of values, `head_dim` by default.
       config: block structure.
-      share_keys_values: whether the branches share one pair of keys and values, instead of three pairs of
-        projections. A cache then stores them once and has no window ring.
+      share_keys_values: whether all branches share one pair of key and value projections instead of having
+        three pairs. A cache then stores keys and values once and has no window ring.
       compression: "mlp" or "mean", see `Compressor`.
-      compressor: makes compressors of one's own: called as `compressor(head_dim, config, rngs=rngs)`, like
-        the class `Compressor`, once for the keys and once for the values. What it makes, a module or a
-        function, maps the un-rotated tokens of blocks `[B, m, l, K, H]` to `[B, m, K, H]`, each block by
-        itself. It is also called for windows that are no block, zeros among them, and what it makes of those
-        is dropped; its gradients must be finite there.
-      gate: makes a gate of one's own: called as `gate(in_features, num_heads, rngs=rngs)`, like the class
-        `Gate`. What it makes, a module or a function, maps the layer input `[B, T, D]` to `[B, T, N, 3]`, the
-        weights of the branches cmp, slc, win; each token by itself.
+      compressor: makes your own compressors. It is called as `compressor(head_dim, config, rngs=rngs)`, like
+        the class `Compressor`: once for the keys, and once with `value_dim` for the values. It returns a
+        module or a function that maps the un-rotated tokens of blocks, `[B, m, l, K, H]`, to `[B, m, K, H]`,
+        each block independently. This is also called for windows that are not blocks, some of them all zeros;
+        the results are dropped, but the gradients must be finite there.
+      gate: makes your own gate. It is called as `gate(in_features, num_heads, rngs=rngs)`, like the class
+        `Gate`. It returns a module or a function that maps the layer input `[B, T, D]` to the weights of the
+        branches cmp, slc and win, `[B, T, N, 3]`, each token independently.
       use_bias: whether the projections have biases.
-      normalize_qk: whether queries and keys pass an RMSNorm over the head dim, each token and head for
-        itself, before anything else: rotation and compression see normed heads.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim, separately for each token and
+        head. Rotation and compression come after it.
       scale: factor of the logits, `head_dim**-0.5` by default.
-      dropout_rate: share of the outputs that training drops, see `nnx.Dropout`; `train()` and `eval()` of
-        `nnx` switch it on and off. `prefill` and `decode_step` drop nothing.
+      dropout_rate: share of the outputs that training drops, from 0 to below 1, see `nnx.Dropout`. The
+        methods `train()` and `eval()` of the module switch it on and off. `prefill` and `decode_step` drop
+        nothing.
       rope_base: base of the rotary embedding, see `rotate`.
-      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies.
-      rotary: any function `(heads [B, T, heads, H], positions [B, T]) -> heads` in the place of the two, for
-        example `lambda heads, positions: heads` for none. It rotates queries, keys and compressed keys.
-      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of the rotary frequencies.
+      rotary: your own function `(heads [B, T, heads, H], positions [B, T]) -> heads` instead of `rope_base`
+        and `rope_scaling`, for example `lambda heads, positions: heads` for no rotation. It is applied to
+        queries, keys and compressed keys.
+      dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
       precision: precision of the products, see `jax.lax.Precision`.
-      kernel_init: initializer of the projections' kernels; compressors and gate have their own.
-      out_kernel_init: initializer of the output projection's kernel, `kernel_init` by default.
-      bias_init: initializer of the projections' biases.
+      kernel_init: initializer of the kernels of the projections. Compressors and gate have their own.
+      out_kernel_init: initializer of the kernel of the output projection, `kernel_init` by default.
+      bias_init: initializer of the biases of the projections.
       sharding: mesh axes of the dimensions "model", "heads" and "kv_heads", for example
-        `{"heads": "tensor", "kv_heads": "tensor"}`: sets the `out_sharding` metadata of every kernel and
-        bias. Needs a mesh context when the layer is created.
-      implementation: which implementation attends, see `nsa_jax.attention`.
+        `{"heads": "tensor", "kv_heads": "tensor"}`. It becomes the `out_sharding` metadata of every kernel
+        and bias. Creating the layer then needs a mesh in context (`jax.set_mesh`).
+      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:
-      TypeError: an option is of the wrong kind, or cannot be called as said above.
-      ValueError: head counts or widths do not divide, a number is out of range, unknown compression, unknown
-        name in `sharding`; a `rotary` or `compressor` beside what it takes the place of.
+      TypeError: an option is of the wrong kind, or cannot be called as described.
+      ValueError: head counts or widths do not divide; a number is out of range; `compression` or a name in
+        `sharding` is unknown; or `rotary` or `compressor` is given together with the options that it
+        replaces.
 
     Example:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
-      >>> y = layer(x)  # x [B, T, 512]
-      >>> wide = functools.partial(Compressor, hidden_dim=512)  # it is told of no dtype, precision, sharding
+      >>> y = layer(x)  # x and y are [B, T, 512]
+
+      With a wider compressor (your own compressor must be given its dtype, precision and sharding itself):
+
+      >>> wide = functools.partial(Compressor, hidden_dim=512)
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, compressor=wide, rngs=nnx.Rngs(0))
     """
 
@@ -203,27 +228,30 @@ class NSAAttention(CacheSteps):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Attends from every token to the tokens of its sequence up to itself.
+        """Attends from every token to the tokens of its sequence up to and including itself.
 
         Args:
-          x: the layer input.
-          positions: rotary positions, by default the index of each token in its sequence. They turn queries
-            and keys only; causality, blocks and windows count tokens.
-          segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
-          block_indices: pins the selection, as `inspect` returns it, instead of choosing it.
-          deterministic: whether nothing is dropped; by default as `train()` or `eval()` left it.
-          rngs: source of dropout's random numbers, the layer's own by default.
+          x: layer input.
+          positions: rotary position of each token, by default its index in its sequence. Positions only
+            affect the rotation; causality, blocks and windows count tokens.
+          segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
+            0 = padding.
+          block_indices: a selection to use instead of choosing one, in the form that `inspect` returns.
+          deterministic: whether dropout is off; by default what `train()` or `eval()` has set.
+          rngs: source of the random numbers for dropout, by default the layer's own.
 
         Returns:
-          The layer output. A padding token gets what an attention output of zero gives: 0, or the output
-          bias.
+          The layer output. For a padding token the attention output is 0, so the layer returns 0, or the bias
+          of the output projection.
 
         Raises:
-          ValueError: `x` is not of rank 3 and width `in_features`, or an argument's shape does not fit `x`.
+          TypeError: `block_indices` is not an array of integers.
+          ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
+            does not fit `x`.
 
         Gradients:
-          None flows through the selection (the paper's choice): phi and the projections of the compressed
-          branch learn through the compressed branch's output.
+          No gradient flows through the selection, as in the paper. The compressors and projections of the
+          compressed branch learn through the output of that branch.
         """
         out = attention.native_sparse_attention(
             *self.operands(x, positions=positions, segment_ids=segment_ids),
@@ -242,7 +270,16 @@ class NSAAttention(CacheSteps):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Operands:
-        """What the functional API needs of this layer: rotated queries and keys, compressed blocks, gates."""
+        """Computes the arguments of `nsa_jax.native_sparse_attention` for this input.
+
+        Args:
+          x: layer input.
+          positions: rotary position of each token, see `__call__`.
+          segment_ids: sequence of each token, see `__call__`.
+
+        Returns:
+          Rotated queries and keys, values, compressed keys and values, and gates.
+        """
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
@@ -264,7 +301,16 @@ class NSAAttention(CacheSteps):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Selection:
-        """Which blocks each query selects and how it gates the branches; `__call__` can pin the former."""
+        """Returns which blocks each query selects and how it weighs the branches.
+
+        Args:
+          x: layer input.
+          positions: rotary position of each token, see `__call__`.
+          segment_ids: sequence of each token, see `__call__`.
+
+        Returns:
+          `Selection(block_indices, gates)`. `__call__` accepts the `block_indices`.
+        """
         operands = self.operands(x, positions=positions, segment_ids=segment_ids)
         block_indices = attention.select_blocks(
             operands.query,
@@ -290,6 +336,6 @@ class NSAAttention(CacheSteps):
         return query, tokens, weigh(self.gate, x, self.num_heads).astype(query.dtype)
 
     def _pair(self, branch: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Keys of a branch, normed and not rotated, and its values."""
+        """Keys of a branch, normalised and not rotated, and its values."""
         key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
         return key, getattr(self, f"value{branch}_proj")(x)

@@ -1,4 +1,4 @@
-"""phi of Eq. 7: one compressed key (or value) for each block of `l` tokens."""
+"""The compression phi of Eq. 7: one compressed key (or value) for each block of `l` tokens."""
 
 import functools
 from typing import Any, Literal
@@ -18,26 +18,29 @@ CompressionMode = Literal["mlp", "mean"]
 
 
 class Compressor(nnx.Module):
-    """Learned compression of token blocks, shared by the KV heads.
+    """Learned compression of token blocks to single keys (or values). The KV heads share its parameters.
 
-    Equation 7 of arXiv:2502.11089, "a learnable MLP with intra-block position encoding". Our reading: mode
-    "mlp" is `mean(block) + gelu(flatten(block + position_embedding) @ kernel_in + bias_in) @ kernel_out +
-    bias_out`, whose last layer starts at zero, so that training starts from mean pooling; mode "mean" is the
-    mean and has no parameter.
+    Equation 7 of arXiv:2502.11089 has "a learnable MLP with intra-block position encoding". Our reading:
+
+    * mode "mlp" computes `mean(block) + gelu(flatten(block + position_embedding) @ kernel_in + bias_in) @
+      kernel_out + bias_out`. The output layer starts at zero, so training starts from mean pooling;
+    * mode "mean" computes `mean(block)` and has no parameters.
+
+    Parameters of mode "mlp": `position_embedding`, `kernel_in`, `bias_in`, `kernel_out` and `bias_out`.
 
     Args:
       head_dim: width of a key (or value).
-      config: block size and stride.
+      config: block structure.
       mode: "mlp" or "mean".
       hidden_dim: width of the hidden layer, `2 * head_dim` by default.
-      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+      dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
       precision: precision of the products, see `jax.lax.Precision`.
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: unknown mode.
+      ValueError: the mode is unknown.
 
     Numerics:
       The mean accumulates in float32 at least; the GELU is the tanh approximation.
@@ -71,11 +74,13 @@ class Compressor(nnx.Module):
             self.bias_out = nnx.Param(jnp.zeros((head_dim,), param_dtype))
 
     def __call__(self, windows: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
-        """One key (or value) for each block.
+        """Compresses each block to one key (or value).
 
         Args:
-          windows: un-rotated tokens of each block: what `token_windows` takes out of a row, or what a cache
-            has gathered since its last block.
+          windows: un-rotated tokens of each block, for example from `token_windows`.
+
+        Returns:
+          One vector for each block and KV head, in the dtype of the computation.
         """
         if self.mode == "mean":
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
@@ -83,12 +88,15 @@ class Compressor(nnx.Module):
         return ResidualMLP(*arrays)(windows, precision=self.precision)
 
     def is_data(self, dtype: DType) -> bool:
-        """Whether `weights` says all about blocks of `dtype`: no precision, and no mean in another dtype."""
+        """Whether `weights` describes the whole computation for blocks of `dtype`.
+
+        It does not if a precision is set, or if a mean is computed in another dtype.
+        """
         keeps_dtype = self.mode == "mlp" or jnp.dtype(self.dtype or dtype) == jnp.dtype(dtype)
         return self.precision is None and keeps_dtype
 
     def weights(self, dtype: DType) -> ResidualMLP | None:
-        """What compresses blocks of `dtype`, for `nsa_jax.cache.Compression`; None for the mean."""
+        """The arrays that compress blocks of `dtype`, for `nsa_jax.cache.Compression`; None for the mean."""
         if self.mode == "mean":
             return None
         _, *arrays = self._promoted(jnp.zeros((), dtype))
@@ -105,9 +113,19 @@ class Compressor(nnx.Module):
 def token_windows(
     x: Float[Array, "B S K H"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
 ) -> Float[Array, "B C l K H"]:
-    """The `l` tokens of each compression block; zeros in the unused slots of a packed row.
+    """Gathers the `l` tokens of each compression block.
 
-    Forward and backward are deterministic: neither direction scatters.
+    Args:
+      x: keys or values of the tokens of each row.
+      config: block structure.
+      segment_ids: sequence of each token; None if every row is one sequence.
+
+    Returns:
+      The tokens of each block in the order of the row, in the dtype of `x`; zeros in the unused block slots
+      at the end of a packed row.
+
+    Gradients:
+      Deterministic, like the forward pass: neither of them scatters.
     """
     if segment_ids is not None:
         return _packed_windows(x, segment_ids, config)
@@ -122,7 +140,7 @@ def token_windows(
 def first_tokens(
     per_token: Int[Array, "B S"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
 ) -> Int[Array, "B C"]:
-    """The value that belongs to the first token of each compression block."""
+    """Picks the entry of the first token of each compression block."""
     if segment_ids is not None:
         starts, _ = layout.compression_block_starts(segment_ids, config)
         return jnp.take_along_axis(per_token, starts, axis=1)
@@ -146,7 +164,10 @@ def _packed_windows_forward(x, segment_ids, config):
 
 
 def _packed_windows_backward(config, segment_ids, cotangent):
-    """Gathers, for each token, its place in each block that holds it; a scatter-add has no fixed order."""
+    """Adds, for each token, the cotangents at its places in the blocks, by gathers.
+
+    A scatter-add would sum them in no fixed order.
+    """
     batch, length = segment_ids.shape
     num_blocks = cotangent.shape[1]
     if num_blocks == 0:
@@ -163,7 +184,7 @@ def _packed_windows_backward(config, segment_ids, cotangent):
         local = placed.position // stride - j
         offset = placed.position % stride + j * stride
         block = jnp.clip(placed.compression_start + local, 0, num_blocks - 1)
-        # A block number past the sequence's last names a block of the next one, which starts elsewhere.
+        # A number beyond the last block of a sequence names a block of the next sequence. Its start differs.
         held = jnp.take_along_axis(jnp.where(exists, starts, -size), block, axis=1) + offset == rows
         held &= (placed.position >= 0) & (local >= 0)
         gathered = jax.vmap(lambda row, index: row[index])(places, block * size + offset)

@@ -1,4 +1,4 @@
-"""The layers that NSA is compared with: full causal attention, and a sliding window alone."""
+"""The layers that NSA is compared with: full causal attention, and a sliding window only."""
 
 import functools
 from typing import Any, Literal
@@ -26,42 +26,42 @@ from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, tur
 
 
 class DenseAttention(DenseCacheSteps):
-    """Causal self-attention with rotary embedding and grouped queries, for comparisons with `NSAAttention`.
+    """Causal self-attention with rotary embedding and grouped queries, for comparison with `NSAAttention`.
 
-    Call it on whole sequences; `prefill` and `decode_step` extend a cache instead.
-
-    Full attention is `jax.nn.dot_product_attention`, by cuDNN where that runs; with `window_size` a query
-    sees that many most recent tokens, its own included, through `nsa_jax.attention.window_attention`. Both
-    have the same parameters: `query_proj`, `key_proj`, `value_proj`, `out_proj`; with `normalize_qk` also
-    `query_norm` and `key_norm`.
+    Without `window_size` it is full attention by `jax.nn.dot_product_attention`, which uses cuDNN where it
+    can. With `window_size`, a query sees that many of the most recent tokens, its own included, by
+    `nsa_jax.window_attention`. Both have the same parameters: `query_proj`, `key_proj`, `value_proj` and
+    `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.
 
     Args:
-      num_heads: query heads.
+      num_heads: number of query heads, a multiple of `num_kv_heads`.
       in_features: width of the layer's input and output.
-      num_kv_heads: KV heads.
+      num_kv_heads: number of KV heads.
       head_dim: width of queries, keys and values, `in_features // num_heads` by default.
-      window_size: tokens of the window; None for full attention.
+      window_size: tokens that a query sees, its own included; None for all.
       use_bias: whether the projections have biases.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim before they are rotated.
       scale: factor of the logits, `head_dim**-0.5` by default.
       dropout_rate: share of the outputs that training drops, see `NSAAttention`.
       rope_base: base of the rotary embedding, see `rotate`.
-      rope_scaling: a scaling of its frequencies, see `NSAAttention`.
-      rotary: a function in the place of the two, see `NSAAttention`.
-      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+      rope_scaling: a scaling of the rotary frequencies, see `NSAAttention`.
+      rotary: your own rotary function instead of `rope_base` and `rope_scaling`, see `NSAAttention`.
+      dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
       precision: precision of the products, see `jax.lax.Precision`.
-      kernel_init: initializer of the projections' kernels.
-      out_kernel_init: initializer of the output projection's kernel, `kernel_init` by default.
-      bias_init: initializer of the projections' biases.
+      kernel_init: initializer of the kernels of the projections.
+      out_kernel_init: initializer of the kernel of the output projection, `kernel_init` by default.
+      bias_init: initializer of the biases of the projections.
       sharding: mesh axes of named dimensions, see `NSAAttention`.
-      implementation: which implementation attends with a window, or through a cache, see
-        `nsa_jax.attention`.
+      implementation: "xla", "triton" or None, see `NSAAttention`. It chooses what attends with a window or
+        through a cache; full attention of whole sequences does not use it.
       rngs: source of the initial parameters.
 
     Raises:
-      TypeError, ValueError: as in `NSAAttention`.
+      TypeError: an option is of the wrong kind, or cannot be called as described.
+      ValueError: head counts or widths do not divide; a number is out of range; a name in `sharding` is
+        unknown; or `rotary` is given together with `rope_base` or `rope_scaling`.
     """
 
     def __init__(
@@ -131,7 +131,23 @@ class DenseAttention(DenseCacheSteps):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Attends from every token to those of its sequence up to itself; arguments as in `NSAAttention`."""
+        """Attends from every token to the tokens of its sequence up to and including itself.
+
+        Args:
+          x: layer input.
+          positions: rotary position of each token, by default its index in its sequence.
+          segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
+            0 = padding.
+          deterministic: whether dropout is off; by default what `train()` or `eval()` has set.
+          rngs: source of the random numbers for dropout, by default the layer's own.
+
+        Returns:
+          The layer output; for a padding token 0, or the bias of the output projection.
+
+        Raises:
+          ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
+            does not fit `x`.
+        """
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
@@ -156,7 +172,7 @@ class DenseAttention(DenseCacheSteps):
             out = jax.nn.dot_product_attention(
                 query, key, value, mask=same_sequence, is_causal=True, scale=self.scale
             )
-            # Padding attends to padding here, so that no row is empty; it shows nothing of it.
+            # Padding attends to padding here, so that no row is empty. The result is dropped.
             out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
@@ -166,10 +182,15 @@ class DenseAttention(DenseCacheSteps):
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:
-    """What `jax.nn.dot_product_attention` runs by: cuDNN on a GPU that can, else None: XLA stores `[T, T]`.
+    """Chooses the `implementation` argument of `jax.nn.dot_product_attention`.
 
     Args:
-      query: `[B, T, N, H]`; cuDNN takes 16-bit floats, dims of eights up to 128 and even lengths.
+      query: queries `[B, T, N, H]`. cuDNN takes 16-bit floats, head dims that are multiples of 8 up to 128,
+        and even lengths.
+
+    Returns:
+      "cudnn" on a GPU if it takes these queries, else None: then XLA computes the attention and stores the
+      logits `[T, T]`.
     """
     length, dim = query.shape[1], query.shape[3]
     fits = query.dtype.itemsize == 2 and dim % 8 == 0 and dim <= 128 and length % 2 == 0

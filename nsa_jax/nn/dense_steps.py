@@ -1,4 +1,4 @@
-"""What a dense or window layer does with a cache: prompts and decode steps, from its own projections."""
+"""Decoding with a dense or window layer: prompts and decode steps through a cache."""
 
 import abc
 from typing import Any
@@ -16,7 +16,7 @@ from nsa_jax.nn.projections import check_inputs
 
 
 class DenseCacheSteps(nnx.Module):
-    """The half of `DenseAttention` that decodes; the other half makes the parameters and projects."""
+    """The part of `DenseAttention` that decodes; the class itself makes the parameters and projects."""
 
     num_kv_heads: int
     in_features: int
@@ -32,14 +32,22 @@ class DenseCacheSteps(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K V"]]:
-        """Rotated queries and keys, values."""
+        """Rotated queries, rotated keys, and values."""
 
     def init_cache(
         self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
     ) -> DenseCache:
-        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_dense_cache`.
+        """Makes an empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_dense_cache`.
 
-        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
+        Args:
+          batch: number of rows.
+          max_length: most tokens that a row can hold, prompt and new tokens together. It does not matter to a
+            window layer if it is at least `window_size`.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters.
+          step_capacity: most tokens that one `decode_step` of a window layer can append to a row.
+
+        Returns:
+          A cache in which every row has length 0.
         """
         return decoding.init_dense_cache(
             batch,
@@ -53,7 +61,7 @@ class DenseCacheSteps(nnx.Module):
         )
 
     def check_cache(self, cache: DenseCache, batch: int) -> None:
-        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
+        """Raises TypeError or ValueError unless `cache` fits this layer and has `batch` rows."""
         check_dense_layer_cache(
             cache,
             batch=batch,
@@ -65,17 +73,18 @@ class DenseCacheSteps(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], cache: DenseCache, *, num_tokens: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T D"], DenseCache]:
-        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
+        """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
-        As `nsa_jax.cache.dense_prefill`, which also says what is an error.
+        See `nsa_jax.cache.dense_prefill`, also for what raises.
 
         Args:
-          x: the layer input at the new tokens.
+          x: layer input of the new tokens.
           cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
-          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
+          num_tokens: how many of the `T` tokens of each row are real; the others are padding on the right.
+            All are real by default.
 
         Returns:
-          The layer output at the new tokens, and the cache that holds them.
+          The layer output of the new tokens, and the cache that holds them.
         """
         operands = self._project_new(x, cache)
         step = decoding.dense_prefill(cache, *operands, num_tokens=num_tokens, **self._step_settings())
@@ -89,13 +98,21 @@ class DenseCacheSteps(nnx.Module):
         num_tokens: Int[Array, " B"] | None = None,
         count_reads: bool = False,
     ) -> tuple[Float[Array, "B T D"], DenseCache]:
-        """Appends a few tokens and attends from each of them; a window layer at most `step_capacity`.
+        """Appends a few tokens to every row and attends from each of them.
 
-        As `nsa_jax.cache.dense_decode_step`, which also says what is an error. Arguments and results are
-        those of `prefill`.
+        See `nsa_jax.cache.dense_decode_step`, also for what else raises.
+
+        Args:
+          x: layer input of the new tokens. A window layer takes at most `step_capacity` tokens of a row.
+          cache: the cache so far.
+          num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
+          count_reads: must be False; it exists for the sake of `NSAAttention`.
+
+        Returns:
+          The layer output of the new tokens, and the cache that holds them.
 
         Raises:
-          NotImplementedError: `count_reads`, which `NSAAttention` alone has.
+          NotImplementedError: `count_reads` is True.
         """
         if count_reads:
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""The gates of Eq. 5: how much each branch contributes, per token and query head."""
+"""The gates of Eq. 5: the weight of each branch, per token and query head."""
 
 from typing import Any
 
@@ -13,21 +13,27 @@ MIN_HIDDEN_DIM = 8
 
 
 class Gate(nnx.Module):
-    """Sigmoid gates from the layer input by a small MLP.
+    """A small MLP that computes sigmoid gates from the layer input.
 
-    Equation 5 of arXiv:2502.11089, "an MLP and sigmoid activation". Our reading: one hidden SiLU layer, one
-    gate per token, query head and branch, in the order cmp, slc, win; the three need not sum to 1.
+    Equation 5 of arXiv:2502.11089 has "an MLP and sigmoid activation". Our reading: one hidden layer with
+    SiLU, and one gate per token, query head and branch, in the order cmp, slc, win. The three need not sum to
+    1.
+
+    Parameters: `kernel_in`, `bias_in`, `kernel_out` and `bias_out`.
 
     Args:
       in_features: width of the layer input.
-      num_heads: query heads.
+      num_heads: number of query heads.
       hidden_dim: width of the hidden layer, `max(in_features // 4, 8)` by default.
-      dtype: dtype of the computation; by default that of the promoted inputs and parameters, as in
+      dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
       precision: precision of the products, see `jax.lax.Precision`.
-      sharding: mesh axis of the dimensions "model" and "heads", see `nsa_jax.nn.projections`.
+      sharding: mesh axes of the dimensions "model" and "heads", see `NSAAttention`.
       rngs: source of the initial parameters.
+
+    Raises:
+      ValueError: a name in `sharding` is unknown.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Gate(nnx.Module):
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
-        # Drawn flat: the initializer would take the heads for a part of the fan-in.
+        # Drawn with two axes: with three, the initializer would count the heads as part of the fan-in.
         kernel_out = init(rngs.params(), (hidden, num_heads * 3), param_dtype).reshape(hidden, num_heads, 3)
         self.kernel_in = nnx.Param(kernel_in, **sharding_metadata(sharding, "model", None))
         self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **sharding_metadata(sharding, None))
@@ -56,7 +62,14 @@ class Gate(nnx.Module):
         self.bias_out = nnx.Param(bias_out, **sharding_metadata(sharding, "heads", None))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N 3"]:
-        """Gates of the branches cmp, slc, win, each in (0, 1)."""
+        """Computes the gates.
+
+        Args:
+          x: layer input.
+
+        Returns:
+          Weights of the branches cmp, slc and win, each between 0 and 1, in the dtype of the computation.
+        """
         parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
         x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
             (x, *(parameter[...] for parameter in parameters)), dtype=self.dtype

@@ -1,4 +1,4 @@
-"""The parameters of a module as NumPy arrays by name, out of it and into it, for weights of any origin."""
+"""Reads the parameters of a module as NumPy arrays by name, and sets them from such arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +10,25 @@ from flax import nnx
 
 from nsa_jax.array_typing import Array
 
-LISTED = 3  # names that an error lists of each kind; a model has hundreds
+LISTED = 3  # an error lists at most this many names of each kind, because a model has hundreds
 
 
 def weights(module: nnx.Module) -> dict[str, np.ndarray]:
-    """Copies of all parameters of a module by name, `{"gate.kernel_in": array, ...}`.
+    """Returns copies of all parameters of a module, by name.
 
     Args:
       module: an `NSAAttention`, a `Transformer`, or any other module with `nnx.Param`s.
 
     Returns:
-      NumPy arrays in the dtypes of the parameters. A name is the path in the module, joined by dots, as in
-      checkpoints: `query_proj.kernel`, `layers.0.attention.out_proj.kernel`.
+      NumPy arrays in the dtypes of the parameters. A name is the path of the parameter in the module, joined
+      by dots, as in checkpoints: `query_proj.kernel`, `layers.0.attention.out_proj.kernel`.
 
     Raises:
-      TypeError: the module holds no arrays because it is abstract or traced.
+      TypeError: the module does not hold arrays because it is abstract or traced.
+
+    Example:
+      >>> nsa_jax.nn.weights(layer)["gate.bias_in"].shape
+      (128,)
     """
     parameters = by_path(nnx.state(module, nnx.Param))
     named = {name: parameter.get_value() for name, parameter in parameters.items()}
@@ -33,18 +37,22 @@ def weights(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) -> None:
-    """Sets all parameters of a module to copies of `weights`; the counterpart of `nsa_jax.nn.weights`.
+    """Sets all parameters of a module to copies of the given arrays, the counterpart of `nsa_jax.nn.weights`.
 
     Args:
-      module: any module with `nnx.Param`s, changed in place. Its dtypes and shardings stay. It may be
-        abstract, as `nnx.eval_shape` makes it, which spares its own initial parameters; if it has shardings,
-        it then needs its mesh in context.
-      weights: an array for each parameter, with the names that `nsa_jax.nn.weights` gives.
+      module: any module with `nnx.Param`s; it is changed in place and keeps its dtypes and shardings. It may
+        be abstract, as made by `nnx.eval_shape`, so that no initial parameters are computed. If an abstract
+        module has shardings, its mesh must be in context.
+      weights: one array for each parameter, by the names that `nsa_jax.nn.weights` gives.
 
     Raises:
-      ValueError: parameters are missing, extra or of another shape; or there is no mesh for their sharding.
-        Nothing is set then.
-      TypeError: something is not an array, or integers where the parameter is floating point.
+      TypeError: something is not an array, or is an integer array for a floating-point parameter or the other
+        way round.
+      ValueError: parameters are missing, extra or of another shape, or a mesh is missing. Nothing is set
+        then.
+
+    Example:
+      >>> nsa_jax.nn.load_weights(layer, dict(np.load("layer.npz")))
     """
     state = nnx.state(module, nnx.Param)
     parameters = by_path(state)
@@ -56,19 +64,19 @@ def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) 
     _check_kinds(present, weights)
     places = {name: sharding_of(value) for name, value in present.items()}
     for name, parameter in parameters.items():
-        # A copy of our own: JAX may use the memory of a NumPy array instead of copying it.
+        # Copied, because JAX may use the memory of a NumPy array instead of copying it.
         own = np.array(weights[name], dtype=present[name].dtype)
         parameter.set_value(jax.device_put(own, places[name]))
     nnx.update(module, state)
 
 
 def by_path(state: nnx.State) -> dict[str, nnx.Variable]:
-    """The variables of a state, of parameters or of their gradients, by their paths joined with dots."""
+    """The variables of a state of parameters or gradients, by their paths, joined by dots."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def check_names_and_shapes(wanted: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> None:
-    """Raises ValueError unless `given` has the names of `wanted`, each with its shape."""
+    """Raises ValueError unless `given` has the names and shapes of `wanted`."""
     problems = differences(wanted, given)
     if problems:
         raise ValueError(
@@ -78,7 +86,7 @@ def check_names_and_shapes(wanted: Mapping[str, Array], given: Mapping[str, np.n
 
 
 def differences(wanted: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> list[str]:
-    """What `given` has other than `wanted`: "2 missing (a, b)", "1 extra (c)", "1 of another shape (...)"."""
+    """How `given` differs from `wanted`: "2 missing (a, b)", "1 extra (c)", "1 of another shape (...)"."""
     shapes = {name: (tuple(given[name].shape), tuple(wanted[name].shape)) for name in wanted if name in given}
     found = {
         "missing": [name for name in wanted if name not in given],
@@ -91,17 +99,17 @@ def differences(wanted: Mapping[str, Array], given: Mapping[str, np.ndarray | Ar
 
 
 def listed(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def sharding_of(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
-    """Where the array of a parameter belongs: where `value` is; None for the default device.
+    """The sharding that a new array for this parameter needs; None for the default device.
 
     Raises:
-      ValueError: an abstract parameter is sharded and there is no mesh in context.
-      TypeError: it is traced.
+      TypeError: the parameter is traced.
+      ValueError: the parameter is abstract and sharded, and no mesh is in context.
     """
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
@@ -132,6 +140,6 @@ def _check_kinds(present: Mapping[str, Array], given: Mapping[str, np.ndarray | 
         is_floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in (value, given[name])]
         if is_floating[0] != is_floating[1]:
             raise TypeError(
-                f"weights must be numbers of the kind that the parameters are, got {given[name].dtype} at "
-                f"{name} for {value.dtype}. Convert them."
+                f"weights must be floating point where the parameters are, and only there, got "
+                f"{given[name].dtype} at {name} for {value.dtype}. Convert them."
             )

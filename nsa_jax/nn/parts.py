@@ -1,4 +1,4 @@
-"""The parts of a layer that its user may make: the gate, and the compressors of keys and values."""
+"""The parts of a layer that a user may replace: the gate, and the compressors of keys and values."""
 
 import inspect
 from collections.abc import Callable
@@ -21,23 +21,23 @@ _REMEDY = "Pass a class like nsa_jax.nn.Gate and nsa_jax.nn.Compressor, or lambd
 
 
 def make_gate(make: MakeGate, in_features: int, num_heads: int, rngs: nnx.Rngs) -> GateFunction:
-    """The gate of a layer. Raises TypeError if `make` makes none."""
+    """Makes the gate of a layer. Raises TypeError if the result cannot be called."""
     return _make(GATE_CALL, make, in_features, num_heads, rngs)
 
 
 def make_compressor(
     make: MakeCompressor, head_dim: int, config: NSAConfig, rngs: nnx.Rngs
 ) -> CompressorFunction:
-    """The compressor of keys, or of values. Raises TypeError if `make` makes none."""
+    """Makes the compressor of keys, or of values. Raises TypeError if the result cannot be called."""
     return _make(COMPRESSOR_CALL, make, head_dim, config, rngs)
 
 
 def check_parts(gate: MakeGate | None, compressor: MakeCompressor | None, compression: str) -> None:
-    """Raises unless each part that is given can be made, and `compressor` alone says how to compress.
+    """Raises unless the parts can be made and do not contradict one another.
 
     Raises:
-      TypeError: it cannot be called as `make_gate` or `make_compressor` does.
-      ValueError: `compressor` and a `compression` other than the default.
+      TypeError: `gate` or `compressor` cannot be called as `make_gate` and `make_compressor` do.
+      ValueError: `compressor` is given together with a `compression` other than the default.
     """
     if gate is not None:
         _check_make(GATE_CALL, gate)
@@ -46,13 +46,17 @@ def check_parts(gate: MakeGate | None, compressor: MakeCompressor | None, compre
     _check_make(COMPRESSOR_CALL, compressor)
     if compression != "mlp":
         raise ValueError(
-            f"a compressor takes the place of compression, got compression={compression!r} beside it. "
-            "Leave one of the two out."
+            f"compression must be left out if a compressor is given, got compression={compression!r}. Leave "
+            "one of the two out."
         )
 
 
 def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) -> Float[Array, "B m K H"]:
-    """`compressor(blocks)` in the dtype of `blocks`. Raises ValueError unless it is one for each block."""
+    """Calls `compressor` and casts the result to the dtype of `blocks`.
+
+    Raises:
+      ValueError: the result is not one vector for each block and KV head.
+    """
     compressed = compressor(blocks)
     if compressed.shape != (*blocks.shape[:2], *blocks.shape[3:]):
         raise ValueError(
@@ -63,7 +67,7 @@ def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) 
 
 
 def weigh(gate: GateFunction, x: Float[Array, "B T D"], num_heads: int) -> Float[Array, "B T N 3"]:
-    """`gate(x)`. Raises ValueError unless it is one weight for each token, query head and branch."""
+    """Calls `gate`. Raises ValueError unless it returns a weight for each token, query head and branch."""
     gates = gate(x)
     if gates.shape != (*x.shape[:2], num_heads, 3):
         raise ValueError(
@@ -86,7 +90,7 @@ def _make[Part: Callable[..., Array]](
 def _check_make(call: str, make: Callable[..., Any]) -> None:
     try:
         inspect.signature(make).bind(None, None, rngs=None)
-    except (TypeError, ValueError):  # no function, or the function of arrays that it should make
+    except (TypeError, ValueError):  # not callable, or itself the function of arrays that it should make
         given = getattr(make, "__name__", type(make).__name__)
         raise TypeError(
             f"{call.partition('(')[0]} must be a function to be called as {call}, got {given}. {_REMEDY}."

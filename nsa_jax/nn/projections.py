@@ -1,4 +1,4 @@
-"""What the attention layers share: checked inputs, projections, norm of heads, dropout, and sharding."""
+"""Shared by the attention layers: input checks, projections, norm of heads, dropout, and sharding."""
 
 import numbers
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from flax import nnx
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 
-# "model" D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU, "vocab" the tokens; other dims are
-# replicated.
+# The dimensions that can be sharded: "model" is D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU,
+# "vocab" the vocabulary. All others are replicated.
 DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
 
 NORM_EPSILON = 1e-6
@@ -20,18 +20,20 @@ Sharding = Mapping[str, str | None]
 
 
 def check_sharding(sharding: Sharding | None) -> None:
-    """Raises ValueError if `sharding` names a dimension that no kernel has."""
+    """Raises ValueError if `sharding` names an unknown dimension."""
     unknown = sorted(set(sharding or ()) - set(DIMENSIONS))
     if unknown:
         raise ValueError(
-            f"sharding maps some of {DIMENSIONS} to mesh axes, got {unknown}. Rename or drop them."
+            f"the dimensions that sharding names must be among {DIMENSIONS}, got {unknown}. Rename or drop "
+            "them."
         )
 
 
 def sharding_metadata(sharding: Sharding | None, *dimensions: str | None) -> dict[str, Any]:
-    """The `nnx.Param` metadata of a parameter with these dimensions; none where no sharding was asked for.
+    """The `nnx.Param` metadata of a parameter with these dimensions; empty without a sharding.
 
-    Flax applies `out_sharding` when the parameter is created, and then needs a mesh context (`jax.set_mesh`).
+    Flax applies `out_sharding` when it creates the parameter, and then needs a mesh in context
+    (`jax.set_mesh`).
     """
     if sharding is None:
         return {}
@@ -46,7 +48,7 @@ def projection(
     sharding: Sharding | None,
     **arguments: Any,
 ) -> nnx.LinearGeneral:
-    """A projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
+    """Makes a projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
     check_sharding(sharding)
     in_rank = len(in_features) if isinstance(in_features, tuple) else 1
     return nnx.LinearGeneral(
@@ -62,19 +64,19 @@ def projection(
 def head_norm(
     normalize: bool, width: int, *, dtype: DType | None, param_dtype: DType, rngs: nnx.Rngs
 ) -> Callable[[Array], Array]:
-    """RMSNorm (arXiv:1910.07467) of each head with one learned scale; heads as they are unless asked for."""
+    """Makes an RMSNorm (arXiv:1910.07467) of each head with one learned scale, or returns `unchanged`."""
     if not normalize:
         return unchanged
     return nnx.RMSNorm(width, epsilon=NORM_EPSILON, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 def unchanged(heads: Array) -> Array:
-    """The heads."""
+    """Returns the heads."""
     return heads
 
 
 def output_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Dropout for the output of a layer; at rate 0 it has no random state."""
+    """Makes the dropout for the output of a layer. At rate 0 it has no random state."""
     check_dropout_rate(rate)
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
@@ -90,7 +92,7 @@ def check_dropout_rate(rate: float) -> None:
 
 
 def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """`head_dim` or its default, once the head counts divide."""
+    """Returns `head_dim` or its default. Raises ValueError if head counts or widths do not divide."""
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
@@ -98,18 +100,18 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
         )
     if head_dim is None and in_features % num_heads:
         raise ValueError(
-            "num_heads must divide in_features where head_dim is not given, got "
+            "num_heads must divide in_features unless head_dim is given, got "
             f"{num_heads} and {in_features}. Pass head_dim."
         )
     return in_features // num_heads if head_dim is None else head_dim
 
 
 def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
-    """Raises ValueError unless `x` is [B, T, in_features] and the others are integers of [B, T]."""
+    """Raises ValueError unless `x` is `[B, T, in_features]` and the other arrays are integers `[B, T]`."""
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(
             f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
-            "Add the missing axis, or create the layer with other in_features."
+            "Add the missing axis, or create the layer with this width as in_features."
         )
     for name, value in per_token.items():
         if value is not None and (value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, jnp.integer)):

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), the one rotation that all three branches share."""
+"""Rotary position embedding (arXiv:2104.09864). All three branches share one rotation."""
 
 import dataclasses
 import typing
@@ -22,43 +22,50 @@ def rotate(
     base: float = DEFAULT_BASE,
     scaling: RopeScaling | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Rotates each head of `x` by its position, so that dot products depend on position differences only.
+    """Rotates each head by its position, so that dot products depend only on differences of positions.
 
-    Section 3.4.2 of arXiv:2104.09864 with half-split pairing: dimension `i` turns with dimension `i + H // 2`
-    by `position * base ** (-i / (H // 2))`. The paper on NSA does not fix the pairing; ours is that of LLaMA.
+    Section 3.4.2 of arXiv:2104.09864 with half-split pairing: dimensions `i` and `i + H // 2` form a pair,
+    which turns by `position * base ** (-i / (H // 2))`. The NSA paper does not say which pairing it uses;
+    ours is that of LLaMA.
 
     Args:
-      x: queries or keys. An odd last dimension stays as it is.
+      x: queries or keys. If `H` is odd, the last dimension stays as it is.
       positions: rotary position of each token, any integers.
-      base: wavelength base; larger turns slower.
-      scaling: what replaces the frequencies, for longer contexts; a `YarnScaling` also lengthens the pairs.
+      base: base of the frequencies; with a larger base, pairs turn more slowly.
+      scaling: a scaling of the frequencies for longer contexts, or None. A `YarnScaling` also multiplies the
+        heads by its `magnitude`.
 
     Returns:
       The rotated heads in the dtype of `x`.
 
     Numerics:
-      Frequencies and angles are rounded to float32, in every dtype of `x`, so that two frameworks turn by the
-      same angle; sine, cosine and products are float32, or float64 for float64 inputs.
+      Frequencies and angles are rounded to float32 for every dtype of `x`, so that two frameworks turn by the
+      same angle. Sine, cosine and products are float32, or float64 for float64 inputs.
 
     Gradients:
-      The inverse rotation of the cotangent, lengthened as the heads are.
+      The cotangent rotated back, multiplied by the same magnitude.
     """
     return Rotary(base, scaling).rotation(x.shape[-1])(x, positions)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """`rotate` with its settings: the rotary function of a layer to which none was given."""
+    """`rotate` with fixed settings: the rotary function of a layer that was given none.
+
+    Attributes:
+      base: base of the frequencies.
+      scaling: a scaling of the frequencies, or None.
+    """
 
     base: float
     scaling: RopeScaling | None
 
     def __call__(self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
-        """Rotated heads."""
+        """Returns the rotated heads, see `rotate`."""
         return rotate(x, positions, base=self.base, scaling=self.scaling)
 
     def rotation(self, dim: int) -> Rotation:
-        """The same for heads of `dim`, as data."""
+        """The rotation of heads of width `dim`, as data."""
         half = dim // 2
         frequency = np.array([self.base ** (-i / half) for i in range(half)], np.float64)
         magnitude = 1.0
@@ -70,11 +77,11 @@ class Rotary:
 def rotary_function(
     base: float, scaling: RopeScaling | None, rotary: RotaryFunction | None
 ) -> RotaryFunction:
-    """The function by which a layer rotates: `rotary`, or what `base` and `scaling` say.
+    """Returns the rotary function of a layer: `rotary`, or one with `base` and `scaling`.
 
     Raises:
-      TypeError: `scaling` is no `RopeScaling`, or `rotary` no function.
-      ValueError: `rotary` is given beside settings that it does not read.
+      TypeError: `scaling` is not a `RopeScaling`, or `rotary` cannot be called.
+      ValueError: `rotary` is given together with settings that it does not read.
     """
     if rotary is None:
         if scaling is not None and not isinstance(scaling, RopeScaling):
@@ -85,8 +92,8 @@ def rotary_function(
         return Rotary(base, scaling)
     if base != DEFAULT_BASE or scaling is not None:
         raise ValueError(
-            f"a rotary function takes the place of rope_base and rope_scaling, got {base} and {scaling} "
-            "beside it. Set them in the function, or leave it out."
+            f"rope_base and rope_scaling must be left out if a rotary function is given, got {base} and "
+            f"{scaling}. Set them in the function, or leave it out."
         )
     if not callable(rotary):
         raise TypeError(
@@ -98,11 +105,11 @@ def rotary_function(
 def turn(
     rotary: RotaryFunction, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T N H"]:
-    """`rotary(x, positions)` in the dtype of `x`. Raises ValueError if it has another shape than `x`."""
+    """Calls `rotary` and casts the result to the dtype of `x`. Raises ValueError if the shape changed."""
     turned = rotary(x, positions)
     if turned.shape != x.shape:
         raise ValueError(
             f"a rotary function must keep the shape of its heads, got {turned.shape} for {x.shape}. "
-            "Make it join the dimensions that it leaves alone to those that it turns."
+            "Make it return all dimensions, also those that it does not rotate."
         )
     return turned.astype(x.dtype)

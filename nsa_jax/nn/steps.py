@@ -1,4 +1,4 @@
-"""What a layer does with a cache: prompts and decode steps, from the layer's own projections."""
+"""Decoding with an NSA layer: prompts and decode steps through a cache."""
 
 import abc
 from typing import Any, Literal, overload
@@ -20,7 +20,7 @@ from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
 
 
 class CacheSteps(nnx.Module):
-    """The half of `NSAAttention` that decodes; the other half makes the parameters and projects."""
+    """The part of `NSAAttention` that decodes; the class itself makes the parameters and projects."""
 
     num_kv_heads: int
     in_features: int
@@ -41,14 +41,21 @@ class CacheSteps(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Array]:
-        """Rotated queries, keys and values, gates."""
+        """Rotated queries, the keys and values of all branches, and gates."""
 
     def init_cache(
         self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
     ) -> NSACache:
-        """An empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
+        """Makes an empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_cache`.
 
-        `dtype` is that of the computation: by default the layer's, or that of its parameters if it has none.
+        Args:
+          batch: number of rows.
+          max_length: most tokens that a row can hold, prompt and new tokens together.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters.
+          step_capacity: most tokens that one `decode_step` can append to a row.
+
+        Returns:
+          A cache in which every row has length 0.
         """
         return decoding.init_cache(
             batch,
@@ -63,7 +70,7 @@ class CacheSteps(nnx.Module):
         )
 
     def check_cache(self, cache: NSACache, batch: int) -> None:
-        """Raises TypeError or ValueError unless `cache` is one of this layer, with `batch` rows."""
+        """Raises TypeError or ValueError unless `cache` fits this layer and has `batch` rows."""
         check_layer_cache(
             cache,
             batch=batch,
@@ -77,17 +84,18 @@ class CacheSteps(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
     ) -> tuple[Float[Array, "B T D"], NSACache]:
-        """Appends a prompt, or one chunk of it, and attends from each of its tokens.
+        """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
-        As `nsa_jax.cache.prefill`, which also says what is an error.
+        See `nsa_jax.cache.prefill`, also for what raises.
 
         Args:
-          x: the layer input at the new tokens.
+          x: layer input of the new tokens.
           cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
-          num_tokens: how many of the `T` tokens of each row are real; the rest is padding on the right.
+          num_tokens: how many of the `T` tokens of each row are real; the others are padding on the right.
+            All are real by default.
 
         Returns:
-          The layer output at the new tokens, and the cache that holds them.
+          The layer output of the new tokens, and the cache that holds them.
         """
         step = decoding.prefill(
             cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings(cache)
@@ -122,10 +130,19 @@ class CacheSteps(nnx.Module):
         num_tokens: Int[Array, " B"] | None = None,
         count_reads: bool = False,
     ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
-        """Appends a few tokens, at most the cache's `step_capacity`, and attends from each of them.
+        """Appends a few tokens to every row and attends from each of them.
 
-        As `nsa_jax.cache.decode_step`, which also says what is an error. Arguments and results are those of
-        `prefill`; with `count_reads` the tokens that each branch gathered (`nsa_jax.cache.Reads`) come third.
+        See `nsa_jax.cache.decode_step`, also for what raises.
+
+        Args:
+          x: layer input of the new tokens, at most `step_capacity` for each row.
+          cache: the cache so far.
+          num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
+          count_reads: whether to also return how many keys each branch gathered; on `xla` only.
+
+        Returns:
+          The layer output of the new tokens, and the cache that holds them; with `count_reads` also
+          `nsa_jax.cache.Reads`.
         """
         new = self._project_new(x, cache)
         settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
@@ -150,7 +167,7 @@ class CacheSteps(nnx.Module):
         return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
 
     def _compression(self, dtype: DType) -> Compress:
-        """`_compress` for tokens of `dtype`: as data, which GPU kernels know, where it can be."""
+        """`_compress` for tokens of `dtype`, as data where possible, because GPU kernels can read data."""
         key, value = self.compressor_key, self.compressor_value
         if type(key) is not Compressor or type(value) is not Compressor or type(self.rotary) is not Rotary:
             return self._compress
