@@ -82,12 +82,12 @@ OF_A_MODEL = {
     "a layer's cache": (
         lambda: model().init_cache(ROWS, 16)[0],
         TypeError,
-        "the cache of a model must be a tuple of one cache a layer, got NSACache. Pass what the model's",
+        "the cache of a model must be a tuple of one cache per layer, got NSACache. Pass what the model's",
     ),
     "too few": (
         lambda: model().init_cache(ROWS, 16)[:1],
         ValueError,
-        "the cache of a model must have one cache a layer, got 1 for 2 layers. Pass what the model's",
+        "the cache of a model must have one cache per layer, got 1 for 2 layers. Pass what the model's",
     ),
     "too many": (lambda: model(num_layers=3).init_cache(ROWS, 16), ValueError, "got 3 for 2 layers. Pass"),
     "the last layer's": (

@@ -322,7 +322,7 @@ BAD = {
     ),
     "empty row": (dict(lengths=np.array([5, 0, 1])), ValueError, r"within 1 \.\. 5, .* got \[5, 0, 1\]"),
     "length": (dict(lengths=np.array([6, 3, 1])), ValueError, r"within 1 \.\. 5, .* got \[6, 3, 1\]"),
-    "number of lengths": (dict(lengths=LENGTHS[:2]), ValueError, "lengths must be one number a prompt"),
+    "number of lengths": (dict(lengths=LENGTHS[:2]), ValueError, "lengths must be one number per prompt"),
     "prompt longer than the cache": (
         dict(max_length=4),
         ValueError,
@@ -359,7 +359,7 @@ BAD = {
     "number of keys": (
         dict(key=jax.random.split(jax.random.key(0), 2)),
         ValueError,
-        "one a prompt, got key.shape=",
+        "one per prompt, got key.shape=",
     ),
     "model": (dict(model=nnx.Dict()), TypeError, "got Dict without init_cache, prefill, decode_step"),
 }

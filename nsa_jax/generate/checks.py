@@ -1,4 +1,4 @@
-"""What `generate` refuses before anything runs; values only where they are concrete."""
+"""Checks of the arguments of `generate` before anything runs; values only if they are concrete."""
 
 import math
 import numbers
@@ -12,7 +12,7 @@ from nsa_jax.array_typing import Array, PRNGKeyArray
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError unless the model can be decoded."""
+    """Raises TypeError unless the model has the methods of `Decoder`."""
     methods = ("init_cache", "prefill", "decode_step")
     missing = [name for name in methods if not callable(getattr(model, name, None))]
     if missing:
@@ -23,7 +23,12 @@ def check_model(model: Any) -> None:
 
 
 def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array | np.ndarray]:
-    """Both as int32, and where they were. Raises TypeError or ValueError unless every row has a token."""
+    """Returns prompts and lengths as int32, on the host or the device where they were.
+
+    Raises:
+      TypeError: one is not an array of integers.
+      ValueError: shapes do not fit, or a length is out of range.
+    """
     prompts = _integers("prompts", prompts)
     if prompts.ndim != 2:
         raise ValueError(f"prompts must be [batch, tokens], got shape {prompts.shape}. Add the missing axis.")
@@ -34,7 +39,9 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array
         )
     lengths = _integers("lengths", np.full(batch, width) if lengths is None else lengths)
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths must be one number a prompt, got {lengths.shape=} and {batch=}. Pass [B].")
+        raise ValueError(
+            f"lengths must be one number per prompt, got {lengths.shape=} and {batch=}. Pass an array [B]."
+        )
     if not isinstance(lengths, jax.core.Tracer) and ((lengths < 1) | (lengths > width)).any():
         raise ValueError(
             f"lengths must be within 1 .. {width}, the width of prompts, got {lengths.tolist()}. Pad prompts "
@@ -44,7 +51,7 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array
 
 
 def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int | None) -> None:
-    """Raises ValueError unless every prompt and its new tokens fit a cache of this size, if one is given."""
+    """Raises ValueError unless every prompt and its new tokens fit into `max_length`, if that is given."""
     if max_length is None:
         return
     check_counts(max_length=max_length)
@@ -70,14 +77,14 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_tokens(eos_id: Any, pad_id: Any) -> None:
-    """Raises TypeError unless both are ints; there may be no `eos_id`."""
+    """Raises TypeError unless both are ints; `eos_id` may be None."""
     if eos_id is not None:
         _check_int("eos_id", eos_id)
     _check_int("pad_id", pad_id)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raises TypeError or ValueError unless the parameters of the draw are in range."""
+    """Raises TypeError or ValueError unless the sampling parameters are in range."""
     for name, number in (("temperature", temperature), ("top_p", 1.0 if top_p is None else top_p)):
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}. Pass a float.")
@@ -90,7 +97,7 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
 
 
 def check_key(key: Any, batch: int) -> PRNGKeyArray:
-    """One key a row: given, or derived from one key or seed by the row's index."""
+    """Returns one key per row: as given, or derived from a single key or seed by the index of the row."""
     if isinstance(key, numbers.Integral) and not isinstance(key, bool):
         key = jax.random.key(int(key))
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
@@ -101,7 +108,7 @@ def check_key(key: Any, batch: int) -> PRNGKeyArray:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     if key.shape != (batch,):
         raise ValueError(
-            f"key must be one key, or one a prompt, got {key.shape=} and {batch=}. Use random.split."
+            f"key must be one key, or one per prompt, got {key.shape=} and {batch=}. Use jax.random.split."
         )
     return key
 
@@ -109,7 +116,7 @@ def check_key(key: Any, batch: int) -> PRNGKeyArray:
 def _integers(name: str, values: Any) -> Array | np.ndarray:
     if not isinstance(values, (jax.Array, np.ndarray)):
         raise TypeError(
-            f"{name} must be an array, got {type(values).__name__}. Pad to one length, call np.array."
+            f"{name} must be an array, got {type(values).__name__}. Pad to one length and call np.array."
         )
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {values.dtype}. Pass token ids and counts as int32.")

@@ -1,11 +1,11 @@
-"""Generation in one compiled program: prefill, then a loop that never returns to the host for a token.
+"""Generation in one compiled program: prefill, then a loop that does not return to the host for each token.
 
-The end depends on the data, and each question whether it has come is a round trip to the host. So a
-`while_loop` asks once a chunk, and a chunk is a loop of a fixed number of steps. A finished row goes along
-through the steps and writes nothing; what the last chunk computes beyond the end is cut off.
+When the loop ends depends on the data, and each test for the end is a round trip to the host. So a
+`while_loop` tests once per chunk, and a chunk is a loop with a fixed number of steps. Finished rows take part
+in the remaining steps but write nothing; what the last chunk computes beyond the end is cut off.
 
-The first token comes from the logits of the prompt, and a step takes the token that the last one drew. So a
-call for one token ends with the prefill: its time is the time to the first token.
+The first token is drawn from the logits of the prompt. Each step feeds the token that the previous one drew.
+So a call for one token ends after the prefill, and its time is the time to the first token.
 """
 
 import functools
@@ -22,28 +22,32 @@ from nsa_jax.generate.sampling import sample
 
 
 class Decoder(Protocol):
-    """What `generate` asks of a model, which is an `nnx.Module`; `nsa_jax.model.Transformer` is one."""
+    """The methods that `generate` needs of a model, such as `nsa_jax.model.Transformer`.
+
+    The model must also be an `nnx.Module`.
+    """
 
     def init_cache(self, batch: int, max_length: int) -> Any:
-        """An empty cache."""
+        """Makes an empty cache for `batch` rows of at most `max_length` tokens."""
 
     def prefill(
         self, tokens: Int[Array, "B T"], cache: Any, num_tokens: Int[Array, " B"]
     ) -> tuple[Array, Any]:
-        """Logits [B, vocab] after each row's last real token, and the cache with the real tokens."""
+        """Appends prompts; returns the logits `[B, vocab]` after the last real token, and the cache."""
 
     def decode_step(
         self, tokens: Int[Array, "B 1"], cache: Any, num_tokens: Int[Array, " B"]
     ) -> tuple[Array, Any]:
-        """Logits [B, 1, vocab], and the cache; rows of 0 tokens stay as they are."""
+        """Appends a token to the rows with `num_tokens` 1; returns logits `[B, 1, vocab]` and the cache."""
 
 
 class Generation(NamedTuple):
-    """New tokens of each row, and how many they are.
+    """Result of `generate`.
 
     Attributes:
-      tokens: without the prompt; a row that ended early has `eos_id` last and `pad_id` behind it.
-      lengths: number of new tokens, `eos_id` included.
+      tokens: new tokens of each row, without the prompt. A row that ended early has `pad_id` after its
+        `eos_id`.
+      lengths: number of new tokens of each row, `eos_id` included.
     """
 
     tokens: Int32[Array, "B new"]
@@ -51,7 +55,10 @@ class Generation(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """What goes around the loop; `token`, the `step`-th new one, is not in the cache yet."""
+    """The state of the loop.
+
+    `token` is the newest token of each row, number `step` counted from 1. It is not in the cache yet.
+    """
 
     cache: Any
     token: Int32[Array, " B"]
@@ -62,7 +69,10 @@ class _Loop(NamedTuple):
 
 
 class _Sampling(NamedTuple):
-    """Traced, so that another value is no other program; None is, as it leaves its work out."""
+    """Sampling parameters, which are traced: other values need no other program.
+
+    None does: it leaves out the operations of that parameter.
+    """
 
     temperature: float | None
     top_k: int | None
@@ -70,7 +80,7 @@ class _Sampling(NamedTuple):
 
     @classmethod
     def make(cls, temperature: float, top_k: int | None, top_p: float | None) -> "_Sampling":
-        # One type each: a NumPy scalar, or 1 for 1.0, would be another program.
+        # Converted to one type each: a NumPy scalar, or 1 for 1.0, would need another program.
         top_k = None if top_k is None else int(top_k)
         return cls(float(temperature), top_k, None if top_p is None else float(top_p))
 
@@ -93,40 +103,46 @@ def generate(
 ) -> Generation:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
-    Calls of similar sizes share a program. `P` and `max_new_tokens` are rounded up to buckets of at most an
-    eighth more, or multiples of 64. A program is compiled for each structure of the model, number of rows,
-    bucket of `P`, capacity of the cache, `chunk_size` and `prefill_chunk`, and choice of which of
-    `temperature`, `top_k`, `top_p` and `eos_id` are in use. Values do not matter, and neither does
-    `max_new_tokens` where `max_length` is given. For each new size JAX still compiles the cut of the result,
-    and the padding of prompts that are no NumPy array: milliseconds.
+    Calls of similar sizes share a compiled program: `P` and `max_new_tokens` are rounded up to buckets, to
+    the next multiple of 64 or by at most an eighth. There is one program for each combination of
+
+    * the structure of the model and the number of rows,
+    * the bucket of `P` and the capacity of the cache,
+    * `chunk_size` and `prefill_chunk`,
+    * which of `temperature`, `top_k`, `top_p` and `eos_id` are used.
+
+    Their values do not matter, and neither does `max_new_tokens` if `max_length` is given. For each new size
+    JAX also compiles the slice of the result, and the padding of prompts that are not NumPy arrays, in
+    milliseconds.
 
     Args:
-      model: an `nnx.Module` with the methods of `Decoder`.
+      model: an `nnx.Module` with the methods of `nsa_jax.generate.loop.Decoder`, such as
+        `nsa_jax.model.Transformer`.
       prompts: token ids, padded on the right with any ids.
-      lengths: tokens of each prompt, 1 .. `P`; `P` by default.
-      max_new_tokens: most tokens to add to a row.
-      max_length: capacity of the cache in tokens, prompt and new ones together, taken exactly. By default
-        the sum of the two buckets, whose cache is up to an eighth and 126 tokens a row larger than needed.
-      temperature: 0 takes the most likely token, others divide the logits before drawing.
-      top_k: draws from the `k` most likely tokens only.
-      top_p: draws from the fewest tokens that together have this probability.
-      eos_id: token that ends a row.
-      pad_id: what stands behind the end of a row that ended early.
-      key: a seed, a typed key of `jax.random.key`, or one such key a row. From a seed or a single key each
-        row gets its own, by its index. A row depends on its own prompt and key alone.
-      chunk_size: steps between two questions whether all rows have ended. A question costs about 11 us on an
-        H100; whole chunks run, so the last one takes up to `chunk_size - 1` steps for nothing.
-      prefill_chunk: prompt tokens of a row prefilled at once, which bound the memory; the chunks after the
-        longest prompt are left out. By default about 8192 tokens of all rows together, but at least 512
-        of a row, in equal parts.
+      lengths: number of tokens of each prompt, 1 .. `P`; `P` by default.
+      max_new_tokens: largest number of tokens to add to a row.
+      max_length: exact capacity of the cache in tokens, prompt and new tokens together. By default the sum of
+        the two buckets; the cache is then up to an eighth and 126 tokens per row larger than needed.
+      temperature: divides the logits before drawing; 0 takes the most likely token instead.
+      top_k: draws only from the `k` most likely tokens.
+      top_p: draws only from the smallest set of most likely tokens with at least this probability together.
+      eos_id: token that ends a row; None for no such token.
+      pad_id: token that fills a row after its end.
+      key: a seed, a typed key of `jax.random.key`, or one such key for each row. From a seed or a single key,
+        each row gets its own key by its index. A row depends only on its own prompt and key.
+      chunk_size: number of steps between two tests whether all rows have ended. A test costs about 11 us on
+        an H100. Whole chunks run, so up to `chunk_size - 1` steps of the last chunk are wasted.
+      prefill_chunk: number of prompt tokens of a row that are prefilled at once, which bounds the memory.
+        Chunks beyond the longest prompt are skipped. By default equal parts with at most about 8192 tokens of
+        all rows together, but not less than 512 tokens of a row.
 
     Returns:
       `Generation(tokens, lengths)`.
 
     Raises:
       TypeError: an argument has the wrong type, or `model` lacks a method.
-      ValueError: an empty prompt, one longer than the cache, a cache too small for the new tokens, lengths or
-        another argument out of range; before anything runs.
+      ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, or an
+        argument is out of range. Nothing runs then.
 
     Example:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
@@ -140,7 +156,7 @@ def generate(
     checks.check_tokens(eos_id, pad_id)
     checks.check_room(counts, max_new_tokens, max_length)
     batch, width = len(tokens), buckets.bucketed(tokens.shape[1])
-    if max_length is not None:  # no wider than the prompts and the cache are
+    if max_length is not None:  # no wider than prompts and cache require
         width = min(width, max(tokens.shape[1], int(max_length)))
     part = min(prefill_chunk or buckets.prefill_chunk(batch, width), width)
     graphdef, state = nnx.split(model)
@@ -162,7 +178,7 @@ def generate(
 
 
 def _widened(prompts: Array | np.ndarray, width: int) -> Array | np.ndarray:
-    """The prompts with zeros behind them; on the host if they are there, where no program is compiled."""
+    """Pads the prompts with zeros on the right. NumPy arrays stay on the host and need no program."""
     pad = jnp.pad if isinstance(prompts, jax.Array) else np.pad
     return pad(prompts, ((0, 0), (0, width - prompts.shape[1])))
 
@@ -183,19 +199,19 @@ def _run(
     chunk_size,
     prefill_chunk,
 ) -> Generation:
-    """As `generate`, with more columns of tokens: no prompt and its new tokens are more than `max_length`."""
+    """`generate` with `max_length` columns of tokens, which is always enough."""
     model = nnx.merge(graphdef, state)
     batch = prompts.shape[0]
 
     def draw(loop: _Loop, cache: Any, logits: Array) -> _Loop:
-        """Adds the token that `logits` give to the rows that have not ended."""
+        """Draws the next token from `logits` and adds it to the rows that have not ended."""
         keys_now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.step)
         token = sample(logits, keys_now, **sampling._asdict())
         lengths = loop.lengths + ~loop.done
         done = loop.done | (lengths >= max_new_tokens)
         if eos_id is not None:
             done |= token == eos_id
-        # The last chunk may go on beyond the last column.
+        # The last chunk may run beyond the last column.
         tokens = loop.tokens.at[:, loop.step].set(token, mode="drop")
         return _Loop(cache, token, tokens, lengths, done, loop.step + 1)
 
@@ -223,7 +239,7 @@ def _run(
 
 
 def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
-    """Logits after each prompt's last token; by chunks of one size, as many as the longest prompt needs."""
+    """Logits after the last token of each prompt, in as many equal chunks as the longest prompt needs."""
     if chunk == prompts.shape[1]:
         return model.prefill(prompts, cache, num_tokens=lengths)
 

@@ -1,4 +1,4 @@
-"""The choice of the next token from its logits: greedy, or drawn after temperature, top-k and top-p."""
+"""Chooses the next token from the logits: the likeliest, or a draw with temperature, top-k and top-p."""
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,21 @@ def sample(
     top_k: int | Int[Array, ""] | None = None,
     top_p: Number | None = None,
 ) -> Int32[Array, " B"]:
-    """One token for each row.
+    """Chooses one token for each row.
 
     Args:
-      logits: of the next token, any float dtype.
-      keys: one typed key a row; a row's draw depends on nothing but its key and its logits.
-      temperature: divides the logits before all else, above 0; None takes the most likely token.
-      top_k: as in `truncate`, after the temperature.
-      top_p: as in `truncate`, after the temperature.
+      logits: logits of the next token, of any float dtype.
+      keys: one typed key for each row. A draw depends only on the key and the logits of its row.
+      temperature: divides the logits before anything else; above 0. None takes the most likely token.
+      top_k: see `truncate`, applied after the temperature.
+      top_p: see `truncate`, applied after the temperature.
 
     Returns:
-      Token ids. Of equally likely ones the greedy choice takes the lowest.
+      Token ids. Without a temperature, the lowest of equally likely ids.
 
-    Numerics: float32, or float64 for float64 logits. The largest logit is subtracted before the division, so
-      that no temperature overflows.
+    Numerics:
+      Computes in float32, or in float64 for float64 logits. The largest logit is subtracted before the
+      division, so that no temperature overflows.
     """
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -45,16 +46,16 @@ def truncate(
     top_k: int | Int[Array, ""] | None = None,
     top_p: Number | None = None,
 ) -> Float[Array, "B vocab"]:
-    """Rules out unlikely tokens: their logits become `-inf`.
+    """Excludes unlikely tokens by setting their logits to `-inf`.
 
     Args:
-      logits: of the next token.
-      top_k: keeps the `k` most likely tokens, at least 1; of equally likely ones the lower ids.
-      top_p: keeps the most likely tokens that together have at least this probability, the fewest that do
-        (arXiv:1904.09751), among what `top_k` left; above 0, and 1 keeps all.
+      logits: logits of the next token.
+      top_k: keeps the `k` most likely tokens, `k` at least 1; of equally likely tokens the lower ids.
+      top_p: keeps the smallest set of most likely tokens whose probabilities add up to at least this number
+        (arXiv:1904.09751), among those that `top_k` left; above 0, and 1 keeps all.
 
     Returns:
-      Logits of the same shape and dtype; at least one a row is kept.
+      Logits of the same shape and dtype. At least one token of each row is kept.
     """
     if top_k is None and top_p is None:
         return logits
@@ -69,7 +70,8 @@ def truncate(
         before = jnp.pad(jnp.cumsum(probability, axis=-1)[:, :-1], ((0, 0), (1, 0)))
         enough = (before < top_p).sum(axis=-1, dtype=jnp.int32)
         kept = jnp.where(top_p < 1, jnp.clip(enough, 1, kept), kept)
-    # What is kept is a prefix of the ranking: its last entry tells it apart, and no sort need be undone.
+    # The kept tokens are a prefix of the ranking. Comparing with its last entry finds them, so the sort need
+    # not be undone.
     last = kept[:, None] - 1
     last_logit = jnp.take_along_axis(ranked, last, axis=-1)
     last_token = jnp.take_along_axis(order, last, axis=-1)

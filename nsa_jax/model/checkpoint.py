@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: a model with its configuration, and whatever else a training run must resume."""
+"""Checkpoints by Orbax: a model with its configuration, and what a training run needs to resume."""
 
 import dataclasses
 import os
@@ -18,29 +18,34 @@ from nsa_jax.nn.parameters import by_path, sharding_of
 from nsa_jax.nn.projections import Sharding
 from nsa_jax.nn.rope_scaling import as_plain, from_plain
 
-# These change how a model computes, not what its parameters are or mean.
+# These fields change how a model computes, not which parameters it has or what they mean.
 FREE_FIELDS = ("dtype", "remat", "dropout_rate")
 
 
 def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = None) -> None:
-    """Writes a checkpoint into the directory `path` and then drops the one before it.
+    """Writes a checkpoint to the directory `path` and then deletes the one before it.
 
-    A new checkpoint becomes visible by one rename, after all of it is on disk, and only then is the old one
-    deleted: a save that fails or is killed leaves what was there.
+    The new checkpoint becomes visible by one rename after all of it is on disk, and only then is the old one
+    deleted. So a save that fails or is killed leaves the old checkpoint.
 
     Args:
-      path: directory of the checkpoint; made if it does not exist.
-      model: its configuration and parameters are written.
+      path: directory of the checkpoint; created if it does not exist.
+      model: the model, whose configuration and parameters are written.
       training: any pytree of arrays and numbers that a resumed run needs, for example
-        `{"optimizer": nnx.state(optimizer), "step": step}`. Random keys go in as `jax.random.key_data`.
+        `{"optimizer": nnx.state(optimizer), "step": step}`. Convert random keys by `jax.random.key_data`.
+        None to save the model only.
 
     Raises:
-      TypeError: `model` is not a `Transformer`, or its configuration holds what JSON cannot, among that a
-        `rotary`, `compressor` or `gate` of one's own.
-      ValueError: `restore` could not bring back the model, because its parameters, submodules or their
-        settings are not those of its configuration; or `training` holds something else than arrays and
-        numbers. Nothing is written then.
-      ImportError: Orbax is missing.
+      TypeError: `model` is not a `Transformer`, or its configuration holds something that JSON cannot, such
+        as your own `rotary`, `compressor` or `gate`. Nothing is written then.
+      ValueError: `restore` could not rebuild the model, because its parameters, submodules or their settings
+        are not those of its configuration; or `training` holds something other than arrays and numbers.
+        Nothing is written then.
+      ImportError: Orbax is not installed.
+
+    Example:
+      >>> save("run/checkpoint", model, training={"optimizer": nnx.state(optimizer), "step": 100})
+      >>> model = restore("run/checkpoint")
     """
     orbax = _orbax()
     restorable.check_model(model)
@@ -65,22 +70,24 @@ def restore(
     sharding: Sharding | None = None,
     implementation: Implementation | None = None,
 ) -> Transformer:
-    """Reads the model that `save` wrote.
+    """Reads a model that `save` wrote.
 
     Args:
       path: directory of the checkpoint.
-      config: the configuration to restore, by default that of the checkpoint. `dtype`, `remat` and
-        `dropout_rate` may differ from it.
-      sharding: as in `Transformer`; parameters are read into this sharding of the mesh in context.
-      implementation: as in `Transformer`.
+      config: configuration of the model, by default that of the checkpoint. Only `dtype`, `remat` and
+        `dropout_rate` may differ from that.
+      sharding: mesh axes of named dimensions, see `Transformer`. The parameters are read into this sharding
+        of the mesh in context.
+      implementation: "xla", "triton" or None, see `Transformer`.
 
     Returns:
-      The model. Its dropout starts anew from seed 0; `nnx.reseed(model, default=seed)` sets another.
+      The model. Its dropout starts from seed 0; `nnx.reseed(model, default=seed)` sets another seed.
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
-      ValueError: the checkpoint is one of another configuration.
-      ImportError: Orbax is missing.
+      ValueError: the checkpoint has another configuration, or `sharding` names an unknown dimension or has no
+        mesh in context.
+      ImportError: Orbax is not installed.
     """
     orbax = _orbax()
     newest = _newest(orbax, path)
@@ -105,19 +112,20 @@ def restore(
 
 
 def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
-    """Reads the `training` tree that `save` wrote, into the structure, shapes and dtypes of `like`.
+    """Reads the `training` tree that `save` wrote.
 
     Args:
       path: directory of the checkpoint.
-      like: a tree of the same structure, for example that of a run that has not started.
+      like: a tree with the structure, shapes and dtypes that were saved, for example that of a run that has
+        not started yet.
 
     Returns:
-      A tree like `like`, its arrays placed as those of `like` are.
+      The saved tree. Its arrays have the placement of the arrays in `like`.
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
-      ValueError: the checkpoint holds no `training`, or one of another structure.
-      ImportError: Orbax is missing.
+      ValueError: the checkpoint holds no `training` tree, or one of another structure, shape or dtype.
+      ImportError: Orbax is not installed.
     """
     orbax = _orbax()
     newest = _newest(orbax, path)
@@ -179,7 +187,7 @@ def _fits(leaf: Any, held: Any) -> bool:
 
 
 def _parameters(model: Transformer) -> dict[str, Any]:
-    """Parameters by their dotted path, as they are named in the checkpoint."""
+    """Parameters by their names in the checkpoint: their paths, joined by dots."""
     named = by_path(nnx.state(model, nnx.Param))
     return {name: variable.get_value() for name, variable in named.items()}
 
@@ -197,13 +205,13 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
             raise ValueError(
                 f"the paths of training must differ, got {name!r} twice. Rename a key with a dot."
             )
-        # Orbax writes a NumPy scalar and cannot read it again.
+        # Orbax can write a NumPy scalar but cannot read it again.
         named[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
     return named
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The leaf with a sharding that arrays can be read into: of the mesh in context, or the first device."""
+    """The leaf with a sharding to read arrays into: that of the mesh in context, or the first device."""
     where = sharding_of(leaf) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
@@ -214,7 +222,7 @@ def _config_to_json(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
-    scaling = values.get("rope_scaling")  # 0.1.0 had none
+    scaling = values.get("rope_scaling")  # checkpoints of version 0.1.0 do not have it
     values |= {"rope_scaling": None if scaling is None else from_plain(scaling)}
     return TransformerConfig(**(values | {"nsa": NSAConfig(**values["nsa"])}))
 
@@ -227,5 +235,5 @@ def _check_same(config: TransformerConfig, saved: TransformerConfig) -> None:
         has = ", ".join(f"{name}={getattr(saved, name)!r}" for name in differing)
         raise ValueError(
             f"config must be that of the checkpoint, got {got} where it has {has}. "
-            "Pass its configuration, or none to take it from the checkpoint."
+            "Pass the configuration that was saved, or None to take it from the checkpoint."
         )

@@ -1,4 +1,4 @@
-"""What a `Transformer` is: the configuration that its checkpoint stores."""
+"""The configuration of a `Transformer`, which its checkpoint stores."""
 
 import dataclasses
 from typing import Literal
@@ -14,48 +14,50 @@ from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
 
 _ATTENTION = ("nsa", "dense", "window")
 
-# Fields that may hold a function, which no checkpoint can.
+# Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What decides which parameters a `Transformer` has and what it computes; a checkpoint stores it.
+    """Configuration of a `Transformer`: decides its parameters and what it computes.
+
+    `share_keys_values`, `compression`, `compressor` and `gate` only matter for `attention="nsa"`. A model
+    with its own `compressor`, `gate` or `rotary` function cannot be saved, because a checkpoint cannot hold
+    functions.
 
     Attributes:
-      vocab_size: tokens of the vocabulary.
-      num_layers: decoder layers.
+      vocab_size: number of tokens in the vocabulary.
+      num_layers: number of decoder layers.
       model_dim: width of the residual stream.
-      num_heads: query heads.
-      num_kv_heads: KV heads.
+      num_heads: number of query heads, a multiple of `num_kv_heads`.
+      num_kv_heads: number of KV heads.
       head_dim: width of queries and keys, `model_dim // num_heads` by default.
       mlp_dim: inner width of SwiGLU, by default 8/3 of `model_dim`, rounded up to a multiple of 8.
-      attention: "nsa", "dense" (full causal attention) or "window" (the last `nsa.window_size` tokens alone).
+      attention: "nsa", "dense" (full causal attention) or "window" (only the last `nsa.window_size` tokens).
       nsa: block structure.
       share_keys_values: whether the branches share keys and values, see `nsa_jax.nn.NSAAttention`.
       compression: "mlp" or "mean", see `nsa_jax.nn.Compressor`.
-      compressor: makes compressors of one's own, see `nsa_jax.nn.NSAAttention`.
-      gate: makes a gate of one's own, see `nsa_jax.nn.NSAAttention`.
-      normalize_qk: whether queries and keys pass an RMSNorm over the head dim.
-      scale: factor of the logits of the attention, `head_dim**-0.5` by default.
-      dropout_rate: share of each attention layer's outputs that training drops; `train()` and `eval()` of the
-        model switch it on and off. `prefill` and `decode_step` drop nothing.
+      compressor: makes your own compressors, see `nsa_jax.nn.NSAAttention`.
+      gate: makes your own gate, see `nsa_jax.nn.NSAAttention`.
+      normalize_qk: whether queries and keys pass an RMSNorm over the head dim, see `nsa_jax.nn.NSAAttention`.
+      scale: factor of the attention logits, `head_dim**-0.5` by default.
+      dropout_rate: share of the outputs of each attention layer that training drops, from 0 to below 1. The
+        methods `train()` and `eval()` of the model switch it on and off. `prefill` and `decode_step` drop
+        nothing.
       rope_base: base of the rotary embedding.
-      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` of its frequencies, from `nsa_jax.nn`.
-      rotary: a rotary function in the place of the two, see `nsa_jax.nn.NSAAttention`.
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` from `nsa_jax.nn`, or None.
+      rotary: your own rotary function instead of `rope_base` and `rope_scaling`, see
+        `nsa_jax.nn.NSAAttention`.
       tie_embeddings: whether the output projection is the transposed embedding.
       dtype: name of the dtype of the computation. Logits are float32 at least.
       param_dtype: name of the dtype of the parameters.
-      remat: whether the backward pass recomputes each layer instead of storing what it computed.
-
-    `share_keys_values`, `compression`, `compressor` and `gate` are those of "nsa"; other kinds of attention
-    ignore them. A model with a `compressor`, `gate` or `rotary` of one's own cannot be saved: a checkpoint
-    holds no functions.
+      remat: whether the backward pass recomputes each layer instead of storing its intermediate results.
 
     Raises:
-      TypeError: an option is of the wrong kind, or cannot be called as said there.
-      ValueError: a value is out of range or unknown, or head counts or widths do not divide; a `rotary` or
-        `compressor` beside what it takes the place of.
+      TypeError: an option is of the wrong kind, or cannot be called as described.
+      ValueError: a value is out of range or unknown; head counts or widths do not divide; or `rotary` or
+        `compressor` is given together with the options that it replaces.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""One decoder layer: pre-norm attention and SwiGLU on a residual stream."""
+"""A decoder layer: attention and SwiGLU on a residual stream, each after a norm."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ class SwiGLU(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DecoderLayer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D"]:
-        """One layer of the residual stream; see `NSAAttention` for `deterministic`."""
+        """Applies the layer to the residual stream; arguments as in `NSAAttention`."""
         out = self.attention(
             self.attention_norm(x),
             positions=positions,
@@ -108,39 +108,42 @@ class DecoderLayer(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """The layer at the tokens of a prompt, which the cache then holds, see `NSAAttention.prefill`."""
+        """Applies the layer to a prompt and appends it to the cache, see `NSAAttention.prefill`."""
         out, cache = self.attention.prefill(self.attention_norm(x), cache, num_tokens=num_tokens)
         return self._add(x, out), cache
 
     def decode_step(
         self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """The layer at a few new tokens, see `NSAAttention.decode_step`."""
+        """Applies the layer to a few new tokens and appends them, see `NSAAttention.decode_step`."""
         out, cache = self.attention.decode_step(self.attention_norm(x), cache, num_tokens=num_tokens)
         return self._add(x, out), cache
 
     def counted_step(
         self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
     ) -> tuple[Float[Array, "B T D"], LayerCache, Reads]:
-        """`decode_step` of NSA, and what each branch gathered."""
+        """`decode_step` of an NSA layer that also counts the keys that each branch gathers."""
         out, cache, reads = self.attention.decode_step(
             self.attention_norm(x), cache, num_tokens=num_tokens, count_reads=True
         )
         return self._add(x, out), cache, reads
 
     def _add(self, x: Float[Array, "B T D"], out: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The residual stream behind the layer whose attention gave `out`."""
+        """The residual stream after the layer, given the output of its attention."""
         x = x + out
         return x + self.mlp(self.mlp_norm(x))
 
 
 def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """The normalisation (arXiv:1910.07467) before attention, MLP and logits."""
+    """Makes the RMSNorm (arXiv:1910.07467) that comes before attention, MLP and logits."""
     return nnx.RMSNorm(
         config.model_dim, epsilon=NORM_EPSILON, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
     )
 
 
 def _residual_init(config: TransformerConfig) -> nnx.Initializer:
-    """LeCun's variance over the number of additions to the residual stream, which then starts near 1."""
+    """LeCun's variance divided by the number of additions to the residual stream.
+
+    So the variance of the stream starts near 1.
+    """
     return nnx.initializers.variance_scaling(0.5 / config.num_layers, "fan_in", "truncated_normal")

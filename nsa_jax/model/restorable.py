@@ -1,4 +1,4 @@
-"""What a checkpoint can bring back: `save` asks here before it writes anything."""
+"""Checks that a checkpoint can be restored. `save` calls them before it writes anything."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, differences, listed
 
 SETTINGS = bool | int | float | str | tuple | NSAConfig | None
-# What a module holds of these says how it computes, not what; `restore` sets them anew.
+# Settings that change how a module computes, not what. `restore` sets them again.
 FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic")
 _REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
 
 
 def check_model(model: Transformer) -> None:
-    """Raises unless `restore` builds this very model from its configuration and parameters.
+    """Raises unless `restore` can rebuild exactly this model from its configuration and parameters.
 
     Raises:
-      TypeError: it is no `Transformer`, or its configuration is none that JSON can hold.
-      ValueError: its parameters or modules are not those of its configuration, or its parameters are no
-        arrays, for example because they were donated.
+      TypeError: it is not a `Transformer`, or its configuration holds something that JSON cannot.
+      ValueError: its parameters or modules are not those of its configuration, or its parameters are not
+        arrays that can be read, for example because they were donated.
     """
     if type(model) is not Transformer:
         raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}.")
@@ -113,14 +113,14 @@ def _check_parameters(model: Transformer, expected: Transformer) -> None:
 
 
 def _without_numbers(value: Any) -> str | None:
-    """What stands where an array should be, None for an array that can be read."""
+    """Says what a value is instead of an array, or returns None for an array that can be read."""
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return type(value).__name__
     return "deleted array" if isinstance(value, jax.Array) and value.is_deleted() else None
 
 
 def _changed_modules(module: nnx.Module, expected: nnx.Module, path: str = "model") -> Iterator[str]:
-    """Paths of modules of another type, with other submodules or with another setting, outermost first."""
+    """Paths of modules that differ in type, submodules or a setting, outermost first."""
     here, there = _submodules(module), _submodules(expected)
     same_kind = type(module) is type(expected) and here.keys() == there.keys()
     if not same_kind or _settings(module) != _settings(expected):
@@ -135,9 +135,10 @@ def _submodules(module: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def _settings(module: nnx.Module) -> dict[str, Any]:
-    """What a module holds beside parameters and submodules, as far as it can be compared.
+    """What a module holds besides parameters and submodules, as far as it can be compared.
 
-    Functions can be in our modules. Those of Flax's are initializers, of which no two are equal.
+    Functions are compared in our modules only. In Flax's modules they are initializers, and no two
+    initializers are equal.
     """
     ours = type(module).__module__.partition(".")[0] == "nsa_jax"
     return {

@@ -1,4 +1,4 @@
-"""A small decoder-only language model whose attention is NSA, dense or a window alone, by one field."""
+"""A small decoder-only language model with NSA, dense attention or a window, as one field chooses."""
 
 from typing import Any, Literal, overload
 
@@ -15,21 +15,24 @@ from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model: embedding, pre-norm layers of attention and SwiGLU, RMSNorm, logits.
+    """Decoder-only language model: embedding, layers of attention and SwiGLU, RMSNorm, logits.
 
-    The layers are a list, which each add to what is traced and compiled; `examples/scan_layers.py` scans a
-    stack of layers and says what that costs.
+    The layers are a Python list, so each of them adds to the time of tracing and compiling.
+    `examples/scan_layers.py` scans a stack of layers instead and says what that costs.
 
     Args:
       config: widths, depth and kind of attention.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
-        `NSAAttention`.
-      implementation: which implementation attends, see `nsa_jax.attention`.
+        `nsa_jax.nn.NSAAttention`.
+      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
       rngs: source of the initial parameters.
+
+    Raises:
+      ValueError: `sharding` names an unknown dimension.
 
     Example:
       >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
-      >>> logits = Transformer(config, rngs=nnx.Rngs(0))(tokens)
+      >>> logits = Transformer(config, rngs=nnx.Rngs(0))(tokens)  # tokens [B, T], logits [B, T, 256]
     """
 
     def __init__(
@@ -71,18 +74,19 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocab"]:
-        """Logits of the token after each token, from its sequence up to itself.
+        """Computes, for each token, the logits of the token that follows it.
 
         Args:
-          tokens: token ids below `vocab_size`.
-          positions: rotary positions, by default the index of each token in its sequence.
-          segment_ids: sequences of packed rows: each non-zero id one contiguous run, 0 = padding.
+          tokens: token ids, at least 0 and below `vocab_size`.
+          positions: rotary position of each token, by default its index in its sequence.
+          segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
+            0 = padding.
 
         Returns:
           Logits in float32, or in float64 for a float64 computation.
 
         Raises:
-          ValueError: `tokens` is not a matrix of integers, or an argument's shape does not fit it.
+          ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it.
         """
         x = self._embed(tokens)
         run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__
@@ -97,10 +101,19 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> list[Selection]:
-        """What each layer selects and how it gates its branches, for pictures; nothing is dropped.
+        """Returns what each layer selects and how it weighs its branches. Dropout is off.
+
+        Args:
+          tokens: token ids.
+          positions: rotary position of each token, see `__call__`.
+          segment_ids: sequence of each token, see `__call__`.
+
+        Returns:
+          One `nsa_jax.nn.Selection` for each layer.
 
         Raises:
-          NotImplementedError: the model's attention is not NSA.
+          NotImplementedError: the attention of the model is not "nsa".
+          ValueError: as in `__call__`.
         """
         if self.config.attention != "nsa":
             raise NotImplementedError(
@@ -115,7 +128,17 @@ class Transformer(nnx.Module):
         return selections
 
     def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[LayerCache, ...]:
-        """Empty caches of all layers: `nsa_jax.cache.init_cache`, or `init_dense_cache` without NSA."""
+        """Makes empty caches for `prefill` and `decode_step`.
+
+        Args:
+          batch: number of rows.
+          max_length: most tokens that a row can hold, prompt and new tokens together.
+          step_capacity: most tokens that one `decode_step` can append to a row.
+
+        Returns:
+          One cache for each layer: an `nsa_jax.cache.NSACache`, or a `DenseCache` if the attention is not
+          "nsa".
+        """
         return tuple(
             layer.attention.init_cache(batch, max_length, step_capacity=step_capacity)
             for layer in self.layers
@@ -127,21 +150,21 @@ class Transformer(nnx.Module):
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B vocab"], tuple[LayerCache, ...]]:
-        """Appends a prompt, or one chunk of it, to every row.
+        """Appends a prompt, or a chunk of one, to every row.
 
         Args:
           tokens: token ids, padded on the right with any ids.
-          cache: what `init_cache` or an earlier step returned.
-          num_tokens: how many of the `T` tokens of each row are real, by default all.
+          cache: the caches from `init_cache` or an earlier step.
+          num_tokens: how many of the `T` tokens of each row are real, all by default.
 
         Returns:
-          Logits after each row's last real token, and the caches. A row without a real token gets finite
-          logits that mean nothing.
+          The logits after the last real token of each row, and the new caches. The logits of a row without
+          real tokens are finite and meaningless.
 
         Raises:
-          TypeError: `cache` is not a tuple of caches, or something is not an array.
-          ValueError: shapes, dtypes or number of the caches do not fit; also what
-            `nsa_jax.cache.prefill` or `dense_prefill` refuses.
+          TypeError: `cache` is not a tuple of caches, or an argument is not an array.
+          ValueError: number, shapes or dtypes of the caches do not fit; see also `nsa_jax.cache.prefill` and
+            `nsa_jax.cache.dense_prefill`.
         """
         self._check_caches(tokens, cache)
         x, caches = self._embed(tokens), []
@@ -185,22 +208,25 @@ class Transformer(nnx.Module):
         tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]
         | tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]
     ):
-        """Appends at most `step_capacity` tokens to every row; a row with `num_tokens` 0 writes nothing.
+        """Appends a few tokens to every row.
 
         Args:
-          tokens: token ids.
-          cache: what `init_cache` or an earlier step returned.
-          num_tokens: how many of the `T` tokens of each row are real, by default all.
-          count_reads: whether to count what each branch of NSA gathers.
+          tokens: token ids, at most `step_capacity` for each row.
+          cache: the caches from `init_cache` or an earlier step.
+          num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
+            nothing.
+          count_reads: whether to count the keys that each branch gathers; for `attention="nsa"` and on `xla`
+            only.
 
         Returns:
-          Logits after every token [B, T, vocab], and the caches; with `count_reads` also one
-          `nsa_jax.cache.Reads` a layer.
+          The logits after every token, and the new caches; with `count_reads` also one `nsa_jax.cache.Reads`
+          for each layer.
 
         Raises:
-          TypeError, ValueError: as `prefill`; also what `nsa_jax.cache.decode_step` or `dense_decode_step`
-            refuses.
-          NotImplementedError: `count_reads`, and the model's attention is not NSA.
+          TypeError: `cache` is not a tuple of caches, or an argument is not an array.
+          ValueError: number, shapes or dtypes of the caches do not fit, or there are too many tokens; see
+            also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
+          NotImplementedError: `count_reads` is True and the attention of the model is not "nsa".
         """
         self._check_caches(tokens, cache)
         x, caches, reads = self._embed(tokens), [], []
@@ -215,16 +241,16 @@ class Transformer(nnx.Module):
         return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
 
     def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[LayerCache, ...]) -> None:
-        """Raises TypeError or ValueError unless there is a cache for each layer, with a row for each row."""
+        """Raises TypeError or ValueError unless each layer has a cache with as many rows as `tokens`."""
         self._check_tokens(tokens)
         if not isinstance(caches, tuple | list) or isinstance(caches, NSACache | DenseCache):
             raise TypeError(
-                f"the cache of a model must be a tuple of one cache a layer, got {type(caches).__name__}. "
+                f"the cache of a model must be a tuple of one cache per layer, got {type(caches).__name__}. "
                 "Pass what the model's init_cache gives."
             )
         if len(caches) != len(self.layers):
             raise ValueError(
-                f"the cache of a model must have one cache a layer, got {len(caches)} for "
+                f"the cache of a model must have one cache per layer, got {len(caches)} for "
                 f"{len(self.layers)} layers. Pass what the model's init_cache gives."
             )
         for layer, cache in zip(self.layers, caches, strict=True):
