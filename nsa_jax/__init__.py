@@ -1,4 +1,16 @@
-"""Native Sparse Attention (arXiv:2502.11089) for JAX."""
+"""Native Sparse Attention (arXiv:2502.11089) for JAX.
+
+This module has the operations on arrays, the block structure `NSAConfig`, and the choice of an
+implementation. Its submodules build on them:
+
+* `nsa_jax.nn`: Flax NNX layers;
+* `nsa_jax.model`: a small language model and its checkpoints;
+* `nsa_jax.generate`: text generation in one compiled program;
+* `nsa_jax.cache`: the decoding state of a layer, and the steps that extend it;
+* `nsa_jax.debug`: checks of the values of index arrays.
+
+`nsa_jax.attention` describes what all operations have in common.
+"""
 
 from nsa_jax.attention import (
     compressed_attention,
@@ -13,7 +25,7 @@ from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqle
 from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
 from nsa_jax.layout import Run, Runs
 
-# The build reads it from here: the metadata of an editable install would be those of the day it was made.
+# The build reads the version from here. The metadata of an editable install can be out of date.
 __version__ = "0.2.0"
 
 __all__ = [

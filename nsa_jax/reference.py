@@ -1,9 +1,9 @@
-"""The oracle: Native Sparse Attention in its plainest form, for tests and `parity` only.
+"""The reference: Native Sparse Attention in its plainest form, for tests and `parity` only.
 
-It stores whole `[T, S]` masks, gives every query a copy of the keys that it sees (so that what is hidden
-takes no part, NaN included), works in any float dtype up to float64 and differentiates by plain AD. Users run
-`nsa_jax.kernels.xla`; nothing dispatches here. Every function has the arguments, results and conventions of
-the one of the same name in `nsa_jax.attention`, where they are documented.
+It stores whole `[T, S]` masks and gives every query its own copy of the keys that it sees, so that hidden
+keys have no effect, not even if they are NaN. It works in any float dtype up to float64, and automatic
+differentiation gives its gradients. `nsa_jax.dispatch` never chooses it. Every function has the arguments,
+results and conventions of the function of the same name in `nsa_jax.attention`, which documents them.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def importance_scores(
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T K M"]:
-    """Importance of each selection block (Eq. 8-10), summed over the heads of a KV head."""
+    """Importance of each selection block (Eq. 8-10), summed over the query heads of a KV head."""
     num_compressed = key_cmp.shape[1]
     placed = _place_compressed(query, num_compressed, config, query_positions, segment_ids)
     start, end = placed.compression_range(num_compressed)
@@ -77,8 +77,8 @@ def select_blocks(
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """The blocks that each query attends (Eq. 11): a stable sort by score with the forced blocks first."""
-    del lse_cmp  # recomputed: the oracle trusts nobody's normaliser
+    """The blocks that each query attends (Eq. 11), by a stable sort by score with the forced blocks first."""
+    del lse_cmp  # computed anew, so that the reference does not depend on what it is to check
     arguments: dict[str, Any] = dict(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
@@ -183,7 +183,7 @@ def native_sparse_attention(
 
 
 def _place(query, num_keys, config, query_positions, segment_ids, first_key=0) -> Placement:
-    """Places queries in rows of `num_keys` tokens, or of as many as `segment_ids` tell."""
+    """Places queries in rows of `num_keys` tokens, or as many as `segment_ids` has."""
     return layout.place(
         config,
         batch=query.shape[0],
@@ -196,7 +196,7 @@ def _place(query, num_keys, config, query_positions, segment_ids, first_key=0) -
 
 
 def _place_compressed(query, num_compressed, config, query_positions, segment_ids) -> Placement:
-    """The same where only compressed keys are known: by default all tokens are queries."""
+    """Places queries if only compressed keys are known: by default all tokens are queries."""
     longest = layout.longest_length(num_compressed, config)
     num_keys = query.shape[1] if query_positions is None else longest
     return _place(query, num_keys, config, query_positions, segment_ids)
@@ -209,7 +209,7 @@ def _in_range(start_end: tuple[Int[Array, "B T"], Int[Array, "B T"]], num_keys: 
 
 
 def _seen(x: Float[Array, "B S K X"], visible: Bool[Array, "B T #K S"]) -> Float[Array, "B T K S X"]:
-    """For every query its own copy of keys or values, 0 where it does not see them."""
+    """A copy of keys or values for every query, with 0 where it does not see them."""
     return jnp.where(visible[..., None], x.swapaxes(1, 2)[:, None], 0)
 
 
@@ -224,10 +224,10 @@ def _logits(query, key: Float[Array, "B T K S H"], scale) -> Float[Array, "B T K
 
 
 def _softmax(logits: Float[Array, "B T K G S"], visible: Bool[Array, "B T #K S"]) -> tuple[Array, Array]:
-    """Softmax over the visible keys and its natural-log normaliser; 0 and -inf in a row that sees no key."""
+    """Softmax over the visible keys and its log-sum-exp; 0 and -inf for a row that sees no key."""
     visible = visible[:, :, :, None]
     seen = visible.any(axis=-1, keepdims=True)
-    # A hidden logit never meets arithmetic, so that neither inf nor its gradient can leak through a mask.
+    # Hidden logits are replaced before any arithmetic, so that neither inf nor its gradient passes a mask.
     masked = jnp.where(visible, logits, -jnp.inf)
     largest = jax.lax.stop_gradient(
         jnp.max(jnp.where(seen, masked, 0), axis=-1, keepdims=True, initial=-jnp.inf)

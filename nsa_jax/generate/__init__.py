@@ -1,4 +1,4 @@
-"""Text generation with a compiled loop, and the choice of the next token."""
+"""Text generation in one compiled program, and the choice of the next token."""
 
 from nsa_jax.generate.loop import Decoder, Generation, generate
 from nsa_jax.generate.sampling import sample, truncate

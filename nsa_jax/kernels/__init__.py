@@ -1,1 +1,1 @@
-"""The implementations of the operations, one folder each."""
+"""The implementations of the operations, each in its own folder."""

@@ -1,4 +1,4 @@
-"""Flax NNX layers of Native Sparse Attention."""
+"""Flax NNX layers: Native Sparse Attention and its parts, and dense and window attention to compare with."""
 
 from nsa_jax.nn.attention import NSAAttention, Operands, Selection
 from nsa_jax.nn.compressor import Compressor, token_windows

@@ -1,4 +1,4 @@
-"""The `xla` implementation: plain JAX, any platform, any float dtype, any shape."""
+"""The `xla` implementation: plain JAX, for any platform, float dtype and shape."""
 
 from nsa_jax.kernels.xla.decode import decode_step
 from nsa_jax.kernels.xla.dense_decode import dense_decode_step

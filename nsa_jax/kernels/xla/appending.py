@@ -1,4 +1,4 @@
-"""The new tokens of a step go into the cache, by scatters of XLA, and the blocks they complete are formed."""
+"""Writes the new tokens of a step to the cache by XLA scatters, and forms the blocks that they complete."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,14 @@ from nsa_jax.layout import NSACache, TokenKeysValues, slots
 
 
 class Ring(NamedTuple):
-    """A ring of the cache, its new tokens, and how many tokens before itself a token needs there."""
+    """A ring of the cache and what a step does with it.
+
+    Attributes:
+      name: field of `NSACache`.
+      array: the ring.
+      new: new tokens for it.
+      history: number of earlier tokens that a token needs from it.
+    """
 
     name: str
     array: Float[Array, "B ring K D"]
@@ -22,7 +29,7 @@ class Ring(NamedTuple):
 
 
 def rings(cache: NSACache, tokens: TokenKeysValues, config: NSAConfig) -> Iterator[Ring]:
-    """Those that the cache has: none of the window where the branches share keys and values."""
+    """The rings of the cache. There are none for the window if the branches share keys and values."""
     window, raw = config.window_size - 1, config.compression_block_size - 1
     if cache.key_win_ring is not None and cache.value_win_ring is not None:
         assert tokens.key_win is not None
@@ -41,7 +48,11 @@ def append(
     config: NSAConfig,
     compress: Compress,
 ) -> NSACache:
-    """Writes the selection arrays and the complete blocks; `recent` of a ring ends in the new tokens."""
+    """Writes the new tokens to the selection arrays and the blocks they complete to the compressed ones.
+
+    `recent` holds, for each ring by name, the tokens that the ring's history requires followed by the new
+    ones.
+    """
     offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)[None]
     index, valid = new.start[:, None] + offset, offset < new.num_tokens[:, None]
     blocks = slots.completed_blocks(new, offset.shape[1], config)
@@ -57,7 +68,7 @@ def append(
 
 
 def _compress(recent, blocks, new, num_new, config, compress):
-    """Compressed keys and values of the blocks, any numbers for those that are not complete."""
+    """Compressed keys and values of the blocks; arbitrary numbers for blocks that are not complete."""
 
     def run(*key_value):
         keys, values = (slots.block_windows(x, blocks, new.start, config) for x in key_value)
@@ -68,7 +79,7 @@ def _compress(recent, blocks, new, num_new, config, compress):
         return jax.lax.cond(blocks.complete.any(), run, lambda *_: tuple(zeros), *key_value)
 
     key_value = recent["key_raw_ring"], recent["value_raw_ring"]
-    if num_new >= config.compression_stride:  # nearly every step completes a block
+    if num_new >= config.compression_stride:  # then nearly every step completes a block
         return run(*key_value)
     return jax.lax.platform_dependent(*key_value, cpu=run_if_any, default=run)
 
@@ -76,10 +87,10 @@ def _compress(recent, blocks, new, num_new, config, compress):
 def window_tokens(
     cache: NSACache, recent: dict[str, Array], new: slots.Admitted, num_new: int, history: int
 ) -> tuple[Array, Array]:
-    """Keys and values of the new tokens, and of the `history` tokens before them.
+    """Keys and values of the new tokens and of the `history` tokens before them.
 
-    Shared ones lie in the selection arrays. These are read as a ring of the size of the capacity, in which no
-    token has been overwritten.
+    If the branches share keys and values, they are read from the selection arrays. These count as a ring that
+    is as large as the capacity, so no token in it was overwritten.
     """
     if not cache.shares_keys_values:
         return recent["key_win_ring"], recent["value_win_ring"]

@@ -1,14 +1,15 @@
 """Attention of query rows over lists of key blocks: the selected branch of long rows.
 
-Gathering each row's blocks would copy `n l'` keys for the G heads of one token. So the (row, block) pairs of
-a chunk of rows are sorted by block and cut into items of pairs that share one block: an item is one dense
-product of its rows with its block. The partial results of a row's blocks are then gathered and merged. The
-backward loops over the same items; `dk` and `dv` are added item by item in a fixed order.
+Gathering the blocks of each row would copy `n l'` keys for the G heads of one token. Instead, the (row,
+block) pairs of a chunk of rows are sorted by block and cut into items. All pairs of an item share one block,
+so an item is one dense product of its rows with its block. The partial results of a row's blocks are then
+gathered and merged. The backward pass loops over the same items and adds `dk` and `dv` item by item, in a
+fixed order.
 
-Rows are the flattened (batch, KV head, query token), so batches, packed rows and ragged caches differ only
-in their block starts. Keys stay `[tokens, K, H]` as they come, `tokens` the flattened (batch, key token): a
-decode step must not copy its cache. A key is named by its index in the flattened `[tokens * K]`, so a
-block's keys lie `K` apart.
+A row is one (batch, KV head, query token). So batches, packed rows and ragged caches differ only in the
+starts of their blocks. Keys keep their layout `[tokens, K, H]`, with batch and key token flattened into
+`tokens`, because a decode step must not copy its cache. A key is identified by its index in the flattened
+`[tokens * K]`, so the keys of a block are `K` apart.
 """
 
 from functools import partial
@@ -30,11 +31,17 @@ from nsa_jax.kernels.xla.masked import (
 )
 from nsa_jax.kernels.xla.tiles import Tiles
 
-NO_BLOCK = jnp.iinfo(jnp.int32).max  # as a start: sorts behind every block
+NO_BLOCK = jnp.iinfo(jnp.int32).max  # the start of a missing block: it sorts after every block
 
 
 class BlockLists(NamedTuple):
-    """Keys of each row: those of its blocks, which begin at `starts[r]`, from `floor` to below `limit`."""
+    """The keys that each row sees: those in its blocks that are at or after `floor` and before `limit`.
+
+    Attributes:
+      starts: first key of each block, `NO_BLOCK` if there is none.
+      floor: first key that the row may see.
+      limit: one past the last key that the row may see.
+    """
 
     starts: Int32[Array, "rows R"]
     floor: Int32[Array, " rows"]
@@ -42,7 +49,15 @@ class BlockLists(NamedTuple):
 
 
 class ItemSizes(NamedTuple):
-    """Static sizes: the pairs of `rows` rows fill up to `num_items` items of `pairs_per_item`."""
+    """Static sizes of the work on one chunk of rows.
+
+    Attributes:
+      block_size: keys of a block.
+      rows: rows of a chunk.
+      pairs_per_item: most (row, block) pairs of an item.
+      items_per_step: items that are computed at once.
+      num_items: most items of a chunk, a multiple of `items_per_step`.
+    """
 
     block_size: int
     rows: int
@@ -55,12 +70,15 @@ class ItemSizes(NamedTuple):
         cls, *, num_rows: int, slots: int, width: int, block_size: int, rows_per_sequence: int,
         blocks_per_sequence: int, tiles: Tiles,
     ) -> "ItemSizes":  # fmt: skip
-        """Sizes for rows of `slots` blocks and `width` floats, `blocks_per_sequence` of them distinct."""
+        """Chooses sizes for rows of `slots` blocks and `width` floats.
+
+        At most `blocks_per_sequence` of the blocks of a sequence are distinct.
+        """
         rows = max(1, min(tiles.selected_chunk, tiles.partial_floats // (slots * width), num_rows))
         pairs = rows * slots
         sequences = 1 + -(-(rows - 1) // rows_per_sequence)
         distinct = min(pairs, sequences * blocks_per_sequence)
-        # Where few rows share a block (a decode step: none), wide items would be mostly empty places.
+        # If few rows share a block, wide items would be mostly empty. In a decode step no rows share one.
         pairs_per_item = min(tiles.pairs_per_item, -(-pairs // distinct))
         num_items = pairs if pairs_per_item == 1 else pairs // pairs_per_item + distinct
         items_per_step = min(tiles.items_per_step * tiles.pairs_per_item // pairs_per_item, num_items)
@@ -70,16 +88,16 @@ class ItemSizes(NamedTuple):
 
 
 class _Items(NamedTuple):
-    """Pairs of a chunk grouped by block; pair `row * R + slot`, -1 = none."""
+    """The pairs of a chunk, grouped by block. A pair has the number `row * R + slot`; -1 = none."""
 
     start: Int32[Array, " items"]
     pairs: Int32[Array, "items size"]
-    place: Int32[Array, " pairs"]  # where each pair lies in the flattened `pairs`
+    place: Int32[Array, " pairs"]  # index of each pair in the flattened `pairs`
     total: Int32[Array, ""]
 
 
 class _Read(NamedTuple):
-    """What the items of one step read."""
+    """Indices of the rows and keys that the items of one step read, and which keys each row sees."""
 
     row: Int32[Array, "items size"]
     token: Int32[Array, "items block"]
@@ -96,10 +114,10 @@ def block_attention(
     scale: float,
     sizes: ItemSizes,
 ) -> tuple[Float[Array, "rows G V"], Float[Array, "rows G"], Int32[Array, " rows"]]:
-    """Attention of each row over its blocks, which must not overlap; at least `block_size` tokens.
+    """Attention of each row over its blocks, which must not overlap. There must be `block_size` tokens.
 
     Returns:
-      `(out, lse, reads)`: `reads` counts the keys that the masks let each row see.
+      `(out, lse, reads)`, where `reads` counts the keys that each row sees according to the masks.
     """
     return _forward(query, key, value, blocks, scale, sizes)[0]
 
@@ -202,9 +220,9 @@ block_attention.defvjp(_forward, _backward)
 def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
     """Sorts the pairs of a chunk by block and cuts the pairs of each block into items.
 
-    Four pairs of blocks 8, 0, 8, 8 in items of 2: in order of blocks they are the pairs 1, 0, 2, 3; their
-    ranks among those of their block 0, 0, 1, 2. A rank that 2 divides opens an item: blocks 0, 8, 8 with the
-    pairs (1, -), (0, 2), (3, -). The places of pairs 0 to 3 in these are 2, 0, 3, 4.
+    An example: four pairs with blocks 8, 0, 8, 8, in items of two pairs. Sorted by block they are pairs 1, 0,
+    2, 3, and their ranks within their block are 0, 0, 1, 2. Every even rank opens an item, so there are items
+    for the blocks 0, 8, 8 with pairs (1, -), (0, 2), (3, -). Pairs 0 to 3 have the places 2, 0, 3, 4 in them.
     """
     starts = starts.reshape(-1)
     size, num_pairs = sizes.pairs_per_item, starts.shape[0]
@@ -219,7 +237,7 @@ def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
     rank = pair - jax.lax.cummax(jnp.where(is_first, pair, 0))
     items_opened = jnp.cumsum(has_block & (rank % size == 0), dtype=jnp.int32)
     place_in_order = jnp.where(has_block, (items_opened - 1) * size + rank % size, -1)
-    # Where a pair has no place, its number is beyond the end and dropped.
+    # A pair without a place gets an index beyond the end, and the write is dropped.
     target = jnp.where(has_block, place_in_order, sizes.num_items * size + pair)
     pairs = jnp.full_like(order, -1, shape=(sizes.num_items * size,))
     pairs = pairs.at[target].set(order, mode="drop", unique_indices=True)
@@ -231,7 +249,7 @@ def _group(starts: Int32[Array, "rows R"], sizes: ItemSizes) -> _Items:
 
 
 def _over_steps(items: _Items, sizes: ItemSizes, function, carry):
-    """`carry = function(step, carry)` for the steps that have items."""
+    """Repeats `carry = function(step, carry)` for the steps that have items."""
     if sizes.num_items == sizes.items_per_step:
         return function(jnp.int32(0), carry)
     steps = (items.total + sizes.items_per_step - 1) // sizes.items_per_step
@@ -245,7 +263,7 @@ def _read_items(
     start = jax.lax.dynamic_slice_in_dim(items.start, at, sizes.items_per_step)
     pairs = jax.lax.dynamic_slice_in_dim(items.pairs, at, sizes.items_per_step)
     row = jnp.maximum(pairs, 0) // blocks.starts.shape[1]
-    # A block may stick out of the array: read whole blocks inside it, and mask what is not of this block.
+    # A block may reach beyond the array: read a whole block inside it, and mask what is not of this block.
     clamped = jnp.clip(start // num_heads, 0, num_tokens - sizes.block_size)
     token, head = clamped[:, None] + jnp.arange(sizes.block_size, dtype=jnp.int32)[None], start % num_heads
     key = token * num_heads + head[:, None]
@@ -261,7 +279,7 @@ def _read_items(
 
 
 def _rows_of(per_row: Float[Array, "rows G X"], read: _Read) -> Float[Array, "items 1 item_rows X"]:
-    """What the rows of each item have, the heads of its pairs one after the other."""
+    """Gathers the rows of each item, with the heads of its pairs one after the other."""
     gathered = per_row[read.row]
     return gathered.reshape(gathered.shape[0], 1, -1, gathered.shape[-1])
 
@@ -271,13 +289,13 @@ def _read_blocks(array: Float[Array, "tokens K X"], read: _Read) -> Float[Array,
 
 
 def _by_pair(partials: Array, items: _Items, sizes: ItemSizes) -> Array:
-    """Brings `[items, size, ...]` into the order `[rows, R, ...]`; arbitrary where a pair has no block."""
+    """Reorders `[items, size, ...]` to `[rows, R, ...]`; arbitrary where a pair has no block."""
     flat = partials.reshape(-1, *partials.shape[2:])
     return flat[jnp.maximum(items.place, 0)].reshape(sizes.rows, -1, *flat.shape[1:])
 
 
 def _merged_slots(sums: Partial, has_block: Bool[Array, "rows R"]) -> Partial:
-    """Merges the partial softmaxes of each row's blocks (axis 1)."""
+    """Merges the partial softmaxes of the blocks of each row (axis 1)."""
     largest = jnp.where(has_block[..., None], sums.largest, -jnp.inf)
     overall = largest.max(axis=1)
     part = jnp.exp(largest - jnp.where(overall == -jnp.inf, 0, overall)[:, None])

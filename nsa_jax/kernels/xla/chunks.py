@@ -1,4 +1,4 @@
-"""Queries by chunks, and the tiles of keys that a chunk needs.
+"""Splits queries into chunks, and finds the tiles of keys that a chunk needs.
 
 The rows of a chunk are its query tokens, each with the G heads of its KV head: `[B, K, tokens * G, X]`.
 """
@@ -16,31 +16,42 @@ from nsa_jax.layout import Placement
 
 
 class TileSizes(NamedTuple):
-    """Static sizes of a branch: `tile` keys at a time, which are all that a chunk sees where `one` is set."""
+    """Static sizes of a branch.
+
+    Attributes:
+      tile: number of keys that are worked on at a time.
+      one: whether one tile holds all keys that a chunk sees.
+    """
 
     tile: int
     one: bool
 
     @classmethod
     def choose(cls, num_queries: int, num_keys: int, most_at_once: int, tiles: Tiles) -> "TileSizes":
-        """Sizes for chunks that see at most `most_at_once` keys, where these lie together."""
+        """Chooses sizes for chunks that see at most `most_at_once` keys, which are consecutive."""
         if most_at_once <= tiles.one_tile:
             return cls(min(most_at_once, num_keys), True)
-        # A tile is read whole for one visible key: a step on a large empty cache must not read it all.
+        # A tile is read whole even for a single visible key. With too wide tiles, a step would read all of a
+        # large cache that is nearly empty.
         widening = min(max(tiles.query_chunk // num_queries, 1), tiles.widest_tile)
         tile = min(tiles.key_tile * widening, num_keys)
         return cls(tile, tile == num_keys)
 
 
 class ChunkPlaces(NamedTuple):
-    """Where the queries of all chunks stand: the first position of each chunk, or all positions."""
+    """Where the queries of all chunks stand.
+
+    Attributes:
+      first: first position of each chunk if the positions of a chunk are consecutive, else None.
+      arrays: otherwise the positions and, for packed rows, where the sequences start.
+    """
 
     first: Int32[Array, " chunks"] | None
     arrays: tuple[Int32[Array, "chunks B tokens"], ...]
 
     @classmethod
     def of(cls, placement: Placement, tokens: int) -> "ChunkPlaces":
-        """Cuts a placement into chunks of `tokens` queries; what fills up the last one sees nothing."""
+        """Cuts a placement into chunks of `tokens` queries; those that fill up the last chunk see nothing."""
         num_queries = placement.position.shape[1]
         if (first := placement.first_position) is not None:
             return cls(jnp.arange(first, first + num_queries, tokens, dtype=jnp.int32), ())
@@ -51,7 +62,7 @@ class ChunkPlaces(NamedTuple):
         return cls(None, (arrays, *(split_tokens(x, tokens) for x in starts)))
 
     def placement(self, whole: Placement, tokens: int) -> Placement:
-        """That of one chunk, whose places these are."""
+        """The placement of one chunk, given the places of that chunk and the placement of the whole call."""
         batch, num_queries = whole.position.shape
         starts: list[Array]
         if self.first is not None:
@@ -69,13 +80,14 @@ class ChunkPlaces(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The keys that the queries of a chunk see: `start .. end - 1`, and of these the ones in chosen blocks.
+    """The keys that the queries of a chunk see: `start .. end - 1`, or only those of them in chosen blocks.
 
     Attributes:
-      start, end: equal for a query that sees nothing.
-      chosen: whether each query and KV head takes each block; None where all keys of the range are seen.
-      block_start: first key of block 0 of each query's sequence; None where that is key 0.
-      ascending: whether the first query is known to see the first key of all, in every row.
+      start: first key of each query's range.
+      end: one past the last key; equal to `start` for a query that sees nothing.
+      chosen: whether each query and KV head chose each block; None if all keys of the range are seen.
+      block_start: first key of block 0 of each query's sequence; None if that is key 0.
+      ascending: whether the range of the first query is known to start first, at the same key in every row.
     """
 
     start: Int32[Array, "B tokens"]
@@ -85,7 +97,7 @@ class Look(NamedTuple):
     ascending: bool = False
 
     def tiles(self, sizes: TileSizes, num_keys: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """First key, and number of tiles: just those that cover the union of the ranges."""
+        """First key and number of the tiles that cover the union of the ranges."""
         if sizes.tile == num_keys:
             return jnp.int32(0), jnp.int32(1)
         if self.ascending:
@@ -98,9 +110,10 @@ class Look(NamedTuple):
     def read(
         self, first: Int[Array, ""], sizes: TileSizes, block_size: int, *arrays: Array
     ) -> tuple[Bool[Array, "B #K tokens tile"], list[Array]]:
-        """The keys `first .. first + tile - 1` of each array, and which of them each query sees.
+        """Reads keys `first .. first + tile - 1` of each array, and finds which of them each query sees.
 
-        The slice is clamped at the end of the array; keys before `first` are masked: a tile had them.
+        The slice is clamped at the end of the array. Keys before `first` are then masked, because the tile
+        before had them.
         """
         if sizes.tile == arrays[0].shape[1]:
             clamped, tiles = jnp.int32(0), list(arrays)
@@ -122,7 +135,7 @@ class Look(NamedTuple):
 
 
 def split_tokens(x: Array, tokens: int, fill: int = 0) -> Array:
-    """`[B, T, ...]` as `[chunks, B, tokens, ...]`, filled up at the end."""
+    """Splits `[B, T, ...]` into `[chunks, B, tokens, ...]` and fills up the last chunk."""
     batch, num_queries = x.shape[:2]
     x = jnp.pad(x, ((0, 0), (0, -num_queries % tokens), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
     return x.reshape(batch, -1, tokens, *x.shape[2:]).swapaxes(0, 1)
@@ -131,7 +144,7 @@ def split_tokens(x: Array, tokens: int, fill: int = 0) -> Array:
 def split_rows(
     x: Float[Array, "B T N X"], num_kv_heads: int, tokens: int
 ) -> Float[Array, "chunks B K rows X"]:
-    """The rows of each chunk."""
+    """Splits heads `[B, T, N, X]` into the rows of each chunk."""
     x = split_tokens(x, tokens)
     chunks, batch, _, num_heads, dim = x.shape
     x = x.reshape(chunks, batch, tokens, num_kv_heads, num_heads // num_kv_heads, dim)
@@ -178,7 +191,10 @@ def fold_tiles(
     carry: Any,
     wanted: Bool[Array, ""] | None = None,
 ) -> Any:
-    """`carry = function(first, carry)` for each tile of a chunk, `first` being its first key; if `wanted`."""
+    """Repeats `carry = function(first, carry)` for each tile of a chunk, where `first` is its first key.
+
+    If `wanted` is given and False, there are no repetitions.
+    """
     first, number = look.tiles(sizes, num_keys)
     if sizes.one:
         return function(first, carry)
@@ -188,7 +204,7 @@ def fold_tiles(
 
 
 def add_tile(total: Array, first: Int[Array, ""], part: Array, axis: int) -> Array:
-    """Adds the results of one tile of keys to a total over all keys, clamped as `Look.read` clamps."""
+    """Adds the results of one tile of keys to a total over all keys, at the slice that `Look.read` read."""
     if part.shape[axis] == total.shape[axis]:
         return total + part
     clamped = jnp.minimum(first, total.shape[axis] - part.shape[axis])
@@ -197,10 +213,10 @@ def add_tile(total: Array, first: Int[Array, ""], part: Array, axis: int) -> Arr
 
 
 def of_rows(x: Bool[Array, "B #K tokens keys"], heads: int) -> Bool[Array, "B #K rows keys"]:
-    """What holds for each token, for each of its heads."""
+    """Repeats the mask of each token for each of its heads."""
     return x if heads == 1 else jnp.repeat(x, heads, axis=2)
 
 
 def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
-    """Zeros to start a loop from, which under `shard_map` vary over the same mesh axes as `array`."""
+    """Zeros as the start of a loop. Under `shard_map` they vary over the same mesh axes as `array`."""
     return jnp.zeros_like(array, dtype, shape)

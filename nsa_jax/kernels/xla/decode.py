@@ -1,4 +1,4 @@
-"""A decode step in plain JAX: the tokens are appended, then the branches attend to the cache."""
+"""A decode step in plain JAX: appends the tokens, then attends to the cache by each branch."""
 
 import jax
 
@@ -28,7 +28,7 @@ def decode_step(
     new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
     written, recent = {}, {}
     for name, ring, token, history in rings(cache, tokens, config):
-        # Written first and read afterwards, so that XLA need not keep the old ring beside the new one.
+        # Written first and read afterwards, so that XLA need not keep both the old and the new ring.
         written[name] = slots.write_ring(ring, token, new)
         recent[name] = slots.read_ring(written[name], new.start - history, history + num_new)
     cache = append(cache._replace(**written), tokens, recent, new, config, compress)

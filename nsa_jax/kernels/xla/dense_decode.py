@@ -1,4 +1,4 @@
-"""A decode step of a dense or window layer in plain JAX: the tokens are written, then the row is attended."""
+"""A decode step of a dense or window layer in plain JAX: writes the tokens, then attends to the cache."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def dense_decode_step(
 ) -> tuple[Float[Array, "B T N V"], DenseCache]:
     """Appends the tokens, then attends from each of them."""
     new = slots.admit(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
-    # Written first and read afterwards, so that XLA need not keep the old arrays beside the new ones.
+    # Written first and read afterwards, so that XLA need not keep both the old and the new arrays.
     cache = append_dense(cache, key, value, new)
     window = cache.ring_window(window_size)
     if window is None:
@@ -30,7 +30,7 @@ def dense_decode_step(
 
 
 def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitted) -> DenseCache:
-    """The cache with the admitted tokens; of a chunk longer than a ring, with the last of them."""
+    """Appends the admitted tokens to the cache. A ring keeps only the last of them if they do not all fit."""
     return DenseCache(
         key=slots.write_ring(cache.key, key, new),
         value=slots.write_ring(cache.value, value, new),
@@ -40,7 +40,10 @@ def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitte
 
 
 def _attend_whole(query, cache, new, scale):
-    """Window attention whose window is the capacity: tile by tile, as far as the longest row goes."""
+    """Attends to whole rows, as window attention whose window is the capacity.
+
+    It works tile by tile, up to the length of the longest row.
+    """
     num_new, num_keys = query.shape[1], cache.key.shape[1]
     placement = layout.place(
         NSAConfig(window_size=num_keys),
@@ -53,11 +56,11 @@ def _attend_whole(query, cache, new, scale):
 
 
 def _attend_ring(query, cache, new, window, scale):
-    """All slots as they lie, under a mask: a softmax does not ask for their order."""
+    """Attends to all slots of the ring in place, under a mask: a softmax does not depend on their order."""
     num_new, num_heads = query.shape[1:3]
     size, num_kv_heads = cache.key.shape[1:3]
     last = (new.start + new.num_tokens - 1)[:, None]
-    token = last - (last - jnp.arange(size, dtype=jnp.int32)) % size  # below 0 in a slot not taken yet
+    token = last - (last - jnp.arange(size, dtype=jnp.int32)) % size  # below 0 for a slot that is still empty
     offset = jnp.arange(num_new, dtype=jnp.int32)
     position = jnp.where(offset < new.num_tokens[:, None], new.start[:, None] + offset, -1)[..., None]
     token = token[:, None]
@@ -71,7 +74,7 @@ def _attend_ring(query, cache, new, window, scale):
 
     if masked.are_few(rows):
         out = attend(masked.attend_few)
-        # Hidden keys or values that are not finite have spoilt it: rare, and then once more with care.
+        # Hidden keys or values that are not finite spoil this result. That is rare; attend again, with care.
         clean = jnp.isfinite(out).all(axis=-1, keepdims=True)
         out = jax.lax.cond(
             clean.all(), lambda: out, lambda: jnp.where(clean, out, attend(masked.attend_tile))

@@ -1,10 +1,11 @@
-"""Attention of some rows over one tile of keys, in which what is hidden takes no part, whatever it holds.
+"""Attention of some rows over one tile of keys. Hidden keys have no effect, not even if they are NaN.
 
-A weight of 0 does not hide NaN or infinity: `0 * nan` is NaN. So the second operand of each product has 0 in
-the place of such numbers, and the logits or normalisers carry NaN to the results that do depend on them.
+A weight of 0 does not hide NaN or infinity, since `0 * nan` is NaN. So such numbers are replaced by 0 in the
+second operand of each product. The results that do depend on them get their NaN through the logits or
+normalisers.
 
-A row is a query token with one of the heads of a KV head: `[B, K, rows, H]`. Keys lie as they come:
-`[B, keys, K, H]`.
+A row is a query token with one of the heads of a KV head: `[B, K, rows, H]`. Keys keep the layout of the
+call: `[B, keys, K, H]`.
 """
 
 from typing import NamedTuple
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float
 
-_FEW_ROWS = 128  # of all KV heads together
-CAREFUL_TILE = 256  # keys of a tile where few rows are attended again, so that no copy is large
+_FEW_ROWS = 128  # most rows, of all KV heads together, that count as few
+CAREFUL_TILE = 256  # keys per tile when few rows attend again, so that no copy is large
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: of each row the largest logit, and by it the sums of a softmax."""
+    """Attention over some of the keys: the largest logit of each row, and the sums of the softmax."""
 
     largest: Float[Array, "*rows"]
     total: Float[Array, "*rows"]  # of exp(logit - largest)
@@ -26,14 +27,15 @@ class Partial(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward knows of each row.
+    """What the backward pass knows of each row.
 
     Attributes:
-      query: as in the forward.
-      d_out: cotangent of the output, before the weight.
-      normaliser: log-sum-exp; 0 where the row sees nothing, NaN where its delta is not finite.
-      delta: `weight sum(out * d_out) - d_lse`, 0 where the row sees nothing.
-      finite_query, finite_d_out: with 0 for what is not finite.
+      query: as in the forward pass.
+      d_out: cotangent of the output, before it is multiplied by `weight`.
+      normaliser: log-sum-exp; 0 if the row sees nothing, NaN if its delta is not finite.
+      delta: `weight sum(out * d_out) - d_lse`; 0 if the row sees nothing.
+      finite_query: `query` with 0 for what is not finite.
+      finite_d_out: `d_out` with 0 for what is not finite.
       weight: factor of the cotangent; None for 1.
     """
 
@@ -47,7 +49,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, query: Array, d_out: Array, lse: Array, delta: Array) -> "Rows":
-        """Rows with these operands, log-sum-exp and delta (`softmax_residuals`)."""
+        """Makes rows from these operands, and from the log-sum-exp and delta of `softmax_residuals`."""
         return cls(query, d_out, lse + 0 * delta, delta, finite(query), finite(d_out))
 
 
@@ -68,7 +70,7 @@ def attend_tile(
     visible: Bool[Array, "B #K rows keys"],
     scale: float,
 ) -> Partial:
-    """Attention over the visible keys; a row that sees none has `largest` -inf and sums 0."""
+    """Attention over the visible keys. A row that sees none has `largest` -inf and sums of 0."""
     accumulate = accumulator(query)
     poison = jnp.where(jnp.isfinite(value).all(axis=-1), jnp.zeros((), accumulate), jnp.nan)  # [B, keys, K]
     logits = all_logits(query, key) * scale + poison.swapaxes(1, 2)[:, :, None]
@@ -87,9 +89,9 @@ def attend_few(
     visible: Bool[Array, "B #K rows keys"],
     scale: float,
 ) -> Partial:
-    """`attend_tile` for few rows, as a decode step has them, without a copy of the keys and values.
+    """`attend_tile` for few rows, such as those of a decode step, without a copy of the keys and values.
 
-    What is hidden must be finite here; where it is not, the sums are not, either.
+    Hidden keys and values must be finite here. If they are not, the sums are not finite either.
     """
     accumulate = accumulator(query)
     logits = jnp.where(visible, few_logits(query, key) * scale, -jnp.inf)
@@ -104,16 +106,16 @@ def attend_few(
 
 
 def all_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B keys K H"]) -> Array:
-    """`[B, K, rows, keys]`: products of the rows of each KV head with its keys, not scaled."""
+    """Products of the rows of each KV head with its keys, `[B, K, rows, keys]`, not scaled."""
     return product("bkrh,bskh->bkrs", query, key, accumulator(query))
 
 
 def few_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B keys K H"]) -> Array:
-    """`all_logits` for few rows, if all keys are finite.
+    """`all_logits` for few rows. All keys must be finite.
 
-    The keys of one KV head do not lie together, so a product for each KV head first copies them. Few rows
-    are cheaper as rows of all heads, with zeros in the places of the others: one product, of the keys as
-    they lie.
+    The keys of one KV head are not contiguous in memory, so a product per KV head would first copy them. For
+    few rows it is cheaper to widen the rows to all heads, with zeros for the other heads: that is one product
+    with the keys in place.
     """
     batch, num_kv_heads, rows, dim = query.shape
     own = jnp.eye(num_kv_heads, dtype=query.dtype)[None, :, None, :, None]
@@ -123,12 +125,12 @@ def few_logits(query: Float[Array, "B K rows H"], key: Float[Array, "B keys K H"
 
 
 def are_few(rows: Float[Array, "B K rows H"]) -> bool:
-    """Whether these wait for memory and not for arithmetic, as the rows of a decode step do."""
+    """Whether the rows are so few that memory limits the speed, as in a decode step, not arithmetic."""
     return rows.shape[1] * rows.shape[2] <= _FEW_ROWS
 
 
 def no_keys(rows: Float[Array, "B K rows H"], value_dim: int) -> Partial:
-    """Attention over nothing; under `shard_map` it varies over the same mesh axes as the rows."""
+    """Attention over no keys. Under `shard_map` it varies over the same mesh axes as the rows."""
     accumulate, shape = accumulator(rows), rows.shape[:3]
     return Partial(
         jnp.full_like(rows, -jnp.inf, accumulate, shape=shape),
@@ -138,7 +140,7 @@ def no_keys(rows: Float[Array, "B K rows H"], value_dim: int) -> Partial:
 
 
 def merged(left: Partial, right: Partial) -> Partial:
-    """Attention over the keys of both."""
+    """Attention over the keys of both parts."""
     largest = jnp.maximum(left.largest, right.largest)
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     left_part, right_part = jnp.exp(left.largest - shift), jnp.exp(right.largest - shift)
@@ -151,7 +153,8 @@ def merged(left: Partial, right: Partial) -> Partial:
 
 def normalised(sums: Partial) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """`(out, lse)`; 0 and -inf for a row that has seen no key."""
-    seen = sums.total != 0  # NaN counts as seen; in `largest` it may be lost, as a maximum on a CPU drops it
+    # NaN counts as seen. `largest` would not show it, because a maximum on a CPU may drop NaN.
+    seen = sums.total != 0
     total = jnp.where(seen, sums.total, 1)
     out = jnp.where(seen[..., None], sums.out / total[..., None], 0)
     return out, jnp.where(seen, sums.largest + jnp.log(total), -jnp.inf)
@@ -164,7 +167,7 @@ def tile_gradients(
     visible: Bool[Array, "B #K rows keys"],
     scale: float,
 ) -> tuple[Float[Array, "B K rows H"], Float[Array, "B keys K H"], Float[Array, "B keys K V"]]:
-    """What the visible keys of one tile add to the gradients of query, key and value."""
+    """Contributions of the visible keys of one tile to the gradients of query, key and value."""
     accumulate = rows.normaliser.dtype
     logits = all_logits(rows.query, key) * scale
     weights = jnp.where(visible, jnp.exp(logits - rows.normaliser[..., None]), 0)
@@ -180,7 +183,7 @@ def tile_gradients(
 
 
 def softmax_residuals(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
-    """`lse` and `delta = sum(out * d_out) - d_lse` for the backward, both 0 in rows that see no key."""
+    """`lse` and `delta = sum(out * d_out) - d_lse` for the backward pass; both 0 in rows that see no key."""
     seen = lse != -jnp.inf
     delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
     return jnp.where(seen, lse, 0), jnp.where(seen, delta, 0)

@@ -1,7 +1,7 @@
-"""The operations of `nsa_jax.attention` in plain JAX: chunked, differentiable, on any platform.
+"""The operations of `nsa_jax.attention` in plain JAX: in chunks, differentiable, on any platform.
 
-Behind the validation: nothing is defaulted, and the placement says where the queries stand
-(`nsa_jax.dispatch.Operations`). `tiles` are sizes that change the speed only.
+Their arguments are those of `nsa_jax.dispatch.Operations`: already validated, with all defaults filled in,
+and with a placement that says where the queries stand. `tiles` are sizes that change only the speed.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ def compressed_attention(
     count_reads: bool = False,
     tiles: Tiles = DEFAULT,
 ) -> Attended | AttendedReads:
-    """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
+    """Attention over the visible compressed blocks (Eq. 7), one range of blocks for each query."""
     return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, count_reads, tiles)
 
 
@@ -47,7 +47,7 @@ def window_attention(
     count_reads: bool = False,
     tiles: Tiles = DEFAULT,
 ) -> Attended | AttendedReads:
-    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
+    """Attention over the last `w` tokens, the query's own included: one range of keys for each query."""
     return _attend_branch("win", query, key_win, value_win, None, placement, scale, count_reads, tiles)
 
 
@@ -98,7 +98,7 @@ def selected_attention(
 
 
 def _is_short(key_slc: Array, placement: Placement, tiles: Tiles) -> bool:
-    """Whether rows are so short that a mask costs no more products than looking the blocks up."""
+    """Whether rows are so short that attending under a mask costs no more than looking the blocks up."""
     config = placement.config
     selected = config.num_selected_blocks * config.selection_block_size
     return key_slc.shape[1] <= tiles.dense_blocks * selected
@@ -130,14 +130,14 @@ def _attend_listed(query, key, value, block_indices, placement, scale, count_rea
     end = placement.selection_end(num_keys)
     first_block = placement.selection_start()
     starts = name(first_block)[..., None] + block_indices * (block_size * num_kv_heads)
-    # A block that begins after its query, or ends before the array, holds nothing to see: no item for it.
+    # A block that begins after its query, or ends before the array, has no visible key: it gets no item.
     begin = first_block[..., None, None] + block_indices * block_size
     useful = (block_indices >= 0) & (begin < end[..., None, None]) & (begin > -block_size)
     blocks = BlockLists(
         flatten(jnp.where(useful, starts, NO_BLOCK)), flatten(name(jnp.zeros_like(end))), flatten(name(end))
     )
     blocks_per_sequence = layout.num_selection_blocks(num_keys, config)
-    if placement.packed:  # each sequence, of at most as many as there are queries, ends in a part of one
+    if placement.packed:  # each sequence may end in a partial block, and queries are in at most T sequences
         blocks_per_sequence = min(blocks_per_sequence + num_queries, num_keys)
     sizes = ItemSizes.choose(
         num_rows=_static(batch) * num_kv_heads * num_queries,
@@ -187,7 +187,7 @@ def native_sparse_attention(
     *,
     tiles: Tiles = DEFAULT,
 ) -> Float[Array, "B T N V"]:
-    """The three branches and their gated sum (Eq. 5); in short rows all of them chunk by chunk."""
+    """The three branches and their gated sum (Eq. 5); in short rows one loop over chunks computes them all."""
     if _is_short(key_slc, placement, tiles):
         keys = (key_cmp, key_slc, key_win)
         plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, tiles)
@@ -203,5 +203,5 @@ def native_sparse_attention(
 
 
 def _static(size) -> int:
-    """A size as far as it is known while tracing: 1 for a symbolic one of `jax.export`."""
+    """A size if it is known while tracing, or 1 for a symbolic size of `jax.export`."""
     return size if isinstance(size, int) else 1

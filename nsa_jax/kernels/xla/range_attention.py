@@ -1,10 +1,10 @@
 """Attention of each query over a range of keys, or over chosen blocks in it: one branch, or all three.
 
-Queries go in chunks (outer loop), keys in tiles (inner loop over just the tiles that some query of the chunk
-sees, left out where one tile holds them all) with an online softmax, so memory is that of one `[chunk, tile]`
-block of logits per head and work follows the ranges. The backward repeats the loop with the saved normaliser
-and adds `dk, dv` tile by tile, in a fixed order. Branches that share the loop share what is done for the
-queries, and their program compiles in less time.
+The outer loop goes over chunks of queries. The inner loop goes over only those tiles of keys that at least
+one query of the chunk can see, with an online softmax; it is left out if one tile holds them all. So the
+memory is one `[chunk, tile]` block of logits per head, and the work is in proportion to the ranges. The
+backward pass repeats the loops with the saved normaliser and adds `dk, dv` tile by tile, in a fixed order.
+Branches in one loop share the work that concerns only the queries, and their program compiles faster.
 """
 
 from functools import partial
@@ -38,18 +38,23 @@ type KeysValues = tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]
 
 
 class Branch(NamedTuple):
-    """A branch of a call, static: which keys its queries see, and in tiles of what sizes."""
+    """A branch of a call. All of it is static.
+
+    Attributes:
+      name: says which keys the queries see.
+      sizes: sizes of the tiles of keys.
+    """
 
     name: BranchName
     sizes: TileSizes
 
 
 class Plan(NamedTuple):
-    """What a call does, static.
+    """What a call computes. All of it is static.
 
     Attributes:
-      branches: in the order of the keys and values. After "cmp", "slc" may choose its own blocks.
-      tokens: queries of a chunk.
+      branches: branches in the order of the keys and values. After "cmp", "slc" may choose its own blocks.
+      tokens: number of queries in a chunk.
       scale: factor of the logits.
       count_reads: whether the keys that each query and KV head sees are counted.
     """
@@ -64,40 +69,40 @@ class Plan(NamedTuple):
         cls, names: tuple[BranchName, ...], keys: tuple[Array, ...], num_queries: int, placement: Placement,
         scale: float, tiles: Tiles, count_reads: bool = False,
     ) -> "Plan":  # fmt: skip
-        """The plan of a call with these branches and keys."""
+        """Makes the plan of a call with these branches and keys."""
         tokens = min(tiles.query_chunk, num_queries)
         lengths = [key.shape[1] for key in keys]
         neighbours = placement.run_lengths and all(n % tokens == 0 for n in placement.run_lengths[:-1])
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
-        # The compressed branch sees few of its keys in early chunks: a loop leaves the others out.
+        # Early chunks see few of the compressed keys. A loop over tiles leaves out the others.
         at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
         sizes = [
             TileSizes.choose(num_queries, n, at_once[name], tiles)
             for name, n in zip(names, lengths, strict=True)
         ]
-        if not placement.rows_alike:  # together the rows see more: a loop, mostly of one turn
+        if not placement.rows_alike:  # the union over all rows may be larger: a loop, mostly of one iteration
             sizes = [x._replace(one=x.tile == n) for x, n in zip(sizes, lengths, strict=True)]
         return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
 
 
 class _Saved(NamedTuple):
-    """What the backward needs of the branches, by the rows of each chunk."""
+    """What the backward pass needs of the branches, by the rows of each chunk."""
 
     out: tuple[Float[Array, "chunks B K rows V"], ...]
     lse: Float[Array, "chunks branches B K rows"]
 
 
 class _Chunk(NamedTuple):
-    """What the backward knows of each chunk; None for what a call does not have.
+    """What the backward pass knows of each chunk; None for what a call does not have.
 
     Attributes:
-      query: the rows.
+      query: rows of the queries.
       places: where the tokens stand.
-      blocks: the selection blocks of each token.
-      saved: what the forward left.
+      blocks: selected blocks of each token.
+      saved: what the forward pass saved.
       gates: weights of the branches in the output.
       d_out: cotangent of the output: of the gated sum, or of the only branch.
-      d_lse: cotangent of the only branch's log-sum-exps.
+      d_lse: cotangent of the log-sum-exps of the only branch.
     """
 
     query: Float[Array, "chunks B K rows H"]
@@ -117,9 +122,9 @@ def attend_branch(
     placement: Placement,
     plan: Plan,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"] | None]:
-    """`(out, lse, reads)` of one branch; `block_indices` are those of the selected one.
+    """`(out, lse, reads)` of one branch. `block_indices` are needed by the selected branch only.
 
-    `reads` counts, by the masks, what each query and KV head was let to see; None unless asked for.
+    `reads` counts the keys that the masks let each query and KV head see; it is None unless asked for.
     """
     return _branch_forward(query, keys_values, block_indices, placement, plan)[0]
 
@@ -154,7 +159,7 @@ def attend_all(
     placement: Placement,
     plan: Plan,
 ) -> Float[Array, "B T N V"]:
-    """The gated sum of the three branches; without `block_indices` it chooses them."""
+    """The gated sum of the three branches. If `block_indices` is None, it chooses the blocks."""
     return _all_forward(query, keys_values, gates, block_indices, placement, plan)[0]
 
 
@@ -185,7 +190,7 @@ def _rows_of_gates(gates, num_kv_heads: int, plan: Plan) -> Float[Array, "chunks
 
 
 def _attend(query, keys_values, block_indices, placement, plan):
-    """What is saved of the branches, `reads` of the last one, and the chosen blocks, all by chunks."""
+    """What the branches save, the `reads` of the last branch, and the chosen blocks, all by chunks."""
 
     def attend_chunk(inputs):
         rows, places, blocks = inputs
@@ -211,7 +216,7 @@ def _attend(query, keys_values, block_indices, placement, plan):
 
 
 def _attend_chunk(rows, look, key, value, branch, plan, placement):
-    """`(out, lse, reads)` of one branch in one chunk, by rows; reads by token."""
+    """`(out, lse, reads)` of one branch in one chunk. `reads` is by token, the others are by row."""
     heads, num_keys = rows.shape[2] // plan.tokens, key.shape[1]
     block_size = placement.config.selection_block_size
 
@@ -232,7 +237,7 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
 
     if num_keys > 0 and are_few(rows):
         sums, reads = add_up(attend_few, branch.sizes)
-        # Hidden keys or values that are not finite have spoilt sums: rare, and then once more with care.
+        # Hidden keys or values that are not finite spoil these sums. That is rare; attend again, with care.
         clean = jnp.isfinite(sums.total) & jnp.isfinite(sums.out).all(axis=-1)
         again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), ~clean.all())
         sums = Partial(
@@ -249,7 +254,7 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
 def _differentiate(query, keys_values, block_indices, placement, saved, gates, d_out, d_lse, plan):
     """Gradients of the query, of the keys and values of each branch, and of the gates.
 
-    With `gates` `d_out` is the cotangent of the gated sum; else that of the only branch's output.
+    With `gates`, `d_out` is the cotangent of the gated sum, otherwise of the output of the only branch.
     """
     num_queries, num_heads = query.shape[1:3]
     num_kv_heads = keys_values[0][0].shape[2]
@@ -293,7 +298,7 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
 
 
 def _rows_and_products(chunk: _Chunk, accumulate) -> tuple[Rows, Float[Array, "branches B K rows"]]:
-    """What the rows know, branch by branch, and `sum(out * d_out)`, which are the gradients of the gates."""
+    """The backward pass's `Rows` of all branches, and `sum(out * d_out)`, the gradients of the gates."""
     outs, lse = chunk.saved
     d_out = chunk.d_out.astype(accumulate)
     seen = lse != -jnp.inf
@@ -306,7 +311,7 @@ def _rows_and_products(chunk: _Chunk, accumulate) -> tuple[Rows, Float[Array, "b
 
 
 def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement):
-    """Adds to `(d_query, d_key, d_value)` what one branch in one chunk contributes."""
+    """Adds the contributions of one branch in one chunk to `(d_query, d_key, d_value)`."""
     heads = rows.query.shape[2] // plan.tokens
     block_size = placement.config.selection_block_size
 
@@ -321,7 +326,7 @@ def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement)
 
 
 def _look(branch: Branch, here: Placement, blocks: Array | None, places: ChunkPlaces, num_keys: int) -> Look:
-    """What the queries of a chunk see in one branch."""
+    """Which keys the queries of a chunk see in one branch."""
     ascending = places.first is not None and here.rows_alike
     if branch.name == "cmp":
         return Look(*here.compression_range(num_keys), ascending=ascending)

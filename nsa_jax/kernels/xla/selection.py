@@ -1,4 +1,4 @@
-"""Importance of the selection blocks and the choice of the best (Eq. 8-11), for one chunk of queries."""
+"""Scores the selection blocks and chooses the best of them (Eq. 8-11), for one chunk of queries."""
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,20 @@ def choose_blocks(
     scale: float,
     sizes: TileSizes,
 ) -> Int32[Array, "B tokens K R"]:
-    """Selected blocks of the queries of a chunk, whose probabilities are all that is ever stored.
+    """Chooses the blocks of the queries of one chunk. Probabilities are stored for one chunk at a time only.
 
     Args:
-      rows: its queries.
+      rows: rows of the queries.
       key_cmp: all compressed keys.
       lse_cmp: log-sum-exps of the compressed branch.
       here: where the queries stand.
       scale: factor of the logits.
-      sizes: of the tiles of compressed keys.
+      sizes: sizes of the tiles of compressed keys.
+
+    Returns:
+      Block indices, ascending, -1 in the unused slots at the end.
     """
-    assert here.first_keys.cmp.known == 0  # the scores of a part of the blocks choose nothing
+    assert here.first_keys.cmp.known == 0  # the choice needs the scores of all blocks, not of a part
     config, num_compressed = here.config, key_cmp.shape[1]
     batch, num_kv_heads, _, _ = rows.shape
     tokens = here.position.shape[1]
@@ -54,14 +57,14 @@ def choose_blocks(
         probabilities = cutting.zeros_beside(rows, (batch, num_kv_heads, tokens, 0), accumulate)
     elif are_few(rows):
         probabilities = add_up(few_logits, sizes)
-        # A key that is not finite has spoilt the scores of other heads: then, which is rare, with care.
+        # A key that is not finite spoils the scores of other heads. That is rare; score again, with care.
         spoilt = ~jnp.isfinite(probabilities).all()
         careful = TileSizes(min(CAREFUL_TILE, num_compressed), False)
         probabilities = jnp.where(spoilt, add_up(all_logits, careful, spoilt), probabilities)
     else:
         probabilities = add_up(all_logits, sizes)
     if here.packed:
-        # Block numbers are sequence-local: bring each query's first block to column 0.
+        # Block numbers count from the sequence's first block, so shift that block to column 0.
         column = jnp.arange(num_compressed, dtype=jnp.int32)[None, None, None]
         column += here.compression_start[:, None, :, None]
         probabilities = jnp.take_along_axis(probabilities, column, axis=3, mode="fill", fill_value=0)
@@ -72,7 +75,7 @@ def choose_blocks(
 def _collect(
     probabilities: Float[Array, "B K T C"], num_blocks: int, config: NSAConfig
 ) -> Float[Array, "B K T M"]:
-    """Importance of each selection block: weighted sum of the compressed blocks that overlap it (Eq. 9)."""
+    """Score of each selection block: the weighted sum over the compressed blocks that overlap it (Eq. 9)."""
     stride = config.selection_block_size // config.compression_stride
     weights = layout.overlap_weights(config)
     before, width = -weights[0][0], (num_blocks - 1) * stride + 1
@@ -86,7 +89,7 @@ def _collect(
 
 
 def _best(scores: Float[Array, "B K T M"], position: Array, config: NSAConfig) -> Int32[Array, "B K T R"]:
-    """The forced blocks and the best-scored others, ascending, -1 behind; ties go to the lower index."""
+    """The forced blocks and those with the best scores, ascending, then -1. Ties go to the lower index."""
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
     candidate = block * config.selection_block_size <= position
     ranked = jnp.where(layout.is_forced(block, position, config), jnp.inf, scores)

@@ -1,25 +1,25 @@
-"""Sizes of the pieces in which the `xla` implementation works; any choice gives the same answer."""
+"""Sizes of the pieces in which the `xla` implementation works. They do not change the result."""
 
 from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """What changes the speed, of the program and of its compilation, and the memory only.
+    """Sizes that change only the memory, the speed and the time of compilation.
 
     Attributes:
       query_chunk: query tokens that are worked on at a time.
-      key_tile: keys of one tile of a chunk, where these are looped over.
-      one_tile: most keys that the windows of a chunk cover, or that a short row has, to be taken at once
-        instead: 1024 hold the paper's window.
-      widest_tile: how many times wider a tile is where queries are few, as in a decode step. 16 times 256 are
-        the compressed keys of 64k tokens in the paper's configuration.
-      dense_blocks: a row of at most that many times the selected blocks is attended under a mask: that takes
+      key_tile: keys of a tile, if a chunk loops over tiles.
+      one_tile: most keys for which a chunk takes all keys at once instead: those that its windows cover, or
+        those of a short row. 1024 hold the paper's window.
+      widest_tile: how many times wider a tile may be if there are few queries, as in a decode step. 16 times
+        256 are the compressed keys of 64k tokens in the paper's configuration.
+      dense_blocks: rows of at most this many times the selected tokens are attended under a mask, which takes
         as many products as looking the blocks up.
       selected_chunk: query tokens whose (token, block) pairs are grouped by block at a time.
-      pairs_per_item: (token, block) pairs of one block that share one matrix product.
-      items_per_step: such products done at once.
-      partial_floats: most floats in the partial results of a chunk; 32 MiB in float32, about what a
-        last-level cache holds.
+      pairs_per_item: most (token, block) pairs of one block that share a matrix product.
+      items_per_step: matrix products that are done at once.
+      partial_floats: most floats in the partial results of a chunk. The default is 32 MiB in float32, about
+        what a last-level cache holds.
     """
 
     query_chunk: int = 256
