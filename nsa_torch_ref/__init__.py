@@ -1,7 +1,8 @@
-"""Native Sparse Attention in minimal PyTorch: an independent check of `nsa_jax`, which it never imports.
+"""Native Sparse Attention (arXiv:2502.11089) in minimal PyTorch: an independent check of `nsa_jax`.
 
-Index arithmetic is derived from the paper (`masks`), the branches are PyTorch's own
-`scaled_dot_product_attention` under boolean masks (`attention`), the layer mirrors `nsa_jax.nn` (`module`).
+It never imports `nsa_jax` or JAX. `masks` derives the index arithmetic from the paper, `attention` computes
+the branches by PyTorch's `scaled_dot_product_attention` under boolean masks, and `module` has a layer with
+the same parameters as that of `nsa_jax.nn`.
 """
 
 from nsa_torch_ref.attention import (

@@ -1,7 +1,8 @@
 """The branches of Native Sparse Attention (arXiv:2502.11089) as masked `scaled_dot_product_attention`.
 
-Layout is [B, T, N, H]. Values are computed in the dtype that is passed in; for an f32 or f64 reference of
-16-bit inputs, upcast the inputs. What decides the selection (logits, softmax, importance) and every lse is
+Arguments and results mean the same as in the functions of the same names in `nsa_jax`. The layout is
+`[B, T, N, H]`. Outputs are computed in the dtype of the inputs; for a float32 or float64 reference of 16-bit
+inputs, cast the inputs up. The logits, softmax and importance that decide the selection, and every lse, are
 float32 at least. A query that sees no key gets output 0, lse -inf and finite gradients.
 """
 
@@ -14,14 +15,14 @@ from nsa_torch_ref.masks import NSAConfig
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, float32 for everything below."""
+    """The dtype of sums: float64 for float64 inputs, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def place_queries(
     query: Tensor, length: int, segment_ids: Tensor | None, query_positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Fill in the defaults: one sequence per row, and the queries are its last T tokens."""
+    """Fills in the defaults: one sequence per row, and the queries are its last T tokens."""
     batch, queries = query.shape[:2]
     if segment_ids is None:
         segment_ids = torch.ones((batch, length), dtype=torch.long, device=query.device)
@@ -31,7 +32,7 @@ def place_queries(
 
 
 def masked_logits(query: Tensor, key: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """[B, T, K, G, X]: scaled products, accumulated wide; -inf where `mask` [B, T, K or 1, X] is False."""
+    """Scaled logits `[B, T, K, G, X]` in the dtype of sums; -inf outside `mask` `[B, T, K or 1, X]`."""
     dtype, kv_heads = accumulation_dtype(query.dtype), key.shape[2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     grouped = query.to(dtype).unflatten(2, (kv_heads, -1))
@@ -42,11 +43,16 @@ def masked_logits(query: Tensor, key: Tensor, mask: Tensor, scale: float | None)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """SDPA under a boolean mask [B, T, K or 1, X]. Returns out [B, T, N, V] and natural-log lse [B, T, N]."""
+    """Attends under a boolean mask `[B, T, K or 1, X]` (Eq. 1 and 2).
+
+    Returns:
+      Output `[B, T, N, V]`, and natural-log-sum-exp `[B, T, N]`.
+    """
     kv_heads = key.shape[2]
     mask = mask.expand(-1, -1, kv_heads, -1)
     blind = ~mask.any(dim=-1, keepdim=True)
-    # A row without any key is NaN in some SDPA kernels, forward or backward: let it see all, drop the result.
+    # Some SDPA kernels give NaN for a row without keys, forward or backward. So such a row sees all keys
+    # here, and its result is dropped.
     padded = mask | blind
     per_head = query.shape[2] // kv_heads
     out = functional.scaled_dot_product_attention(
@@ -71,7 +77,7 @@ def compressed_attention(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The compressed branch of Eq. 5. The row has T tokens unless `segment_ids` tells its length."""
+    """The compressed branch (Eq. 7). A row has T tokens unless `segment_ids` gives its length."""
     length = query.shape[1] if segment_ids is None else segment_ids.shape[1]
     segment_ids, query_positions = place_queries(query, length, segment_ids, query_positions)
     mask = masks.compression_mask(segment_ids, query_positions, config)
@@ -87,12 +93,15 @@ def importance_scores(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, T, K, M], Eq. 8-10: the softmax over visible compressed blocks, shared out to selection blocks."""
+    """Importance `[B, T, K, M]` of each selection block (Eq. 8-10).
+
+    The softmax over the visible compressed blocks, collected by the selection blocks that they overlap.
+    """
     length = query.shape[1] if segment_ids is None else segment_ids.shape[1]
     segment_ids, query_positions = place_queries(query, length, segment_ids, query_positions)
     mask = masks.compression_mask(segment_ids, query_positions, config)
     p_cmp = masked_logits(query, key_cmp, mask[:, :, None, :], scale).softmax(dim=-1)
-    # The softmax of a row that is -inf throughout is NaN; its importance is 0.
+    # The softmax of a row that is all -inf is NaN; its importance is 0.
     p_cmp = p_cmp.masked_fill(~mask[:, :, None, None, :], 0)
     return masks.importance(p_cmp, segment_ids, config)
 
@@ -106,7 +115,11 @@ def select_blocks(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, T, K, n], Eq. 11: block numbers in the query's sequence, ascending, -1 at the end. No gradient."""
+    """The blocks `[B, T, K, n]` that each query attends (Eq. 11), without gradient.
+
+    Block numbers count from the start of the query's sequence. They are ascending, with -1 in the unused
+    slots.
+    """
     length = query.shape[1] if segment_ids is None else segment_ids.shape[1]
     segment_ids, query_positions = place_queries(query, length, segment_ids, query_positions)
     scores = importance_scores(
@@ -131,7 +144,7 @@ def selected_attention(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 12: attention over the tokens of the selected blocks up to the query."""
+    """The selected branch (Eq. 12): attends to the tokens of the selected blocks up to the query."""
     segment_ids, query_positions = place_queries(query, key_slc.shape[1], segment_ids, query_positions)
     mask = masks.selection_mask(block_indices, segment_ids, query_positions, config)
     return attend(query, key_slc, value_slc, mask, scale)
@@ -147,14 +160,14 @@ def window_attention(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Section 3.3.3: attention over the last w tokens, the query's own included."""
+    """The window branch (section 3.3.3): attends to the last w tokens, the query's own included."""
     segment_ids, query_positions = place_queries(query, key_win.shape[1], segment_ids, query_positions)
     mask = masks.window_mask(segment_ids, query_positions, config)
     return attend(query, key_win, value_win, mask[:, :, None, :], scale)
 
 
 def gated_sum(out_cmp: Tensor, out_slc: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """Eq. 5: `gates` [B, T, N, 3] in the order cmp, slc, win; summed in the accumulation dtype."""
+    """Adds the branches, weighted by `gates` `[B, T, N, 3]` in the order cmp, slc, win (Eq. 5)."""
     branches = torch.stack((out_cmp, out_slc, out_win), dim=-1).to(accumulation_dtype(out_cmp.dtype))
     return (branches * gates[:, :, :, None, :]).sum(dim=-1).to(out_cmp.dtype)
 
@@ -175,7 +188,11 @@ def native_sparse_attention(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The whole of Eq. 5; compressed keys come compressed and rotated; `block_indices` pins the selection."""
+    """All three branches and their gated sum (Eq. 5).
+
+    `key_cmp` holds compressed and then rotated keys. `block_indices` is a selection to use instead of
+    choosing one.
+    """
     segment_ids, query_positions = place_queries(query, key_slc.shape[1], segment_ids, query_positions)
     where = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
     if block_indices is None:

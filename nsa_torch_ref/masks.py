@@ -1,8 +1,8 @@
-"""Who sees what in Native Sparse Attention: dense boolean masks, derived from arXiv:2502.11089's formulas.
+"""Which keys each query sees: dense boolean masks, derived from the formulas of arXiv:2502.11089.
 
-Rows may be packed: `segment_ids` [B, S] holds one contiguous run per non-zero id, 0 is padding.
-`query_positions` [B, T] are row indices of the queries, -1 marks a padding query. Block numbers count from
-the first token of the query's own sequence. This is index arithmetic, none of it fast.
+Rows may be packed: `segment_ids` `[B, S]` has one contiguous run per non-zero id, and 0 is padding.
+`query_positions` `[B, T]` are the row indices of the queries; -1 marks a padding query. Block numbers count
+from the first token of the query's sequence. None of this is meant to be fast.
 """
 
 import dataclasses
@@ -13,7 +13,17 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NSAConfig:
-    """The paper's l, d, l', n, w and the forced blocks; any object with these attributes will do."""
+    """The block structure, with the paper's defaults. Any object with these attributes can take its place.
+
+    Attributes:
+      compression_block_size: `l`, tokens of a compression block.
+      compression_stride: `d`, tokens from one compression block to the next.
+      selection_block_size: `l'`, tokens of a selection block.
+      num_selected_blocks: `n`, most blocks that a query selects.
+      window_size: `w`, tokens of the window.
+      num_initial_blocks: blocks at the start that are always selected.
+      num_local_blocks: blocks up to the query's own that are always selected.
+    """
 
     compression_block_size: int = 32
     compression_stride: int = 16
@@ -25,14 +35,14 @@ class NSAConfig:
 
 
 def num_compression_blocks(length: int, config: NSAConfig) -> int:
-    """Complete blocks `[i d, i d + l)` in a sequence of `length` tokens."""
+    """Number of complete blocks `[i d, i d + l)` in a sequence of `length` tokens."""
     if length < config.compression_block_size:
         return 0
     return (length - config.compression_block_size) // config.compression_stride + 1
 
 
 def sequence_starts(segment_ids: Tensor) -> Tensor:
-    """[B, S]: the row index at which the run that holds each token begins."""
+    """For each token, `[B, S]`: the row index at which its run of equal ids begins."""
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -40,35 +50,35 @@ def sequence_starts(segment_ids: Tensor) -> Tensor:
 
 
 def at(values: Tensor, index: Tensor, absent: int) -> Tensor:
-    """`values[b, index[b, x]]`, and `absent` where the index is negative."""
+    """`values[b, index[b, x]]`, or `absent` where the index is negative."""
     return values.gather(1, index.clamp(min=0)).masked_fill(index < 0, absent)
 
 
 def same_sequence(segment_ids: Tensor, query_positions: Tensor, index: Tensor) -> Tensor:
-    """[B, T, X]: the token at row index `index[b, x]` (-1: none) belongs to the sequence of query t."""
+    """Mask `[B, T, X]`: whether the token at row index `index[b, x]` (-1 = none) is in query t's sequence."""
     of_query = at(segment_ids, query_positions, 0)[:, :, None]
     return (of_query != 0) & (of_query == at(segment_ids, index, 0)[:, None, :])
 
 
 def causal_mask(segment_ids: Tensor, query_positions: Tensor) -> Tensor:
-    """[B, T, S]: tokens `s <= t` of the query's sequence."""
+    """Mask `[B, T, S]` of the tokens `s <= t` of the query's sequence."""
     token = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
     past = token[:, None, :] <= query_positions[:, :, None]
     return past & same_sequence(segment_ids, query_positions, token)
 
 
 def window_mask(segment_ids: Tensor, query_positions: Tensor, config: NSAConfig) -> Tensor:
-    """[B, T, S]: tokens `t - w + 1 .. t` of the query's sequence."""
+    """Mask `[B, T, S]` of the tokens `t - w + 1 .. t` of the query's sequence."""
     token = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     age = query_positions[:, :, None] - token
     return causal_mask(segment_ids, query_positions) & (age < config.window_size)
 
 
 def compression_starts(segment_ids: Tensor, config: NSAConfig) -> Tensor:
-    """[B, C]: row index at which each compression block starts, sequence after sequence; -1 in the tail.
+    """Row index `[B, C]` at which each compression block starts, sequence after sequence; -1 in unused slots.
 
-    A token starts a block iff its index within its sequence is a multiple of d and the l tokens from it on
-    belong to that sequence.
+    A token starts a block iff its index in its sequence is a multiple of d, and it and the l - 1 tokens after
+    it belong to that sequence.
     """
     length, size = segment_ids.shape[1], config.compression_block_size
     count = num_compression_blocks(length, config)
@@ -83,19 +93,19 @@ def compression_starts(segment_ids: Tensor, config: NSAConfig) -> Tensor:
 
 
 def compression_mask(segment_ids: Tensor, query_positions: Tensor, config: NSAConfig) -> Tensor:
-    """[B, T, C]: block i is visible iff its last token, `i d + l - 1`, is not after the query."""
+    """Mask `[B, T, C]`: block i is visible iff its last token, `i d + l - 1`, is not after the query."""
     starts = compression_starts(segment_ids, config)
     last = (starts + config.compression_block_size - 1)[:, None, :]
     return same_sequence(segment_ids, query_positions, starts) & (last <= query_positions[:, :, None])
 
 
 def num_selection_blocks(length: int, config: NSAConfig) -> int:
-    """Blocks `[j l', (j + 1) l')` that cover `length` tokens; the last may be short."""
+    """Number of blocks `[j l', (j + 1) l')` that cover `length` tokens; the last one may be partial."""
     return -(-length // config.selection_block_size)
 
 
 def overlap_weights(segment_ids: Tensor, config: NSAConfig) -> Tensor:
-    """[B, C, M]: `|cmp_i intersect slc_j| / d`, both in the sequence of block i (Eq. 9, by token overlap)."""
+    """Weights `[B, C, M]` of Eq. 9: `|cmp_i intersect slc_j| / d`, both in the sequence of block i."""
     starts = compression_starts(segment_ids, config)
     first = starts - at(sequence_starts(segment_ids), starts, 0)
     blocks = torch.arange(num_selection_blocks(segment_ids.shape[1], config), device=segment_ids.device)
@@ -106,9 +116,9 @@ def overlap_weights(segment_ids: Tensor, config: NSAConfig) -> Tensor:
 
 
 def importance(p_cmp: Tensor, segment_ids: Tensor, config: NSAConfig) -> Tensor:
-    """[B, T, K, M] from the compressed branch's `p_cmp` [B, T, K, G, C]: Eq. 9 and the head sum of Eq. 10.
+    """Importance `[B, T, K, M]` from the probabilities `p_cmp` `[B, T, K, G, C]` (Eq. 9 and 10).
 
-    Heads and blocks are added one by one in ascending order, so that blocks that tie exactly stay equal.
+    Heads and blocks are added one by one in ascending order, so that exact ties stay exact.
     """
     weights = overlap_weights(segment_ids, config).to(p_cmp.dtype)
     batch, queries, kv_heads, _, blocks = p_cmp.shape
@@ -122,7 +132,7 @@ def importance(p_cmp: Tensor, segment_ids: Tensor, config: NSAConfig) -> Tensor:
 
 
 def block_kinds(segment_ids: Tensor, query_positions: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """[B, T, M] twice: block j is a candidate (its first token is `<= t`); it is forced."""
+    """Two masks `[B, T, M]`: block j is a candidate (its first token is `<= t`), and block j is forced."""
     index = query_positions - at(sequence_starts(segment_ids), query_positions, 0)
     index = index.masked_fill(at(segment_ids, query_positions, 0) == 0, -1)[:, :, None]
     blocks = torch.arange(num_selection_blocks(segment_ids.shape[1], config), device=segment_ids.device)
@@ -133,7 +143,10 @@ def block_kinds(segment_ids: Tensor, query_positions: Tensor, config: NSAConfig)
 
 
 def top_blocks(scores: Tensor, segment_ids: Tensor, query_positions: Tensor, config: NSAConfig) -> Tensor:
-    """[B, T, K, n]: forced blocks, then the best scores, ties to the lower; ascending, -1 at the end."""
+    """Chooses blocks `[B, T, K, n]`: the forced ones, then the best scores. Ties go to the lower block.
+
+    The result is ascending, with -1 in the unused slots at the end.
+    """
     candidate, forced = (kind[:, :, None, :] for kind in block_kinds(segment_ids, query_positions, config))
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
     chosen = ranked.argsort(dim=-1, descending=True, stable=True)[..., : config.num_selected_blocks]
@@ -146,7 +159,7 @@ def top_blocks(scores: Tensor, segment_ids: Tensor, query_positions: Tensor, con
 def selection_mask(
     block_indices: Tensor, segment_ids: Tensor, query_positions: Tensor, config: NSAConfig
 ) -> Tensor:
-    """[B, T, K, S]: tokens `s <= t` of the query's sequence in one of its selected blocks (Eq. 12)."""
+    """Mask `[B, T, K, S]` of the tokens `s <= t` in the selected blocks of the query's sequence (Eq. 12)."""
     token = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     block = (token - sequence_starts(segment_ids)) // config.selection_block_size
     taken = torch.zeros((), dtype=torch.bool, device=token.device)

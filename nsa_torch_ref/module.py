@@ -1,4 +1,4 @@
-"""`nn.Module` twins of `nsa_jax.nn`: same parameter names and shapes, kernels are [in, out]."""
+"""Layers with the same parameter names and shapes as those of `nsa_jax.nn`. Kernels are `[in, out]`."""
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from nsa_torch_ref.rotary import rotate
 
 
 def random_kernel(*shape: int, fan_in: int) -> nn.Parameter:
-    """Normal with variance `1 / fan_in`."""
+    """A kernel from the normal distribution with variance `1 / fan_in`."""
     return nn.Parameter(torch.randn(shape) * fan_in**-0.5)
 
 
 class Projection(nn.Module):
-    """[B, T, *in] @ kernel [*in, *out] (+ bias [*out]), contracting `in_rank` axes."""
+    """Product of `[B, T, *in]` with a kernel `[*in, *out]`, plus an optional bias `[*out]`."""
 
     def __init__(self, in_shape: tuple[int, ...], out_shape: tuple[int, ...], use_bias: bool):
         super().__init__()
@@ -29,23 +29,23 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_shape)) if use_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Contract the trailing axes of x with the kernel."""
+        """Contracts the last axes of x with the kernel."""
         y = torch.tensordot(x, self.kernel, dims=self.in_rank)
         return y if self.bias is None else y + self.bias
 
 
 def block_tokens(x: Tensor, segment_ids: Tensor, config: NSAConfig) -> Tensor:
-    """[B, C, l, K, H]: the tokens of each block of x [B, S, K, H], any in the blocks of the unused tail."""
+    """The tokens `[B, C, l, K, H]` of each block of x `[B, S, K, H]`; arbitrary tokens in unused slots."""
     within = torch.arange(config.compression_block_size, device=x.device)
     row = torch.arange(x.shape[0], device=x.device)[:, None, None]
     return x[row, masks.compression_starts(segment_ids, config).clamp(min=0)[:, :, None] + within]
 
 
 class Compressor(nn.Module):
-    """phi of Eq. 7: the un-rotated tokens of blocks [B, m, l, K, H] to one vector for each, [B, m, K, H].
+    """The compression phi of Eq. 7: maps the un-rotated tokens of blocks to one vector for each block.
 
-    "mean" averages the l tokens of a block; "mlp" adds to that mean an MLP of the tokens with an intra-block
-    position embedding, shared by the KV heads. Its last kernel starts at zero.
+    Mode "mean" averages the l tokens of a block. Mode "mlp" adds to the mean an MLP of the tokens with an
+    intra-block position embedding. The KV heads share the MLP; its output kernel starts at zero.
     """
 
     def __init__(self, head_dim: int, config: NSAConfig, mode: str = "mlp", hidden_dim: int | None = None):
@@ -62,7 +62,7 @@ class Compressor(nn.Module):
             self.bias_out = nn.Parameter(torch.zeros(head_dim))
 
     def forward(self, blocks: Tensor) -> Tensor:
-        """[B, m, K, H]."""
+        """Compresses blocks `[B, m, l, K, H]` to `[B, m, K, H]`."""
         mean = blocks.mean(dim=2)
         if self.mode == "mean":
             return mean
@@ -72,7 +72,7 @@ class Compressor(nn.Module):
 
 
 class Gate(nn.Module):
-    """Sigmoid gates [B, T, N, 3] (cmp, slc, win) from the layer input [B, T, D] by a small MLP."""
+    """A small MLP that computes sigmoid gates from the layer input."""
 
     def __init__(self, in_features: int, num_heads: int, hidden_dim: int | None = None):
         super().__init__()
@@ -83,7 +83,7 @@ class Gate(nn.Module):
         self.bias_out = nn.Parameter(torch.zeros(num_heads, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, N, 3]."""
+        """Computes the gates `[B, T, N, 3]` of cmp, slc and win from the layer input `[B, T, D]`."""
         hidden = functional.silu(x @ self.kernel_in + self.bias_in)
         return (torch.tensordot(hidden, self.kernel_out, dims=1) + self.bias_out).sigmoid()
 
@@ -96,19 +96,21 @@ class HeadNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Divided by the root of the mean square of the last axis, which is kept from 0."""
+        """Divides by the root of the mean square of the last axis plus 1e-6, and multiplies by the scale."""
         wide = x.to(attention.accumulation_dtype(x.dtype))
         return (wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.scale).to(x.dtype)
 
 
 class NSAAttention(nn.Module):
-    """Self-attention layer [B, S, D] -> [B, S, D]: projections per branch, rotary, phi, gates.
+    """Self-attention layer with Native Sparse Attention. Its options are those of `nsa_jax.nn.NSAAttention`.
 
-    `rotary(heads, positions)` turns queries, keys and compressed keys; by default it is `rotate` with
-    `rope_base` and `rope_scaling`. `normalize_qk` norms queries and the keys of tokens before that and before
-    phi. Dropout falls on the output, in training. `compressor(head_dim, config)` and
-    `gate(in_features, num_heads)` make phi, for keys and for values, and the gate, as the classes here do.
-    With `share_keys_values` one pair of projections serves all branches.
+    * `rotary(heads, positions)` rotates queries, keys and compressed keys; by default it is `rotate` with
+      `rope_base` and `rope_scaling`.
+    * `normalize_qk` normalises queries and the keys of tokens, before rotation and compression.
+    * Dropout is applied to the output, in training.
+    * `compressor(head_dim, config)` makes phi, once for keys and once for values, and
+      `gate(in_features, num_heads)` makes the gate, like the classes of this module.
+    * With `share_keys_values`, one pair of projections serves all branches.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """The tensor arguments of `native_sparse_attention`, for the last `queries` tokens of x or for all.
 
-        `positions` [B, S] turn the rotary embedding only; they default to the index in the own sequence.
+        `positions` `[B, S]` affect only the rotation. The default is the index of a token in its sequence.
         """
         if segment_ids is None:
             segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
@@ -180,7 +182,7 @@ class NSAAttention(nn.Module):
         return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
 
     def key_and_value(self, branch: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, S, K, H] of a branch, normed and not rotated, and its values [B, S, K, V]."""
+        """Keys `[B, S, K, H]` of a branch, normalised and not rotated, and its values `[B, S, K, V]`."""
         key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
         return key, getattr(self, f"value{branch}_proj")(x)
 
@@ -193,7 +195,7 @@ class NSAAttention(nn.Module):
         block_indices: Tensor | None = None,
         queries: int | None = None,
     ) -> Tensor:
-        """[B, T, D] for the last `queries` tokens of x, all of them by default."""
+        """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default."""
         out = attention.native_sparse_attention(
             *self.operands(x, segment_ids, positions, queries),
             config=self.config,
@@ -204,6 +206,6 @@ class NSAAttention(nn.Module):
         return self.dropout(self.out_proj(out))
 
     def decode(self, x: Tensor, prompt_length: int = 0) -> Tensor:
-        """Rows `prompt_length ..` of the output, each a step of its own over its prefix; no cache."""
+        """The outputs from token `prompt_length` on, each computed from its whole prefix, without a cache."""
         steps = [self(x[:, : t + 1], queries=1) for t in range(prompt_length, x.shape[1])]
         return torch.cat(steps, dim=1)

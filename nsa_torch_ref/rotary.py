@@ -1,4 +1,4 @@
-"""Rotary position embedding and its scalings, one dimension at a time."""
+"""Rotary position embedding and the scalings of its frequencies, computed pair by pair."""
 
 import math
 from typing import Any
@@ -10,12 +10,14 @@ from nsa_torch_ref.attention import accumulation_dtype
 
 
 def frequency(i: int, half: int, base: float, scaling: Any = None) -> float:
-    """How fast pair `i` of `half` turns, in radians a token.
+    """The frequency of pair `i` of `half`, in radians per token.
 
-    `scaling` is None or an object with the attributes that its `kind` needs: "linear" (arXiv:2306.15595)
-    `factor`; "llama3" (Llama 3.1) also `low_frequency_factor`, `high_frequency_factor` and `original_length`;
-    "yarn" (arXiv:2309.00071, with the ramp of its released code) `factor`, `beta_fast`, `beta_slow` and
-    `original_length`.
+    `scaling` is None or an object with a `kind` and the attributes of that kind:
+
+    * "linear" (arXiv:2306.15595): `factor`;
+    * "llama3" (Llama 3.1): `factor`, `low_frequency_factor`, `high_frequency_factor` and `original_length`;
+    * "yarn" (arXiv:2309.00071, with the ramp of its released code): `factor`, `beta_fast`, `beta_slow` and
+      `original_length`.
     """
     plain = base ** (-i / half)
     if scaling is None:
@@ -40,7 +42,7 @@ def frequency(i: int, half: int, base: float, scaling: Any = None) -> float:
     assert scaling.kind == "yarn", scaling.kind
 
     def bound(turns: float) -> float:
-        """The index, between two whole ones, of a pair that turns so often in the original length."""
+        """The fractional index of a pair that turns `turns` times within the original length."""
         return half * (math.log(scaling.original_length / turns) - math.log(2 * math.pi)) / math.log(base)
 
     first, last = max(0, math.floor(bound(scaling.beta_fast))), math.ceil(bound(scaling.beta_slow))
@@ -54,7 +56,7 @@ def frequency(i: int, half: int, base: float, scaling: Any = None) -> float:
 
 
 def magnitude(scaling: Any) -> float:
-    """What YaRN multiplies rotated heads by."""
+    """The factor of the rotated heads: that of YaRN, otherwise 1."""
     if getattr(scaling, "kind", None) != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -63,10 +65,11 @@ def magnitude(scaling: Any) -> float:
 
 
 def rotate(x: Tensor, positions: Tensor, base: float, scaling: Any = None) -> Tensor:
-    """Rotary embedding of [B, X, heads, H] at `positions` [B, X]: half-split pairs, odd last dim untouched.
+    """Rotates heads `[B, X, heads, H]` at `positions` `[B, X]`, by half-split pairs.
 
-    Frequencies are computed in float64 and rounded to float32, angles are float32 products: correctly rounded
-    both, so that every framework turns by the same angle at any position.
+    If H is odd, the last dimension stays as it is. Frequencies are computed in float64 and rounded to
+    float32, and angles are float32 products. Both are correctly rounded, so every framework turns by the same
+    angle.
     """
     half = x.shape[-1] // 2
     frequencies = [frequency(i, half, base, scaling) for i in range(half)]

@@ -187,7 +187,7 @@ def native_sparse_attention(
     *,
     tiles: Tiles = DEFAULT,
 ) -> Float[Array, "B T N V"]:
-    """The three branches and their gated sum (Eq. 5); in short rows one loop over chunks computes them all."""
+    """The three branches and their gated sum (Eq. 5); in short rows one loop over chunks makes them all."""
     if _is_short(key_slc, placement, tiles):
         keys = (key_cmp, key_slc, key_win)
         plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, tiles)
