@@ -179,6 +179,8 @@ def wrong_with_module(module: str, arguments: list[str], monkeypatch) -> str | N
             return None
         except Refused as message:
             return f"{module} refuses it: {message}"
+        except SystemExit:  # `--help`
+            return None
     return f"{module} ran instead of parsing its arguments"
 
 
