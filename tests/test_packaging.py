@@ -55,15 +55,6 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert test_command in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_example_of_the_readme_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-    names: dict = {}
-    exec(example, names)
-
-    assert names["loss"] > 0
-
-
 def test_citation_names_the_version():
     (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
 
