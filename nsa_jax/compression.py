@@ -117,12 +117,15 @@ class Compression(NamedTuple):
         value_windows: Float[Array, "B m l K V"],
         first_positions: Int[Array, "B m"],
     ) -> tuple[Float[Array, "B m K H"], Float[Array, "B m K V"]]:
-        """Returns compressed keys and values in the dtype of the tokens.
+        """Compresses blocks.
 
         Args:
           key_windows: un-rotated keys of each block.
           value_windows: values of each block.
           first_positions: rotary position of the first token of each block.
+
+        Returns:
+          Compressed and rotated keys, and compressed values, in the dtypes of keys and values.
         """
         key = _one_of_each(self.key, key_windows)
         if self.rotation is not None:
@@ -130,6 +133,7 @@ class Compression(NamedTuple):
         return key, _one_of_each(self.value, value_windows)
 
 
+# Maps key windows, value windows and first positions to compressed keys and values, as `Compression` does.
 type Compress = Callable[[Array, Array, Array], tuple[Array, Array]] | Compression
 
 

@@ -32,7 +32,7 @@ OPERATIONS = (
     "decode_step",
     "dense_decode_step",
 )
-PREFERENCE = ("triton", "xla")
+PREFERENCE = ("triton", "xla")  # the order in which `implementation=None` tries them
 _forced = jax.make_user_context(default_value=None)
 
 

@@ -150,7 +150,10 @@ class Placement:
     first_keys: FirstKeys
 
     def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """Range of the window's keys, `max(0, t-w+1) .. t`, in an array of `num_keys` keys.
+        """Range of the window's keys, `max(0, t-w+1) .. t`, in the array of the window branch.
+
+        Args:
+          num_keys: number of keys in that array.
 
         Returns:
           First index, and one past the last index. The two are equal for a query that sees nothing.
@@ -161,7 +164,14 @@ class Placement:
         return _within(start + shift, end + shift, num_keys)
 
     def compression_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """Range of the visible compression blocks, those with `i d + l - 1 <= t`; see `window_range`."""
+        """Range of the visible compression blocks, `i d + l - 1 <= t`, in the array of compressed keys.
+
+        Args:
+          num_keys: number of keys in that array.
+
+        Returns:
+          First index, and one past the last index. The two are equal for a query that sees nothing.
+        """
         visible = num_compression_blocks(self.position + 1, self.config)
         start = self.compression_start - _by_row(self.first_keys.cmp)
         return _within(start, start + visible, num_keys)
@@ -218,6 +228,9 @@ def place(
         `num_keys` tokens.
       segment_ids: sequence of each token of packed rows.
       first_keys: row index of the first key of each branch.
+
+    Returns:
+      The placement of the queries.
     """
     length = _index(num_keys, batch)
     if query_positions is None:

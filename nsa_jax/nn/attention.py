@@ -279,6 +279,9 @@ class NSAAttention(CacheSteps):
 
         Returns:
           Rotated queries and keys, values, compressed keys and values, and gates.
+
+        Raises:
+          ValueError: as in `__call__`.
         """
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
@@ -310,6 +313,9 @@ class NSAAttention(CacheSteps):
 
         Returns:
           `Selection(block_indices, gates)`. `__call__` accepts the `block_indices`.
+
+        Raises:
+          ValueError: as in `__call__`.
         """
         operands = self.operands(x, positions=positions, segment_ids=segment_ids)
         block_indices = attention.select_blocks(

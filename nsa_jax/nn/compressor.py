@@ -88,15 +88,26 @@ class Compressor(nnx.Module):
         return ResidualMLP(*arrays)(windows, precision=self.precision)
 
     def is_data(self, dtype: DType) -> bool:
-        """Whether `weights` describes the whole computation for blocks of `dtype`.
+        """Tells whether `weights` describes the whole computation.
 
-        It does not if a precision is set, or if a mean is computed in another dtype.
+        Args:
+          dtype: dtype of the blocks.
+
+        Returns:
+          False if a precision is set, or if a mean is computed in another dtype than `dtype`; else True.
         """
         keeps_dtype = self.mode == "mlp" or jnp.dtype(self.dtype or dtype) == jnp.dtype(dtype)
         return self.precision is None and keeps_dtype
 
     def weights(self, dtype: DType) -> ResidualMLP | None:
-        """The arrays that compress blocks of `dtype`, for `nsa_jax.cache.Compression`; None for the mean."""
+        """Returns the arrays that compress blocks, for `nsa_jax.cache.Compression`.
+
+        Args:
+          dtype: dtype of the blocks.
+
+        Returns:
+          The arrays in the dtype of the computation, or None for mode "mean".
+        """
         if self.mode == "mean":
             return None
         _, *arrays = self._promoted(jnp.zeros((), dtype))

@@ -61,7 +61,16 @@ class DenseCacheSteps(nnx.Module):
         )
 
     def check_cache(self, cache: DenseCache, batch: int) -> None:
-        """Raises TypeError or ValueError unless `cache` fits this layer and has `batch` rows."""
+        """Checks that a cache fits this layer.
+
+        Args:
+          cache: the cache.
+          batch: number of rows that it must have.
+
+        Raises:
+          TypeError: `cache` is not a `DenseCache`.
+          ValueError: its sizes are not those of this layer, or it has another number of rows.
+        """
         check_dense_layer_cache(
             cache,
             batch=batch,

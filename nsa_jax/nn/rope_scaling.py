@@ -29,11 +29,14 @@ class LinearScaling:
         _check_positive(factor=self.factor)
 
     def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """Returns the frequencies that replace `frequency`.
+        """Scales frequencies.
 
         Args:
-          frequency: plain frequencies, `base ** (-i / half)` for pair `i`.
+          frequency: plain frequencies, `base ** (-i / half)` for pair `i`, in radians per token.
           base: base of the rotary embedding.
+
+        Returns:
+          The frequencies to use instead.
         """
         return frequency / self.factor
 
@@ -71,7 +74,7 @@ class Llama3Scaling:
         _check_order("low_frequency_factor", "high_frequency_factor", self)
 
     def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """Returns the frequencies that replace `frequency`, see `LinearScaling.scaled`."""
+        """Scales frequencies, see `LinearScaling.scaled`."""
         turns = frequency * self.original_length / (2 * math.pi)
         width = self.high_frequency_factor - self.low_frequency_factor
         kept = np.clip((turns - self.low_frequency_factor) / width, 0, 1)
@@ -121,7 +124,7 @@ class YarnScaling:
         return 0.1 * math.log(max(self.factor, 1.0)) + 1
 
     def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
-        """Returns the frequencies that replace `frequency`, see `LinearScaling.scaled`.
+        """Scales frequencies, see `LinearScaling.scaled`.
 
         Raises:
           ValueError: `base` is not above 1.

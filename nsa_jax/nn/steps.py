@@ -70,7 +70,16 @@ class CacheSteps(nnx.Module):
         )
 
     def check_cache(self, cache: NSACache, batch: int) -> None:
-        """Raises TypeError or ValueError unless `cache` fits this layer and has `batch` rows."""
+        """Checks that a cache fits this layer.
+
+        Args:
+          cache: the cache.
+          batch: number of rows that it must have.
+
+        Raises:
+          TypeError: `cache` is not an `NSACache`.
+          ValueError: its sizes are not those of this layer, or it has another number of rows.
+        """
         check_layer_cache(
             cache,
             batch=batch,
