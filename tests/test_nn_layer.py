@@ -272,7 +272,7 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
         (dict(compression="max"), r'compression must be "mlp" or "mean", got \'max\'\. Choose'),
         (
             dict(sharding={"head": "x"}),
-            r"the dimensions that sharding names must be among \(.*\), got \['head'\]\. Rename",
+            r"sharding must name only dimensions among \(.*\), got \['head'\]\. Rename",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

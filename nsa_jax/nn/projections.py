@@ -24,8 +24,7 @@ def check_sharding(sharding: Sharding | None) -> None:
     unknown = sorted(set(sharding or ()) - set(DIMENSIONS))
     if unknown:
         raise ValueError(
-            f"the dimensions that sharding names must be among {DIMENSIONS}, got {unknown}. Rename or drop "
-            "them."
+            f"sharding must name only dimensions among {DIMENSIONS}, got {unknown}. Rename or drop them."
         )
 
 
