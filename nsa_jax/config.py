@@ -1,4 +1,4 @@
-"""The block structure of Native Sparse Attention: every setting that changes the result."""
+"""The block structure of Native Sparse Attention."""
 
 import dataclasses
 import numbers
@@ -51,7 +51,7 @@ class NSAConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
                 )
-        if self.window_size > 2**30:  # positions are int32, and kernels add the two
+        if self.window_size > 2**30:  # kernels add it to positions, which are int32
             raise ValueError(
                 f"window_size must be at most 2^30, got {self.window_size}. Pass the length of the "
                 "longest row."

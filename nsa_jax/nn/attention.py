@@ -124,7 +124,7 @@ class NSAAttention(CacheSteps):
       bias_init: initializer of the biases of the projections.
       sharding: mesh axes of the dimensions "model", "heads" and "kv_heads", for example
         `{"heads": "tensor", "kv_heads": "tensor"}`. It becomes the `out_sharding` metadata of the kernels and
-        biases of projections and gate; compressors and norms are replicated. Creating the layer then needs a
+        biases of projections and gate; compressors and norms get none. Creating the layer then needs a
         mesh in context (`jax.set_mesh`).
       implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
       rngs: source of the initial parameters.
