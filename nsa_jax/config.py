@@ -28,7 +28,7 @@ class NSAConfig:
       TypeError: a value is not an integer.
       ValueError: a value is out of the range given above.
 
-    Example:
+    Examples:
       >>> config = NSAConfig(num_selected_blocks=8, window_size=256)
     """
 

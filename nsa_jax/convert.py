@@ -39,7 +39,7 @@ def segment_ids_from_cu_seqlens(
       ValueError: `cu_seqlens` does not have one or two axes, or `length` is negative. Outside `jit` also: the
         lengths do not start at 0, decrease, or exceed the row.
 
-    Example:
+    Examples:
       >>> segment_ids_from_cu_seqlens(np.array([0, 3, 5]), 6)
       Array([[1, 1, 1, 2, 2, 0]], dtype=int32)
     """
@@ -105,11 +105,10 @@ def block_indices_from_ranges(
         overlaps another, reaches beyond its query or makes one block too many. The message gives the first
         such range.
 
-    Example:
+    Examples:
       >>> ranges = np.array([[[[[0, 64], [128, 192]]]]])  # one row, one query, one KV head
-      >>> block_indices_from_ranges(
-      ...     ranges, layout="BTKn2", config=NSAConfig(num_selected_blocks=4),
-      query_positions=np.array([[200]]) ... )
+      >>> config, positions = NSAConfig(num_selected_blocks=4), np.array([[200]])
+      >>> block_indices_from_ranges(ranges, layout="BTKn2", config=config, query_positions=positions)
       Array([[[[ 0,  2, -1, -1]]]], dtype=int32)
     """
     if layout not in RANGES_LAYOUTS:

@@ -169,7 +169,7 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
       A function with the arguments and results of `operation`. It raises `checkify.JaxRuntimeError` where the
       `check_*` functions of this module do.
 
-    Example:
+    Examples:
       >>> out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
     """
     signature = inspect.signature(operation)

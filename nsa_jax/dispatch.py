@@ -140,7 +140,7 @@ def unsupported_reason(
     Raises:
       ValueError: the operation or the implementation is unknown.
 
-    Example:
+    Examples:
       >>> nsa_jax.unsupported_reason("gated_sum", "xla") is None
       True
     """
@@ -191,7 +191,7 @@ def choose(
       NotImplementedError: the implementation asked for by name, or forced, cannot run the call.
       ValueError: the operation or the implementation is unknown.
 
-    Example:
+    Examples:
       >>> nsa_jax.choose("gated_sum", platform="cpu").implementation
       'xla'
     """
@@ -231,7 +231,7 @@ def use_implementation(implementation: Implementation | None) -> contextlib.Abst
     Raises:
       ValueError: the implementation is unknown.
 
-    Example:
+    Examples:
       >>> with nsa_jax.use_implementation("xla"):
       ...     out = jitted(query, key, value)
     """

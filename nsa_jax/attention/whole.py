@@ -64,7 +64,7 @@ def native_sparse_attention(
       With respect to every floating-point array. No gradient flows through the selection, see
       `select_blocks`.
 
-    Example:
+    Examples:
       Keys and values shared by the selected and the window branch:
 
       >>> out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())

@@ -144,7 +144,7 @@ def generate(
       ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, or an
         argument is out of range. Nothing runs then.
 
-    Example:
+    Examples:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
     """
     checks.check_model(model)

@@ -72,7 +72,7 @@ class Runs:
       num_queries: how many of the `T` queries of each row are real, counted from the first; the others are
         padding. None if all are real.
 
-    Example:
+    Examples:
       Two shards of a row of 4096 tokens, 1024 queries each:
 
       >>> shards = Runs((Run(1024, 0), Run(1024, 3072)), divisor=1024)

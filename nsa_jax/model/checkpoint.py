@@ -43,7 +43,7 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
         Nothing is written then.
       ImportError: Orbax is not installed.
 
-    Example:
+    Examples:
       >>> save("run/checkpoint", model, training={"optimizer": nnx.state(optimizer), "step": 100})
       >>> model = restore("run/checkpoint")
     """

@@ -30,7 +30,7 @@ class Transformer(nnx.Module):
     Raises:
       ValueError: `sharding` names an unknown dimension.
 
-    Example:
+    Examples:
       >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
       >>> logits = Transformer(config, rngs=nnx.Rngs(0))(tokens)  # tokens [B, T], logits [B, T, 256]
     """

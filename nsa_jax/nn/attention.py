@@ -135,7 +135,7 @@ class NSAAttention(CacheSteps):
         `sharding` is unknown; or `rotary` or `compressor` is given together with the options that it
         replaces.
 
-    Example:
+    Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
       >>> y = layer(x)  # x and y are [B, T, 512]
 

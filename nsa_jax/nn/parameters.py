@@ -26,7 +26,7 @@ def weights(module: nnx.Module) -> dict[str, np.ndarray]:
     Raises:
       TypeError: the module does not hold arrays because it is abstract or traced.
 
-    Example:
+    Examples:
       >>> nsa_jax.nn.weights(layer)["gate.bias_in"].shape
       (128,)
     """
@@ -51,7 +51,7 @@ def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) 
       ValueError: parameters are missing, extra or of another shape, or a mesh is missing. Nothing is set
         then.
 
-    Example:
+    Examples:
       >>> nsa_jax.nn.load_weights(layer, dict(np.load("layer.npz")))
     """
     state = nnx.state(module, nnx.Param)
