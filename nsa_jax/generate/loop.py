@@ -69,9 +69,9 @@ class _Loop(NamedTuple):
 
 
 class _Sampling(NamedTuple):
-    """Sampling parameters, which are traced: other values need no other program.
+    """Sampling parameters. They are traced, so that other values need no other program.
 
-    None does: it leaves out the operations of that parameter.
+    Only None does, because it leaves out the operations of that parameter.
     """
 
     temperature: float | None
@@ -111,9 +111,9 @@ def generate(
     * `chunk_size` and `prefill_chunk`,
     * which of `temperature`, `top_k`, `top_p` and `eos_id` are used.
 
-    Their values do not matter, and neither does `max_new_tokens` if `max_length` is given. For each new size
-    JAX also compiles the slice of the result, and the padding of prompts that are not NumPy arrays, in
-    milliseconds.
+    The values of the last four do not matter, and neither does `max_new_tokens` if `max_length` is given. For
+    each new size JAX also compiles the slice of the result, and the padding of prompts that are not NumPy
+    arrays, in milliseconds.
 
     Args:
       model: an `nnx.Module` with the methods of `nsa_jax.generate.loop.Decoder`, such as
