@@ -56,10 +56,16 @@ def test_a_new_file_changes_the_hash_and_one_of_documentation_does_not(house):
     assert gpu_evidence.room_hashes(house)["blocks"] != before["blocks"]
 
 
-def test_docstrings_and_comments_do_not_count_but_code_does():
-    plain = gpu_evidence._without_docstrings("def f():\n    return 1\n")
-    assert gpu_evidence._without_docstrings('"""A."""\ndef f():\n    """B."""\n    return 1  # C\n') == plain
-    assert gpu_evidence._without_docstrings("def f():\n    return 2\n") != plain
+def test_words_do_not_count_but_code_does():
+    without_words = gpu_evidence._without_words
+    plain = without_words("def f():\n    return 1\n")
+    assert without_words('"""A."""\ndef f():\n    """B."""\n    return 1  # C\n') == plain
+    assert without_words("def f():\n    return 2\n") != plain
+
+    refusing = without_words("def f(x):\n    if x:\n        raise ValueError('a', x)\n")
+    assert without_words("def f(x):\n    if x:\n        raise ValueError(f'b {x}')\n") == refusing
+    assert without_words("def f(x):\n    if not x:\n        raise ValueError('a', x)\n") != refusing
+    assert without_words("def f(x):\n    if x:\n        raise TypeError('a', x)\n") != refusing
 
 
 def test_every_file_of_the_kernels_stands_in_one_room():
