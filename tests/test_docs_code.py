@@ -22,8 +22,9 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
-    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md"),
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "benchmarks/*.md", "docs/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
 ]
 # What the blocks of a page import beyond the library, by the extra that brings it.
 NEEDS = {
