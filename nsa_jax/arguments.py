@@ -174,7 +174,7 @@ def _own_dtype(name: str) -> bool:
 def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHV") -> None:
     """Raises ValueError if one of `axes` is empty. There may be no compressed keys yet, so C is not one."""
     if empty := [axis for axis in axes if sizes.get(axis) == 0]:
-        raise ValueError(f"every axis except C must be non-empty, got {empty[0]} = 0. Leave the call out.")
+        raise ValueError(f"every axis except C must be non-empty, got {empty[0]} = 0. Skip the call.")
 
 
 def check_heads(sizes: Mapping[str, int]) -> None:
@@ -221,8 +221,8 @@ def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
     """Raises ValueError unless a selection has `num_selected_blocks` slots for each query."""
     if "R" in sizes and sizes["R"] != config.num_selected_blocks:
         raise ValueError(
-            f"block_indices must have num_selected_blocks slots a query, got {sizes['R']} and "
-            f"{config.num_selected_blocks}. Pad unused slots with -1."
+            f"block_indices must have num_selected_blocks = {config.num_selected_blocks} slots per query, "
+            f"got {sizes['R']}. Pad unused slots with -1."
         )
 
 
@@ -231,9 +231,9 @@ def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> Non
     expected = layout.num_compression_blocks(num_tokens, config)
     if num_compressed != expected:
         raise ValueError(
-            f"{num_tokens} tokens have {expected} compression blocks, got C = {num_compressed} compressed "
-            "keys. Compress the whole row with the same config, and pass query_positions where the queries "
-            "are only part of it."
+            f"a row of {num_tokens} tokens must have {expected} compressed keys, got C = {num_compressed}. "
+            "Compress the whole row with the same config, and pass query_positions if only some tokens are "
+            "queries."
         )
 
 
@@ -243,7 +243,7 @@ def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
     if not all(isinstance(x, int) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
         raise ValueError(
             f"the lengths of runs must be positive ints that add up to T, got {lengths} and "
-            f"T = {sizes['T']}. Give each query to one run."
+            f"T = {sizes['T']}. Make the runs cover every query once."
         )
     if not isinstance(runs.divisor, int) or runs.divisor < 1:
         raise ValueError(f"divisor must be a positive int, got {runs.divisor!r}. Pass 1 if nothing is known.")
@@ -261,8 +261,8 @@ def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
     _check_row_number("first_key", first_key, sizes["B"])
     if is_zero(first_key) and "W" in sizes and sizes.get("S", sizes["W"]) != sizes["W"]:
         raise ValueError(
-            f"the keys of the window must be those of all S = {sizes['S']} tokens unless their first is "
-            f"given, got W = {sizes['W']}. Say where they begin."
+            f"the window's keys must cover all S = {sizes['S']} tokens unless first_key is given, got "
+            f"W = {sizes['W']}. Pass first_key (first_key_win in native_sparse_attention)."
         )
 
 
@@ -279,8 +279,8 @@ def _check_row_number(name: str, number: Any, batch: int, scalar: bool = True) -
         raise TypeError(f"{name} must be an integer or an array, got {type(number).__name__}. Pass an int.")
     if number.shape not in shapes or not jnp.issubdtype(number.dtype, jnp.integer):
         raise ValueError(
-            f"{name} must be one integer, or one for each of {batch} rows, got {number.dtype} of shape "
-            f"{number.shape}. Reshape or cast it."
+            f"{name} must be {'a scalar integer, or ' if scalar else ''}one integer for each of {batch} "
+            f"rows, got {number.dtype} of shape {number.shape}. Reshape or cast it."
         )
 
 
@@ -295,7 +295,8 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
         return key_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
-            f"scale must be a Python number, got {type(scale).__name__}. Fold an array into the queries."
+            f"scale must be a Python number, got {type(scale).__name__}. Multiply the queries by an array "
+            "instead."
         )
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim).")
@@ -321,8 +322,8 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
     held = sizes.get("S" if "C" in sizes else "W", length)
     if not placed and sizes["T"] > held:
         raise ValueError(
-            f"more queries than keys need query_positions, got T = {sizes['T']} and S = {held}. "
-            "Pass the key index of each query."
+            f"query_positions must be given if there are more queries than keys, got T = {sizes['T']} and "
+            f"S = {held}. Pass the key index of each query."
         )
     return length
 

@@ -152,8 +152,8 @@ def compress_blocks(
     expected = [(*x.shape[:2], *x.shape[3:]) for x in (key_windows, value_windows)]
     if (shapes := [x.shape for x in found]) != expected:
         raise ValueError(
-            f"compress must make one key and one value of each block, {expected}, got {shapes}. Make it "
-            "reduce axis 2, the tokens of a block, alone."
+            f"compress must return one key and one value for each block, of shapes {expected}, got {shapes}. "
+            "Make it reduce only axis 2, the tokens of a block."
         )
     key, value = found
     return key.astype(key_windows.dtype), value.astype(value_windows.dtype)

@@ -142,7 +142,7 @@ def test_wrong_batch(operation, name):
         ("native_sparse_attention", "value_win", (B, S, K, V + 2), "axis V of value_win must be 5 "),
         ("select_blocks", "lse_cmp", (B, T, K), "axis N of lse_cmp must be 4 "),
         ("selected_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
-        ("window_attention", "segment_ids", (B, S + 1), "the keys of the window must be those of all S = 71"),
+        ("window_attention", "segment_ids", (B, S + 1), "the window's keys must cover all S = 71"),
         ("window_attention", "query_positions", (B, T + 1), "axis T of query_positions must be 70 "),
     ],
 )  # fmt: skip
@@ -270,7 +270,7 @@ def test_scale_of_another_kind(operation, scale):
 def test_scale_that_is_traced():
     attend = functools.partial(attention.window_attention, config=CONFIG)
     with pytest.raises(
-        TypeError, match=r"^scale must be a Python number, got .*Fold an array into the queries\."
+        TypeError, match=r"^scale must be a Python number, got .*Multiply the queries by an array instead\."
     ):
         jax.eval_shape(
             lambda *x: attend(*x[:3], scale=x[3]),
@@ -289,7 +289,7 @@ def test_wrong_number_of_compressed_keys():
         "key_cmp": array("key_cmp", (B, C + 1, K, H)),
         "value_cmp": array("value_cmp", (B, C + 1, K, V)),
     }
-    rule = "^70 tokens have 3 compression blocks, got C = 4 compressed keys"
+    rule = "^a row of 70 tokens must have 3 compressed keys, got C = 4"
     for operation in ("compressed_attention", "native_sparse_attention"):
         refused(ValueError, rule, operation, **changed)
     refused(ValueError, rule, "select_blocks", key_cmp=changed["key_cmp"])
@@ -298,7 +298,7 @@ def test_wrong_number_of_compressed_keys():
 
 def test_fewer_queries_than_tokens_need_positions_where_only_the_compressed_keys_are_known():
     query = array("query", (B, 5, N, H))
-    rule = "^5 tokens have 0 compression blocks, got C = 3 .*pass query_positions where the queries"
+    rule = "^a row of 5 tokens must have 0 compressed keys, got C = 3.*pass query_positions if only some"
     refused(ValueError, rule, "compressed_attention", query=query)
     refused(ValueError, rule, "select_blocks", query=query)
     call("compressed_attention", query=query, query_positions=array("query_positions", (B, 5)))
@@ -307,7 +307,7 @@ def test_fewer_queries_than_tokens_need_positions_where_only_the_compressed_keys
 
 def test_more_queries_than_keys_need_positions():
     query = array("query", (B, S + 1, N, H))
-    rule = "^more queries than keys need query_positions, got T = 71 and S = 70"
+    rule = "^query_positions must be given if there are more queries than keys, got T = 71 and S = 70"
     refused(ValueError, rule, "window_attention", query=query)
     blocks = array("block_indices", (B, S + 1, K, 16))
     refused(ValueError, rule, "selected_attention", query=query, block_indices=blocks)
@@ -326,7 +326,7 @@ def test_more_queries_than_keys_need_positions():
         (Runs((Run(T, 0),), divisor=2.0), ValueError, "divisor must be a positive int, got 2.0"),
         (Runs((Run(T, 0.0),)), TypeError, "the first of a run must be an integer or an array, got float"),
         (Runs((Run(T, True),)), TypeError, "the first of a run must be an integer or an array, got bool"),
-        (Runs((Run(T, np.zeros(B)),)), ValueError, "the first of a run must be one integer, .* got float64"),
+        (Runs((Run(T, np.zeros(B)),)), ValueError, "first of a run must be a scalar integer, .* got float64"),
         (Runs((Run(T, np.zeros(3, int)),)), ValueError, r"the first of a run must be .* shape \(3,\)"),
         (Runs((Run(T, 0),), num_queries=3), TypeError, "num_queries must be an integer or an array, got int"),
         (Runs((Run(T, 0),), num_queries=np.array(3)), ValueError, r"num_queries must be .* shape \(\)"),
@@ -360,8 +360,8 @@ def test_runs_may_be_given_in_many_ways(runs):
     [
         (1.0, TypeError, "first_key must be an integer or an array, got float"),
         (False, TypeError, "first_key must be an integer or an array, got bool"),
-        (np.zeros(3, int), ValueError, r"first_key must be one integer, .* got int64 of shape \(3,\)"),
-        (np.zeros(B), ValueError, r"first_key must be one integer, .* got float64 of shape \(2,\)"),
+        (np.zeros(3, int), ValueError, r"first_key must be a scalar integer, .* got int64 of shape \(3,\)"),
+        (np.zeros(B), ValueError, r"first_key must be a scalar integer, .* got float64 of shape \(2,\)"),
     ],
     ids=["float", "bool", "rows", "floats"],
 )  # fmt: skip
@@ -372,9 +372,7 @@ def test_first_keys_that_make_no_sense(first, error, rule):
 
 def test_window_keys_of_another_number_need_their_first():
     changed = {name: array(name, (B, S + 3, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
-    rule = (
-        "^the keys of the window must be those of all S = 70 tokens unless their first is given, got W = 73"
-    )
+    rule = "^the window's keys must cover all S = 70 tokens unless first_key is given, got W = 73"
     refused(ValueError, rule, "native_sparse_attention", dict(first_key_win=0), **changed)
     call("native_sparse_attention", dict(first_key_win=-3), **changed)
 

@@ -85,17 +85,17 @@ BAD = {
     "window size": (
         other_config(window_size=9),
         ValueError,
-        "a step must have the config of its cache, got rings",
+        "a step must be given the config of its cache, got a cache with rings",
     ),
     "huge window": (
         other_config(window_size=99),
         ValueError,
-        "a step must have the config of its cache, got rings",
+        "a step must be given the config of its cache, got a cache with rings",
     ),
     "stride": (
         other_config(compression_stride=1),
         ValueError,
-        "a step must have the config of its cache, got rings",
+        "a step must be given the config of its cache, got a cache with rings",
     ),
     "config": (dict(config=dict(window_size=8)), TypeError, "NSAConfig"),
 }
@@ -117,15 +117,13 @@ def test_compression_of_another_cache():
     bad = {
         "key MLP of a compression must have arrays of shapes": Compression(key=mlp(size + 1, key_dim)),
         "value MLP of a compression": Compression(value=mlp(size, key_dim)),
-        "one floating dtype, in which it computes, got": Compression(
-            key=mlp(size, key_dim, ("float16", *["float32"] * 4))
-        ),
-        "must have one floating dtype": Compression(key=mlp(size, key_dim, ("int32",) * 5)),
-        "at most 3 float32 frequencies for keys of 6": Compression(rotation=Rotation(np.ones(4, np.float32))),
+        "share one floating dtype, got": Compression(key=mlp(size, key_dim, ("float16", *["float32"] * 4))),
+        "must share one floating dtype": Compression(key=mlp(size, key_dim, ("int32",) * 5)),
+        "3 float32 frequencies for keys of width 6": Compression(rotation=Rotation(np.ones(4, np.float32))),
         "at most 3 float32 frequencies": Compression(rotation=Rotation(np.ones((2, 2), np.float32))),
         "a ResidualMLP or None, got function": Compression(key=lambda windows: windows.mean(2)),
         "a Rotation or None, got function": Compression(rotation=lambda x, positions: x),
-        "one key and one value of each block": lambda k, v, first: (k.mean(2)[:, :, :1], v.mean(2)),
+        "one key and one value for each block": lambda k, v, first: (k.mean(2)[:, :, :1], v.mean(2)),
     }
     for message, compression in bad.items():
         for step in (cache.prefill, cache.decode_step):

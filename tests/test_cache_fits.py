@@ -33,13 +33,13 @@ OF_A_LAYER = {
     "rows": (
         lambda: layer().init_cache(2, 16),
         ValueError,
-        "a row for each row of the input, got 2 and 3. Call",
+        "as many rows as the input, got 2 for 3. Call",
     ),
     "KV heads": (
         lambda: layer(4).init_cache(ROWS, 16),
         ValueError,
         "a cache must have the heads and dims of its layer, got {'num_kv_heads': 4, 'key_dim': 5, "
-        "'value_dim': 3} for {'num_kv_heads': 2, 'key_dim': 5, 'value_dim': 3}. Call init_cache of the layer",
+        "'value_dim': 3} for {'num_kv_heads': 2, 'key_dim': 5, 'value_dim': 3}. Call init_cache of",
     ),
     "key dim": (
         lambda: layer(head_dim=6).init_cache(ROWS, 16),
@@ -50,7 +50,7 @@ OF_A_LAYER = {
     "config": (
         lambda: layer(config=dataclasses.replace(NSA, compression_stride=1)).init_cache(ROWS, 16),
         ValueError,
-        "a step must have the config of its cache, got rings of",
+        "a step must be given the config of its cache, got a cache with rings of",
     ),
     "a model's caches": (
         lambda: (layer().init_cache(ROWS, 16),),
@@ -77,7 +77,7 @@ OF_A_MODEL = {
     "rows": (
         lambda: model().init_cache(2, 16),
         ValueError,
-        "a row for each row of the input, got 2 and 3. Call",
+        "as many rows as the input, got 2 for 3. Call",
     ),
     "a layer's cache": (
         lambda: model().init_cache(ROWS, 16)[0],

@@ -286,7 +286,7 @@ def test_a_layer_takes_its_own_cache():
             ValueError,
             "the heads and dims of its layer, got",
         ),
-        (made.init_cache(3, 8), ValueError, "a row for each row of the input, got 3 and 4. Call"),
+        (made.init_cache(3, 8), ValueError, "as many rows as the input, got 3 for 4. Call"),
     ]
     for held, error, part_of_it in others:
         told(functools.partial(made.decode_step, x, held), error, part_of_it)

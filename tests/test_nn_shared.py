@@ -156,7 +156,7 @@ def test_parameters_have_the_names_of_a_dense_layer():
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_cache_of_the_other_kind_is_one_clear_error(step, shares):
     layer, other = (abstract_layer(share_keys_values=each) for each in (shares, not shares))
-    told = f"got share_keys_values={not shares} for {shares}. Call init_cache of the layer that takes it"
+    told = f"got share_keys_values={not shares} for a layer with {shares}. Call init_cache of this layer"
 
     with pytest.raises(ValueError, match=told) as raised:
         getattr(layer, step)(np.ones((2, 1, WIDTH), np.float32), other.init_cache(2, 8))

@@ -45,7 +45,7 @@ def check_operands(
 def check_some_token(query: Array) -> None:
     """Raises ValueError if a step has no token."""
     if query.shape[1] < 1:
-        raise ValueError(f"a step must have at least one token, got {query.shape=}. Leave the call out.")
+        raise ValueError(f"a step must have at least one token, got {query.shape=}. Skip the call.")
 
 
 def check_kind(cache: Any) -> None:
@@ -73,8 +73,8 @@ def check_layer_cache(
     check_sizes(cache.key_slc, cache.value_slc, of_layer)
     if cache.shares_keys_values != share_keys_values:
         raise ValueError(
-            "a cache must share keys and values where its layer does, got share_keys_values="
-            f"{cache.shares_keys_values} for {share_keys_values}. Call init_cache of the layer that takes it."
+            "a cache must share keys and values if and only if its layer does, got share_keys_values="
+            f"{cache.shares_keys_values} for a layer with {share_keys_values}. Call init_cache of this layer."
         )
     check_rows(cache.key_slc, batch)
     step_capacity(cache, config)
@@ -92,7 +92,7 @@ def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) ->
         if not isinstance(mlp, ResidualMLP):
             raise TypeError(
                 f"the {name} of a compression must be a ResidualMLP or None, got {type(mlp).__name__}. Pass "
-                "a function in the place of the Compression."
+                "a function instead of the Compression."
             )
         size, units = config.compression_block_size, jnp.size(mlp.bias_in)
         expected = [(size, dim), (size * dim, units), (units,), (units, dim), (dim,)]
@@ -103,10 +103,7 @@ def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) ->
             )
         dtypes = sorted({x.dtype.name for x in mlp})
         if len(dtypes) > 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
-            raise ValueError(
-                f"the arrays of an MLP must have one floating dtype, in which it computes, got {dtypes}. "
-                "Cast them."
-            )
+            raise ValueError(f"the arrays of an MLP must share one floating dtype, got {dtypes}. Cast them.")
     if compress.rotation is not None:
         _check_rotation(compress.rotation, dims["key"])
 
@@ -116,13 +113,13 @@ def _check_rotation(rotation: Any, key_dim: int) -> None:
     if not isinstance(rotation, Rotation):
         raise TypeError(
             f"the rotation of a compression must be a Rotation or None, got {type(rotation).__name__}. Pass "
-            "a function in the place of the Compression."
+            "a function instead of the Compression."
         )
     shape, dtype = jnp.shape(rotation.frequency), jnp.result_type(rotation.frequency)
     if len(shape) != 1 or 2 * shape[0] > key_dim or dtype != jnp.float32:
         raise ValueError(
-            f"a rotation must have at most {key_dim // 2} float32 frequencies for keys of {key_dim}, got "
-            f"{dtype} of shape {shape}. Pass at most one for each pair of dimensions."
+            f"a rotation must have at most {key_dim // 2} float32 frequencies for keys of width {key_dim}, "
+            f"got {dtype} of shape {shape}. Pass at most one for each pair of dimensions."
         )
 
 
@@ -132,7 +129,7 @@ def check_sizes(key: Array, value: Array, of_layer: dict[str, int]) -> None:
     if of_cache != of_layer:
         raise ValueError(
             f"a cache must have the heads and dims of its layer, got {of_cache} for {of_layer}. Call "
-            "init_cache of the layer that takes it."
+            "init_cache of this layer."
         )
 
 
@@ -140,7 +137,7 @@ def check_rows(key: Array, batch: int) -> None:
     """Raises ValueError unless a cache's keys have `batch` rows."""
     if key.shape[0] != batch:
         raise ValueError(
-            f"a cache must have a row for each row of the input, got {key.shape[0]} and {batch}. Call "
+            f"a cache must have as many rows as the input, got {key.shape[0]} for {batch}. Call "
             f"init_cache with batch={batch}."
         )
 
@@ -159,8 +156,8 @@ def step_capacity(cache: NSACache, config: NSAConfig) -> int:
     window = expected_window if cache.key_win_ring is None else cache.key_win_ring.shape[1]
     if capacity < 1 or (window, blocks) != (expected_window, expected_blocks):
         raise ValueError(
-            f"a step must have the config of its cache, got rings of {window} and {raw} tokens and {blocks} "
-            f"compression blocks for {config}. Pass init_cache the same config."
+            f"a step must be given the config of its cache, got a cache with rings of {window} and {raw} "
+            f"tokens and {blocks} compression blocks for {config}. Call init_cache with this config."
         )
     return capacity
 
@@ -171,7 +168,8 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
     if len(given) != (0 if cache.shares_keys_values else 2):
         raise ValueError(
             "tokens must have key_win and value_win unless their cache shares keys and values, got "
-            f"{given} with share_keys_values={cache.shares_keys_values}. Pass init_cache the same."
+            f"{given} with share_keys_values={cache.shares_keys_values}. Call init_cache with the one that "
+            "fits."
         )
 
 
@@ -194,7 +192,8 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
     wanted = jnp.full_like(lengths, num_new) if num_tokens is None else num_tokens
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
-            f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass real lengths."
+            f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass how many "
+            "tokens of each row are real."
         )
     if (lengths + wanted > max_length).any():
         raise ValueError(

@@ -61,7 +61,7 @@ def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) 
     if compressed.shape != (*blocks.shape[:2], *blocks.shape[3:]):
         raise ValueError(
             f"a compressor must map [B, m, l, K, H] to [B, m, K, H], got {compressed.shape} for "
-            f"{blocks.shape}. Make it reduce axis 2, the tokens of a block, alone."
+            f"{blocks.shape}. Make it reduce only axis 2, the tokens of a block."
         )
     return compressed.astype(blocks.dtype)
 
