@@ -116,7 +116,7 @@ def generate(
     arrays, in milliseconds.
 
     Args:
-      model: an `nnx.Module` with the methods of `nsa_jax.generate.loop.Decoder`, such as
+      model: an `nnx.Module` with the methods of `nsa_jax.generate.Decoder`, such as
         `nsa_jax.model.Transformer`.
       prompts: token ids, padded on the right with any ids.
       lengths: number of tokens of each prompt, 1 .. `P`; `P` by default.
