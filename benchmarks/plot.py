@@ -88,7 +88,7 @@ def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
             times.set(title=MODES[mode], ylabel=f"{unit} (median, p20 to p80)")
             for side, (name, points) in zip(("right", "left"), _speed_ups(of_mode).items(), strict=False):
                 ratios.plot(*zip(*points, strict=True), color=COLOURS[name], label=name)
-                _mark_crossover(ratios, points, COLOURS[name], side)
+                _mark_crossovers(ratios, points, COLOURS[name], side)
             ratios.axhline(1, color=RED, linewidth=1, marker="")
             ratios.set_ylim(bottom=0)
             ratios.set(title="Speed-up over dense attention", ylabel="dense time / this time")
@@ -181,15 +181,21 @@ def _speed_ups(rows: Sequence[Row]) -> dict[str, Points]:
     }
 
 
-def _mark_crossover(panel: Any, points: Points, colour: str, side: str) -> None:
-    """Marks where the line between two measured lengths rises above 1."""
-    for (length, ratio), (next_length, next_ratio) in itertools.pairwise(points):
-        if ratio < 1 <= next_ratio:
-            tokens = length * (next_length / length) ** ((1 - ratio) / (next_ratio - ratio))
-            panel.plot([tokens, tokens], [0, 1], color=colour, linestyle=":", marker="")
-            side_points = {"xytext": (-4 if side == "right" else 4, 6), "textcoords": "offset points"}
-            text = f"from {tokens / 1024:.1f}k"
-            panel.annotate(text, (tokens, 0), color=colour, fontsize=10, ha=side, **side_points)
+def crossovers(points: Points) -> list[float]:
+    """Lengths at which the line through the measured ratios rises above 1, on a logarithmic axis."""
+    return [
+        length * (next_length / length) ** ((1 - ratio) / (next_ratio - ratio))
+        for (length, ratio), (next_length, next_ratio) in itertools.pairwise(points)
+        if ratio < 1 <= next_ratio
+    ]
+
+
+def _mark_crossovers(panel: Any, points: Points, colour: str, side: str) -> None:
+    shift = {"xytext": (-4 if side == "right" else 4, 6), "textcoords": "offset points"}
+    for tokens in crossovers(points):
+        panel.plot([tokens, tokens], [0, 1], color=colour, linestyle=":", marker="")
+        text = f"from {tokens / 1024:.1f}k"
+        panel.annotate(text, (tokens, 0), color=colour, fontsize=10, ha=side, **shift)
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
