@@ -15,6 +15,15 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from benchmarks import gate, layers, programs, records, roofline, timing
+from benchmarks.command_line import (
+    Parser,
+    check_heads,
+    check_writable,
+    command,
+    positive,
+    positive_seconds,
+    progress,
+)
 from benchmarks.inputs import (
     DISTRIBUTIONS,
     LAYERS,
@@ -84,6 +93,8 @@ class Run:
                     print(f"refused: {operation} {implementation} {mode} {distribution} T={length}: {reason}")
             runs = {str(variant): program.start for variant, program in compiled.items()}
             sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
+            if runs:
+                progress(f"measuring {len(runs)} programs of {mode} at T={length}")
             timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s) if runs else {}
             rows = [self._row(variant, program, timings) for variant, program in compiled.items()]
             records.append(options.output, rows)
@@ -130,6 +141,7 @@ class Run:
     def _judge(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
         key = (operation, implementation, mode)
         if key not in self.verdicts:
+            progress(f"gate {' '.join(key)}: compiling and comparing with dense attention in float64")
             self.verdicts[key] = gate.check_small(*key, shape, self.config)
             print(f"gate {operation} {implementation} {mode}: {self.verdicts[key]}", flush=True)
         self._stop_if_red(self.verdicts[key], " ".join(key))
@@ -164,6 +176,7 @@ class Run:
         shape = variant.shape
         run = programs.function(variant.operation, variant.implementation, self.config, shape)
         operands = programs.arguments(variant.operation, variant.draw, shape, self.config)
+        progress(f"compiling {variant} T={shape.length}")
         program = programs.compile_mode(run, variant.mode, operands)
         if program.peak_bytes > (memory := records.memory_bytes()):
             raise Refused(
@@ -205,16 +218,17 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
     """Reads `T` or `T:MODE,MODE`; no modes stand for those of `--modes`."""
     length, _, modes = text.partition(":")
     chosen = modes.split(",") if modes else []
-    if not length.isdigit() or int(length) < 1 or not set(chosen) <= set(records.MODES[:3]):
+    if not length.isdecimal() or int(length) < 1 or not set(chosen) <= set(records.MODES[:3]):
         raise argparse.ArgumentTypeError(
-            f"must be T or T:MODE,MODE with modes {records.MODES[:3]}, got {text}. Pass a length alone."
+            f"must be T or T:MODE,MODE with T at least 1 and modes of {', '.join(records.MODES[:3])}, "
+            f"got {text}. Pass a length alone."
         )
     return int(length), chosen
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; the defaults are the CPU rows of the README."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.attention", description=__doc__)
     whole = ["native_sparse_attention", "dense_attention"]
     parser.add_argument(
         "--lengths",
@@ -222,28 +236,76 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[length_and_modes(text) for text in CPU_LENGTHS.split()],
         type=length_and_modes,
         metavar="T[:MODE,...]",
-        help="lengths, each in its own modes",
+        help=f"tokens of a sequence; modes given here replace --modes for it; default: {CPU_LENGTHS}",
     )
-    parser.add_argument("--operations", nargs="+", choices=(*OPERATIONS, "layer"), default=whole)
-    parser.add_argument("--modes", nargs="+", choices=records.MODES[:3], default=["fwd", "fwd_bwd"])
-    parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
-    parser.add_argument("--implementations", nargs="+", choices=records.IMPLEMENTATIONS[:3], default=["xla"])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=1)
-    parser.add_argument("--key-dim", type=int, default=64)
-    parser.add_argument("--value-dim", type=int, default=64)
-    parser.add_argument("--model-dim", type=int, help="width of a layer's input, heads * key dim by default")
     parser.add_argument(
-        "--budget-s", type=float, default=5.0, help="seconds of samples a row, 3 samples at least"
+        "--operations",
+        nargs="+",
+        choices=(*OPERATIONS, "layer"),
+        default=whole,
+        help="operations to measure; default: native_sparse_attention dense_attention",
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=records.MODES[:3],
+        default=["fwd", "fwd_bwd"],
+        help="forward, backward, or both in one program; default: fwd fwd_bwd",
+    )
+    parser.add_argument(
+        "--distributions",
+        nargs="+",
+        choices=DISTRIBUTIONS,
+        default=list(DISTRIBUTIONS),
+        help="how the selected blocks are drawn; default: both",
+    )
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=records.IMPLEMENTATIONS[:3],
+        default=["xla"],
+        help="triton and one_token (the comparison kernel) need a GPU; default: xla",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of all inputs; default: %(default)s",
+    )
+    for name, default, meaning in (
+        ("batch", 1, "sequences"),
+        ("heads", 4, "query heads"),
+        ("kv-heads", 1, "KV heads; must divide --heads"),
+        ("key-dim", 64, "dimension of queries and keys"),
+        ("value-dim", 64, "dimension of values"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
+        )
+    parser.add_argument(
+        "--model-dim", type=positive, help="width of a layer's input; default: --heads times --key-dim"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
     )
     longest = LARGEST_DENSE_ON_CPU if jax.default_backend() == "cpu" else 1 << 20
-    parser.add_argument("--dense-up-to", type=int, default=longest, help="longest dense row")
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--dense-up-to",
+        type=positive,
+        default=longest,
+        help="longest sequence for dense attention, in tokens; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    options = parser.parse_args(argv)
+    check_heads(options.heads, options.kv_heads)
+    check_writable(options.output, "--output")
+    return options
 
 
+@command("benchmarks.attention")
 def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)

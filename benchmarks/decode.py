@@ -22,6 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import programs, records, roofline, timing
+from benchmarks.command_line import (
+    Parser,
+    check_heads,
+    check_writable,
+    command,
+    positive,
+    positive_seconds,
+    progress,
+)
 from benchmarks.decode_gate import check
 from benchmarks.decode_inputs import NUM_STEPS, Setting
 from benchmarks.decode_loops import Decoding
@@ -44,25 +53,75 @@ type Measured = dict[str, tuple[Timing, Compiled]]
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; the defaults are rows of a CPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.decode", description=__doc__)
     lengths = [1 << power for power in range(10, 16)]
-    parser.add_argument("--lengths", nargs="+", type=int, default=lengths, metavar="S")
-    parser.add_argument("--implementation", choices=dispatch.IMPLEMENTATIONS, default="xla")
-    parser.add_argument("--branch", choices=("all", *BRANCHES), default="all", help="this branch alone")
-    parser.add_argument("--layer", type=int, metavar="WIDTH", help="whole layers of this width")
-    parser.add_argument("--compression", choices=("mean", "mlp"), help="mean by default; mlp also rotates")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--new-tokens", type=int, default=1, metavar="T", help="tokens of a step")
-    parser.add_argument("--heads", type=int, default=16, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64, help="key and value dim")
-    parser.add_argument("--key-dim", type=int, help="in the place of --head-dim")
-    parser.add_argument("--value-dim", type=int, help="in the place of --head-dim, --key-dim at most")
-    parser.add_argument("--num-layers", type=int, help="layers in the loop's body")
-    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds a row, 3 samples at least")
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
-    parser.add_argument("--csv", type=pathlib.Path, help="CSV file for branch times and reads")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        default=lengths,
+        metavar="S",
+        help="tokens in the cache before the first step; default: powers of 2 from 1024 to 32768",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=dispatch.IMPLEMENTATIONS,
+        default="xla",
+        help="triton needs a GPU; default: %(default)s",
+    )
+    parser.add_argument(
+        "--branch",
+        choices=("all", *BRANCHES),
+        default="all",
+        help="measure one branch alone; default: the whole step",
+    )
+    parser.add_argument(
+        "--layer",
+        type=positive,
+        metavar="WIDTH",
+        help="measure whole layers with an input of this width; default: attention alone",
+    )
+    parser.add_argument(
+        "--compression",
+        choices=("mean", "mlp"),
+        help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of all inputs and caches; default: %(default)s",
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="sequences; default: %(default)s")
+    parser.add_argument(
+        "--new-tokens", type=positive, default=1, metavar="T", help="tokens of a step; default: %(default)s"
+    )
+    parser.add_argument("--heads", type=positive, default=16, help="query heads; default: %(default)s")
+    parser.add_argument(
+        "--kv-heads", type=positive, default=4, help="KV heads; must divide --heads; default: %(default)s"
+    )
+    parser.add_argument(
+        "--head-dim", type=positive, default=64, help="dimension of keys and values; default: %(default)s"
+    )
+    parser.add_argument("--key-dim", type=positive, help="dimension of keys; default: --head-dim")
+    parser.add_argument(
+        "--value-dim", type=positive, help="dimension of values, at most --key-dim; default: --head-dim"
+    )
+    parser.add_argument(
+        "--num-layers",
+        type=positive,
+        help="layers in the body of the loop; default: 4; on a GPU 8 for batch 1, 2 from batch 32 on",
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    parser.add_argument(
+        "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
+    )
     options = parser.parse_args(argv)
     options.key_dim = options.key_dim or options.head_dim
     options.value_dim = options.value_dim or options.head_dim
@@ -76,6 +135,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "a whole layer has all branches and MLP compressors, got --layer beside --branch or "
             "--compression mean. Leave one out."
         )
+    check_heads(options.heads, options.kv_heads)
+    check_writable(options.output, "--output")
+    check_writable(options.csv, "--csv")
     options.compression = options.compression or ("mlp" if options.layer else "mean")
     options.num_layers = options.num_layers or default_layers(options.batch)
     return options
@@ -197,6 +259,7 @@ def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Settin
     return [setting.shape.length, *medians, actual[-1], expected[-1], sum(actual), sum(expected)]
 
 
+@command("benchmarks.decode")
 def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)
@@ -214,6 +277,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
         if reason := refusal(program, settings[0]):
             print(f"refused: {title}: {reason}", flush=True)
             continue
+        progress(f"gate {title}: compiling and comparing with dense attention in float64")
         verdict = check(program.operation, program.implementation, settings[0])
         print(f"gate {title}: {verdict}", flush=True)
         (run if verdict.green else red).append(name if verdict.green else title)
@@ -230,6 +294,7 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
             left_out = BRANCHES if mode == "decode" else {}
             found = {name: x for name, x in programs_of(setting, options).items() if name in run}
             found = {name: program for name, program in found.items() if name not in left_out}
+            progress(f"compiling and measuring {len(found)} programs: {mode} at S={setting.shape.length}")
             measured = measure(found, setting, mode, num_layers, options.budget_s)
             given = (measured, found, setting, mode, num_layers, reads, environment, ceiling)
             for row in rows_of(*given):

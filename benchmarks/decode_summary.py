@@ -6,10 +6,11 @@ three need not add up to 100, for branches alone overlap with nothing and a whol
 Reads are `actual/expected`: (dec) of all 64 steps, (tot) of the last query.
 """
 
-import argparse
 import csv
 import pathlib
 from collections.abc import Sequence
+
+from benchmarks.command_line import InputError, Parser, check_writable, command, missing_package
 
 BRANCHES = ("cmp", "sel", "win")
 
@@ -17,9 +18,29 @@ type Line = dict[str, str]
 
 
 def read(path: pathlib.Path) -> list[Line]:
-    """The lines of the CSV; a time that was not measured is empty."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    """The lines of the CSV; a time that was not measured is empty.
+
+    Raises:
+      InputError: the file cannot be read, or `benchmarks.decode` did not write it.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+        _ = [_numbers(line) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise InputError(
+            f"CSV must be a file that benchmarks.decode --csv wrote, got {str(path)!r} "
+            f"({type(error).__name__}: {error}). Pass another file."
+        ) from error
+    if not lines:
+        raise InputError(f"CSV must hold at least one length, got none in {str(path)!r}. Pass another file.")
+    return lines
+
+
+def _numbers(line: Line) -> list[float]:
+    times = (line[f"ms_{name}"] for name in ("total", *BRANCHES))
+    reads = (line[f"reads_{name}{of}"] for name in ("actual", "expected") for of in ("", "_decode"))
+    return [int(line["S"]), *(float(time) for time in times if time), *map(int, reads)]
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -70,15 +91,28 @@ def _cells(line: Line) -> tuple[str, ...]:
     return line["S"], f"{float(total):.4f}" if total else "-", *shares, *reads
 
 
+@command("benchmarks.decode_summary")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and draws the picture."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode_summary", description=__doc__)
-    parser.add_argument("csv", type=pathlib.Path)
-    parser.add_argument("--output", type=pathlib.Path, metavar="PNG", help="beside the CSV by default")
+    parser = Parser(prog="python -m benchmarks.decode_summary", description=__doc__)
+    parser.add_argument(
+        "csv", type=pathlib.Path, metavar="CSV", help="file that benchmarks.decode --csv wrote"
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        metavar="PNG",
+        help="picture to write; default: beside the CSV",
+    )
     options = parser.parse_args(argv)
     lines = read(options.csv)
+    picture = options.output or options.csv.with_suffix(".png")
+    check_writable(picture, "--output")
     print(table(lines))
-    draw(lines, options.output or options.csv.with_suffix(".png"))
+    try:
+        draw(lines, picture)
+    except ImportError as error:
+        return missing_package("benchmarks.decode_summary", error, "bench")
     return 0
 
 

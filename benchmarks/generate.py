@@ -17,6 +17,15 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import records, timing, token_parts
+from benchmarks.command_line import (
+    Parser,
+    check_heads,
+    check_writable,
+    command,
+    positive,
+    positive_seconds,
+    progress,
+)
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
@@ -25,29 +34,60 @@ from nsa_jax.nn import weights
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; the defaults are for a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[32768], metavar="T", help="prompt tokens")
-    parser.add_argument("--new-tokens", type=int, default=257, help="the first, and whole chunks of 8 steps")
-    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa", "dense"])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=18)
-    parser.add_argument("--model-dim", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds of samples a call, at least 3")
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
+    parser = Parser(prog="python -m benchmarks.generate", description=__doc__)
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        default=[32768],
+        metavar="T",
+        help="tokens of a prompt; default: 32768",
+    )
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=("nsa", "dense"),
+        default=["nsa", "dense"],
+        help="models to measure; default: both",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of parameters and activations; default: %(default)s",
+    )
+    for name, default, meaning in (
+        ("new-tokens", 257, "tokens to write for each prompt: 1 plus a multiple of 8"),
+        ("batch", 8, "prompts"),
+        ("layers", 18, "decoder layers"),
+        ("model-dim", 1024, "width of the residual stream"),
+        ("heads", 16, "query heads"),
+        ("kv-heads", 4, "KV heads; must divide --heads"),
+        ("head-dim", 128, "dimension of queries, keys and values"),
+        ("vocab", 32768, "size of the vocabulary"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
+        )
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help="seconds of samples for each timing, at least 3 samples; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
     options = parser.parse_args(argv)
     if options.new_tokens < 2 or options.new_tokens % 8 != 1:
         parser.error(
-            "--new-tokens must be 1 and whole chunks of 8 steps, so that none runs for nothing, got "
+            "--new-tokens must be 1 plus a multiple of 8, because the loop runs in chunks of 8 steps, got "
             f"{options.new_tokens}. Pass 9, 17 or 257."
         )
+    check_heads(options.heads, options.kv_heads)
+    check_writable(options.output, "--output")
     return options
 
 
+@command("benchmarks.generate")
 def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int:
     """Runs the benchmark; `nsa` other than the paper's is for tests."""
     options = parse(argv)
@@ -63,6 +103,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
         token_ms = {}
         for attention in options.attention:
             model = Transformer(dataclasses.replace(config, attention=attention), rngs=nnx.Rngs(0))
+            progress(f"compiling and measuring generate: {attention} T={length}")
             try:
                 figures = measure(model, options.batch, length, options.new_tokens, options.budget_s)
             except NotImplementedError as reason:
@@ -106,6 +147,7 @@ def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget
     }
     figures: dict[str, Any] = {}
     for name, make in parts.items():
+        progress(f"compiling and measuring {name} alone")
         part = make()
         alone = timing.measure({name: part.run}, budget_s=budget_s)[name]
         figures |= {f"{name}_ms": alone.median_ms / token_parts.STEPS, f"{name}_bytes": part.bytes}

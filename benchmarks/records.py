@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from benchmarks.command_line import InputError
 from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, Draw, Shape
 from benchmarks.timing import Compiled, Timing
 from nsa_jax.config import NSAConfig
@@ -304,9 +305,19 @@ def append(path: pathlib.Path | None, rows: Iterable[AnyRow]) -> None:
 
 
 def read(path: pathlib.Path) -> list[AnyRow]:
-    """All rows of a JSONL file."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [ROWS.get(line["benchmark"], Row)(**line) for line in lines]
+    """All rows of a JSONL file.
+
+    Raises:
+      InputError: the file cannot be read, or holds something else.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [ROWS.get(line["benchmark"], Row)(**line) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"a results file must hold the rows of a benchmark, got {str(path)!r} "
+            f"({type(error).__name__}: {error}). Pass a file that --output wrote."
+        ) from error
 
 
 def ratio(row: Row, dense: Row) -> tuple[float, float]:

@@ -13,16 +13,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 from flax import nnx
 
 from benchmarks import records, timing
+from benchmarks.command_line import (
+    Parser,
+    check_heads,
+    check_writable,
+    command,
+    missing_package,
+    positive,
+    positive_seconds,
+    progress,
+)
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.nn.projections import head_width
+
+try:
+    import optax
+except ImportError as error:
+    raise SystemExit(missing_package("benchmarks.training", error, "train")) from error
 
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -47,21 +61,53 @@ def compile_step(config: TransformerConfig, batch: int, length: int) -> tuple[ti
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536], metavar="T")
-    parser.add_argument("--attention", nargs="+", choices=("nsa", "dense"), default=["nsa", "dense"])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--model-dim", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=64, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--budget-s", type=float, default=5.0, help="seconds of samples a row, at least 3")
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file that the rows are added to")
-    return parser.parse_args(argv)
+    parser = Parser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        default=[8192, 16384, 32768, 65536],
+        metavar="T",
+        help="tokens of a sequence; default: 8192 16384 32768 65536",
+    )
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=("nsa", "dense"),
+        default=["nsa", "dense"],
+        help="models to measure; default: both",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of the activations; default: %(default)s",
+    )
+    for name, default, meaning in (
+        ("batch", 1, "sequences of a step"),
+        ("layers", 2, "decoder layers"),
+        ("model-dim", 2048, "width of the residual stream"),
+        ("heads", 64, "query heads"),
+        ("kv-heads", 4, "KV heads; must divide --heads"),
+        ("head-dim", 128, "dimension of queries, keys and values"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
+        )
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    options = parser.parse_args(argv)
+    check_heads(options.heads, options.kv_heads)
+    check_writable(options.output, "--output")
+    return options
 
 
+@command("benchmarks.training")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     options = parse(argv)
@@ -77,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for length in options.lengths:
         steps, sizes = {}, {}
         for attention, config in configs.items():
+            progress(f"compiling the training step: {attention} T={length}")
             steps[attention], sizes[attention] = compile_step(config, options.batch, length)
         runs = {attention: step.run for attention, step in steps.items()}
+        progress(f"measuring {len(runs)} programs at T={length}")
         times = timing.measure(runs, budget_s=options.budget_s)
         for attention, step in steps.items():
             taken = times[attention]
