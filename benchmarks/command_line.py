@@ -11,7 +11,7 @@ from typing import NoReturn
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
-class InputError(Exception):
+class InputError(ValueError):
     """Bad input, with the message `<rule>, got <values>. <what to do>.`; the command exits with code 2."""
 
 
@@ -44,7 +44,7 @@ def missing_package(program: str, error: ImportError, extra: str) -> int:
     """Says how to install the packages of an optional extra; returns the exit code."""
     return complain(
         program,
-        f'this command needs the packages of the extra "{extra}", got: {error}. '
+        f'this command needs the packages of the extra "{extra}", got {error}. '
         f'Install them in the root of the clone: pip install ".[{extra}]".',
     )
 
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""
         if ", got " not in message:
-            message = f"the options must be as --help says, got: {message}. Run it with --help"
+            message = f"the options must be as --help says, got the error {message!r}. Run it with --help"
         self.exit(BAD_INPUT, f"{self.prog.removeprefix('python -m ')}: {message.rstrip('.')}.\n")
 
 

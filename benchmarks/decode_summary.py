@@ -1,4 +1,4 @@
-"""What does the CSV of `benchmarks.decode --csv` say?
+"""Prints and draws the CSV of `benchmarks.decode --csv`.
 
 `python -m benchmarks.decode_summary CSV` prints `S total cmp% sel% win% reads(dec) reads(tot)` and draws it
 beside the file. `total` is in ms. A percentage is the time of a branch alone over that of the whole step; the

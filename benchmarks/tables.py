@@ -5,12 +5,12 @@ several runs it takes the newest, or that of `--run-id`. In a document a table s
 `<!-- benchmarks/results/NAME.jsonl -->`, and a test compares it with the file.
 """
 
-import argparse
 import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
 from benchmarks import records
+from benchmarks.command_line import InputError, Parser, command
 from benchmarks.records import AnyRow, GenerateRow, Row, TrainingRow
 
 
@@ -24,7 +24,7 @@ def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
     chosen = [row for row in rows if row.run_id == wanted]
     if not chosen:
         known = sorted({row.run_id for row in rows})
-        raise ValueError(f"run_id must be one of {known}, got {wanted}. Choose another file.")
+        raise InputError(f"run_id must be one of {known}, got {wanted}. Choose another file.")
     return chosen
 
 
@@ -174,9 +174,10 @@ def _table(cells: Iterable[dict[str, str]]) -> list[str]:
     return [*("| " + " | ".join(line) + " |" for line in header + body), ""]
 
 
+@command("benchmarks.tables")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables of each file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m benchmarks.tables", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSONL files of benchmarks")
     parser.add_argument("--run-id", help="the run to print; default: the newest of each file")
     options = parser.parse_args(argv)

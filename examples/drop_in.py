@@ -8,11 +8,16 @@ mask goes and no position embedding is needed.
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from benchmarks.command_line import Parser, missing_package, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import NSAAttention
+
+try:
+    import optax
+except ImportError as missing:
+    raise SystemExit(missing_package("examples.drop_in", missing, "train")) from missing
 
 VOCABULARY, WIDTH, HEADS, LENGTH, STEPS = 32, 32, 4, 64, 20
 # Blocks in proportion to sequences of 64 tokens; real ones keep the defaults of the paper.
@@ -87,9 +92,11 @@ def train(decoder: DenseDecoder) -> list[float]:
 def main() -> None:
     """Trains both decoders and prints what they reach."""
     for decoder in (DenseDecoder(rngs=nnx.Rngs(0)), NSADecoder(rngs=nnx.Rngs(0))):
+        progress(f"{type(decoder).__name__}: the first of {STEPS} steps compiles")
         losses = train(decoder)
         print(f"{type(decoder).__name__:12} loss {losses[0]:.3f} -> {losses[-1]:.3f} nats in {STEPS} steps")
 
 
 if __name__ == "__main__":
+    Parser(prog="python -m examples.drop_in", description=__doc__).parse_args()
     main()

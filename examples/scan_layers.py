@@ -15,11 +15,16 @@ import time
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from benchmarks.command_line import Parser, missing_package, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import NSAAttention
+
+try:
+    import optax
+except ImportError as missing:
+    raise SystemExit(missing_package("examples.scan_layers", missing, "train")) from missing
 
 WIDTH, HEADS, KV_HEADS, BATCH, LENGTH = 32, 4, 1, 2, 64
 # Blocks in proportion to sequences of 64 tokens; real ones keep the defaults of the paper.
@@ -96,6 +101,7 @@ def main() -> None:
     for depth in (2, 6):
         layers = ScannedLayers(depth, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
+        progress(f"{depth} layers: compiling the training step")
         begin = time.perf_counter()
         first = float(train_step(layers, optimizer, x, target))
         seconds = time.perf_counter() - begin
@@ -104,4 +110,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(prog="python -m examples.scan_layers", description=__doc__).parse_args()
     main()

@@ -1,7 +1,7 @@
-"""`python -m parity [--device cpu|cuda] [--dtype NAME]... [--case NAME]... [--implementation NAME]`.
+"""`python -m parity`: compares nsa_jax with the PyTorch reference, case by case.
 
-Prints a row for each quantity with its error and its budget, then one line of JSON. Exit code 0: every error
-is within its budget; 1: one is not; 2: nothing could be compared, and why.
+Prints a row for each quantity with its error and its budget, then one line of JSON; progress goes to stderr.
+Exit code 0: every error is within its budget; 1: one is not; 2: nothing could be compared, with the reason.
 """
 
 import argparse
@@ -15,26 +15,26 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.command_line import InputError, Parser, command, progress
+
 if TYPE_CHECKING:
     from parity.budget import Row
+    from parity.cases import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("xla", "triton", "reference")
+SECONDS: dict[str, float] = {}
 
 
-class CannotCompare(Exception):
-    """What stands in the way, in one sentence with its remedy."""
-
-
+@command("parity")
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     options = parse(arguments)
-    try:
-        prepare(options.device)
-        rows, skipped = run(options)
-    except CannotCompare as reason:
-        print(f"parity: {reason}", file=sys.stderr)
-        return 2
+    prepare(options.device)
+    if options.list:
+        print_cases()
+        return 0
+    rows, skipped = run(options)
     report = summary(options, rows, skipped)
     print(json.dumps(report))
     return 0 if report["passed"] else 1
@@ -42,11 +42,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options; what may be repeated is a list."""
-    parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__.split("\n\n")[1])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="may be repeated; default float32")
-    parser.add_argument("--case", action="append", metavar="NAME", help="may be repeated; default all")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: what nsa_jax chooses")
+    parser = Parser(prog="python -m parity", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--list", action="store_true", help="print what each case compares, and exit")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of both frameworks; default: %(default)s"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, action="append", help="of the inputs; may be repeated; default: float32"
+    )
+    parser.add_argument(
+        "--case", action="append", metavar="NAME", help="a case of --list; may be repeated; default: all"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="of nsa_jax; triton needs a GPU, reference runs operations alone; default: what nsa_jax chooses",
+    )
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or ["float32"]
     return options
@@ -55,8 +66,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def prepare(device: str) -> None:
     """Looks for PyTorch and, if asked for, a GPU that both frameworks see."""
     if importlib.util.find_spec("torch") is None:
-        raise CannotCompare(
-            "parity compares with PyTorch, got no module torch. Install the extra: pip install '.[torch]'."
+        raise InputError(
+            "parity compares with PyTorch, got no module torch. Install it in the root of the clone: "
+            'pip install ".[torch]".'
         )
     if device == "cpu":
         return
@@ -70,10 +82,10 @@ def prepare(device: str) -> None:
     except RuntimeError:
         seen = []
     if not torch.cuda.is_available() or not seen:
-        raise CannotCompare(
+        raise InputError(
             "--device cuda needs a GPU that PyTorch and JAX both see, got "
             f"torch.cuda.is_available() = {torch.cuda.is_available()} and JAX GPUs {seen}. "
-            "Use --device cpu, or install both with CUDA: pip install '.[cuda13,torch]'."
+            'Use --device cpu, or install both with CUDA: pip install ".[cuda13,torch]".'
         )
 
 
@@ -86,13 +98,24 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
 
     names = options.case or list(CASES)
     if unknown := [name for name in names if name not in CASES]:
-        raise CannotCompare(
-            f"--case must name cases, got {', '.join(unknown)}. Choose from: {', '.join(CASES)}."
+        raise InputError(
+            f"--case must name cases, got {', '.join(unknown)}. Choose from those that --list prints."
         )
     rows, skipped = [], {}
+    count = len(names) * len(options.dtype)
+    expected_s = len(options.dtype) * sum(expected_seconds(CASES[name]) for name in names)
+    progress(f"{count} cases, about {expected_s:.0f} s on 2 CPU cores, most of it compiling")
+    started, done, done_s = time.perf_counter(), 0, 0.0
     print(f"{'case':34}{'dtype':10}{'quantity':40}{'error':>10}{'budget':>10}  verdict")
     for dtype in options.dtype:
         for name in names:
+            elapsed_s = time.perf_counter() - started
+            # The share of the expected time that is done says how fast this machine is.
+            rate = elapsed_s / done_s if done_s else 1.0
+            left_s = rate * (expected_s - done_s)
+            done, done_s = done + 1, done_s + expected_seconds(CASES[name])
+            times = f"{elapsed_s:.0f} s elapsed, about {left_s:.0f} s left"
+            progress(f"case {done} of {count}: {name} {dtype} ({times})")
             try:
                 found = compare(CASES[name], getattr(torch, dtype), options.device, options.implementation)
             except NotImplementedError as reason:
@@ -106,8 +129,24 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
             sys.stdout.flush()  # a case takes seconds: let a pipe see it when it is done
     if not rows:
         reasons = "; ".join(sorted(set(skipped.values()))).rstrip(".")
-        raise CannotCompare(f"one case must run, got {reasons}. Choose other cases or another device.")
+        raise InputError(f"one case must run, got {reasons}. Choose other cases or another device.")
     return rows, skipped
+
+
+def expected_seconds(case: "Case") -> float:
+    """Rough seconds that a case takes in float32 on 2 CPU cores, compiling included, within a whole run."""
+    from parity import cases
+
+    return SECONDS.get(case.name, 20.0 if isinstance(case, cases.OperationCase) else 12.0)
+
+
+def print_cases() -> None:
+    """One line a case: its name, its rough time and what it compares."""
+    from parity.cases import CASES, described
+
+    print(f"{'case':34}{'about':>7}  compares")
+    for case in CASES.values():
+        print(f"{case.name:34}{expected_seconds(case):5.0f} s  {described(case)}")
 
 
 def summary(options: argparse.Namespace, rows: list["Row"], skipped: dict[str, str]) -> dict[str, Any]:

@@ -267,6 +267,38 @@ CASES: dict[str, Case] = {
 }
 
 
+def described(case: Case) -> str:
+    """What the case compares, in one line."""
+    if isinstance(case, DecodeCase):
+        layer, lengths = case.layer, " and ".join(map(str, case.prompt_lengths))
+        chunks = f" in chunks of {case.chunk}" if case.chunk else ""
+        return f"prefill of {lengths} tokens{chunks}, then {case.num_steps} decode steps; {_of_layer(layer)}"
+    if isinstance(case, LayerCase):
+        packed = ", packed" if case.runs else ""
+        return f"a layer and its gradients, {case.batch} x {case.length} tokens{packed}; {_of_layer(case)}"
+    notes = [
+        f"{num_queries(case)} queries, {case.length} keys, batch {case.batch}",
+        f"{case.num_heads} heads, {case.num_kv_heads} KV",
+        f"dims {case.key_dim}/{case.value_dim}",
+        *(["packed"] if case.runs else []),
+        *(["explicit query positions"] if case.query_positions else []),
+        *([f"selection as ranges {case.ranges}"] if case.ranges else []),
+        *(["equal keys"] if case.tied else []),
+    ]
+    return f"operations and their gradients: {', '.join(notes)}"
+
+
+def _of_layer(case: LayerCase) -> str:
+    notes = [
+        f"{case.num_heads} heads, {case.num_kv_heads} KV",
+        f"dims {case.head_dim}/{case.value_dim}",
+        "own parts" if case.own_parts else f"{case.compression} compression",
+        *(["biases"] if case.use_bias else []),
+        *case.options,
+    ]
+    return ", ".join(notes)
+
+
 def random_generator(name: str) -> torch.Generator:
     """The same numbers for the same case, on every machine and device."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -27,6 +27,7 @@ from benchmarks import (
     plot,
     records,
     roofline,
+    tables,
     timing,
     token_parts,
     training,
@@ -457,26 +458,27 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
     alone = path.with_name("alone.jsonl")
     records.append(alone, [window])
 
-    plot.main([str(path), str(alone)])
-    plot.main([str(path), "--markdown"])
+    plot.main([str(path), str(alone), "--output", str(tmp_path)])
+    tables.main([str(path)])
 
     printed = capsys.readouterr().out
-    assert path.with_suffix(".png").stat().st_size > 10_000
-    assert not alone.with_suffix(".png").exists()  # one length is no curve
+    assert path.with_suffix(".svg").stat().st_size > 10_000
+    assert not alone.with_suffix(".svg").exists()  # one length is no curve
     assert "| 4096 | fwd | random | 20.0 (1.0-3.0) | 50.0 (49.0-51.0) | **2.50** |" in printed
     assert "0.90 / 19.0" in printed
     assert "| `window_attention` | xla | 4096 | fwd |" in printed
     with pytest.raises(ValueError, match="run_id must be one of"):
         plot.main([str(path), "--run-id", "z"])
+    assert tables.main([str(path), "--run-id", "z"]) == 2
 
 
 def stale_tables(root: pathlib.Path) -> list[str]:
-    """Documents with a table that is not what `plot --markdown` makes of the rows it names."""
+    """Documents with a table that is not what `tables` makes of the rows it names."""
     found = []
     for document in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         parts = re.split(r"<!-- (benchmarks/results/\S+\.jsonl) -->\n", document.read_text(encoding="utf-8"))
         for results, text in itertools.batched(parts[1:], 2):
-            if not text.startswith(plot.markdown(plot.one_run(records.read(root / results)))):
+            if not text.startswith(tables.markdown(tables.one_run(records.read(root / results)))):
                 found.append(f"{document.name}: {results}")
     return found
 
@@ -485,13 +487,13 @@ def test_tables_in_documents_are_those_of_the_rows(tmp_path):
     results = tmp_path / "benchmarks" / "results" / "x.jsonl"
     rows = [make_row(), make_row(operation="dense_attention")]
     records.append(results, rows)
-    table = f"# Title\n<!-- benchmarks/results/x.jsonl -->\n{plot.markdown(rows)}\n\nMore.\n"
+    table = f"# Title\n<!-- benchmarks/results/x.jsonl -->\n{tables.markdown(rows)}\n\nMore.\n"
     (tmp_path / "README.md").write_text(table.replace("2.000", "1.999"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "good.md").write_text(table)
 
     assert stale_tables(tmp_path) == ["README.md: benchmarks/results/x.jsonl"]
-    assert stale_tables(ROOT) == [], "run python -m benchmarks.plot --markdown and paste what it prints"
+    assert stale_tables(ROOT) == [], "run python -m benchmarks.tables and paste what it prints"
 
 
 def test_committed_rows_have_the_paper_configuration():
@@ -549,7 +551,7 @@ def test_decode_writes_rows_and_csv(monkeypatch, tmp_path, capsys):
             assert row.gb_per_s == pytest.approx(row.bytes / row.median_ms / 1e6)
             assert row.copy_share > 0
             assert (row.new_tokens, row.num_layers) == (1, 1)
-    assert "| GB/s (% of copy) |" in plot.markdown(rows)
+    assert "| GB/s (% of copy) |" in tables.markdown(rows)
     header, line = csv_path.read_text().splitlines()
     assert header == "S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected," \
         "reads_actual_decode,reads_expected_decode"  # fmt: skip
@@ -780,7 +782,7 @@ def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(70 / row["median_ms"] * 1e3)
         assert row["model"]["attention"] == row["attention"]
-    assert "| 70 | nsa (xla) | " in plot.markdown(records.read(path))
+    assert "| 70 | nsa (xla) | " in tables.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
 
@@ -810,7 +812,7 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     assert row.parameters == sum(sizes.values())
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
     assert f"{row.over_parts:.2f} times products" in printed
-    assert "| 70 | nsa | " in plot.markdown([row])
+    assert "| 70 | nsa | " in tables.markdown([row])
 
 
 def test_generate_prints_why_a_model_is_refused(monkeypatch, capsys):
@@ -862,7 +864,7 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
     (ratio,) = summary["dense_over_nsa"]
     assert ratio["operation"] == "layer"
     assert ratio["time"] == pytest.approx(dense.median_ms / layer.median_ms, abs=1e-3)
-    table = plot.markdown([layer, dense])
+    table = tables.markdown([layer, dense])
     assert "Whole layers of width 24:" in table
     assert "dense / NSA" in table
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="parity needs the extra `torch`")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
+from messages import has_form  # noqa: E402
 from printed import last_line  # noqa: E402
 
 import nsa_jax.nn  # noqa: E402
@@ -271,10 +273,10 @@ def complaint(capsys):
     """The one line of an error, in the house's form: rule, what was got, what to do."""
     printed = capsys.readouterr()
     assert printed.out.count("\n") <= 2  # at most the table's head and a line about a skipped case
-    assert printed.err.startswith("parity: ")
-    assert ", got " in printed.err
-    assert printed.err.count("\n") == 1
-    return printed.err
+    *_, line = printed.err.splitlines()  # before it: the progress
+    assert line.startswith("parity: ")
+    assert has_form(line.removeprefix("parity: ")), line
+    return line
 
 
 def test_torch_missing_is_one_clear_error(monkeypatch, capsys):
@@ -298,7 +300,7 @@ def test_unknown_case_is_one_clear_error(capsys):
     assert program.main(["--case", "plain", "--case", "plane"]) == 2
 
     said = complaint(capsys)
-    assert "got plane. Choose from: plain," in said
+    assert "got plane. Choose from those that --list prints" in said
 
 
 def test_an_implementation_that_cannot_run_is_one_clear_error(monkeypatch, capsys):
@@ -327,3 +329,31 @@ def test_both_frameworks_on_one_gpu(capsys, dtype):
 
     assert last_line(capsys)[1]["missed"] == []
     assert code == 0
+
+
+def test_list_describes_every_case_and_compares_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("parity.compare.compare", None)
+
+    assert program.main(["--list"]) == 0
+
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["case", "about", "compares"]
+    assert [line.split()[0] for line in lines] == list(cases.CASES)
+    described = [line.split(maxsplit=3)[3] for line in lines]
+    assert len(set(described)) == len(lines)
+    assert all(1 <= float(line.split()[1]) <= 60 for line in lines)
+
+
+def test_progress_is_on_stderr_beside_the_table(monkeypatch, capsys):
+    monkeypatch.setattr("parity.compare.compare", lambda case, *_: [Row(case.name, "float32", "x", 0.0, 0.0)])
+
+    assert program.main([*FAST, "--case", "layer"]) == 0
+
+    printed = capsys.readouterr()
+    start, *each = printed.err.splitlines()
+    assert re.fullmatch(r"2 cases, about \d+ s on 2 CPU cores, most of it compiling", start)
+    pattern = r"case {} of 2: {} float32 \(0 s elapsed, about \d+ s left\)"
+    for number, (line, name) in enumerate(zip(each, ("one_token", "layer"), strict=True), 1):
+        assert re.fullmatch(pattern.format(number, name), line)
+    assert "elapsed" not in printed.out
+    assert len(printed.out.splitlines()) == 4  # head, two rows, JSON

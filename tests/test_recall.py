@@ -170,8 +170,7 @@ def test_interrupted_run_keeps_the_rows_it_has(tmp_path, monkeypatch):
         return second
 
     monkeypatch.setattr(recall, "_train_and_measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        recall.main(["--results", str(path)])
+    assert recall.main(["--results", str(path)]) == 130
 
     assert results.read(path) == [first, second]
 
@@ -210,7 +209,7 @@ BAD = {
     "learning rate": ("--learning-rate nan", "learning_rate must be positive and finite, got nan."),
     "seed": ("--seeds 0 -1", "seeds must not be negative, got [0, -1]."),
     "test sequences": ("--test-sequences 0", "test_sequences must be at least 1, got 0."),
-    "results": ("--results {folder}", "results must be a file that can be written, got "),
+    "results": ("--results {folder}", "--results must name a file that can be written, got "),
     "no file": (
         "--markdown {folder}/none.jsonl",
         "results must be rows of this example, got FileNotFoundError",
@@ -229,7 +228,7 @@ def test_bad_input_is_one_error(arguments, message, tmp_path, capsys):
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
-    assert captured.err.startswith("error: ")
+    assert captured.err.startswith("examples.recall: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.err.endswith(".\n")

@@ -6,6 +6,8 @@ import math
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -18,10 +20,11 @@ pytest.importorskip("orbax.checkpoint", reason="the example needs the extra `tra
 pytest.importorskip("tqdm", reason="the example needs the extra `train`")
 pytest.importorskip("matplotlib", reason="the example needs the extra `train`")
 
+from benchmarks.command_line import InputError
 from examples.train_lm import __main__ as command
 from examples.train_lm import report, run_folder, sampling, text, training
 from examples.train_lm.run_folder import RunFolder
-from examples.train_lm.settings import NSA, InputError, Settings
+from examples.train_lm.settings import NSA, Settings
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import restore
 from nsa_jax.nn import Selection
@@ -233,8 +236,9 @@ BAD_OPTIONS = {
     "steps": ("--steps 0", "--steps must be at least 1, got 0"),
     "kv heads": ("--kv-heads 0", "--kv-heads must be at least 1, got 0"),
     "seed": ("--seed -1", "--seed must be at least 0, got -1"),
-    "rate": ("--learning-rate 0", r"--learning-rate must be above 0, got 0\.0"),
-    "rate that is none": ("--learning-rate nan", "--learning-rate must be above 0, got nan"),
+    "rate": ("--learning-rate 0", r"--learning-rate must be above 0 and finite, got 0\.0"),
+    "rate that is none": ("--learning-rate nan", "--learning-rate must be above 0 and finite, got nan"),
+    "infinite rate": ("--learning-rate inf", "--learning-rate must be above 0 and finite, got inf"),
     "heads": ("--heads 3", "the sizes must make a model, got one that cannot be: .*3"),
     "stop": ("--stop-at 0", "--stop-at must be at least 1, got 0"),
     "empty prompt": ("--prompt=", "--prompt must have at least one byte, got ''"),
@@ -256,13 +260,13 @@ def test_output_that_is_a_file_is_refused(data, tmp_path, capsys):
 
     assert run("--data", data, "--output", tmp_path / "run") == 2
 
-    assert_error(capsys, "--output must be a folder that can be made, got")
+    assert_error(capsys, "--output must be a folder that can be made and written, got")
     assert (tmp_path / "run").read_text() == "mine"
 
 
 def assert_error(capsys, message: str) -> None:
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
+    assert line.startswith("examples.train_lm: ")
     assert has_form(line), line
     assert pytest.raises(InputError, match=message).matches(InputError(line)), line
 
@@ -313,6 +317,97 @@ def test_resumed_run_equals_the_whole_run_bit_for_bit(finished, data, tmp_path):
     assert losses(parts) == losses(finished)
     assert run_folder.read_rows(parts.result)[0]["resumed"]
     assert (parts.path / "sample.txt").read_bytes() == (finished.path / "sample.txt").read_bytes()
+
+
+INTERRUPTED = """
+import os, signal, sys
+from examples.train_lm import __main__ as command, training
+
+right = training._compile_update
+
+def compiled(settings):
+    graph, update = right(settings)
+    done = 0
+
+    def interrupted(*arguments):
+        nonlocal done
+        done += 1
+        for _ in range({times} if done == {step} else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    if {step} == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return graph, interrupted
+
+training._compile_update = compiled
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def interrupted(folder: RunFolder, data, *, step: int, times: int = 1) -> subprocess.CompletedProcess[str]:
+    """A run that gets SIGINT while it takes the step, before the first one for `step=0`."""
+    arguments = [*TINY, "--data", str(data), "--output", str(folder.path)]
+    program = INTERRUPTED.format(step=step, times=times)
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finished, data, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+
+    done = interrupted(folder, data, step=2)
+
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "examples.train_lm: interrupted; step 2 is saved; --resume goes on from there"
+    )
+    assert state(folder)[-1] == 2
+    assert run("--data", data, "--output", folder.path, "--resume") == 0
+    for mine, theirs in zip(state(folder), state(finished), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+    assert losses(folder) == losses(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "times"), [(0, 1), (2, 2)], ids=["before the first step", "twice"])
+def test_interrupt_that_saves_nothing_says_so(data, tmp_path, step, times):
+    folder = RunFolder(tmp_path / "run")
+
+    done = interrupted(folder, data, step=step, times=times)
+
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "examples.train_lm: interrupted; no step was saved yet; --resume starts from the first step"
+    )
+    assert not folder.checkpoint.exists()
+
+
+def test_interrupt_says_what_resume_finds(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert folder.what_resume_finds() == "nothing was saved; start it again without --resume"
+    folder.open_new({})
+    assert folder.what_resume_finds() == "no step was saved yet; --resume starts from the first step"
+    folder.saving = 50
+    assert folder.what_resume_finds().endswith("step 50 if it was saved whole, else from the first step")
+    folder.saved = 50
+    folder.saving = 100
+    assert folder.what_resume_finds().endswith("step 100 if it was saved whole, else from step 50")
+    folder.saved, folder.saving = 100, None
+    assert folder.what_resume_finds() == "step 100 is saved; --resume goes on from there"
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff"], ids=["cut off", "not text"])
+def test_broken_settings_are_one_clear_error(content, data, tmp_path, capsys):
+    (tmp_path / "settings.json").write_bytes(content)
+
+    assert run("--data", data, "--output", tmp_path, "--resume") == 2
+
+    assert_error(capsys, "--resume must find a readable settings.json in --output, got ")
 
 
 @pytest.mark.slow
@@ -393,12 +488,12 @@ def test_report_of_one_run_is_refused(tmp_path):
         report.inserted("# no marks", "text")
 
 
-def test_readme_says_what_the_committed_runs_measured():
+def test_document_says_what_the_committed_runs_measured():
     if not report.committed():
         pytest.skip("no committed runs of the example")
-    readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
+    document = (report.ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 
-    assert report.inserted(readme, report.markdown(report.both(report.committed()))) == readme
+    assert report.inserted(document, report.markdown(report.both(report.committed()))) == document
 
 
 def test_committed_runs_reach_the_targets():

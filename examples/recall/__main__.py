@@ -6,13 +6,13 @@ import pathlib
 import sys
 from typing import Any
 
+from benchmarks.command_line import Parser, check_writable, command, complain, missing_package, progress
+
 try:
     import optax  # noqa: F401 (training needs it: say so before anything else)
     from tqdm import tqdm
 except ImportError as missing:
-    sys.exit(
-        f"error: the example needs optax and tqdm, got: {missing}. Install them with: pip install '.[train]'."
-    )
+    raise SystemExit(missing_package("examples.recall", missing, "train")) from missing
 
 import flax
 import jax
@@ -36,6 +36,33 @@ NSA = NSAConfig(
     num_initial_blocks=0,
     num_local_blocks=1,
 )
+PROGRAM = "examples.recall"
+MEANINGS = {
+    "length": "tokens of a sequence",
+    "num_pairs": "key-value pairs at the front",
+    "num_queries": "queries at the end",
+    "num_keys": "different keys, at least as many as pairs",
+    "num_values": "different values",
+    "num_fillers": "different filler tokens",
+    "compression_block_size": "tokens of a compression block",
+    "compression_stride": "tokens from one compression block to the next",
+    "selection_block_size": "tokens of a selection block",
+    "num_selected_blocks": "selected blocks of each query and KV head",
+    "window_size": "tokens of the window",
+    "num_initial_blocks": "first blocks that are always selected",
+    "num_local_blocks": "last blocks that are always selected",
+    "num_layers": "decoder layers",
+    "model_dim": "width of the residual stream",
+    "num_heads": "query heads",
+    "num_kv_heads": "KV heads; must divide --num-heads",
+    "mlp_dim": "width of the hidden layer of the MLPs",
+    "steps": "optimizer steps at most",
+    "batch": "sequences of a step",
+    "learning_rate": "learning rate after the warm-up",
+    "warmup": "steps in which the learning rate rises",
+    "stop_at": "validation accuracy, from 0 to 1, at which training stops",
+    "validate_every": "steps between two validations",
+}
 SMOOTHING = 0.9  # of the loss and accuracy that the progress bar shows
 
 
@@ -61,19 +88,18 @@ class Settings:
             raise ValueError(f"test_sequences must be at least 1, got {self.test_sequences}. Pass more.")
 
 
+@command(PROGRAM)
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, or 2 for bad input."""
+    """Runs the command and returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     options = _parser().parse_args(arguments)
     try:
         if options.markdown is not None:
             print(results.markdown(results.read(options.markdown)))
             return 0
         settings = _settings(options)
-        if options.results is not None:
-            _check_writable(options.results)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(PROGRAM, error)
+    check_writable(options.results, "--results")
     run(settings, options.results)
     return 0
 
@@ -108,6 +134,7 @@ def _train_and_measure(
     """Trains one model; given `steps` it takes just as many, whatever its accuracy."""
     model = dataclasses.replace(settings.model, attention=attention)
     schedule = settings.schedule
+    progress(f"seed {seed}, {results.NAMES[attention]}: the first step compiles the model")
     if steps is not None:
         schedule = dataclasses.replace(schedule, steps=steps, stop_at=None)
     with tqdm(total=schedule.steps, desc=f"seed {seed}, {results.NAMES[attention]}", unit="step") as bar:
@@ -124,6 +151,7 @@ def _train_and_measure(
             bar.update()
 
         trained = training.train(model, settings.task, schedule, seed, report)
+    progress("compiling and scoring on held-out sequences")
     batches = training.held_out(model, settings.task, settings.test_sequences, seed)
     score = training.score(trained.model, batches)
     found = inspect(trained.model, settings.task, batches) if attention == "nsa" else None
@@ -165,24 +193,20 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def _check_writable(path: pathlib.Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ValueError(
-            f"results must be a file that can be written, got {error}. Choose another path."
-        ) from error
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.recall",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one NSA and one window model each")
-    parser.add_argument("--results", type=pathlib.Path, help="JSONL file to add the rows to")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="random seeds; each trains one NSA and one window model",
+    )
+    parser.add_argument("--results", type=pathlib.Path, help="JSONL file to append the rows to")
     parser.add_argument(
         "--markdown",
         type=pathlib.Path,
@@ -195,9 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser.add_argument_group("attention, in tokens and blocks"), NSA)
     model = parser.add_argument_group("model")
     for name, value in dict(num_layers=2, model_dim=64, num_heads=2, num_kv_heads=1, mlp_dim=128).items():
-        model.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=value, help="see TransformerConfig"
-        )
+        model.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=MEANINGS[name])
     model.add_argument(
         "--compression", choices=("mlp", "mean"), default="mlp", help="how blocks are compressed"
     )
@@ -210,7 +232,7 @@ def _add(group: "argparse._ArgumentGroup", defaults: RecallTask | NSAConfig | Sc
     for field in dataclasses.fields(defaults):
         value = getattr(defaults, field.name)
         flag = f"--{field.name.replace('_', '-')}"
-        group.add_argument(flag, type=type(value), default=value, help=f"see {type(defaults).__name__}")
+        group.add_argument(flag, type=type(value), default=value, help=MEANINGS[field.name])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m examples.train_lm`: trains a byte-level language model, measures it, lets it write, draws it."""
+"""`python -m examples.train_lm`: trains a byte-level language model and samples text from it."""
 
 import argparse
 import dataclasses
@@ -6,31 +6,41 @@ import pathlib
 import sys
 import time
 
+from benchmarks.command_line import INTERRUPTED, InputError, Parser, complain, missing_package
+
+try:  # said at once, not after minutes of training
+    import matplotlib  # noqa: F401
+    import optax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+    import tqdm  # noqa: F401
+except ImportError as missing:
+    raise SystemExit(missing_package("examples.train_lm", missing, "train")) from missing
+
 import jax
 
 from examples.train_lm import report, run_folder, sampling, text, training
 from examples.train_lm.run_folder import RunFolder
-from examples.train_lm.settings import InputError, Settings
+from examples.train_lm.settings import Settings
 from nsa_jax.model import Transformer
 
-INTERRUPTED = 130
+PROGRAM = "examples.train_lm"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     options = _parser().parse_args(arguments)
+    folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{options.attention}")
     try:
-        run(options)
+        run(options, folder)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(PROGRAM, error)
     except KeyboardInterrupt:
-        print("\ninterrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        print(f"\n{PROGRAM}: interrupted; {folder.what_resume_finds()}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, folder: RunFolder) -> None:
     """Checks everything, then trains, measures, writes and draws."""
     started = time.perf_counter()
     fields = {field.name for field in dataclasses.fields(Settings)}
@@ -39,7 +49,6 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(f"--stop-at must be at least 1, got {options.stop_at}. Pass a step.")
     corpus = text.load(options.data, settings.length)
     prompt = sampling.choose_prompt(options.prompt, corpus, settings.length)
-    folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{settings.attention}")
     identity = run_folder.identity(settings, corpus)
     (folder.open_again if options.resume else folder.open_new)(identity)
     _introduce(settings, corpus, folder)
@@ -90,31 +99,46 @@ def _introduce(settings: Settings, corpus: text.Corpus, folder: RunFolder) -> No
 
 def _parser() -> argparse.ArgumentParser:
     defaults = Settings()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.train_lm",
         description="Trains a byte-level language model with NSA on text, compares it with a byte bigram "
-        "and with dense attention, lets it write, and draws its losses and the blocks it selected.",
+        "and with dense attention, samples text from it, and draws its losses and the blocks it selected.",
     )
     add = parser.add_argument
-    add("--attention", choices=("nsa", "dense"), default=defaults.attention, help="default: %(default)s")
+    add(
+        "--attention",
+        choices=("nsa", "dense"),
+        default=defaults.attention,
+        help="attention of the model, default: %(default)s",
+    )
     for name, meaning in (
         ("steps", "optimizer steps"),
-        ("batch", "sequences a step"),
+        ("batch", "sequences of a step"),
         ("length", "bytes of a sequence"),
-        ("seed", "of parameters, data order and sampling"),
+        ("seed", "random seed of parameters, data order and sampling"),
         ("layers", "decoder layers"),
         ("width", "width of the residual stream"),
         ("heads", "query heads"),
-        ("kv-heads", "KV heads"),
-        ("warmup", "steps of the learning rate's rise"),
+        ("kv-heads", "KV heads; must divide --heads"),
+        ("warmup", "steps in which the learning rate rises"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
         add(f"--{name}", type=int, default=default, help=f"{meaning}, default: %(default)s")
-    add("--learning-rate", type=float, default=defaults.learning_rate, help="its peak, default: %(default)s")
+    add(
+        "--learning-rate",
+        type=float,
+        default=defaults.learning_rate,
+        help="peak learning rate, default: %(default)s",
+    )
     add("--data", type=pathlib.Path, help="a UTF-8 file; default: the documentation that ships inside Python")
     add("--output", type=pathlib.Path, help="new folder of the run, default: runs/train_lm_ATTENTION")
-    add("--resume", action="store_true", help="go on with the run in --output, bit for bit")
-    add("--stop-at", type=int, metavar="STEP", help="stop early with a checkpoint, for a later --resume")
+    add("--resume", action="store_true", help="continue the run in --output; default: a new run")
+    add(
+        "--stop-at",
+        type=int,
+        metavar="STEP",
+        help="save a checkpoint after this step and stop, default: the last step",
+    )
     add("--prompt", help="text to continue and to draw; default: the start of the held-out text")
     return parser
 

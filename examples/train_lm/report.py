@@ -1,9 +1,8 @@
-"""The record of a finished run, and NSA beside dense: in words, in a picture, in the README.
+"""The record of a finished run, and the comparison of NSA with dense: in words, as a picture, in a document.
 
 `python -m examples.train_lm.report` makes finished runs part of the repository and of the README.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -11,11 +10,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
+
+from benchmarks.command_line import InputError, Parser, command, missing_package
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as missing:
+    raise SystemExit(missing_package("examples.train_lm.report", missing, "train")) from missing
 
 from benchmarks.records import environment
 from examples.train_lm.run_folder import RunFolder, identity, read_rows, write, write_picture, write_rows
-from examples.train_lm.settings import InputError, Settings
+from examples.train_lm.settings import Settings
 from examples.train_lm.text import Corpus, bigram_bits_per_byte
 from examples.train_lm.training import Trained, flops_per_trained_token
 from nsa_jax.array_typing import Array
@@ -24,7 +29,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 RESULTS = pathlib.Path("examples/results/train_lm.jsonl")
 CURVES = pathlib.Path("examples/results/train_lm_curves.jsonl")
 OTHER = {"nsa": "dense", "dense": "nsa"}
-IMAGES = pathlib.Path("docs/images")
+DOCUMENTS = pathlib.Path("docs")
+IMAGES = DOCUMENTS / "images"
 LOSS, BLOCKS = IMAGES / "train_lm_loss.png", IMAGES / "train_lm_blocks.png"
 BEGIN, END = "<!-- train_lm: begin -->", "<!-- train_lm: end -->"
 EXCERPT = 400
@@ -155,7 +161,7 @@ def draw_losses(path: pathlib.Path, curves: dict[str, list[dict[str, Any]]], big
 
 
 def markdown(pair: dict[str, Finished]) -> str:
-    """Table, pictures and a text sample, for the README."""
+    """Table, pictures and a text sample, for a page in `docs`."""
     nsa, dense = pair["nsa"].row, pair["dense"].row
     rows = [
         ("held-out bits per byte", *(f"{run['held_out_bits_per_byte']:.3f}" for run in (nsa, dense))),
@@ -180,9 +186,9 @@ def markdown(pair: dict[str, Finished]) -> str:
             "",
             *table,
             "",
-            f"![loss]({LOSS.as_posix()})",
+            f"![loss]({LOSS.relative_to(DOCUMENTS).as_posix()})",
             "",
-            f"![selected blocks]({BLOCKS.as_posix()})",
+            f"![selected blocks]({BLOCKS.relative_to(DOCUMENTS).as_posix()})",
             "",
             "Held-out text, continued by the model from `[HERE]` on:",
             "",
@@ -218,9 +224,10 @@ def publish(folders: list[pathlib.Path], root: pathlib.Path = ROOT) -> None:
     draw_losses(root / LOSS, curves, pair["nsa"].row["bigram_bits_per_byte"])
 
 
+@command("examples.train_lm.report")
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m examples.train_lm.report")
+    parser = Parser(prog="python -m examples.train_lm.report")
     parser.add_argument(
         "folders",
         nargs="*",
@@ -230,17 +237,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--markdown", action="store_true", help="print the committed results as Markdown (default)"
     )
-    parser.add_argument("--readme", type=pathlib.Path, help=f"put it between {BEGIN} and {END} of this file")
+    parser.add_argument(
+        "--readme",
+        type=pathlib.Path,
+        help=f"replace what stands between {BEGIN} and {END} in this file; default: none",
+    )
     options = parser.parse_args(arguments)
-    try:
-        if options.folders:
-            publish(options.folders)
-        text = markdown(both(committed()))
-        if options.readme:
+    if options.folders:
+        publish(options.folders)
+    text = markdown(both(committed()))
+    if options.readme:
+        try:
             write(options.readme, inserted(options.readme.read_text(encoding="utf-8"), text))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"--readme must be a text file that can be read and written, got {error}. Check the path."
+            ) from error
     print(text)
     return 0
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies in it, how it is written without loss, how it is resumed."""
+"""The folder of a run: its files, how they are replaced without loss, and how a run is resumed."""
 
 import io
 import json
@@ -9,7 +9,8 @@ from typing import Any
 from flax import nnx
 from matplotlib.figure import Figure
 
-from examples.train_lm.settings import InputError, Settings
+from benchmarks.command_line import InputError
+from examples.train_lm.settings import Settings
 from examples.train_lm.text import Corpus
 from nsa_jax.model import Transformer, restore, restore_training, save
 
@@ -19,6 +20,10 @@ class RunFolder:
 
     `settings.json` says what runs, `curve.jsonl` has one row a step, `checkpoint` the state to go on from,
     `result.jsonl` one object when the run is complete; pictures and a text sample lie beside them.
+
+    Attributes:
+      saved: step of the last checkpoint that this process wrote or read, None before the first.
+      saving: step of the checkpoint that is being written now.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -26,6 +31,8 @@ class RunFolder:
         self.checkpoint = path / "checkpoint"
         self.curve = path / "curve.jsonl"
         self.result = path / "result.jsonl"
+        self.saved: int | None = None
+        self.saving: int | None = None
 
     def open_new(self, identity: dict[str, Any]) -> None:
         """Makes the folder of a new run; `identity` is what a resumed run must share with it.
@@ -36,17 +43,18 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             taken = any(self.path.iterdir())
+            if not taken:
+                write(self.path / "settings.json", json.dumps(identity, indent=1))
         except OSError as error:
             raise InputError(
-                f"--output must be a folder that can be made, got {str(self.path)!r} ({error.strerror}). "
-                "Name another."
+                f"--output must be a folder that can be made and written, got {str(self.path)!r} "
+                f"({error.strerror}). Name another."
             ) from error
         if taken:
             raise InputError(
                 f"--output must be a new or empty folder, got {str(self.path)!r} with files in it. "
                 "Pass --resume to continue that run, or name another folder."
             )
-        write(self.path / "settings.json", json.dumps(identity, indent=1))
 
     def open_again(self, identity: dict[str, Any]) -> None:
         """Checks that the folder holds this run.
@@ -61,6 +69,11 @@ class RunFolder:
                 f"--resume must find a run in --output, got none in {str(self.path)!r}. "
                 "Start it without --resume."
             ) from error
+        except ValueError as error:
+            raise InputError(
+                f"--resume must find a readable settings.json in --output, got {error}. "
+                "Name another --output and start anew."
+            ) from error
         differing = sorted(
             name for name in identity.keys() | found.keys() if identity.get(name) != found.get(name)
         )
@@ -74,8 +87,23 @@ class RunFolder:
 
     def save(self, model: Transformer, moments: Any, step: int, curve: list[dict[str, Any]]) -> None:
         """Writes the curve and a checkpoint; killed at any moment, the last complete checkpoint remains."""
+        self.saving = step
         write_rows(self.curve, curve)
         save(self.checkpoint, model, training={"moments": moments, "step": step})
+        self.saved, self.saving = step, None
+
+    def what_resume_finds(self) -> str:
+        """Where `--resume` will go on, in words; for a run that was interrupted."""
+        if self.saved is None and self.saving is None:
+            if self.checkpoint.exists():
+                return "--resume goes on from the checkpoint that was there before"
+            if (self.path / "settings.json").exists():
+                return "no step was saved yet; --resume starts from the first step"
+            return "nothing was saved; start it again without --resume"
+        before = "the first step" if self.saved is None else f"step {self.saved}"
+        if self.saving is not None:
+            return f"--resume goes on from step {self.saving} if it was saved whole, else from {before}"
+        return f"step {self.saved} is saved; --resume goes on from there"
 
     def load(
         self, settings: Settings, moments: Any
@@ -93,8 +121,16 @@ class RunFolder:
         except ValueError as error:
             raise InputError(f"--resume must find a checkpoint of this configuration: {error}") from error
         step = training["step"]
+        try:
+            rows = read_rows(self.curve)
+        except ValueError as error:
+            raise InputError(
+                f"--resume must find rows of JSON in {str(self.curve)!r}, got {error}. "
+                "Name another --output and start anew."
+            ) from error
         # The curve is written first and may be ahead.
-        curve = [row for row in read_rows(self.curve) if row["step"] <= step]
+        curve = [row for row in rows if row["step"] <= step]
+        self.saved = step
         return nnx.state(model), training["moments"], step, curve
 
 

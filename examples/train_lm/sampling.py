@@ -12,8 +12,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks.command_line import InputError
 from examples.train_lm.run_folder import write_picture
-from examples.train_lm.settings import InputError
 from examples.train_lm.text import Corpus
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig

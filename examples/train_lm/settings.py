@@ -1,16 +1,17 @@
-"""What a run is: everything that decides its numbers; and the error for a wrong option."""
+"""The settings of a run: everything that decides its numbers."""
 
 import dataclasses
 from typing import Any, Literal
 
 from flax import nnx
 
+from benchmarks.command_line import InputError
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 
 BYTES = 256
 
-# A query reads at most n l' + w = 6 * 32 + 64 = 256 tokens of the other branches' 1024: a quarter.
+# A query reads at most n l' + w = 6 * 32 + 64 = 256 selected and recent tokens: a quarter of 1024.
 NSA = NSAConfig(
     compression_block_size=16,
     compression_stride=8,
@@ -18,10 +19,6 @@ NSA = NSAConfig(
     num_selected_blocks=6,
     window_size=64,
 )
-
-
-class InputError(Exception):
-    """Bad input, with the message `<rule>, got <values>. <what to do>.`; the command exits with code 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +66,10 @@ class Settings:
         for name in ("seed", "warmup"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} must be at least 0, got {getattr(self, name)}. Pass 0 or more.")
-        if not self.learning_rate > 0:
+        if not 0 < self.learning_rate < float("inf"):
             raise InputError(
-                f"--learning-rate must be above 0, got {self.learning_rate}. Pass for example 3e-3."
+                f"--learning-rate must be above 0 and finite, "
+                f"got {self.learning_rate}. Pass for example 3e-3."
             )
         if self.attention not in ("nsa", "dense"):
             raise InputError(

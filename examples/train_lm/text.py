@@ -11,7 +11,8 @@ import platform
 
 import numpy as np
 
-from examples.train_lm.settings import BYTES, InputError
+from benchmarks.command_line import InputError
+from examples.train_lm.settings import BYTES
 
 HELD_OUT_SHARE = 0.1
 PRIOR_STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)

@@ -1,9 +1,14 @@
-"""Training and measuring: AdamW on next-byte loss, resumable at any checkpoint, bit for bit."""
+"""Training and evaluation: AdamW on next-byte loss; a resumed run gives the same bits as one run whole."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +18,7 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
+from benchmarks.command_line import progress
 from examples.train_lm.run_folder import RunFolder
 from examples.train_lm.settings import Settings
 from examples.train_lm.text import Corpus
@@ -47,8 +53,12 @@ def train(
 
     The state is checkpointed every `checkpoint_every` steps and at the end. Held-out loss is measured
     `evaluations` times, evenly spread, the last time after the last step.
+
+    Raises:
+      KeyboardInterrupt: after Ctrl-C, once the step under way is finished and saved; at once after a second.
     """
     saved = folder.load(settings, zero_moments(settings)) if resume else None
+    progress("compiling the training step")
     started = time.perf_counter()
     graph, update = _compile_update(settings)
     compile_seconds = time.perf_counter() - started
@@ -62,7 +72,8 @@ def train(
     evaluate_at = {round(settings.steps * (i + 1) / evaluations) for i in range(evaluations)}
     held_out = corpus.held_out_rows(settings.length)
     seconds = curve[-1]["seconds"] if curve else 0.0
-    with tqdm(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1) as bar:
+    bar_options = dict(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+    with _delayed_interrupt() as interrupted, tqdm(**bar_options) as bar:
         while step < last:
             started = time.perf_counter()
             parameters, moments, loss = update(parameters, moments, corpus.batch(step, **sizes))
@@ -79,9 +90,33 @@ def train(
             if step in evaluate_at:
                 row["held_out"] = evaluate(nnx.merge(graph, parameters), held_out)
                 bar.write(f"step {step}: held-out {row['held_out']:.4f} bits/byte")
-            if step % checkpoint_every == 0 or step == last:
+            stop = interrupted.is_set()
+            if stop or step % checkpoint_every == 0 or step == last:
                 folder.save(nnx.merge(graph, parameters), moments, step, curve)
+            if stop:
+                raise KeyboardInterrupt
     return Trained(nnx.merge(graph, parameters), step, curve, compile_seconds)
+
+
+@contextlib.contextmanager
+def _delayed_interrupt() -> Iterator[threading.Event]:
+    """The event that the first Ctrl-C sets; a second interrupts at once. Main thread alone."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def note(*_: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Not `print`: a signal may arrive inside another write to the same stream, which Python refuses.
+        os.write(2, b"\ninterrupted: this step is finished and saved first; Ctrl-C again ends at once\n")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"]) -> float:
