@@ -38,6 +38,7 @@ from benchmarks.inputs import (
 from nsa_jax.config import NSAConfig
 
 # The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
+LEAST_LENGTH = 4  # the overlap of blocks is that of 4 adjacent tokens
 CPU_LENGTHS = "4096 8192 16384 65536:fwd"
 LARGEST_DENSE_ON_CPU = 16384  # there dense value_and_grad takes 1.5 minutes on 2 cores; at 64k, 16 times that
 
@@ -218,9 +219,9 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
     """Reads `T` or `T:MODE,MODE`; no modes stand for those of `--modes`."""
     length, _, modes = text.partition(":")
     chosen = modes.split(",") if modes else []
-    if not length.isdecimal() or int(length) < 1 or not set(chosen) <= set(records.MODES[:3]):
+    if not length.isdecimal() or int(length) < LEAST_LENGTH or not set(chosen) <= set(records.MODES[:3]):
         raise argparse.ArgumentTypeError(
-            f"must be T or T:MODE,MODE with T at least 1 and modes of {', '.join(records.MODES[:3])}, "
+            f"must be T or T:MODE,MODE with T at least {LEAST_LENGTH} and modes of {', '.join(records.MODES[:3])}, "
             f"got {text}. Pass a length alone."
         )
     return int(length), chosen

@@ -284,6 +284,7 @@ def described(case: Case) -> str:
         *(["explicit query positions"] if case.query_positions else []),
         *([f"selection as ranges {case.ranges}"] if case.ranges else []),
         *(["equal keys"] if case.tied else []),
+        _of_blocks(case.config),
     ]
     return f"operations and their gradients: {', '.join(notes)}"
 
@@ -295,8 +296,14 @@ def _of_layer(case: LayerCase) -> str:
         "own parts" if case.own_parts else f"{case.compression} compression",
         *(["biases"] if case.use_bias else []),
         *case.options,
+        _of_blocks(case.config),
     ]
     return ", ".join(notes)
+
+
+def _of_blocks(config: NSAConfig) -> str:
+    sizes = (config.compression_block_size, config.compression_stride, config.selection_block_size)
+    return "l/d/l'/n/w " + "/".join(map(str, (*sizes, config.num_selected_blocks, config.window_size)))
 
 
 def random_generator(name: str) -> torch.Generator:

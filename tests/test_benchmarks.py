@@ -110,7 +110,7 @@ def test_attention_prints_reasons_of_refusal(capsys):
     assert re.search(r"refused: dense_attention xla fwd .*: longer than --dense-up-to 200", printed)
 
 
-@pytest.mark.parametrize("length", ["0", "-4", "x", "64:forward", "64:decode", ":fwd"])
+@pytest.mark.parametrize("length", ["0", "3", "-4", "x", "64:forward", "64:decode", ":fwd"])
 def test_lengths_are_checked_before_anything_runs(capsys, length):
     with pytest.raises(SystemExit):
         attention.main([f"--lengths={length}"])

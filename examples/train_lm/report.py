@@ -1,6 +1,7 @@
 """The record of a finished run, and the comparison of NSA with dense: in words, as a picture, in a document.
 
-`python -m examples.train_lm.report` makes finished runs part of the repository and of the README.
+`python -m examples.train_lm.report` adds finished runs to the repository and prints their section of
+`docs/examples.md`.
 """
 
 import dataclasses

@@ -94,7 +94,7 @@ def train(
             if stop or step % checkpoint_every == 0 or step == last:
                 folder.save(nnx.merge(graph, parameters), moments, step, curve)
             if stop:
-                raise KeyboardInterrupt
+                signal.default_int_handler(signal.SIGINT, None)  # raises KeyboardInterrupt
     return Trained(nnx.merge(graph, parameters), step, curve, compile_seconds)
 
 
