@@ -5,7 +5,6 @@
 name of its file and a hash of the rows it shows. A test fails for a figure that is older than its rows.
 """
 
-import argparse
 import collections
 import contextlib
 import hashlib
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import records
+from benchmarks.command_line import Parser, command
 from benchmarks.records import Row
 from benchmarks.tables import one_run
 
@@ -217,17 +217,18 @@ def _name(row: Row) -> str:
     return f"NSA{beside}, {BLOCKS[row.distribution]}"
 
 
+@command("benchmarks.plot")
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws each file that has several lengths."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m benchmarks.plot", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSONL files of benchmarks")
     parser.add_argument("--run-id", help="the run to draw; default: the newest of each file")
     parser.add_argument("--output", type=pathlib.Path, default=IMAGES, help="folder, default: %(default)s")
     options = parser.parse_args(argv)
     for path in options.files:
         rows = [row for row in one_run(records.read(path), options.run_id) if isinstance(row, Row)]
-        if len({row.length for row in rows}) < 2:
-            print(f"{path}: one length, nothing to draw")
+        if len({row.length for row in _shown(rows)}) < 2:
+            print(f"{path}: fewer than two lengths of a whole operation, nothing to draw")
             continue
         figures = {"": draw}
         if any(row.mode == "fwd_bwd" for row in rows):

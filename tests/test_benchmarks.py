@@ -450,7 +450,7 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
         operation="dense_attention", median_ms=50.0, p20_ms=49.0, p80_ms=51.0, peak_bytes=40_000_000
     )
     window = make_row(operation="window_attention")
-    longer = make_row(operation="window_attention", length=8192)
+    longer = make_row(length=8192)
     rows = [longer, make_row(median_ms=20.0, adjacent_share=0.9, mean_union_4=19.0), dense, window]
     older = [dataclasses.replace(row, run_id="0", median_ms=1.0) for row in rows]
     records.append(path, [*rows, *older])
@@ -463,13 +463,34 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
 
     printed = capsys.readouterr().out
     assert path.with_suffix(".svg").stat().st_size > 10_000
-    assert not alone.with_suffix(".svg").exists()  # one length is no curve
+    assert not alone.with_suffix(".svg").exists()  # no curve
     assert "| 4096 | fwd | random | 20.0 (1.0-3.0) | 50.0 (49.0-51.0) | **2.50** |" in printed
     assert "0.90 / 19.0" in printed
     assert "| `window_attention` | xla | 4096 | fwd |" in printed
-    with pytest.raises(ValueError, match="run_id must be one of"):
-        plot.main([str(path), "--run-id", "z"])
-    assert tables.main([str(path), "--run-id", "z"]) == 2
+    for command in (plot, tables):
+        assert command.main([str(path), "--run-id", "z"]) == 2
+        assert "run_id must be one of" in capsys.readouterr().err
+
+
+def test_a_figure_names_its_rows_and_changes_with_them(tmp_path):
+    def drawn(**changed):
+        rows = [make_row(mode="fwd_bwd", length=length, **changed) for length in (4096, 8192)]
+        plot.draw(rows, tmp_path / "a.svg", source="b.jsonl")
+        plot.draw_memory(rows, tmp_path / "memory.svg", source="b.jsonl")
+        text = (tmp_path / "a.svg").read_text()
+        assert f">{plot.fingerprint(rows)}<" in text
+        assert ">b.jsonl<" in text
+        return text, (tmp_path / "memory.svg").read_text()
+
+    assert drawn() == drawn()
+    assert drawn()[0] != drawn(median_ms=2.1)[0]
+    assert drawn()[1] != drawn(peak_bytes=11)[1]
+
+
+def test_crossovers_lie_between_the_lengths_around_them():
+    assert plot.crossovers(((4096, 0.5), (16384, 1.5))) == [8192]
+    assert plot.crossovers(((4096, 1.5), (8192, 0.5), (16384, 1.0), (32768, 2.0))) == [16384]
+    assert plot.crossovers(((4096, 0.1), (8192, 0.9))) == []
 
 
 def stale_tables(root: pathlib.Path) -> list[str]:
