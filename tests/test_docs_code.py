@@ -168,12 +168,12 @@ def wrong_with_module(module: str, arguments: list[str], monkeypatch) -> str | N
         parse(parser, args, namespace)
         raise Parsed
 
-    def refuse(parser, message):
-        raise Refused(message)
+    def leave(parser, status=0, message=None):
+        raise Refused(message) if status else SystemExit
 
     with monkeypatch.context() as patched:
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
-        patched.setattr(argparse.ArgumentParser, "error", refuse)
+        patched.setattr(argparse.ArgumentParser, "exit", leave)
         try:
             main(arguments)
         except Parsed:
