@@ -37,15 +37,15 @@ from benchmarks.inputs import (
 )
 from nsa_jax.config import NSAConfig
 
-# The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
 LEAST_LENGTH = 4  # the overlap of blocks is that of 4 adjacent tokens
+# The forward at 64k shows that time grows with T and not with T^2; its gradient would show the same again.
 CPU_LENGTHS = "4096 8192 16384 65536:fwd"
 LARGEST_DENSE_ON_CPU = 16384  # there dense value_and_grad takes 1.5 minutes on 2 cores; at 64k, 16 times that
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row to be: an operation in one implementation and mode, on one draw."""
+    """What one row measures: an operation in one implementation and mode, on one draw."""
 
     operation: str
     implementation: str
@@ -71,7 +71,7 @@ class Run:
         print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
 
     def measure_length(self, length: int, modes: Sequence[str]) -> None:
-        """All rows of one length; those of one mode take turns, so that ratios are of the same minutes."""
+        """Measures all rows of one length; those of one mode take turns."""
         options = self.options
         heads = {"query_heads": options.heads, "kv_heads": options.kv_heads}
         dims = {"key_dim": options.key_dim, "value_dim": options.value_dim}
@@ -221,7 +221,7 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
     chosen = modes.split(",") if modes else []
     if not length.isdecimal() or int(length) < LEAST_LENGTH or not set(chosen) <= set(records.MODES[:3]):
         raise argparse.ArgumentTypeError(
-            f"must be T or T:MODE,MODE with T at least {LEAST_LENGTH} and modes of {', '.join(records.MODES[:3])}, "
+            f"must be T or T:MODE,MODE with T at least {LEAST_LENGTH} and modes of {records.MODES[:3]}, "
             f"got {text}. Pass a length alone."
         )
     return int(length), chosen

@@ -1,4 +1,4 @@
-"""Compile once, warm up, then take turns: samples of what is compared come from the same minutes."""
+"""Compiles once, warms up, then samples in turns: what is compared ran in the same minutes."""
 
 import dataclasses
 import math
