@@ -1,4 +1,4 @@
-"""Attention in which every query sees one range of keys (compressed and window branch)."""
+"""Attention in which every query sees one range of keys (Eq. 4): compressed and window branch."""
 
 import jax.numpy as jnp
 
@@ -22,8 +22,8 @@ def attend_ranges(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`(out, lse)` of each query over its range of keys.
 
-    With `others`, which are the outputs of the compressed and the selected branch and the gates, `out` is the
-    gated sum. There must be keys then.
+    With `others`, that is, the outputs of the compressed and the selected branch and the gates, `out` is the
+    gated sum (Eq. 5). It needs at least one key.
     """
     if key.shape[1] == 0:
         assert others is None
@@ -53,8 +53,8 @@ def range_gradients(
       out, lse: what it returned.
       d_out: cotangent of the output, before the weight.
       d_lse: cotangent of `lse`, None for 0.
-      weight: one factor a row, None for 1.
-      previous: gradient of the query from elsewhere, which is added; None for none.
+      weight: one factor for each row; None for 1.
+      previous: gradient of the query from other branches, which is added; None for none.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if previous is None else previous

@@ -1,18 +1,19 @@
-"""Range attention backward to keys and values: tiles of keys outside, the queries that see them inside.
+"""Range attention backward to keys and values (Eq. 4): a tile of keys loops over the queries that see it.
 
-grid = (segments ceil(S / keys), B K): one program per tile of keys and segment of the queries. It holds the
-sums of its keys in registers and loops over tiles of queries, `rows` = tokens x heads each, from the first
-to the last that sees one of its keys (known, or found beforehand from the ranges); where all see all, nothing
-is masked. Four products a step: logits, `d_out v^T`, and the two sums.
+grid = (segments ceil(S / keys), B K): one program per tile of keys and segment of the queries. It keeps d_key
+and d_value of its keys in registers and loops over tiles of queries (`rows` = tokens x heads), from the first
+that sees one of its keys to the last. These two are computed, or found from the ranges before the launch.
+Where every query sees every key, nothing is masked. A step takes four products: logits, `d_out v^T`, d_value,
+d_key.
 
-A compressed branch has few keys and very many queries, so its queries are cut into segments: each leaves
-float32 sums `[segments, B, S, K, H + V]` (at most 300 MB), which are added in order. Programs of one
-segment run side by side, so that they read the same queries from L2; the last segment, seen by most keys,
-starts first. With one segment (a window) the results are written at once.
+A compressed branch has few keys and very many queries, so its queries are cut into segments. Each leaves
+float32 sums `[segments, B, S, K, H + V]` (at most 300 MB), which are added in order. Programs of one segment
+run side by side, so they read the same queries from L2. The last segment has the queries that see the most
+keys, so it starts first. With one segment (a window) the program writes the results themselves.
 
-Registers: `(keys (H + V) + 2 rows keys) / (32 num_warps)` floats a thread (128 + 64 at 128 keys, 64 rows, 8
-warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). Floor, 64k,
-64 heads, 128/128: compressed 8.8 TFLOP, 11 ms at 800 TFLOP/s; window 2.2 TFLOP, 2.75 ms, and 25 % more for
+Registers of a thread: `(keys (H + V) + 2 rows keys) / (32 num_warps)` floats (128 + 64 at 128 keys, 64 rows,
+8 warps, 128/128). Shared memory: `(keys + num_stages rows) (H + V) itemsize` (160 KB at 3 stages). Floor at
+64k, 64 heads, 128/128: compressed 8.8 TFLOP, 11 ms at 800 TFLOP/s; window 2.2 TFLOP, 2.75 ms, plus 25 % for
 masked positions inside tiles.
 """
 
@@ -63,9 +64,9 @@ _SMALLEST_GATE = 1e-18
 
 
 def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, dims: int, keys: int) -> int:
-    """Parts of the queries: more where tiles of keys are few; `segments B S K (H + V) 4` bytes of sums.
+    """Segments of the queries: one for a window (as many keys as queries), else enough to fill the GPU.
 
-    As many keys as queries (a window) need one.
+    Limited by the memory of the sums, `segments B S K (H + V) 4` bytes.
     """
     if num_keys >= num_queries:
         return 1
@@ -77,12 +78,12 @@ def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, 
 def query_bounds(
     start: Int32[Array, "B T"], end: Int32[Array, "B T"], num_keys: int, keys: int, tokens: int
 ) -> Int32[Array, "B tiles 4"]:
-    """For each tile of keys the tiles of queries that matter to it.
+    """For each tile of keys, the tiles of queries that it loops over.
 
     Returns:
       `(first, full_first, full_last, last)`: tiles `first .. last - 1` hold all queries that see one of the
-      keys; in `full_first .. full_last - 1` every query sees every key. Compares each tile of keys with each
-      tile of queries in a fused reduction: nothing of that size is stored.
+      keys; in `full_first .. full_last - 1` every query sees every key. Each tile of keys is compared with
+      each tile of queries, but in a fused reduction, so no array of that size is stored.
     """
     batch, num_queries = start.shape
     num_tiles = triton.cdiv(num_queries, tokens)
@@ -107,7 +108,7 @@ def query_bounds(
 
 
 def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 rows"]:
-    """Start and count of the keys that each row sees, as a step reads them: whole tiles, padded heads."""
+    """Start and count of the keys that each row sees, padded to the rows that steps load."""
     padding = ((0, 0), (0, -start.shape[1] % tokens))
 
     def by_token(x):
@@ -117,11 +118,11 @@ def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 row
 
 
 def scalars_of_rows(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
-    """Normaliser, shift and, with a weight, gate of each row, as a step reads them.
+    """Normaliser, shift and, with a weight, gate of each row, padded to the rows that steps load.
 
-    Such that `p = exp2(logits - normaliser)`, `dv` sums `gate p` and `dk` sums `gate p (dp - shift)`: this
-    form spares the kernel a number an element. Rows that see nothing, or whose gate is 0, have normaliser
-    inf: exp2(x - inf) = 0. Smaller gates than 1e-18 become 1e-18.
+    With these, `p = exp2(logits - normaliser)`, `dv` sums `gate p`, and `dk` sums `gate p (dp - shift)`: the
+    kernel need not hold `p` beside `gate p`. Rows that see nothing, or whose gate and delta are 0, have
+    normaliser inf, since exp2(x - inf) = 0. A gate below 1e-18 in magnitude becomes 1e-18.
     """
     batch, num_queries, num_heads = lse.shape
     padding = ((0, 0), (0, -num_queries % tokens), (0, 0), (0, padded_heads(heads) - heads))
@@ -131,7 +132,7 @@ def scalars_of_rows(lse, delta, weight, heads: int, tokens: int) -> Float[Array,
         x = jnp.pad(x, padding, constant_values=fill)
         return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
 
-    seen = lse != -jnp.inf  # of NaN, too
+    seen = lse != -jnp.inf  # true for NaN, too
     if weight is not None:
         seen &= (weight != 0) | (delta != 0)
     normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
@@ -159,7 +160,7 @@ def range_key_gradients(
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
 
-    Arguments as in `range_query_gradient`.
+    Arguments as in `range_query_gradient`; `delta` is what it returned.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -203,7 +204,7 @@ def range_key_gradients(
 
 
 class KeyTile(NamedTuple):
-    """The keys of a program, with their values."""
+    """The keys of a program, their values, and the index of the first key."""
 
     k: Pieces
     v: Pieces
@@ -211,12 +212,12 @@ class KeyTile(NamedTuple):
 
 
 class RowData(NamedTuple):
-    """Where the numbers of rows come from.
+    """Where kernels load the numbers of rows from.
 
     Attributes:
-      ranges: start (0) and count (1) of the keys that they see, `[B, 2, length]`; None where known.
+      ranges: start (0) and count (1) of the keys that they see, `[B, 2, length]`; None if they are computed.
       scalars: normaliser (0), shift (1) and gate (2), `[B, K, 2|3, length]`.
-      length: rows of a row of the batch, in whole tiles.
+      length: rows of one batch row and KV head, padded to whole tiles.
     """
 
     ranges: tl.tensor | None
@@ -252,7 +253,7 @@ def _sum_tiles(
     SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles of queries `low .. high - 1`: those between the full ones if MASKED, else these."""
+    """Adds tiles of queries: if MASKED those of `low .. high - 1` that are not full, else the full ones."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     KEYS: tl.constexpr = tile.k.first.shape[0]
     ROW_AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
@@ -277,7 +278,7 @@ def _sum_tiles(
         else:
             logits = inner(q, tile.k, PRECISION)
             dp = inner(d_out, tile.v, PRECISION)
-        # Numbers of a row are read where they are needed: together they would not fit into registers.
+        # Numbers of rows are loaded where they are needed: all at once they would not fit into registers.
         normaliser = _load_scalar(data, queries, 0, i)
         p = tl.exp2(logits * (SCALE * LOG2_E) - tl.expand_dims(normaliser, ROW_AXIS))
         if MASKED:
@@ -298,7 +299,7 @@ def _sum_tiles(
         if not KEYS_FIRST:
             gated = tl.trans(gated)
         shift = tl.expand_dims(_load_scalar(data, queries, 1, i), ROW_AXIS)
-        # This product runs while d_logits are computed; a load between would serialise the two.
+        # This product runs while d_logits are computed; a load in between would serialise the two.
         dv = add_product(gated, d_out, sums.dv, PRECISION)
         ds = (p * (dp - shift)).to(q.first.dtype)
         if not KEYS_FIRST:
@@ -312,7 +313,7 @@ def _sum_run(
     sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
     SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what lies within the limits and the segment: the tiles that need a mask, then the others."""
+    """Adds the tiles of queries within both limits and segment: first those with a mask, then the others."""
     low = tl.maximum(limits.low, segment * segment_tiles)
     high = tl.maximum(tl.minimum(limits.high, (segment + 1) * segment_tiles), low)
     full_low = tl.minimum(tl.maximum(limits.full_low, low), high)
@@ -339,7 +340,7 @@ def range_key_gradients_kernel(
     STRIDE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys, or their parts of one segment."""
+    """Gradients of a tile of keys, or what one segment of the queries adds to them."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     key_tiles = tl.num_programs(0) // SEGMENTS

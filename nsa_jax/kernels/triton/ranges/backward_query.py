@@ -1,14 +1,15 @@
-"""Range attention backward to the queries: the loop of the forward with the saved normaliser.
+"""Range attention backward to the queries (Eq. 4): the loop of the forward with the saved log-sum-exp.
 
-grid = (ceil(T / tokens), B K), tiles and order as in `ranges.forward`. A step takes three products: the
-logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The gate (`weight`), an earlier
-branch's gradient (`previous`) and the deltas (`row_numbers`) are taken in, so none costs a pass of its own.
+grid = (ceil(T / tokens), B K), with the tiles and the order of `ranges.forward`. A step takes three products:
+the logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The kernel also applies the gate
+(`weight`), adds the gradient of the branches before (`previous`) and forms the deltas (`row_numbers`), so
+none of these costs a pass of its own.
 
-Registers: `rows (2 keys + H) / (32 num_warps)` floats a thread and the 16-bit d_logits: 168 at 64 rows, 64
-keys, 4 warps. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB at 128/128, bfloat16: three
-programs a processor), `(rows + 2 keys) (H + V) itemsize` and what a product needs at two (112 KB, two
-programs), which long loops want. Floor at 64k, 64 heads, 128/128: compressed 6.6 TFLOP, 8.2 ms at 800
-TFLOP/s; window 1.6 TFLOP, 2.1 ms.
+Registers of a thread: `rows (2 keys + H) / (32 num_warps)` floats and the d_logits in 16 bits, 168 in all at
+64 rows, 64 keys, 4 warps. Shared memory: `(rows + keys) (H + V) itemsize` at one stage (64 KB at 128/128 in
+bfloat16: three programs on a multiprocessor). At two stages, which pay in long loops, it is `(rows + 2 keys)
+(H + V) itemsize` and the operand of a product (112 KB, two programs). Floor at 64k, 64 heads, 128/128:
+compressed 6.6 TFLOP, 8.2 ms at 800 TFLOP/s; window 1.6 TFLOP, 2.1 ms.
 """
 
 import triton
@@ -58,16 +59,16 @@ def range_query_gradient(
     scale: float,
     sizes: tiles.RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; with what the rows know.
+    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; and two numbers of each row.
 
     Args:
-      query, key, value, ranges, scale: as `attend_ranges` had them.
+      query, key, value, ranges, scale: as given to `attend_ranges`.
       out, lse: what it returned.
       d_out: gradient of the gated sum, or of `out` where `weight` is None.
       d_lse: gradient of `lse`; None for 0.
       weight: gate of this branch.
-      previous: gradient from other branches.
-      sizes: overrides the choice.
+      previous: gradient of the query from other branches.
+      sizes: used instead of those that `tiles` would choose.
 
     Returns:
       `(d_query, products, delta)`. For each row, in float32: `products` is the sum of `out * d_out` over V,
@@ -110,7 +111,7 @@ def _add_step(
     dq, q, d_out, numbers, keys, values, first, seen,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`dq` with what the keys from `first` on add to it, before the scale."""
+    """`dq`, not scaled yet, plus what the keys from `first` on contribute."""
     k = load_keys(keys, first)
     v = load_keys(values, first)
     logits = inner(q, k, PRECISION)
@@ -135,7 +136,7 @@ def range_query_gradient_kernel(
     WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries, and the numbers of its rows."""
+    """Gradients of a tile of queries, and products and delta of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     tile = query_tile(tl.num_programs(0) - 1 - tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
@@ -155,7 +156,7 @@ def range_query_gradient_kernel(
     d_out_rows = load_rows(d_out, rows, VALUE)
     seen = seen_by(tile.first_token + tile.token, rows.inside, ranges, run)
     sees = seen.count > 0
-    # exp2(x - inf) = 0: rows that see nothing take no part, also in tiles without a mask.
+    # exp2(x - inf) = 0: so rows that see nothing add nothing, even in steps without a mask.
     normaliser = tl.load(lse + rows.first + rows.offset, mask=sees, other=float("inf")) * LOG2_E
     numbers = row_numbers(Sources(out, d_lse, weight, products, delta), normaliser, d_out_rows, rows, VALUE)
     limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, KEYS)
@@ -176,7 +177,7 @@ def range_query_gradient_kernel(
             dq, q, d_out_rows, numbers, keys, values, first, seen,
             SCALE=SCALE, PRECISION=PRECISION, MASKED=False,
         )  # fmt: skip
-    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # what the steps above have done
+    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # done by the steps above
     TAIL_KEYS: tl.constexpr = TAIL if PEEL else 0
     if REST or not PEEL:
         for first in tl.range(limits.low, limits.full_low - FRONT_KEYS, KEYS):

@@ -15,20 +15,20 @@ from nsa_jax.layout import Index, Placement
 
 
 class Edges(NamedTuple):
-    """What is known, when a program is compiled, of the ranges of neighbouring queries.
+    """What is known about the ranges of neighbouring queries when a program is compiled.
 
-    A query at position p has `(p + 1 - size) // stride + 1` keys before its end, and sees the last `window`
-    of them.
+    The range of a query at position p ends after `(p + 1 - size) // stride + 1` keys; it has the last
+    `window` of them.
 
     Attributes:
-      branch: name of the branch, in the names of its kernels.
-      first_position: position of the first query, where all are consecutive tokens of one sequence and the
-        array holds the row from key 0.
-      run_length: queries of each run of consecutive tokens, where an array says at which position they begin.
-      clipped: whether keys may be missing at either end of what a run sees.
+      branch: name of the branch, for the names of its kernels.
+      first_position: position of the first query, if the queries of a row are consecutive tokens of one
+        sequence and the array holds its keys from key 0 on; else None.
+      run_length: queries of each run of consecutive tokens, if `KeyRanges.runs` says where runs begin.
+      clipped: whether the array may lack keys at either end of what a run sees.
       window: longest range; None for ranges that all start at 0.
-      size: tokens that a key stands for; a query sees it when it has passed the last of them.
-      stride: tokens between the first ones of two neighbouring keys.
+      size: tokens that a key stands for; a query sees the key if it is at or after the last of them.
+      stride: tokens from the first token of a key to that of the next key.
     """
 
     branch: str = "range"
@@ -41,29 +41,29 @@ class Edges(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether kernels compute the ranges; else they load them."""
+        """Whether kernels compute the ranges instead of loading them."""
         return self.first_position is not None or self.run_length is not None
 
     @property
     def from_0(self) -> bool:
-        """Whether all ranges are known to begin at one key: what all see stands before what some see."""
+        """Whether all ranges are known to begin at the same key, so what all queries see comes first."""
         return self.known and self.window is None
 
     def of_tiles(self, tokens: int, num_queries: int) -> "Edges":
-        """What is known of tiles of `tokens` queries: nothing where one may reach into a second run."""
+        """The same for tiles of `tokens` queries: nothing is known if a tile may reach into a second run."""
         if self.run_length in (None, num_queries) or self.run_length % tokens == 0:
             return self
         return self._replace(run_length=None)
 
     def end_steps(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
-        """What tiles of queries need beside whole tiles of keys in the middle, in the kernels' words.
+        """Which steps a tile of queries needs beside the middle, as constants of the kernels.
 
-        `TAIL`: keys of the step behind the middle; `FRONT`: whether a step stands before it; `REST`: one
-        step at either end may not be enough. With `halve` ranges that begin at 0 end in a step of half the
-        keys, and may begin with one that all queries see.
+        `TAIL`: keys of the step after the middle. `FRONT`: whether there is a step before it. `REST`: whether
+        one step at either end may be too few. With `halve`, ranges that begin at 0 end in a step of half the
+        keys, and may begin with such a step, which all queries see.
         """
         if self.window is None:
-            # Ends within a tile of queries that differ by one at most lie in one tile of keys.
+            # If the ends of a tile's ranges differ by at most one key, one step covers them.
             rest = not self.known or -(-(tokens - 1) // self.stride) > 1
             return dict(TAIL=keys // 2 if self.known and halve else keys, FRONT=not self.from_0, REST=rest)
         tail = min(keys, max(16, triton.next_power_of_2(tokens - 1)))
@@ -71,7 +71,7 @@ class Edges(NamedTuple):
         return dict(TAIL=tail, FRONT=True, REST=rest)
 
     def constants(self) -> dict[str, Any]:
-        """What the kernels are told."""
+        """These facts as constants of the kernels."""
         return dict(
             BRANCH=self.branch,
             FIRST=self.first_position,
@@ -89,10 +89,11 @@ class KeyRanges:
     """The keys `start .. end - 1` of each query.
 
     Attributes:
-      start, end: row indices; nothing is seen where `start >= end`.
-      runs: of each run the position of its first query, counted as `edges` counts keys; the lowest row index
-        that the array holds; and how many of its queries are real. None where nothing is known of runs.
-      edges: what is known of the ranges while tracing.
+      start, end: indices in the array of keys; a query sees nothing where `start >= end`.
+      runs: three numbers of each run: the position of its first query, counted from the first token of the
+        array's key 0; the index of the first key that exists; and how many of its queries are real. None if
+        nothing is known about runs.
+      edges: what is known about the ranges while tracing.
     """
 
     start: Int32[Array, "B T"]
@@ -106,7 +107,7 @@ class KeyRanges:
         return VisibleKeys(self.edges.branch, self.start, self.end)
 
     def kernel_operands(self, tokens: int) -> tuple[Edges, tuple[Array | None, Array | None, Array | None]]:
-        """What is known of tiles of `tokens` queries, and what kernels load: starts, ends, runs, or None."""
+        """`edges` for tiles of `tokens` queries; and starts, ends and runs, None where kernels load none."""
         edges = self.edges.of_tiles(tokens, self.start.shape[1])
         if not edges.known:
             return edges, (self.start, self.end, None)
@@ -114,7 +115,7 @@ class KeyRanges:
 
 
 def compression_ranges(placement: Placement, num_keys: int) -> KeyRanges:
-    """What queries see of the compressed branch, whose array holds `num_keys` compressed keys."""
+    """The range of each query in the array of the compressed branch, which holds `num_keys` keys."""
     config = placement.config
     size, stride = config.compression_block_size, config.compression_stride
     edges = Edges("compressed", size=size, stride=stride)
@@ -123,7 +124,7 @@ def compression_ranges(placement: Placement, num_keys: int) -> KeyRanges:
 
 
 def window_ranges(placement: Placement, num_keys: int) -> KeyRanges:
-    """What queries see of the window branch, whose array holds `num_keys` keys."""
+    """The range of each query in the array of the window branch, which holds `num_keys` keys."""
     edges = Edges("window", window=placement.config.window_size)
     return _ranges(placement, placement.window_range(num_keys), edges, placement.first_keys.win)
 
@@ -152,11 +153,11 @@ class Ranges(NamedTuple):
     """The keys that each query of a row of the batch sees, in kernels.
 
     Attributes:
-      starts, ends: of each query of the batch; None where they are computed. The gradient of keys has None in
-        both cases: it loads them by rows (`RowData`).
-      first_query: place of the first query of this row of the batch in `starts` and `ends`.
+      starts, ends: of each query of the batch; None if they are computed. In the gradient of keys always
+        None: that kernel loads ranges by rows (`RowData`).
+      first_query: index in `starts` and `ends` of the first query of this row of the batch.
       num_keys: keys of a row.
-      RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: `Edges`.
+      RUN_LENGTH, CLIPPED, WINDOW, SIZE, STRIDE: see `Edges`.
     """
 
     starts: tl.tensor | None
@@ -171,12 +172,12 @@ class Ranges(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive queries.
+    """A run: consecutive queries.
 
     Attributes:
-      shift: position of a query, less its place in the row.
-      lowest: row index of the first key that there is.
-      begin, past: place of the run's first query, and behind its last real one.
+      shift: position of a query minus its index in the row.
+      lowest: index of the first key that exists.
+      begin, past: index of the run's first query, and one past its last real query.
     """
 
     shift: tl.tensor
@@ -193,9 +194,9 @@ class Seen(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Steps of a program, in keys or in tiles of queries.
+    """What a program loops over, in keys or in tiles of queries.
 
-    All that matter are `low .. high - 1`; those of `full_low .. full_high - 1` need no mask.
+    The loop covers `low .. high - 1`; `full_low .. full_high - 1` of it, the full ones, need no mask.
     """
 
     low: tl.tensor
@@ -206,14 +207,14 @@ class Limits(NamedTuple):
 
 @triton.jit
 def is_seen(first, seen, KEYS: tl.constexpr):
-    """`[rows, KEYS]`: whether each row sees the keys from `first` on; one comparison by wrapping below 0."""
+    """`[rows, KEYS]`: whether each row sees each key from `first` on; numbers below 0 wrap to large ones."""
     ahead = (first - seen.start)[:, None] + tl.arange(0, KEYS)[None, :]
     return ahead.to(tl.uint32, bitcast=True) < seen.count.to(tl.uint32, bitcast=True)[:, None]
 
 
 @triton.jit
 def run_at(runs, b, number, num_queries, FIRST: tl.constexpr, RUN_LENGTH: tl.constexpr):
-    """Run number `number` of row `b` of the batch; all queries are one where no array says more."""
+    """Run number `number` of row `b` of the batch; without an array of runs, all queries are one run."""
     if RUN_LENGTH is None:
         run = Run(0 if FIRST is None else FIRST, 0, 0, num_queries)
     else:
@@ -263,15 +264,15 @@ def seen_by(token, inside, ranges, run):
 def key_limits(
     first_token, length, ranges, run, TOKENS: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Keys that a tile of TOKENS queries sees, and the middle that all of them see.
+    """The keys that a tile of TOKENS queries loops over, and the middle that all of them see.
 
         low ........ full_low - KEYS . full_low ............. full_high . full_high + TAIL ........ high
         masked steps | one masked step | steps without a mask | one masked step | masked steps
         (REST)         (FRONT)                                  (TAIL)            (REST)
 
-    `low` and `full_high` lie whole tiles of KEYS from `full_low`: so `low` may lie before the first key, even
-    before 0. The middle of a window ends with the range of the first query; without a window it begins with
-    the first whole tile, or behind a step of TAIL. Loaded ranges that are empty have no say.
+    The middle is whole steps of KEYS. With a window it ends with the range of the first query, and `low` is
+    whole steps before `full_low`, so it may be before the first key, even below 0. Without a window the
+    middle begins whole steps after `low`, or one step of TAIL later. Empty loaded ranges are ignored.
     """
     if ranges.starts is not None:
         token = first_token + tl.arange(0, TOKENS)
@@ -302,11 +303,11 @@ def key_limits(
 def query_limits(first_key, past_key, ranges, run, TOKENS: tl.constexpr):
     """Tiles of TOKENS queries of a run that see one of the keys `first_key .. past_key - 1`, or all of them.
 
-    Where ranges are known. Where there are none, the limits are in no order.
+    Only for ranges that are known. If there is no such tile, the limits may be in any order.
     """
     tiles = (run.past + TOKENS - 1) // TOKENS
     STRIDE: tl.constexpr = ranges.STRIDE
-    first_query = first_key * STRIDE + (ranges.SIZE - 1) - run.shift  # that sees the first key
+    first_query = first_key * STRIDE + (ranges.SIZE - 1) - run.shift  # the first that sees the first key
     all_begin = first_query + (past_key - 1 - first_key) * STRIDE  # the first that sees the last key
     low = tl.maximum(first_query, run.begin) // TOKENS
     full_low = (tl.maximum(all_begin, run.begin) + TOKENS - 1) // TOKENS
@@ -314,7 +315,7 @@ def query_limits(first_key, past_key, ranges, run, TOKENS: tl.constexpr):
         full_high = tiles
         high = tiles
     else:
-        # behind the last query that sees the first key, and behind the last that sees the last one
+        # one past the last query that sees the first key, and past the last that sees the last key
         full_high = tl.maximum(first_query + ranges.WINDOW * STRIDE, 0) // TOKENS
         high = (tl.maximum(all_begin + ranges.WINDOW * STRIDE, 0) + TOKENS - 1) // TOKENS
     if ranges.CLIPPED:

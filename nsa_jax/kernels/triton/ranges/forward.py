@@ -1,18 +1,19 @@
-"""Range attention forward: a tile of neighbouring queries loops over the keys that at least one of them sees.
+"""Range attention forward (Eq. 4): a tile of queries loops over the keys that at least one of them sees.
 
-grid = (ceil(T / tokens), B K): one program per `tokens` queries times the query heads of a KV head, `rows`
-rows in all (4 tokens x 16 heads = 64). In the middle every query sees every key and nothing is masked; only
-the tiles before and behind it compare. Behind the middle of a window lie the tokens - 1 keys that follow the
-first query: a step of 16 keys. Ranges that begin at 0 end in a step of 64 keys, and begin with one where the
-whole steps of 128 leave it over. Late queries see most keys in the causal case: they start first. Head-major
-order keeps the keys and values of one KV head in L2.
+grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries with all query heads of a KV
+head, `rows` rows in all (4 tokens x 16 heads = 64). In the middle of the loop every query sees every key, and
+nothing is masked; only the steps at its ends compare. For a window the middle ends with the range of the
+first query; the other queries see at most tokens - 1 keys more, which one step of 16 keys covers. Where
+ranges begin at 0 and a step has 128 keys, the last step has 64, and so has the first if 64 keys are left over
+from the whole steps. In the causal case late queries see the most keys, so they start first. Programs of one
+KV head follow each other, so its keys and values stay in L2.
 
-Registers: `rows (keys + V) / (32 num_warps)` floats a thread and the probabilities (64 + 32 + 16 at 64 rows,
-64 keys, 4 warps, V = 128): 128 in all, so that four programs share a processor, and 164 and three at 128
-keys. Shared memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 and 48 KB), since keys and values
-are not there at the same time. Floor at 64k, 64 heads, 128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s;
-window 1.1 TFLOP, 1.4 ms, and 3 % more for masked positions inside tiles. L2 reads `keys (H + V) itemsize` per
-step: 68 GB compressed.
+Registers of a thread: `rows (keys + V) / (32 num_warps)` floats, and the probabilities in 16 bits. At 64
+rows, 64 keys, 4 warps and V = 128 these are 32 + 64 and 16; 128 in all, so four programs fit on a
+multiprocessor. At 128 keys it is 164, and three fit. Shared memory: `(rows H + keys max(H, V)) itemsize` at
+one stage (32 and 48 KB), because it never holds keys and values at the same time. Floor at 64k, 64 heads,
+128/128: compressed 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; window 1.1 TFLOP, 1.4 ms, plus 3 % for masked positions
+inside tiles. L2 reads `keys (H + V) itemsize` per step: 68 GB compressed.
 """
 
 import triton
@@ -51,12 +52,12 @@ def attend_ranges(
     """Attention of each query over its range of keys.
 
     Args:
-      query, key, value, ranges, scale: as above.
+      query, key, value, ranges, scale: as in `ranges.attend_ranges`.
       others: outputs of the compressed and the selected branch, and the gates; then `out` is the gated sum.
-      sizes: overrides the choice.
+      sizes: used instead of those that `tiles` would choose.
 
     Returns:
-      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing.
+      `(out, lse)`; lse is natural and float32. A query that sees nothing gets 0 and -inf.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -64,7 +65,7 @@ def attend_ranges(
     if sizes is None:
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0, gated=others is not None)
         sizes = tiles.choose(tiles.RANGE_FORWARD, shape)
-    if scale <= 0:  # the kernel looks for the largest product, which must belong to the largest logit
+    if scale <= 0:  # the kernel takes the largest product for the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve
     tokens = tokens_of(sizes.rows, heads)
@@ -93,7 +94,7 @@ def attend_ranges(
 def _attend_step(
     q, state, keys, values, first, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The state with the keys from `first` on."""
+    """The softmax state after a step over the keys from `first` on."""
     k = load_keys(keys, first)
     logits = inner(q, k, PRECISION)
     if MASKED:
@@ -142,14 +143,14 @@ def range_forward_kernel(
             state = _attend_step(
                 q, state, keys, values, limits.full_low - KEYS, seen, SCALE, PRECISION, MASKED=True
             )
-        elif TAIL < KEYS:  # noqa: SIM102 (one is known when this is compiled, the other is not)
+        elif TAIL < KEYS:  # noqa: SIM102 (one is known at compile time, the other is not)
             if limits.full_low > limits.low:
                 state = _attend_step(
                     q, state, tail_keys, tail_values, limits.low, seen, SCALE, PRECISION, MASKED=False
                 )
     for first in tl.range(limits.full_low, limits.full_high, KEYS):
         state = _attend_step(q, state, keys, values, first, seen, SCALE, PRECISION, MASKED=False)
-    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # what the steps above have done
+    FRONT_KEYS: tl.constexpr = KEYS if PEEL else 0  # done by the steps above
     TAIL_KEYS: tl.constexpr = TAIL if PEEL else 0
     if REST or not PEEL:
         for first in tl.range(limits.low, limits.full_low - FRONT_KEYS, KEYS):
