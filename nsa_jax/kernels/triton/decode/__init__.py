@@ -1,1 +1,1 @@
-"""Kernels of a decode step: few new tokens, a cache, and nothing but bytes to wait for."""
+"""Kernels of a decode step: few new tokens attend to a cache, so loads and waits decide the time."""

@@ -1,13 +1,14 @@
-"""The new tokens go into the cache, and the compression blocks that they complete are formed and attended.
+"""Writes the new tokens into the cache; forms the compression blocks they complete (Eq. 7), attends to them.
 
-In place: the selection arrays and the rings. The rows of all arrays are loaded before any is stored: a store
-may alias a later load, which would wait for it.
+Runs in the last programs of `first_kernel`, one for each batch row and KV head. The selection arrays and the
+rings are updated in place. All new tokens are loaded before anything is stored in the cache: a store might
+alias a later load, which would then wait for it.
 
-A block that the step completes is one key of the compressed branch that `compressed` does not look at. It
-enters here as a part of its own, and goes into the cache with `second_kernel`, when nobody reads that any
-more. So nothing here waits for the compressed branch, nor that for this: both are programs of `first_kernel`.
-New tokens, which alone can see different compressed keys, meet only here: what one sees and another does not
-is masked, with its value. A few rows are all that is moved, so latency binds.
+`compressed` attends only to blocks that were complete before the step. Those that the step completes are a
+part of their own here. `second_kernel` writes them into the cache, when no program reads its compressed keys
+any more. So these programs and those of `compressed` need not wait for each other, and share a launch. Some
+new tokens see a new block and others do not, so only this part needs a mask, for the values too. A program
+moves only a few rows, so latency limits it.
 """
 
 from typing import NamedTuple
@@ -34,9 +35,9 @@ from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
 class Appending(NamedTuple):
-    """Arrays of the cache, in place, and the new tokens.
+    """Arrays of the cache, updated in place, and the new tokens.
 
-    Keys and values of the window are None where the branches share theirs.
+    Keys and values of the window are None if it shares those of the selected branch.
     """
 
     key_slc: tl.tensor
@@ -54,14 +55,14 @@ class Appending(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What is left for `second_kernel`.
+    """What `second_kernel` reads.
 
     Attributes:
-      placed: `[B, 3]`: start, number and fit of the new tokens.
-      key, value: `[B, BLOCKS, K, D]`: the blocks; those that are complete are new.
+      placed: `[B, 3]`: the `NewTokens` of each batch row.
+      key, value: `[B, BLOCKS, K, D]`: the new blocks; only those that the step completes are written.
       logits: `[B, K, R, BLOCKS]` in base 2, -inf where a row does not see the block.
       out, sums: the parts, see `parts`.
-      arrivals: `[B, K, T]`, counters of `second_kernel`, which start at 0.
+      arrivals: `[B, K, T]`, the counters of the teams of `second_kernel`, set to 0.
     """
 
     placed: tl.tensor
@@ -78,12 +79,12 @@ class StepDims(NamedTuple):
 
     Attributes:
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
-      MAX_LENGTH, RAW, RING: tokens of the selection arrays, of the ring of raw tokens, of the window's.
-      SIZE, STRIDE: of compression blocks.
-      BLOCKS: compression blocks that the tokens may complete.
-      ROWS: query rows that are attended at a time.
-      PARTS: of all branches.
-      PAIRS: of dimensions that a rotation turns.
+      MAX_LENGTH, RAW, RING: tokens of the selection arrays, of the ring of raw tokens, of the window's ring.
+      SIZE, STRIDE: of compression blocks, in tokens.
+      BLOCKS: compression blocks that the new tokens may complete.
+      ROWS: query rows that a program attends from at a time.
+      PARTS: parts of all branches.
+      PAIRS: pairs of dimensions that the rotation turns.
       KEY_UNITS, VALUE_UNITS, HIDDEN_PARTS: hidden units of the MLPs, and parts of their sums.
       KEY, VALUE: `Dim`s.
     """
@@ -109,7 +110,7 @@ class StepDims(NamedTuple):
 
 @triton.jit
 def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
-    """Forms `block`, number `j` of those that the step completes."""
+    """Forms and stores `block`, number `j` of those that the step completes."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
@@ -136,7 +137,7 @@ def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
 
 @triton.jit
 def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECISION: tl.constexpr):
-    """Appends to the arrays of KV head `bk`, counted over the batch; forms its blocks, which are a `part`."""
+    """Appends to KV head `bk`, counted over the batch; forms its new blocks and attends to them: a `part`."""
     b = bk // D.KV_HEADS
     kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
@@ -160,7 +161,7 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
         k_win = load_at(arrays.new_key_win, source * H, new, KEY)
         v_win = load_at(arrays.new_value_win, source * V, new, VALUE)
 
-    # The blocks that end in these tokens; of the ring they read older slots than these tokens take.
+    # The blocks that end in these tokens. Their older tokens are in ring slots that these do not take.
     before = num_blocks(tokens.start, D.SIZE, D.STRIDE)
     after = num_blocks(tokens.start + tokens.number, D.SIZE, D.STRIDE)
     c = tl.arange(0, PADDED_BLOCKS)

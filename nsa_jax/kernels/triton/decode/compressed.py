@@ -1,13 +1,14 @@
-"""Compressed attention over the blocks that were complete before the step, and what their scores need.
+"""Attention (Eq. 4) to the compression blocks that were complete before the step, and what scores need.
 
-A program has one part of the keys of a batch row, KV head and group of query rows: an even share of the
-tiles that the row's *current* length has, so a long cache that is nearly empty costs nothing. A tile is some
-whole selection blocks, each of PADDED columns for its OWN compressed keys.
+Runs in the first programs of `first_kernel`. A program takes one part of the compressed keys of a batch row
+and KV head, for one group of query rows. The tiles that the row's *current* length fills are divided among
+the parts, so a long cache that is nearly empty costs nothing. A tile holds whole selection blocks; each has
+OWN compressed keys in PADDED columns.
 
-The scores of the selection (Eq. 8-10) come from the same logits, so no key is read twice: a tile leaves, for
-each row and selection block, the weighted sum of `exp2(logit - largest)`, with the largest logit so far
-beside it, a quarter of the logits' bytes. A compressed key that reaches into the next selection block adds to
-that; what reaches out of the tile is left beside it, as `tails`.
+The scores of the selection (Eq. 8-10) come from the same logits, so no key is read twice. For each row and
+selection block a tile stores the weighted sum of `exp2(logit - largest)`, a quarter of the logits' bytes, and
+for each row the largest logit so far. A compressed key that reaches into the next selection block counts
+there too; what reaches beyond the tile is stored apart, as `tails`.
 
 All rows see all keys here: old blocks are complete for every new token. Bytes: the compressed keys and
 values, 67 MB for 8 rows of 64k tokens (4 KV heads, 128/128, bfloat16): 16 us at 4.2 TB/s.
@@ -26,11 +27,11 @@ from nsa_jax.kernels.triton.softmax import no_keys
 @triton.jit
 def _block_sums(p, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr,
                 SPAN: tl.constexpr):  # fmt: skip
-    """`p` `[ROWS, columns]` summed for each selection block (Eq. 9), and what reaches out of the last one."""
+    """`p` `[ROWS, columns]` summed for each selection block (Eq. 9), and what reaches beyond the last one."""
     column = tl.arange(0, PADDED)[None, None, :]
-    own = tl.minimum(OWN - column, SPAN).to(tl.float32)  # strides of the key in its own block
+    own = tl.minimum(OWN - column, SPAN).to(tl.float32)  # strides of the key within its own block
     over = tl.maximum(column + SPAN - OWN, 0).to(tl.float32)  # and in the next one
-    p = p.reshape(ROWS, TILE_BLOCKS, PADDED)  # 0 where a block has no such column
+    p = p.reshape(ROWS, TILE_BLOCKS, PADDED)  # p is 0 in padded columns
     sums = tl.sum(p * own, 2)
     block = tl.arange(0, TILE_BLOCKS)[None, :]
     if SPAN > 1:
@@ -45,13 +46,13 @@ def _block_sums(p, ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, OWN: tl.conste
 
 
 class Compressed(NamedTuple):
-    """The compressed keys and values, and what their kernel leaves.
+    """The compressed keys and values, and what is stored for the second launch.
 
     Attributes:
       key, value: `[B, MAX_BLOCKS, K, D]`.
       out, sums: the parts, see `parts`.
-      scores: `[B, K, R, TILES * TILE_BLOCKS]`.
-      tails, tops: `[B, K, R, TILES]`.
+      scores: `[B, K, R, TILES * TILE_BLOCKS]`: sums of the selection blocks.
+      tails, tops: `[B, K, R, TILES]`: what reaches beyond a tile, and the largest logit up to it.
     """
 
     key: tl.tensor
@@ -64,15 +65,15 @@ class Compressed(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the compressed keys are cut.
+    """How the compressed keys are divided.
 
     Attributes:
-      MAX_BLOCKS: compressed keys of the cache.
+      MAX_BLOCKS: compressed keys that the cache has room for.
       OWN, PADDED: compressed keys of a selection block, and columns for them.
       TILE_BLOCKS: selection blocks of a tile.
       TILES: tiles of the cache.
-      SHARES: programs that share the tiles of a row, and their parts.
-      GROUPS: such programs for a KV head, each with other query rows.
+      SHARES: parts into which the tiles of a row are divided.
+      GROUPS: groups of query rows, each with a program for every part.
       STAGES: tiles that a program loads ahead.
     """
 
@@ -88,7 +89,7 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION: tl.constexpr):
-    """Attends to the tiles of one part, which is that of program `pid`."""
+    """Attends to the tiles of the part that program `pid` takes."""
     KEY: tl.constexpr = D.KEY
     VALUE: tl.constexpr = D.VALUE
     KEY_ROW: tl.constexpr = D.KV_HEADS * (KEY.D0 + KEY.D1)

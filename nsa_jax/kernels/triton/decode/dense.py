@@ -1,19 +1,20 @@
-"""Attention of a dense or window layer from its cache, in parts, and the sum of the parts.
+"""The decode step of a dense or window layer: attention to the cache in parts, and the sum of the parts.
 
-The query rows of a KV head, its new tokens times its query heads, share one tile, so each key is read once.
-Grid of `dense_kernel`: x = programs that append, groups of rows times KV heads times batch rows; then parts
-times as many. A part is an even share of the tiles that the row's *current* length has: a long cache that is
-nearly empty costs nothing. Grid of `dense_merge_kernel`: x = new tokens times query heads times batch rows.
+Grid of `dense_kernel`: x = batch rows times KV heads times groups of query rows, which append; then PARTS
+times as many, which attend to the old tokens. A group is one tile of the KV head's query rows (new tokens
+times query heads); one tile usually holds all, and then each key is read once. The tiles that the row's
+*current* length fills are divided among the parts, so a long cache that is nearly empty costs nothing. Grid
+of `dense_merge_kernel`: x = batch rows times new tokens times query heads.
 
-The new tokens are a part of their own, from the operands: the programs that append them attend to them, and
-nobody waits for what they write. In a ring their part also has the T - 1 old tokens at the window's edge,
-which the first new tokens see and the last do not: what one row sees and another does not is masked there,
-with its value. All other old tokens are seen by all rows.
+The programs that append the new tokens also attend to them, as a part of their own, and take them from the
+operands, so no program waits for what they write. In a ring their part also has the T - 1 old tokens at the
+edge of the window, which the first new tokens see and the last do not. So only this part needs a mask, for
+the values too: all rows see all other old tokens.
 
 Bytes: `S (H + V)` numbers a row and KV head. With 4 KV heads of 128/128 in bfloat16, at 64k tokens, that is
-0.134, 1.07 and 4.29 GB for 1, 8 and 32 rows: 32, 256 and 1023 us at 4.2 TB/s. A program holds 16 rows or
-more of sums, and STAGES tiles of `TILE (H + V)` numbers in shared memory: two stages and three programs to a
-processor of an H100, or three stages and two.
+0.134, 1.07 and 4.29 GB for 1, 8 and 32 rows: 32, 256 and 1023 us at 4.2 TB/s. A program holds the sums of at
+least 16 rows in registers, and STAGES tiles of `TILE (H + V)` numbers in shared memory: an H100
+multiprocessor has room for three programs with two stages, or two with three.
 """
 
 from typing import NamedTuple
@@ -39,7 +40,7 @@ from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
 class Held(NamedTuple):
-    """Keys and values of the cache, in place, and of the new tokens."""
+    """Keys and values of the cache, updated in place, and of the new tokens."""
 
     key: tl.tensor
     value: tl.tensor
@@ -53,9 +54,9 @@ class DenseDims(NamedTuple):
     Attributes:
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
       SIZE: slots of a row; token `s` lies in slot `s mod SIZE`.
-      WINDOW: tokens that a query sees, in a ring; 0 where it sees all.
-      PARTS: programs that share the old tokens of a row; the new ones are one part more.
-      TILE: keys of a step.
+      WINDOW: tokens that a query sees, if the cache is a ring; 0 if a query sees all.
+      PARTS: parts of a row's old tokens; the new ones are one more part.
+      TILE: keys of a step of the loop.
       ROWS: query rows of a program.
       STAGES: tiles that a program loads ahead.
       KEY, VALUE: `Dim`s.
@@ -76,7 +77,7 @@ class DenseDims(NamedTuple):
 
 @triton.jit
 def _together(x, y):
-    """The sum of two tiles of which one is 0 in each row."""
+    """The sum of two tiles; in each row at least one of them is 0."""
     if x.second is None:
         z = Pieces(x.first + y.first, None)
     else:
@@ -86,7 +87,7 @@ def _together(x, y):
 
 @triton.jit
 def _load_new(new, cache, b, kv_head, token, column, is_new, at_edge, D, DIM):
-    """Tokens of columns: the first T are new, those behind them stand in the ring."""
+    """The tokens of some columns: the first T columns are new tokens, the others are old ones in the ring."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     x = load_at(new, ((b * D.T + column) * D.KV_HEADS + kv_head) * WIDTH, is_new, DIM)
     if D.WINDOW > 0:
@@ -98,7 +99,7 @@ def _load_new(new, cache, b, kv_head, token, column, is_new, at_edge, D, DIM):
 
 @triton.jit
 def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.constexpr):
-    """Appends the new tokens to KV head `bk`; attends from a group of rows to what not all of them see."""
+    """Appends the new tokens to KV head `bk`; attends from a group of rows to them and the window's edge."""
     b = bk // D.KV_HEADS
     kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
@@ -144,7 +145,7 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
 
 @triton.jit
 def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION: tl.constexpr):
-    """Attends from a group of rows to a part of the old tokens that all of them see."""
+    """Attends from a group of rows to one part of the old tokens, which all rows see."""
     b = bk // D.KV_HEADS
     kv_head = bk % D.KV_HEADS
     KEY: tl.constexpr = D.KEY
@@ -178,7 +179,7 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
 
 
 class Found(NamedTuple):
-    """What is left for the sum: `[B, 3]` start, number and fit of the new tokens; the parts, see `parts`."""
+    """What the merge reads: `placed` `[B, 3]`, the `NewTokens` of each row; and the parts, see `parts`."""
 
     placed: tl.tensor
     out: tl.tensor
@@ -195,7 +196,7 @@ def dense_kernel(
     STAGES: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row and KV head, for one group of query rows. In place: keys and values."""
+    """One part of a batch row and KV head, for one group of query rows. In place: keys and values."""
     D: tl.constexpr = DenseDims(
         T=T, G=G, KV_HEADS=KV_HEADS, SIZE=SIZE, WINDOW=WINDOW, PARTS=PARTS, TILE=TILE, ROWS=ROWS,
         STAGES=STAGES, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
@@ -220,7 +221,7 @@ def dense_merge_kernel(
     T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """`out` `[B, T, N, V]`; 0 for a token that found no room. In place: lengths and overflows."""
+    """`out` `[B, T, N, V]`; 0 for a token that was not appended. In place: lengths and overflows."""
     head = tl.program_id(0) % (KV_HEADS * G)
     token = tl.program_id(0) // (KV_HEADS * G) % T
     b = tl.program_id(0) // (KV_HEADS * G * T)

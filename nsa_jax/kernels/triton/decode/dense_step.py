@@ -1,4 +1,4 @@
-"""A decode step of a dense or window layer by two kernels: one that attends and appends, and the sum."""
+"""A decode step of a dense or window layer in two kernels: one appends and attends, one adds up the parts."""
 
 from typing import Any
 
@@ -32,8 +32,8 @@ def dense_decode_step(
 
     Args:
       cache, query, key, value, num_tokens, window_size: as in `nsa_jax.cache.dense_decode_step`.
-      scale: as there, with nothing defaulted.
-      sizes: of the pieces of work.
+      scale: as there, but without a default.
+      sizes: used instead of those that `tiles` would choose.
     """
     batch, num_new, num_heads, _ = query.shape
     slots, kv_heads, key_dim = cache.key.shape[1:]
@@ -70,7 +70,7 @@ def dense_decode_step(
 
 
 def dense_step_sizes(cache: DenseCache, query: Array) -> tiles.DenseStepSizes:
-    """Those that the shapes of a step suggest."""
+    """The sizes that `tiles` chooses for the shapes of a step."""
     batch, slots, kv_heads, key_dim = cache.key.shape
     return tiles.dense_step_sizes(
         tiles.DenseStepShape(

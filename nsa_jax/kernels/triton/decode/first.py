@@ -1,8 +1,8 @@
-"""The first launch of a step: the compressed branch over old blocks, and beside it all that appends.
+"""The first launch of a step: most programs attend to old compressed keys, the others append.
 
-Grid: x = parts times batch rows times KV heads times groups of query rows, which attend (`compressed`); then
-a program for each batch row and KV head, which appends (`append`). The few that append are the last: before
-the others they would leave some processors three long programs and others two.
+Grid: x = parts times batch rows times KV heads times groups of query rows, which attend (`compressed`, Eq. 4,
+8-10); then a program for each batch row and KV head, which appends (`append`, Eq. 7). The few that append
+come last: if they came first, some multiprocessors would get three long programs and others two.
 """
 
 import triton
@@ -32,7 +32,7 @@ def first_kernel(
     TILES: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part, or what one KV head of a row appends. In place: the selection arrays and the rings."""
+    """Attends to one part, or appends to one row and KV head. In place: selection arrays and rings."""
     D: tl.constexpr = StepDims(
         T=T, G=G, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, RAW=RAW, RING=RING, SIZE=SIZE, STRIDE=STRIDE,
         BLOCKS=BLOCKS, ROWS=ROWS, PARTS=ALL, PAIRS=PAIRS, KEY_UNITS=KEY_UNITS, VALUE_UNITS=VALUE_UNITS,

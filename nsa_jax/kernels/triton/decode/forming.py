@@ -1,8 +1,9 @@
 """How the tokens of a new compression block become one key and one value (Eq. 7): `Compression` on the GPU.
 
-The mean is taken here, by the program that appends. The hidden layer of an MLP is a larger product, which
-`hidden_kernel` forms for all rows at once; here it becomes what the MLP adds to the mean. Last the key is
-rotated, in the array where the block was stored, for the two halves of a pair lie in different threads.
+The program that appends takes the mean here. The hidden layer of an MLP is a larger product, which
+`hidden_kernel` computes for all rows at once; here its output layer is applied and added to the mean. Last
+the key is rotated. It is stored and loaded again for that, since the two halves of a pair lie in different
+threads.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ WEIGHTS_AT_ONCE: tl.constexpr = tl.constexpr(4096)  # of an output layer: 32 reg
 
 
 class OutputLayer(NamedTuple):
-    """What is left of an MLP of F hidden units, `[F]`, `[F, D]`, `[D]`; or nothing: then all are None."""
+    """The rest of an MLP with F hidden units: `[F]`, `[F, D]`, `[D]`; all None without an MLP."""
 
     bias_in: tl.tensor | None
     kernel_out: tl.tensor | None
@@ -25,20 +26,20 @@ class OutputLayer(NamedTuple):
 
 
 class Turning(NamedTuple):
-    """Frequencies of the pairs and their common magnitude; None for no rotation."""
+    """The frequency of each pair and the magnitude of all pairs; both None without a rotation."""
 
     frequency: tl.tensor | None
     magnitude: tl.tensor | None
 
 
 class Forming(NamedTuple):
-    """What the blocks of a step are made by.
+    """How the blocks of a step are formed.
 
     Attributes:
-      given_key, given_value: `[B, BLOCKS, K, D]`, as XLA has formed them; else None.
+      given_key, given_value: `[B, BLOCKS, K, D]`, the blocks if XLA has formed them; else None.
       hidden: `[B, BLOCKS, K, PARTS, F]` in float32, the hidden units of the keys' MLP, then of the values';
-        their sums over parts have neither bias nor GELU yet.
-      key, value: what the MLPs add to the means.
+        to be summed over parts, before bias and GELU. None without MLPs.
+      key, value: the output layers of the MLPs.
       turning: the rotation of keys.
     """
 
@@ -52,7 +53,7 @@ class Forming(NamedTuple):
 
 @triton.jit
 def mean_of_block(ring, new, b, kv_head, tokens, block, DIM, D):
-    """Mean of the tokens of a block: old ones from the ring, new ones from the operand; `[1, D]`."""
+    """Mean of the tokens of a block, old ones from the ring, new ones from the operand; `[1, D]`."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     PADDED: tl.constexpr = triton.next_power_of_2(D.SIZE)
     r = tl.arange(0, PADDED)
@@ -78,7 +79,7 @@ def _gelu(x):
 
 @triton.jit
 def with_output_layer(x, hidden, layer, DIM, F: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr):
-    """The mean `x`, and what the MLP adds to it; `hidden` `[PARTS, ALL]` starts with its units."""
+    """The mean `x` plus the output of the MLP; `hidden` `[PARTS, ALL]` begins at the MLP's own units."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     UNITS: tl.constexpr = WEIGHTS_AT_ONCE // triton.next_power_of_2(WIDTH)
     part = tl.arange(0, PARTS)
@@ -104,7 +105,7 @@ def with_output_layer(x, hidden, layer, DIM, F: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _turned_columns(key, position, turning, FIRST: tl.constexpr, NUMBER: tl.constexpr, PAIRS: tl.constexpr):
-    """Columns of the stored `key`, turned; `[1, NUMBER]`."""
+    """NUMBER columns of the stored `key` from FIRST on, rotated; `[1, NUMBER]`."""
     column = FIRST + tl.arange(0, NUMBER)
     left = column < PAIRS
     turns = column < 2 * PAIRS
@@ -119,7 +120,7 @@ def _turned_columns(key, position, turning, FIRST: tl.constexpr, NUMBER: tl.cons
 
 @triton.jit
 def turned(key, position, turning, DIM, PAIRS: tl.constexpr):
-    """The stored `key`, turned by its position."""
+    """The stored `key`, rotated by its position."""
     x0 = _turned_columns(key, position, turning, 0, DIM.D0, PAIRS)
     if DIM.D1 > 0:
         x1 = _turned_columns(key, position, turning, DIM.D0, DIM.D1, PAIRS)

@@ -1,9 +1,8 @@
-"""The hidden layers of the MLPs that compress new blocks: products for all rows, before bias and GELU.
+"""The hidden layers of the MLPs that compress new blocks (Eq. 7): products of all rows, no bias or GELU.
 
-Grid: x = parts times tiles of hidden units, first those of the keys' MLP, then those of the values', times
-tiles of blocks. A part has some of the `l` tokens of a block; `forming` adds the parts up. A program whose
-blocks are all incomplete writes zeros at once: of rows of one length 15 of 16 steps cost next to nothing
-(stride 16).
+Grid: x = parts times tiles of hidden units (first the keys' MLP, then the values') times tiles of blocks. A
+part has some of the `l` tokens of a block; `forming` adds the parts up. A program with no complete block
+writes zeros at once. So where all rows have one length, 15 of 16 steps cost next to nothing (stride 16).
 
 Bytes: the weights, 2 MB for keys and as much for values (32 tokens of 128, 256 units, bfloat16), and
 `parts` sums in float32: 1 us at 4.2 TB/s.
@@ -19,10 +18,10 @@ from nsa_jax.kernels.triton.launch import named
 
 
 class HiddenLayer(NamedTuple):
-    """Tokens and weights of one MLP, or nothing: then all are None.
+    """Tokens and weights of one MLP; all None without an MLP.
 
     Attributes:
-      ring, new: old and new tokens, `[B, RAW, K, D]`, `[B, T, K, D]`.
+      ring, new: old and new tokens before compression, `[B, RAW, K, D]`, `[B, T, K, D]`.
       position_embedding, kernel_in: `[l, D]`, `[l D, F]`.
     """
 
@@ -33,7 +32,7 @@ class HiddenLayer(NamedTuple):
 
 
 class LayerDims(NamedTuple):
-    """Hidden units, dim of a token, how many of these dims are multiplied at a time, and how precisely."""
+    """Hidden units, dim of a token, how much of this dim a product takes at a time, and its precision."""
 
     UNITS: tl.constexpr
     DIM: tl.constexpr
@@ -42,12 +41,12 @@ class LayerDims(NamedTuple):
 
 
 class HiddenDims(NamedTuple):
-    """Sizes of the step: see `StepDims`; and of the work.
+    """Sizes of the step, which `StepDims` explains, and of the work.
 
     Attributes:
       ROWS, COLUMNS: blocks, and hidden units, of a program.
       PARTS: programs that share the tokens of a block.
-      STAGES: pieces that a program loads ahead.
+      STAGES: steps whose loads are in flight.
       ALL: hidden units of both MLPs.
     """
 
@@ -67,7 +66,7 @@ class HiddenDims(NamedTuple):
 
 @triton.jit
 def _product(layer, hidden, lengths, num_tokens, batch, part, columns, rows, L, D):
-    """One part of some units of one MLP, for some blocks; `hidden` starts with the units of that MLP."""
+    """One part of some units of an MLP, for some blocks; `hidden` begins at the MLP's own units."""
     F: tl.constexpr = L.UNITS
     PER_TOKEN: tl.constexpr = L.DIM // L.DEPTH
     column = columns * D.COLUMNS + tl.arange(0, D.COLUMNS)
@@ -95,7 +94,7 @@ def _product(layer, hidden, lengths, num_tokens, batch, part, columns, rows, L, 
         slot = (b.to(tl.int64) * D.T + token - tokens.start) * D.KV_HEADS + kv_head
         fresh = tl.load(layer.new + (slot * L.DIM)[:, None] + d[None, :], mask=held[:, None], other=0.0)
         embedding = tl.load(layer.position_embedding + i * L.DIM + d).to(tl.float32)
-        token = (old + fresh).to(tl.float32) + embedding[None, :]  # old or new: the other is 0
+        token = (old + fresh).to(tl.float32) + embedding[None, :]  # a token is old or new; the other is 0
         at = layer.kernel_in + (i * L.DIM + d)[:, None] * F + column[None, :]
         weights = tl.load(at, mask=(column < F)[None, :], other=0.0)
         x = tl.dot(token.to(weights.dtype), weights, x, input_precision=L.PRECISION)
@@ -124,7 +123,7 @@ def hidden_kernel(
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS % TILES
     rows = tl.program_id(0) // (PARTS * TILES)
-    if KEY_UNITS > 0:  # noqa: SIM102 - a branch at compile time, and one that each program takes
+    if KEY_UNITS > 0:  # noqa: SIM102 - one is known at compile time, the other is not
         if tile < KEY_TILES:
             L: tl.constexpr = LayerDims(KEY_UNITS, KEY_DIM, KEY_DEPTH, KEY_PRECISION)
             layer = HiddenLayer(key_ring, key_new, key_embedding, key_kernel_in)

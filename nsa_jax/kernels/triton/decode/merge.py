@@ -1,4 +1,4 @@
-"""The parts of the three branches become outputs, and these the gated sum (Eq. 5)."""
+"""Adds up the parts of each branch, and the three branches with their gates (Eq. 5)."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from nsa_jax.kernels.triton.softmax import LOWEST
 
 
 class Merging(NamedTuple):
-    """What is merged, and the results.
+    """The parts, the gates and the result.
 
     Attributes:
       out, sums: the parts, see `parts`.
@@ -30,7 +30,7 @@ class PartDims(NamedTuple):
     Attributes:
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
       CMP, WIN, SLC: parts of the branches, in this order.
-      PADDED: power of two above all of them.
+      PADDED: the number of all parts, padded to a power of two.
       HEADS: query heads that are merged at a time.
       VALUE: `Dim`.
     """
@@ -48,7 +48,7 @@ class PartDims(NamedTuple):
 
 @triton.jit
 def _weight(parts, of_branch, gate):
-    """What the values of the parts of one branch are multiplied with, 0 for all others."""
+    """The factor of each part's values: for the parts of one branch, with its gate; 0 for all others."""
     top = tl.max(tl.where(of_branch, parts.largest, LOWEST), 1)
     decay = tl.where(of_branch, tl.exp2(parts.largest - top[:, None]), 0.0)
     total = tl.sum(decay * parts.total, 1)
@@ -57,7 +57,7 @@ def _weight(parts, of_branch, gate):
 
 @triton.jit
 def _weighted(values, weight, exists, P):
-    """The sum of the parts of each head."""
+    """The weighted sum of the parts of each head."""
     WIDTH: tl.constexpr = values.shape[1]
     x = values.reshape(P.HEADS, P.PADDED, WIDTH) * weight[:, :, None]
     return tl.where(exists, tl.sum(x, 1), 0.0)
@@ -65,7 +65,7 @@ def _weighted(values, weight, exists, P):
 
 @triton.jit
 def merge_heads(merging, tokens, bk, token, first, P):
-    """HEADS rows of a KV head, from `first` on; 0 for a token that found no room."""
+    """Merges HEADS query heads of one new token, from `first` on; 0 for a token that was not appended."""
     V: tl.constexpr = P.VALUE.D0 + P.VALUE.D1
     head = first + tl.arange(0, P.HEADS)
     inside = head < P.G

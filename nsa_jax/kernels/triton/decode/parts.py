@@ -1,9 +1,8 @@
-"""What the kernels of a decode step share: the rows of a KV head, and softmaxes that come in parts.
+"""What the kernels of a decode step share: the query rows of a KV head, and softmaxes that come in parts.
 
-Query rows of a KV head are its T new tokens times its G query heads, `r = token * G + head`: R of them. A
-branch whose keys are shared out over programs leaves a part of its softmax from each. The parts of all
-branches lie in one pair of arrays, in float32: `out` of `[B, K, PARTS, R, V]`, and their largest logits and
-totals, `sums` of `[B, K, PARTS, 2, R]`.
+A KV head has R query rows: T new tokens times G query heads, `r = token * G + head`. Several programs divide
+the keys of a branch, and each stores its part of the softmax. The parts of all branches are in two float32
+arrays: `out` `[B, K, PARTS, R, V]`, and the largest logits and totals, `sums` `[B, K, PARTS, 2, R]`.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a row gains in this step: `number`, from `start` on; `fits` unless they had no room."""
+    """The tokens that a batch row gains in a step: `number`, from `start` on; `fits` if there was room."""
 
     start: tl.tensor
     number: tl.tensor
@@ -25,7 +24,7 @@ class NewTokens(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Some rows of a KV head: number, new token, place among the heads of `[T, N]`, whether it exists."""
+    """Some query rows of a KV head: number, new token, offset in `[T, N]`, and whether the row exists."""
 
     number: tl.tensor
     token: tl.tensor
@@ -35,7 +34,7 @@ class QueryRows(NamedTuple):
 
 @triton.jit
 def admit(lengths, num_tokens, b, T: tl.constexpr, MAX_LENGTH: tl.constexpr):
-    """All new tokens of row `b`, or none where they do not all fit."""
+    """The new tokens of batch row `b`: all, or none if there is no room for all."""
     start = tl.load(lengths + b)
     if num_tokens is None:
         wanted = T
@@ -47,7 +46,7 @@ def admit(lengths, num_tokens, b, T: tl.constexpr, MAX_LENGTH: tl.constexpr):
 
 @triton.jit
 def store_placed(placed, b, tokens):
-    """Leaves for the other kernels what is known of the new tokens of row `b`."""
+    """Stores the `NewTokens` of batch row `b` for the next kernel."""
     tl.store(placed + 3 * b, tokens.start)
     tl.store(placed + 3 * b + 1, tokens.number)
     tl.store(placed + 3 * b + 2, tokens.fits.to(tl.int32))
@@ -55,19 +54,19 @@ def store_placed(placed, b, tokens):
 
 @triton.jit
 def load_placed(placed, b):
-    """What `store_placed` left about row `b`."""
+    """What `store_placed` stored for batch row `b`."""
     return NewTokens(tl.load(placed + 3 * b), tl.load(placed + 3 * b + 1), tl.load(placed + 3 * b + 2) != 0)
 
 
 @triton.jit
 def num_blocks(length, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """Compression blocks that are complete at a length."""
+    """Number of compression blocks that are complete in a row of this length."""
     return tl.where(length >= SIZE, (length - SIZE) // STRIDE + 1, 0)
 
 
 @triton.jit
 def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Rows `first .. first + ROWS - 1` of a KV head."""
+    """Query rows `first .. first + ROWS - 1` of a KV head."""
     number = first + tl.arange(0, ROWS)
     token = number // G
     return QueryRows(number, token, token * (KV_HEADS * G) + number % G, number < T * G)
@@ -75,14 +74,14 @@ def query_rows(first, ROWS: tl.constexpr, T: tl.constexpr, G: tl.constexpr, KV_H
 
 @triton.jit
 def rows_of_token(token, ROWS: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr):
-    """The rows of a KV head for one new token, padded to ROWS."""
+    """The query rows of one new token, padded to ROWS."""
     head = tl.arange(0, ROWS)
     return QueryRows(token * G + head, token + head * 0, token * (KV_HEADS * G) + head, head < G)
 
 
 @triton.jit
 def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, DIM):
-    """The rows of `query` of `[B, T, N, H]`."""
+    """Some rows of `query`, which is `[B, T, N, H]`."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     start = query + (b.to(tl.int64) * (T * KV_HEADS * G) + kv_head * G) * WIDTH
     return load_at(start, rows.offset * WIDTH, rows.inside, DIM)
@@ -90,7 +89,7 @@ def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEA
 
 @triton.jit
 def attend(state, q, k, v, seen, scale, PRECISION: tl.constexpr):
-    """The state with a tile of keys, of which all rows see those `seen`; and `exp2(logit - largest)`."""
+    """The state after a tile of keys, and their `exp2(logit - largest)`; all rows see the keys in `seen`."""
     logits = inner(q, k, PRECISION) * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     top = tl.maximum(state.largest, tl.max(logits, 1))
@@ -103,7 +102,7 @@ def attend(state, q, k, v, seen, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_value(out, weight, v):
-    """`out` with one value `[1, V]`, where its weight of a row is not 0."""
+    """`out` plus one value `[1, V]` times its weight, where that is not 0; so an unseen NaN stays out."""
     x0 = out.first + tl.where(weight[:, None] != 0.0, weight[:, None] * v.first.to(tl.float32), 0.0)
     if v.second is None:
         x1 = None
@@ -114,7 +113,7 @@ def add_value(out, weight, v):
 
 @triton.jit
 def store_part(out, sums, bk, part, PARTS: tl.constexpr, R: tl.constexpr, rows, state, DIM):
-    """Stores a softmax as one of all PARTS of KV head `bk`, counted over the batch."""
+    """Stores a softmax as part number `part` of KV head `bk`, counted over the batch."""
     at = bk.to(tl.int64) * PARTS + part
     tl.store(sums + at * (2 * R) + rows.number, state.largest, mask=rows.inside)
     tl.store(sums + at * (2 * R) + R + rows.number, state.total, mask=rows.inside)
@@ -132,7 +131,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def load_parts(out, sums, bk, row, inside, PARTS: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr, DIM):
-    """All parts of the rows that are `inside`; those behind PARTS are empty."""
+    """All parts of the rows that are `inside`; from PARTS on they are empty."""
     part = tl.arange(0, PADDED)
     there = inside[:, None] & (part < PARTS)[None, :]
     at = (bk.to(tl.int64) * PARTS + part)[None, :]
@@ -145,10 +144,10 @@ def load_parts(out, sums, bk, row, inside, PARTS: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def ranks(bits, live, LENGTH: tl.constexpr):
-    """The rank of each number: how many are better, larger or equal and earlier, of the first `live` ones.
+    """The rank of each number: how many are larger, or equal and earlier. From `live` on all must be -1.
 
-    Number and place make one integer, so that one comparison decides. A table of comparisons, at most 128
-    rows of it at a time, is summed along its first axis: so each thread adds numbers of its own.
+    Number and index make one integer, so one comparison decides. The comparisons form a table, of which at
+    most 128 rows are held at a time. It is summed along its first axis, so each thread adds its own numbers.
     """
     ROWS: tl.constexpr = LENGTH if LENGTH < 128 else 128
     PIECES: tl.constexpr = LENGTH // ROWS

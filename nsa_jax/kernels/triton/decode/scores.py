@@ -1,13 +1,13 @@
-"""The scores of the selection blocks (Eq. 8-10), a chunk of them at a time, and the chunk's best ones.
+"""Scores of the selection blocks (Eq. 8-10), a chunk of blocks at a time, and a list of the chunk's best.
 
-It reads what `compressed` left for its blocks, adds what the blocks that the step completes give,
-normalises, sums over the heads, and writes the chunk's best blocks as a list in order, from which
-`selected` picks. It ranks by counting (`ranks`), CHUNK times CHUNK comparisons: rounds of finding the
-largest would wait for each other.
+The shares of a team take the chunks in turn. `score_chunk` reads the sums that `compressed` stored, adds the
+compression blocks that the step completes, normalises, and sums over the heads. The best blocks of the chunk
+become a list in order, from which `selected` picks. They are ranked by counting (`ranks`), CHUNK times CHUNK
+comparisons: searches for the largest would have to wait for each other.
 
-All numbers that enter a block's score are first brought to one largest logit, then added, then normalised:
-where all keys are alike these are small integers, so equal scores are equal to the last bit and ties go to
-the lower block. Bytes: 2.4 MB at 8 rows of 64k tokens, from the L2 cache.
+The numbers of a block's score are first scaled to one largest logit, then added, then normalised. Where all
+keys are alike, the numbers added are small integers, so equal scores are equal to the last bit, and ties go
+to the lower block. Bytes: 2.4 MB at 8 rows of 64k tokens, from the L2 cache.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from nsa_jax.kernels.triton.softmax import LOWEST
 
 @triton.jit
 def _store_best(best, bits, index, at, SLOTS: tl.constexpr):
-    """Stores the SLOTS best of a chunk by rank: bits of the score, then blocks; -1 is no candidate."""
+    """Stores the SLOTS best of a chunk by rank: bits of the scores (-1: no candidate), then the blocks."""
     rank = ranks(bits, bits.shape[0], bits.shape[0])
     tl.store(best + at * (2 * SLOTS) + rank, bits, mask=rank < SLOTS)
     tl.store(best + at * (2 * SLOTS) + SLOTS + rank, index, mask=rank < SLOTS)
 
 
 class Scored(NamedTuple):
-    """What the first launch left: `sums` of all parts, the others as in `Compressed` and `Appended`."""
+    """What the first launch stored: `sums` of all parts; the others as in `Compressed` and `Appended`."""
 
     sums: tl.tensor
     scores: tl.tensor
@@ -41,14 +41,14 @@ class Chunking(NamedTuple):
     """Sizes of the selection that are known while tracing.
 
     Attributes:
-      T, G, PADDED_G, KV_HEADS: new tokens, query heads of a KV head, their power of two, KV heads.
-      SIZE, STRIDE: of compression blocks.
+      T, G, PADDED_G, KV_HEADS: new tokens, query heads of a KV head, padded to a power of two, KV heads.
+      SIZE, STRIDE: of compression blocks, in tokens.
       OWN: compressed keys of a selection block.
       BLOCK: tokens of a selection block.
-      SELECTED, INITIAL, LOCAL: blocks that are selected, of these the first ones and the last ones.
+      SELECTED, INITIAL, LOCAL: selected blocks; of these the initial ones and the local ones.
       BLOCKS: compression blocks that the step may complete.
       TILE_BLOCKS, TILES: selection blocks of a tile of `compressed`, and such tiles.
-      CMP, PADDED_CMP, PARTS: parts of the compressed branch, their power of two, parts of all branches.
+      CMP, PADDED_CMP, PARTS: parts of the compressed branch, padded to a power of two, and of all branches.
       CHUNK_TILES, CHUNKS: tiles of a chunk, and chunks.
       SLOTS: length of a list.
     """
@@ -77,7 +77,7 @@ class Chunking(NamedTuple):
 
 @triton.jit
 def score_chunk(scored, best, tokens, bk, token, chunk, C):
-    """`best` `[B, K, T, CHUNKS, 2, SLOTS]`, of a chunk that holds a block that may be chosen freely."""
+    """Writes a chunk's list to `best` `[B, K, T, CHUNKS, 2, SLOTS]`; none where no score can decide."""
     CHUNK: tl.constexpr = C.CHUNK_TILES * C.TILE_BLOCKS
     SPAN: tl.constexpr = C.SIZE // C.STRIDE
     R: tl.constexpr = C.T * C.G
@@ -85,7 +85,7 @@ def score_chunk(scored, best, tokens, bk, token, chunk, C):
     inside = head < C.G
     row = token * C.G + head
 
-    # Loads that need nothing of the row's length are under way before it is known.
+    # These loads do not depend on the length of the row, so they start before it is known.
     tile = chunk * C.CHUNK_TILES + tl.arange(0, C.CHUNK_TILES)
     block = tl.arange(0, C.TILE_BLOCKS)
     exists = inside[:, None] & (tile < C.TILES)[None, :]
@@ -116,7 +116,7 @@ def score_chunk(scored, best, tokens, bk, token, chunk, C):
         before = num_blocks(tokens.start, C.SIZE, C.STRIDE)
         written = exists & (tile * (C.TILE_BLOCKS * C.OWN) < before)[None, :]
         written_before = cut & ((tile - 1) * (C.TILE_BLOCKS * C.OWN) < before)[None, :]
-        # Relative to one largest logit of each tile; a tile's first block is also seen by the tile before.
+        # Sums are relative to their tile's top; a tile's first block also gets the tail of the tile before.
         largest = tl.where(written, tops_here, LOWEST)
         largest_before = tl.where(written_before, tops_before, LOWEST)
         top_of_first = tl.maximum(largest, largest_before)
@@ -126,7 +126,7 @@ def score_chunk(scored, best, tokens, bk, token, chunk, C):
         x = tl.where(written[:, :, None], given, 0.0)
         x = tl.where(first, x * own_part[:, :, None] + tail[:, :, None], x)
         reference = tl.where(first, top_of_first[:, :, None], largest[:, :, None])
-        if (chunk + 1) * CHUNK > before // C.OWN:  # the chunk may hold blocks with new compressed keys
+        if (chunk + 1) * CHUNK > before // C.OWN:  # blocks of the chunk may have new compressed keys
             number = tile[:, None] * C.TILE_BLOCKS + block[None, :]
             for j in tl.static_range(C.BLOCKS):
                 own = (before + j) // C.OWN

@@ -1,10 +1,10 @@
-"""The second launch of a step: scores, window, selected branch, and the sum of all.
+"""The second launch of a step: scores, window, selected branch, and the gated sum (Eq. 4, 5, 8-12).
 
-Grid: x = shares times new tokens times KV heads times batch rows. The SHARES programs of a new token of a KV
-head do everything together: each scores some of the lists (`scores`), attends to a part of the window
-(`window`) while the others end their lists, then to a part of the selected blocks (`selected`), and merges
-some of the query heads (`merge`). Between the steps they wait for each other (`arrivals`), which takes less
-than a launch.
+Grid: x = shares times new tokens times KV heads times batch rows. The SLC programs of one new token and KV
+head are a team, and each is a share of it. The shares divide each piece of work: they write the lists of
+best blocks (`scores`), attend to the selected blocks (`selected`) and merge the query heads (`merge`). Before
+the last two the team waits until all shares are ready (`arrivals`), which takes less time than a launch. WIN
+shares attend to the window (`window`) before the first wait, while the others finish their lists.
 """
 
 import triton
@@ -36,7 +36,7 @@ def second_kernel(
     ROWS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One share of a new token of a KV head. In place: blocks, lengths, overflows, parts, counters."""
+    """One share of a team. In place: compressed keys and values, lengths, overflows, parts, counters."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     ALL: tl.constexpr = CMP + WIN + SLC

@@ -1,7 +1,7 @@
-"""Selected attention of one new token, its blocks shared out over programs.
+"""Selected attention of one new token (Eq. 11, 12): each share of the team takes some of the blocks.
 
-Every program ranks the lists of `scores` by counting, as that does: which blocks are its own is found sooner
-than another would tell it.
+Every share ranks the lists of `scores` itself, by counting: this takes less time than waiting for another
+program to tell it its blocks.
 
 Ranking: LISTS times SLOTS candidates against each other, 128 x 128 for 64k tokens. Bytes: the keys and values
 of the selected blocks, 17 MB at 8 rows, 4 us at 4.2 TB/s.
@@ -18,7 +18,7 @@ from nsa_jax.kernels.triton.softmax import no_keys
 
 
 class Selected(NamedTuple):
-    """What the branch reads, and what it leaves.
+    """What the branch reads and writes.
 
     Attributes:
       key, value: `[B, MAX_LENGTH, K, D]`.
@@ -40,12 +40,12 @@ class SelectedDims(NamedTuple):
 
     Attributes:
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
-      MAX_LENGTH, WIDE: tokens of the cache; whether its numbers are more than 2^31.
+      MAX_LENGTH, WIDE: tokens of the cache; whether offsets in a row of it may need 64 bits.
       BLOCK, PADDED_BLOCK: tokens of a selection block, and columns for them.
-      SELECTED, INITIAL, LOCAL: blocks that are selected, of these the first ones and the last ones.
-      CHUNK, LISTS, SLOTS: blocks of a list, lists, and their length.
-      SHARES, FIRST, PARTS: programs that share the blocks, number of their first part, parts of all branches.
-      STEP, STAGES, ROWS: blocks of a step, steps whose loads are in flight, query rows.
+      SELECTED, INITIAL, LOCAL: selected blocks; of these the initial ones and the local ones.
+      CHUNK, LISTS, SLOTS: blocks whose best ones form a list, number of lists, and length of a list.
+      SHARES, FIRST, PARTS: shares of the team, the number of their first part, parts of all branches.
+      STEP, STAGES, ROWS: blocks of a step of the loop, steps whose loads are in flight, query rows.
       KEY, VALUE: `Dim`s.
     """
 
@@ -74,7 +74,7 @@ class SelectedDims(NamedTuple):
 
 @triton.jit
 def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECISION: tl.constexpr):
-    """One share of SLOTS / SHARES blocks, STEP at a time."""
+    """Attends to the SLOTS / SHARES blocks of one share, STEP at a time."""
     b = bk // S.KV_HEADS
     kv_head = bk % S.KV_HEADS
     KEY: tl.constexpr = S.KEY
@@ -85,7 +85,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     EACH: tl.constexpr = S.SLOTS // S.SHARES
     COLUMNS: tl.constexpr = S.STEP * S.PADDED_BLOCK
 
-    # Slots: the initial blocks, the local ones, then the others by rank; all of them while they fit.
+    # Slots: the initial blocks, the local ones, then others by rank; while all blocks fit, all in order.
     exists = token < tokens.number
     at = tokens.start + token
     count = tl.where(exists, at // S.BLOCK + 1, 0)
@@ -97,8 +97,8 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     index = tl.load(selected.best + source * (2 * S.SLOTS) + S.SLOTS + x % S.SLOTS)
     candidate = (x // S.SLOTS * S.CHUNK < local) & (x % S.SLOTS < S.SELECTED - FORCED) & (count > S.SELECTED)
     bits = tl.where(candidate, bits, -1)
-    # Of equal scores the earlier one has the lower block: lists follow one another as their blocks do.
-    live = tl.cdiv(tl.maximum(local, 0), S.CHUNK) * S.SLOTS  # in lists of blocks that exist
+    # Lists are in the order of their blocks, so of equal scores the earlier one has the lower block.
+    live = tl.cdiv(tl.maximum(local, 0), S.CHUNK) * S.SLOTS  # in lists that may have candidates
     rank = tl.where(bits >= 0, ranks(bits, live, S.LISTS * S.SLOTS), S.LISTS * S.SLOTS)
 
     column = tl.arange(0, COLUMNS)
@@ -106,7 +106,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     keys = selected.key + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * H
     values = selected.value + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * V
     state = no_keys(S.ROWS, VALUE)
-    # The end is no constant: of a loop that runs once, Triton would load the values behind the keys.
+    # The end is not a constant: if Triton knew that the loop runs once, it would load values after keys.
     end = tl.where(tokens.number >= 0, EACH, 0)
     for first in tl.range(0, end, S.STEP, num_stages=S.STAGES):
         slot = share * EACH + first + column // S.PADDED_BLOCK

@@ -1,4 +1,4 @@
-"""Lengths of a cache whose KV heads lie on several GPUs."""
+"""Lengths of a cache whose KV heads are spread over several GPUs."""
 
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.kernels.triton.launch import varying_axes
@@ -8,10 +8,10 @@ from nsa_jax.layout import DenseCache, NSACache, slots
 def alike_in_shards[C: (NSACache, DenseCache)](
     cache: C, given: C, num_tokens: Int[Array, " B"] | None, num_new: int, max_length: int
 ) -> C:
-    """The cache with lengths that are the same on all shards of KV heads, and are known to be.
+    """The cache with lengths and overflows that JAX knows to be the same on all shards of KV heads.
 
     Args:
-      cache: after the step, as kernels have written it.
+      cache: after the step, as the kernels have written it.
       given: before the step.
       num_tokens, num_new, max_length: of the step, as `slots.admit` takes them.
     """

@@ -1,9 +1,9 @@
-"""A decode step by two kernels, one behind the other: `first`, `second`.
+"""A decode step in two kernels, first `first`, then `second`.
 
-XLA makes a CUDA graph of a compiled loop's body of five launches or more, and each launch in it waits for the
-one before. So what can run side by side is one launch. The pieces of a new token of a KV head that build on
-each other are one launch, too: its programs wait for each other (`arrivals`). `hidden` stands before `first`
-where an MLP forms the new blocks.
+XLA makes a CUDA graph of a compiled loop's body if it has five launches or more, and each launch in it waits
+for the one before. So work that can run side by side is in one launch. The later pieces of work for a new
+token and KV head need each other's results, and still are one launch: the programs of a team wait for each
+other (`arrivals`). `hidden` runs before `first` if an MLP forms the new blocks.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
 
-MERGED_AT_ONCE = 8192  # numbers of the parts that a program holds, 64 in each of 128 threads, or one head's
+MERGED_AT_ONCE = 8192  # numbers of parts that a program holds: 64 in each of 128 threads, or one head's
 _padded = triton.next_power_of_2
 
 
 class StepResult(NamedTuple):
-    """Output and cache of a step, and the blocks that each token selected, in no order, -1 for none."""
+    """Output and cache of a step, and the blocks that each token selected, in any order, -1 for none."""
 
     out: Float[Array, "B T N V"]
     cache: NSACache
@@ -40,14 +40,14 @@ class StepResult(NamedTuple):
 
 
 class GivenBlocks(NamedTuple):
-    """The blocks that a step may complete, as another has formed them."""
+    """The blocks that a step may complete, formed outside of the kernels."""
 
     key: Float[Array, "B blocks K H"]
     value: Float[Array, "B blocks K V"]
 
 
 class _Formed(NamedTuple):
-    """What `forming.Forming` is given: blocks, or hidden units and the rest of the MLPs; and the rotation."""
+    """The operands of `forming.Forming`: blocks; or hidden units, output layers and the rotation."""
 
     given_key: Float[Array, "B blocks K H"] | None = None
     given_value: Float[Array, "B blocks K V"] | None = None
@@ -62,7 +62,7 @@ class _Formed(NamedTuple):
     magnitude: Float[Array, " 1"] | None = None
 
     def constants(self) -> dict[str, int]:
-        """Sizes of what is given."""
+        """The sizes of these arrays, as constants of the kernel."""
         sizes = {"KEY_UNITS": self.key_bias_in, "VALUE_UNITS": self.value_bias_in, "PAIRS": self.frequency}
         return {name: 0 if x is None else x.shape[0] for name, x in sizes.items()}
 
@@ -75,7 +75,7 @@ class _Parts(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What the first launch leaves beside cache and parts; see `compressed.Compressed`, `append.Appended`."""
+    """What else the first launch writes; see `compressed.Compressed` and `append.Appended`."""
 
     scores: Float[Array, "B K rows blocks"]
     tails: Float[Array, "B K rows tiles"]
@@ -104,8 +104,8 @@ def decode_step(
     Args:
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
       compress: how the blocks that the step completes are formed, or these blocks.
-      config, scale: as there, with nothing defaulted.
-      sizes: of the pieces of work.
+      config, scale: as there, but without defaults.
+      sizes: used instead of those that `tiles` would choose.
     """
     step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
     cache, parts, found = step.begin()
@@ -114,7 +114,7 @@ def decode_step(
 
 
 def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
-    """Those that the shapes of a step suggest."""
+    """The sizes that `tiles` chooses for the shapes of a step."""
     num_kv_heads, own = cache.key_slc.shape[2], config.selection_block_size // config.compression_stride
     return tiles.step_sizes(
         tiles.StepShape(
@@ -134,7 +134,7 @@ def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSi
 
 
 def _processors() -> int:
-    """Multiprocessors of the GPU that a program is made for."""
+    """Multiprocessors of the GPU that a program is compiled for."""
     if jax.default_backend() == "gpu":
         return jax.local_devices()[0].core_count
     abstract = jax.sharding.get_abstract_mesh().abstract_device
@@ -142,7 +142,7 @@ def _processors() -> int:
 
 
 class _Step:
-    """The operands of a step and the sizes that follow from them; one method a launch."""
+    """The operands of a step and the sizes that follow from them; one method for each launch."""
 
     def __init__(self, cache, query, tokens, gates, num_tokens, compress, config, scale, sizes):
         self.cache, self.query, self.tokens, self.gates = cache, query, tokens, gates
@@ -174,18 +174,18 @@ class _Step:
             INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, SLOTS=self.slots,
         )  # fmt: skip
         self.products: dict[str, Any] = dict(scale=self.scale, PRECISION=precision(query.dtype))
-        # Parts of the branches, in this order; new blocks are one more part of the compressed branch.
+        # Parts of the branches, in this order. New blocks are one more part of the compressed branch.
         self.parts: dict[str, int] = dict(
             CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.shares
         )
         self.all_parts = sum(self.parts.values())
 
     def floats(self, *shape: int) -> jax.ShapeDtypeStruct:
-        """Float32 for each KV head."""
+        """A float32 array with these axes for each batch row and KV head."""
         return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *shape), jnp.float32)
 
     def begin(self) -> tuple[NSACache, _Parts, _Found]:
-        """The cache with the new tokens, the blocks that they complete, and the compressed branch."""
+        """First launch: the cache with the new tokens, the compressed parts, and what else it writes."""
         cache, formed, sizes = self.cache, self.form(), self.sizes
         rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
         attending = sizes.cmp_parts * self.batch * self.kv_heads * sizes.groups
@@ -220,7 +220,7 @@ class _Step:
         return cache, _Parts(*found[:2]), _Found(*found[2:])
 
     def form(self) -> _Formed:
-        """What the new blocks are formed of, beside the tokens."""
+        """What forms the new blocks from their tokens."""
         if isinstance(self.compress, GivenBlocks):
             return _Formed(*self.compress)
         key, value, rotation = self.compress.key, self.compress.value, self.compress.rotation
@@ -275,7 +275,7 @@ class _Step:
     def complete(
         self, cache: NSACache, parts: _Parts, found: _Found
     ) -> tuple[NSACache, Float[Array, "B T N V"], Int32[Array, "B T K R"]]:
-        """The cache with the new blocks and lengths, the gated sum of the branches, the selected blocks."""
+        """Second launch: the cache with new blocks and lengths, the gated sum, and the selected blocks."""
         config, sizes = self.config, self.sizes
         key, value = cache.key_win_ring, cache.value_win_ring
         if key is None or value is None:

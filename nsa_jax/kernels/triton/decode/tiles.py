@@ -1,6 +1,6 @@
-"""The sizes of the pieces of a decode step, of an NSA layer and of a dense one. They change the speed alone.
+"""How the work of a decode step is divided, for an NSA layer and for a dense one. It changes only the speed.
 
-`docs/kernel_log.md`, "Decode steps", has the measurements that chose them. Does not import Triton.
+`docs/kernel_log.md`, "Decode steps", has the measurements that chose the sizes. Does not import Triton.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ class StepShape(NamedTuple):
       gpu: AMPERE, ADA or HOPPER.
       float_bytes: of one number of the query, 2 or 4.
       kv_heads: KV heads of all batch rows together.
-      num_new: tokens that a row gains.
+      num_new: new tokens of a row.
       heads: query heads of a KV head.
       dims: key and value dim together.
       own: compressed keys of a selection block.
       blocks: selection blocks of the cache.
       slots: selected blocks, padded to a power of two.
-      block_size: tokens of a selection block, padded likewise.
+      block_size: tokens of a selection block, padded to a power of two, at least 16.
       processors: multiprocessors of the GPU.
     """
 
@@ -39,21 +39,21 @@ class StepShape(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """How the work of a decode step is shared out.
+    """How the work of a decode step is divided.
 
     Attributes:
-      rows: query rows, new tokens times heads, of a program of the compressed branch.
-      groups: such programs for a KV head.
-      keys: compressed keys, and keys of the window, of a step.
+      rows: query rows (new tokens times heads) of a program of the compressed branch.
+      groups: groups of so many rows that a KV head has.
+      keys: keys of a step of the loop, in the compressed branch and in the window.
       list_blocks: selection blocks whose best ones form a list.
-      cmp_parts: programs that share the compressed keys of a row and KV head.
+      cmp_parts: programs that divide the compressed keys of a row, KV head and group.
       cmp_warps, cmp_stages: warps of such a program, and steps whose loads are in flight.
-      shares: programs that share the rest of the work of a new token and KV head.
-      share_warps: warps of such a program.
-      registers: most registers of a thread there, such that 512 threads fit on a multiprocessor; None for no
-        limit.
-      win_parts, win_stages: those of them that attend to the window, and steps in flight.
-      slc_blocks, slc_stages: selected blocks of a step, and steps in flight.
+      shares: programs of a team, which do the rest of the work for a new token and KV head.
+      share_warps: warps of a share.
+      registers: most registers of a thread of a share, so that at least 512 threads fit on a
+        multiprocessor; None for no limit.
+      win_parts, win_stages: shares that attend to the window, and steps whose loads are in flight.
+      slc_blocks, slc_stages: selected blocks of a step, and steps whose loads are in flight.
     """
 
     rows: int
@@ -75,14 +75,14 @@ class StepSizes(NamedTuple):
 PROCESSORS = 132  # multiprocessors of an H100
 REGISTERS = 64 * KIB  # of a multiprocessor
 STEP_ROWS = 64
-STEP_PROGRAMS = 256  # enough to fill a GPU: two for each of the 132 processors of an H100
-STEP_SHARES = 4  # of a new token at least
-STEP_CANDIDATES = 256  # best blocks in the lists of a row, which a program ranks against each other
-STEP_LIST_BLOCKS = (128, 1024)  # of a list: the fewest, and the most that a program ranks
+STEP_PROGRAMS = 256  # enough to fill a GPU: nearly two for each of the 132 multiprocessors of an H100
+STEP_SHARES = 4  # of a team at least, where so many blocks are selected
+STEP_CANDIDATES = 256  # in the lists of a new token and KV head; a share ranks them against each other
+STEP_LIST_BLOCKS = (128, 1024)  # for a list: the fewest, and the most that a program ranks
 
 
 def step_sizes(shape: StepShape) -> StepSizes:
-    """Sizes for a decode step; work is shared out until `STEP_PROGRAMS` programs have some."""
+    """Sizes for a decode step: the work is divided until it fills `STEP_PROGRAMS` programs."""
 
     def share(programs: int, most: int) -> int:
         return min(_power_below(max(STEP_PROGRAMS // programs, 1)), most)
@@ -94,14 +94,14 @@ def step_sizes(shape: StepShape) -> StepSizes:
     width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
 
     def stages(keys: int, ahead: bool) -> int:
-        # A selection block may have more keys than there is room for: then a tile is not loaded ahead.
+        # A selection block may have more keys than two stages have room for: then nothing is loaded ahead.
         fitting = SHARED_BYTES[shape.gpu] // ((keys + 2) * shape.dims * shape.float_bytes)
         return max(min(3 if ahead and 3 * keys * width <= room else 2, fitting), 1)
 
     keys = max(min(64, _power_below(room // (2 * width))), _power_above(shape.own), 16)
     list_blocks = max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own))
     tokens = shape.kv_heads * shape.num_new
-    # The shares of a token wait for each other: all must run at once, also where one fills a multiprocessor.
+    # The shares of a team wait for each other: all must run at once, even if each fills a multiprocessor.
     shares = min(max(share(tokens, 16), STEP_SHARES), shape.slots, _power_below(shape.processors))
     few = shares * tokens <= STEP_PROGRAMS
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
@@ -127,19 +127,19 @@ def step_sizes(shape: StepShape) -> StepSizes:
 
 
 def step_list_blocks(blocks: int, slots: int) -> int:
-    """Selection blocks of a list, such that the lists of `blocks` hold at most `STEP_CANDIDATES` of them."""
+    """Selection blocks for a list, so that the lists of `blocks` hold at most `STEP_CANDIDATES` slots."""
     lists = max(STEP_CANDIDATES // slots, 1)
     return max(_power_above(-(-blocks // lists)), STEP_LIST_BLOCKS[0], slots)
 
 
 class HiddenSizes(NamedTuple):
-    """How the hidden layer of a compressor is shared out in a decode step.
+    """How the work of a compressor's hidden layer is divided in a decode step.
 
     Attributes:
       rows: blocks of a program.
       units: hidden units of a program.
-      parts: programs that share the tokens of a block.
-      stages: pieces of a token's dimensions whose loads are in flight.
+      parts: programs that divide the tokens of a block.
+      stages: steps whose loads are in flight; a step takes `hidden_depth` dimensions of a token.
     """
 
     rows: int
@@ -149,7 +149,7 @@ class HiddenSizes(NamedTuple):
 
 
 def hidden_sizes(blocks: int, tokens: int) -> HiddenSizes:
-    """Sizes for `blocks` of so many `tokens`: 256 units make 64 programs, each with 32 KB of weights."""
+    """Sizes for `blocks` of `tokens` tokens: 256 units make 64 programs, each with 32 KB of weights."""
     rows = max(min(_power_above(blocks), 32), 16)
     return HiddenSizes(rows=rows, units=32, parts=min(_power_below(tokens), 8), stages=2)
 
@@ -177,13 +177,13 @@ class DenseStepShape(NamedTuple):
 
 
 class DenseStepSizes(NamedTuple):
-    """How the work of such a step is shared out.
+    """How the work of such a step is divided.
 
     Attributes:
-      rows: query rows, new tokens times heads, of a program.
-      groups: such programs for a KV head.
-      keys: keys of a step.
-      parts: programs that share the keys of a row, KV head and group of rows.
+      rows: query rows (new tokens times heads) of a program.
+      groups: groups of so many rows that a KV head has.
+      keys: keys of a step of the loop.
+      parts: programs that divide the keys of a row, KV head and group.
       num_warps, num_stages: warps of a program, and steps whose loads are in flight.
     """
 
@@ -195,15 +195,15 @@ class DenseStepSizes(NamedTuple):
     num_stages: int
 
 
-DENSE_PARTS = 33  # times 4 KV heads they are the 132 processors of an H100
-DENSE_TILES = 16  # of a part at least, unless the GPU then has idle processors
-DENSE_PROGRAMS = 16 * 132  # more, and the parts cost more than they even out
-DENSE_STAGES = 2  # room for three programs to a processor; three stages where there are two programs
-DENSE_ROW_BYTES = 40 * KIB  # of the rows of a program as operands; more and the sums spill
+DENSE_PARTS = 33  # times 4 KV heads: the 132 multiprocessors of an H100
+DENSE_TILES = 16  # of a part at least, unless that leaves multiprocessors idle
+DENSE_PROGRAMS = 16 * 132  # beyond this, parts cost more than their even load saves
+DENSE_STAGES = 2  # with room for three programs on a multiprocessor; one more where there are two programs
+DENSE_ROW_BYTES = 40 * KIB  # of a program's rows as operands; with more, the sums spill
 
 
 def dense_step_sizes(shape: DenseStepShape) -> DenseStepSizes:
-    """Sizes for such a step: one row fills an H100 evenly, two programs to a processor; many rows nearly."""
+    """Sizes for such a step: one row fills an H100 evenly, two programs a multiprocessor; many nearly do."""
     rows = shape.num_new * shape.heads
     width = shape.dims * (6 if shape.float_bytes == 4 else 2)  # float32 is multiplied in three parts
     most = max(min(STEP_ROWS, _power_below(DENSE_ROW_BYTES // width)), 16)

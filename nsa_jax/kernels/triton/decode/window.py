@@ -1,9 +1,9 @@
-"""Window attention of one new token, the window shared out over programs; and what the cache still lacks.
+"""Window attention of one new token (Eq. 4), in parts; and the last writes to the cache.
 
-It reads the ring, or the selection arrays where the branches share keys and values, after the new tokens are
-in. Its launch stands behind that of the compressed branch, so here is also written what had to wait for that:
-the new compressed blocks and the lengths. Bytes: `w` keys and values a row and KV head, 8 MB at 8 rows, from
-L2 for further tokens.
+It reads the ring, or the selection arrays if the branches share keys and values; both have the new tokens by
+then. The new compressed blocks and the lengths are written here, in the second launch, because programs of
+the first one still read the arrays that they go into. Bytes: `w` keys and values a row and KV head, 8 MB at 8
+rows; further new tokens of a row find them in L2.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from nsa_jax.kernels.triton.softmax import no_keys
 
 
 class Window(NamedTuple):
-    """The ring, and what is left for the merge."""
+    """Keys and values of the ring or selection arrays, and the parts, see `parts`."""
 
     key: tl.tensor
     value: tl.tensor
@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 class Lacking(NamedTuple):
-    """Arrays of the cache, in place, and the new blocks that go into them."""
+    """Arrays of the cache that are still to be updated, in place, and the new blocks that go into them."""
 
     key_cmp: tl.tensor
     value_cmp: tl.tensor
@@ -47,10 +47,11 @@ class WindowDims(NamedTuple):
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
       RING: slots of a row; token `s` lies in slot `s mod RING`.
       WINDOW: tokens that a query sees.
-      SHARES: programs that share them.
+      SHARES: shares of the team that attend to the window, each to a part of it.
       FIRST, PARTS: number of their first part, parts of all branches.
-      TILE, ROWS, STAGES: keys of a step, query rows, steps whose loads are in flight.
-      MAX_BLOCKS, SIZE, STRIDE, BLOCKS: of compression: blocks of the cache, sizes, blocks of the step.
+      TILE, ROWS, STAGES: keys of a step of the loop, query rows, steps whose loads are in flight.
+      MAX_BLOCKS, SIZE, STRIDE: compression blocks that the cache has room for, and their size and stride.
+      BLOCKS: compression blocks that the step may complete.
       KEY, VALUE: `Dim`s.
     """
 
@@ -84,7 +85,7 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
     at = tokens.start + token
     base = b.to(tl.int64) * (W.RING * W.KV_HEADS) + kv_head
     state = no_keys(W.ROWS, VALUE)
-    # From the first tile that holds a token; a new token that found no room sees none.
+    # Starts at the first tile with a token of the sequence; a token that was not appended sees none.
     first_tile = tl.maximum(W.WINDOW - 1 - at - share * EACH, 0) // W.TILE * W.TILE
     end = tl.where(token < tokens.number, EACH, 0)
     for first in tl.range(first_tile, end, W.TILE, num_stages=W.STAGES):
@@ -100,7 +101,7 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
 
 @triton.jit
 def _write_blocks(block, cmp, b, kv_head, before, after, W, DIM):
-    """The complete ones of the new blocks into the cache."""
+    """Writes the blocks that the step has completed into the cache."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     PADDED: tl.constexpr = triton.next_power_of_2(W.BLOCKS)
     c = tl.arange(0, PADDED)
@@ -112,7 +113,7 @@ def _write_blocks(block, cmp, b, kv_head, before, after, W, DIM):
 
 @triton.jit
 def complete_cache(lacking, tokens, b, kv_head, W):
-    """Writes the new blocks of one KV head, and, beside those of the first one, the length of the row."""
+    """Writes the new blocks of one KV head; with the first head also the length of the row."""
     before = num_blocks(tokens.start, W.SIZE, W.STRIDE)
     after = num_blocks(tokens.start + tokens.number, W.SIZE, W.STRIDE)
     _write_blocks(lacking.block_key, lacking.key_cmp, b, kv_head, before, after, W, W.KEY)
