@@ -1,4 +1,4 @@
-"""Attention over selected blocks: lists of what neighbours chose, and kernels that loop over them."""
+"""Selected attention (Eq. 12): merges the blocks that neighbouring queries chose, then loops over them."""
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton import tiles
@@ -21,7 +21,7 @@ def attend_blocks(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` of each query over the keys of its blocks up to its own."""
+    """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`."""
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     sizes = tiles.choose(tiles.BLOCK_FORWARD, shape)
     tokens = tokens_of(sizes.rows, shape.heads)

@@ -1,21 +1,23 @@
 """Selected attention backward, gradients of keys and values: key blocks outside, their queries inside.
 
-grid = (items, block / keys): one program per item of up to `item` queries that chose one block
-(`blocks.items`). It holds the block's keys and values and the two sums; each step gathers the rows of a few
-tokens, tokens times query heads of the KV head = `rows`, whose `N H` floats lie together. Items are ordered
-by KV head and block, and tokens ascend in an item, so that programs that run together read the same queries
-from L2. Queries that do not see the whole block, mostly the block's own, stand first in their
-group and are masked in a loop of their own.
+Source: the gradients of Eq. 12. grid = (items, block / keys): an item is up to `item` of the queries that
+chose one block (`blocks.items`), and a program takes one item and `keys` keys of the block. It holds these
+keys, their values and both gradients. Each step gathers `rows` rows: a few tokens times the query heads of
+the KV head, whose `G H` numbers are contiguous for each token.
 
-No atomics: a block of several items leaves float32 partial sums. A second kernel, grid = (blocks, B K,
-block / 16), adds them in the order of the items and writes the sums into `d_key` and `d_value`, which hold
-the blocks of one item already. Gradients are the same bit for bit at every run.
+Why this order: the two sums stay in registers. Items are ordered by KV head and block, and tokens ascend in
+an item, so programs that run at the same time read the same queries from L2. Queries that do not see the
+whole block, mostly those inside it, come first; only their loop is masked.
 
-Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 / 64, 128/128). Shared memory:
-`(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16, two programs a processor).
-Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots of `P = B K T R` pairs (at 64k and
-2048: 0.27 GB). Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from
-L2: `2 G (H + V)` a pair, 34 GB.
+No atomics: each item of a block with several items stores float32 partial sums. A second kernel, grid =
+(blocks, B K, block / 16), adds them in the order of the items and writes them into `d_key` and `d_value`,
+which already hold the blocks with one item. So every run gives the same bits.
+
+Registers: `keys (H + V + 2 rows) / 128` floats a thread at 4 warps (192 at 64 keys, 64 rows, 128/128). Shared
+memory: `(stages rows (H + V) + keys (H + V) + 2 rows keys) itemsize` (112 KB in bfloat16 at two stages, so
+two programs per SM). Partial sums: `4 block (H + V)` bytes a slot, at most `2 P / item` slots for
+`P = B K T R` pairs of a query and a block (0.27 GB at 64k tokens and items of 2048). Floor at 64k, 16 blocks
+of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
 """
 
 from typing import NamedTuple
@@ -70,8 +72,8 @@ def block_key_gradients(
       query, key, value, lse, delta, d_out, weight, scale: see `block_query_gradient`.
       block_indices: sequence-local blocks of each query, each at most once; -1 in unused slots.
       placement: where each query stands; plain rows are faster than packed ones.
-      visible: the blocks once more, in the form that `nonfinite` takes.
-      sizes: tile sizes, chosen when None.
+      visible: the same blocks in the form that `nonfinite` takes.
+      sizes: tile sizes; None chooses by shape.
     """
     num_queries, num_heads, key_dim = query.shape[1:]
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -108,7 +110,7 @@ def block_key_gradients(
 
 
 def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
-    """Adds up the gradients of the blocks that are several items, in place."""
+    """Adds up the partial sums of blocks with several items and writes them into `d_key` and `d_value`."""
     heads, num_blocks = items.partials.shape
     (d_key, d_value), () = launch(
         add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials, items.starts,
@@ -119,7 +121,7 @@ def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims)
 
 
 class KeyTile(NamedTuple):
-    """Keys of a block with their values; `rows` are their indices in the row of the batch."""
+    """Keys of a block and their values; `rows` are their row indices."""
 
     k: Pieces
     v: Pieces
@@ -127,19 +129,19 @@ class KeyTile(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Where the rows of a list of tokens come from.
+    """The arrays from which the rows of a list of tokens are gathered.
 
     Attributes:
-      query, d_out, lse, delta, weight: arrays of rows, a token with one head each; weight None for 1.
+      query, d_out, lse, delta, weight: one row for each token and head; weight is None where it is 1.
       last_keys: last key that each query of the batch row sees.
-      tokens: the list.
-      first_row: first head of the KV head, at the first token of the batch row.
+      tokens: the token of each pair of a query and a block, see `BlockItems`.
+      first_row: row of the batch row's first token and the KV head's first query head.
       NUM_HEADS: N.
       G: query heads of a KV head.
       PADDED_G: heads of a tile for each token.
       TOKENS: tokens of a step.
       KEY, VALUE: `Dim` of keys and values.
-      WIDE: whether offsets in a row of the batch may pass 2^31.
+      WIDE: whether offsets within a row of the batch need 64 bits.
     """
 
     query: tl.tensor
@@ -164,7 +166,7 @@ def _add_steps(
     sums, held, source, first, last, end,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the list's pairs `first .. last - 1`; those from `end` on do not exist."""
+    """Adds the pairs `first .. last - 1` of the list to the sums; pairs from `end` on do not exist."""
     r = tl.arange(0, source.TOKENS * source.PADDED_G)
     head = r % source.PADDED_G
     for i in tl.range(first, last, source.TOKENS):
@@ -203,7 +205,7 @@ def selected_key_gradients_kernel(
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys of an item's block, or their parts where the block has several items."""
+    """Gradients of `KEYS` keys of an item's block, or partial sums where the block has several items."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     items += tl.program_id(0) * FIELDS
@@ -244,7 +246,7 @@ def selected_key_gradients_kernel(
 
 @triton.jit
 def _add_slots(part, slot, count, within, BLOCK: tl.constexpr, DIM):
-    """The sum of a block's partial sums, for 16 of its keys, in the order of the slots."""
+    """Adds up the partial sums of 16 keys of a block, in the order of the slots."""
     n = tl.arange(0, 16)
     total = zeros(16, DIM)
     for i in range(count):
@@ -258,7 +260,7 @@ def add_partials_kernel(
     num_keys, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of 16 keys of a block of several items."""
+    """Gradients of 16 keys of a block that has several items."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     block = tl.program_id(0)

@@ -1,14 +1,15 @@
 """Selected attention backward, gradient of the queries: the schedule of the forward.
 
-grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries times the query heads of a KV
-head. It loops over the union of their blocks; p comes back from the stored lse, so a block that a query did
-not choose needs no mask either: its rows subtract +inf. `previous`, another branch's gradient, is added
-before rounding.
+Source: the gradient of Eq. 12. grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries
+times the query heads of a KV head. It loops over the union of their blocks, as the forward does, so the
+gradient stays in registers. The probabilities are computed again from the stored log-sum-exp; a row that did
+not choose a block subtracts +inf instead, which makes them 0 without a mask. `previous`, the gradient from
+another branch, is added before rounding.
 
 Registers: `rows (2 keys + H) / 128` floats a thread at 4 warps (128 at 64 rows, 64 keys, H = 128). Shared
-memory: `(rows + stages keys) (H + V) itemsize` (112 KB in bfloat16 at two stages, with what the last product
-still reads): two programs a processor. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 3.3 TFLOP where
-neighbours agree, 4.1 ms at 800 TFLOP/s.
+memory: `(rows + stages keys) (H + V) itemsize`, and `2 rows keys itemsize` for the gradient of the logits,
+which wgmma reads from there (112 KB in bfloat16 at two stages: two programs per SM). Floor at 64k, 16 blocks
+of 64, 64 heads, 128/128: 3.3 TFLOP if neighbours choose the same blocks, 4.1 ms at 800 TFLOP/s.
 """
 
 import triton
@@ -63,11 +64,12 @@ def block_query_gradient(
     one_block: bool = False,
     sizes: BlockGradientSizes,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """Gradient of the queries, plus `previous`; with what the rows know.
+    """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
     Args:
       query, key, value, config, scale, one_block: see `attend_blocks`.
-      lists, visible: the blocks by tiles of `tokens_of(sizes.rows, N // K)` tokens, and by queries.
+      lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
+      visible: the blocks of each query.
       out, lse: what the forward returned.
       d_out: cotangent of the weighted output.
       d_lse: cotangent of `lse`; None for 0.
@@ -109,7 +111,7 @@ def _add_entry(
     dq, q, d_out, numbers, keys, values, step, row,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """`dq` with what the keys of a step add to it, before the scale."""
+    """Adds the keys of a step to `dq`, which is not multiplied by the scale yet."""
     k = load_keys(keys, step.start)
     v = load_keys(values, step.start)
     logits = inner(q, k, PRECISION)
@@ -132,7 +134,7 @@ def selected_query_gradient_kernel(
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
     PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of queries, and the numbers of its rows."""
+    """Gradients of a tile of queries, and `products` and `delta` of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)

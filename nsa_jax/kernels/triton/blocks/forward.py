@@ -1,18 +1,21 @@
 """Selected attention forward: a tile of neighbouring queries loops over the union of their blocks.
 
-grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries times the query heads of a KV
-head, `rows` rows in all (4 tokens x 16 heads = 64: one wgmma). Keys and values of a block are loaded once for
-all of them; a block that a query did not choose gets a bias of -inf for its rows, which costs one number a
-row. Only blocks that reach beyond a query of the tile, mostly its own, need the causal mask: they end the
-list. The last step of all runs first, as straight-line code; then those without the mask; then the rest with
-it, of which there are none where each tile is known to lie in one block. Head-major order keeps one KV head's
-keys and values in L2.
+Source: Eq. 12. grid = (ceil(T / tokens), B K): one program per `tokens` neighbouring queries times the query
+heads of a KV head, `rows` rows in all (4 tokens x 16 heads = 64: one wgmma). It loads the keys and values of
+a block once for all of them. Rows of a query that did not choose the block get a bias of -inf, one number a
+row.
+
+Why this order: only blocks that reach beyond a query of the tile need the causal mask. Mostly that is the
+block in which the tile lies, so they come last in the list. With `peel` the very last step runs before the
+loops, which frees registers; then come the steps without the mask, then the others. The masked loop is left
+out where each tile is known to lie in one block and a block is one step. The programs of a KV head run one
+after the other, so its keys and values stay in L2.
 
 Registers: `rows (keys + V) / 128` floats a thread at 4 warps (96 at 64 rows, 64 keys, V = 128). Shared
-memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 KB in bfloat16): four programs a processor at
-128 registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP where neighbours agree, 2.7 ms at
-800 TFLOP/s; union 18.6 instead of 16 blocks and masked rows on top. Bytes from L2: `2 keys (H + V)` per union
-entry, 16 GB with a union of 4 tokens in 18.6 blocks.
+memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 KB in bfloat16): four programs per SM at 128
+registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP if neighbours choose the same blocks,
+2.7 ms at 800 TFLOP/s. Where the union of 4 tokens has 18.6 blocks, masked rows add to that. Bytes from L2:
+`2 block (H + V)` per block of a list, 40 GB with 18.6 blocks.
 """
 
 from typing import NamedTuple
@@ -55,8 +58,9 @@ def attend_blocks(
     """Attention of each query over its blocks.
 
     Args:
-      query, key, value, config, scale: as above.
-      lists, visible: the blocks by tiles of `tokens_of(sizes.rows, N // K)` tokens, and by queries.
+      query, key, value, config, scale: see `nsa_jax.selected_attention`.
+      lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
+      visible: the blocks of each query.
       one_block: whether the queries of every tile are known to lie in one block.
       sizes: tile sizes.
 
@@ -88,11 +92,11 @@ def attend_blocks(
 
 
 class Entries(NamedTuple):
-    """The list of blocks of a tile of queries, in kernels.
+    """The `UnionLists` entries of one tile of queries, as kernels take them.
 
     Attributes:
       starts: first key of each block.
-      members: which tokens of the tile chose it, by bits.
+      members: bit `i` says whether token `i` of the tile chose the block.
       STEPS: steps of a block.
       KEYS: keys of a step.
     """
@@ -119,7 +123,7 @@ class Step(NamedTuple):
 
 @triton.jit
 def load_step(entries, step, exists, token):
-    """The step of that number; no row chose one that does not exist."""
+    """Step number `step`; if it does not exist, no row is a member."""
     start = tl.load(entries.starts + step // entries.STEPS, mask=exists, other=0)
     start += (step % entries.STEPS) * entries.KEYS
     member = tl.load(entries.members + step // entries.STEPS, mask=exists, other=0)
@@ -130,7 +134,7 @@ def load_step(entries, step, exists, token):
 def _attend_entry(
     q, state, keys, values, step, row, SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """The state with the keys of a step; `row` is the last key that each row may see."""
+    """Adds the keys of a step to the state; `row` is the last key that each row may see."""
     bias = tl.where(step.member, 0.0, float("-inf"))
     k = load_keys(keys, step.start)
     logits = inner(q, k, PRECISION)
@@ -180,7 +184,7 @@ def selected_forward_kernel(
             step = load_step(entries, i, True, tile.token)
             state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=True)
 
-    sees = state.total != 0  # of queries that are not a number, too
+    sees = state.total != 0  # also true where the total is NaN
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)
     part = 1 / tl.where(sees, state.total, 1.0)
     store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
@@ -188,7 +192,7 @@ def selected_forward_kernel(
 
 @triton.jit
 def steps_of(count, unmasked, STEPS: tl.constexpr, PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """`Steps` of a list of `count` blocks; with PEEL the last step of all is not among them."""
+    """`Steps` of a list of `count` blocks; with PEEL without the last one, which runs before the loops."""
     last = tl.maximum(count * STEPS - 1, 0) if PEEL else count * STEPS
     if ONE_BLOCK:
         free = tl.maximum(count - 1, 0) * STEPS

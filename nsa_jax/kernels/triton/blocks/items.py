@@ -1,13 +1,14 @@
-"""Inverts the selection: for each key block the queries that chose it, cut into pieces of work.
+"""Inverts the selection: for each key block, the queries that chose it, cut into pieces of work.
 
-The (query, block) pairs of a KV head are sorted by block. The pairs of one block are a group, which is cut
-into items of at most `item` pairs. A block whose pairs fit one item is written at once; the items of any
-other block store partial sums, which are added in order.
+All pairs of a query and a block are sorted by KV head and block. The pairs of one block are a group, which is
+cut into items of at most `item` pairs. A block with one item has its gradient written at once; the items of
+any other block store partial sums, which are added in order.
 
-Blocks have dense numbers in their row: in a plain row their index, in a packed one, where blocks begin
-anywhere, `start // l' + sequences that begin before`, which grows from block to block.
+Each block has a number in its row of the batch. In a plain row that is its index. In a packed row, where a
+sequence may begin at any token, it is `start // l'` plus the number of sequences that begin before it, so
+numbers ascend with the blocks; some are unused.
 
-Bytes: 16 a pair while sorting (68 MB at 64k), 4 of them kept.
+Bytes: 16 a pair while sorting (67 MB at 64k), 4 of them kept.
 """
 
 from typing import NamedTuple
@@ -27,19 +28,21 @@ ITEM_FIELDS = 7
 
 
 class BlockItems(NamedTuple):
-    """Queries by block. A block is named by its batch, KV head and number in the row.
+    """The queries of each block, and the items into which they are cut.
+
+    A block is identified by its row of the batch, KV head and number. Ends and limits are exclusive.
 
     Attributes:
-      tokens: queries in order of their blocks, see `_Groups`.
-      items: batch times K plus KV head (-1: no item), row index of the block's first key, row index behind
-        the last key to write, first pair, pair behind the last that needs the causal mask, pair behind the
-        last, slot for the partial sums or -1.
+      tokens: the query of each pair, in order of the blocks, see `_Groups`.
+      items: for each item: `b K + k` of row `b` and KV head `k` (-1: no item), row index of the block's first
+        key, limit of the keys to write, first pair, end of the pairs that need the causal mask, end of the
+        pairs, slot for the partial sums or -1.
       slots: first slot of each block.
-      partials: slots of each block; 0 where it is one item.
+      partials: number of slots of each block; 0 where it has at most one item.
       starts: row index of each block's first key.
-      limits: row index behind the last key of each block that may be written.
+      limits: limit of the keys of each block that may be written, as a row index.
       written: keys whose gradient is written; None where all are.
-      num_slots: how many slots there are.
+      num_slots: slots to allocate; 0 where no block has several items.
     """
 
     tokens: Int32[Array, " pairs"]
@@ -53,9 +56,9 @@ class BlockItems(NamedTuple):
 
 
 class _Numbering(NamedTuple):
-    """Dense numbers of the blocks of each row."""
+    """What the block numbers of each row stand for; unused numbers have no keys to write."""
 
-    first: Int32[Array, "B T"]  # of the first block of the query's sequence
+    first: Int32[Array, "B T"]  # number of the first block of the query's sequence
     starts: Int32[Array, "B blocks"]
     limits: Int32[Array, "B blocks"]
 
@@ -66,8 +69,8 @@ class _Groups(NamedTuple):
     Attributes:
       tokens: query of each pair; in a group those that need the causal mask first, each part ascending.
       first: first pair of each group.
-      masked: pair behind the last that needs the causal mask.
-      end: pair behind the last.
+      masked: end (exclusive) of its pairs that need the causal mask.
+      end: end (exclusive) of its pairs.
     """
 
     tokens: Int32[Array, " pairs"]
@@ -83,10 +86,10 @@ def invert(
     *,
     item: int,
 ) -> BlockItems:
-    """Groups the pairs by block.
+    """Sorts the pairs by block, and cuts the pairs of each block into items.
 
     Raises:
-      NotImplementedError: more pairs or blocks than 32-bit numbers count.
+      NotImplementedError: too many pairs or blocks for 32-bit integers.
     """
     batch, num_queries, num_kv_heads, _ = block_indices.shape
     size, packed = placement.config.selection_block_size, placement.packed
@@ -102,19 +105,19 @@ def invert(
 
     groups = _sort_pairs(block_indices, placement, numbering)
     several = num_queries > item
-    if not several:  # one item a block
+    if not several:  # a block has at most T pairs, so one item takes them all
         item = max(num_pairs, 1)
     count = -(-(groups.end - groups.first) // item)  # items of each group
     chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
     partials = jnp.where(count > 1, count, 0)
     slots = jnp.cumsum(partials, dtype=jnp.int32) - partials
-    if not packed:  # a block nobody chose is an item too: it writes zeros
+    if not packed:  # a block that nobody chose gets an item too, which writes zeros
         count = jnp.maximum(count, 1)
     num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
     slot_of = jnp.where(partials > 0, slots, -1)
     items = _item_table(groups, count, slot_of, numbering, num_kv_heads, item, num_items)
     written = _written(numbering, chosen, num_keys, size) if packed else None
-    # A block of several items has more than `item` pairs: in all at most twice the full items.
+    # A block with c > 1 items has more than (c - 1) item >= c item / 2 pairs.
     num_slots = max(min(num_items, 2 * num_pairs // item), 1) if several else 0
     slots, partials = (x.reshape(heads, num_blocks) for x in (slots, partials))
     return BlockItems(
@@ -151,7 +154,7 @@ def _item_table(
     item: int,
     num_items: int,
 ) -> Int32[Array, "items 7"]:
-    """The items, group by group, each group in `count` of them; see `BlockItems.items`."""
+    """`BlockItems.items`: for each group in turn, its `count` items."""
     num_groups, num_blocks = count.shape[0], numbering.starts.shape[1]
     ends = jnp.cumsum(count, dtype=jnp.int32)
     number = jnp.arange(num_items, dtype=jnp.int32)
@@ -184,11 +187,11 @@ def _number_packed(placement: layout.Placement, num_keys: int) -> _Numbering:
     num_blocks = layout.num_selection_blocks(num_keys, config) + min(num_queries, num_keys)
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     row = last_rows(placement)
-    begin = jnp.where(row >= 0, placement.sequence_start, num_keys)  # the last index is dropped
+    begin = jnp.where(row >= 0, placement.sequence_start, num_keys)  # out of bounds, so dropped below
     seen = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].set(1, mode="drop")
     before = jnp.cumsum(seen, axis=1, dtype=jnp.int32) - seen
     first = placement.sequence_start // size + jnp.take_along_axis(before, placement.sequence_start, axis=1)
-    # Keys behind a sequence's last query get nothing from it, and may belong to the next sequence.
+    # Keys after a sequence's last query get no gradient from it, and may belong to the next sequence.
     end = jnp.zeros((batch, num_keys), jnp.int32).at[b, begin].max(row + 1, mode="drop")
 
     at = jnp.where(row >= 0, first, num_blocks)
@@ -205,7 +208,7 @@ def _number_packed(placement: layout.Placement, num_keys: int) -> _Numbering:
 
 
 def _written(numbering: _Numbering, chosen: Bool[Array, "B K blocks"], num_keys: int, size: int):
-    """Keys of blocks that some query chose: starts ascend with the numbers and blocks do not overlap."""
+    """Which keys are in a chosen block: starts ascend with the numbers, and blocks are disjoint."""
     batch, num_blocks = numbering.starts.shape
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     number = jnp.broadcast_to(jnp.arange(num_blocks, dtype=jnp.int32), (batch, num_blocks))
@@ -218,7 +221,7 @@ def _written(numbering: _Numbering, chosen: Bool[Array, "B K blocks"], num_keys:
 
 
 def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int32[Array, " number"]:
-    """How many entries are below `first`, `first + 1`, ..., `first + number - 1`."""
+    """For each integer in `first .. first + number - 1`: how many entries are smaller."""
     length = ascending.shape[0]
     return launch(
         count_below_kernel, ascending, out=like(ascending, (number,)),
@@ -229,7 +232,7 @@ def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int3
 
 @triton.jit(repr=named("nsa_count_below"))
 def count_below_kernel(ascending, counts, length, number, first, STEPS: tl.constexpr, SIZE: tl.constexpr):
-    """Binary search, `SIZE` numbers at a time."""
+    """Binary search, for `SIZE` integers at a time."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     low = tl.zeros([SIZE], tl.int32)
     high = low + length

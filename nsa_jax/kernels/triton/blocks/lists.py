@@ -1,10 +1,13 @@
-"""Lists of the key blocks that a few neighbouring queries attend, each block once.
+"""Merges the selected blocks of a few neighbouring queries into one list, each block once.
 
-grid = (ceil(T / tokens), B K): one program per tile of `tokens` queries and KV head. It sorts the tile's
-`tokens R` pairs by (first key, token), joins pairs of one block into a bit mask of tokens and stores the run
-ends side by side. `8 tokens R` bytes a tile, `8 B K T R` in all (34 MB at 64k, K = 4, R = 16); floor: as many
-bytes written and half of them read. Neighbours share blocks: the longer the tile, the fewer loads of keys a
-query, but the more products that the mask throws away where they do not share.
+grid = (ceil(T / tokens), B K): one program per tile of `tokens` queries and KV head. In registers it sorts
+the tile's `tokens R` pairs of a token and a block by first key, then token. A scan joins the tokens of equal
+blocks into a bit mask; the last pair of each block has the whole mask, and these pairs are stored side by
+side. `8 tokens R` bytes a tile, `8 B K T R` in all (34 MB at 64k, K = 4, R = 16). Floor: to write these bytes
+and to read half as many.
+
+Why tiles: neighbours share blocks. The longer the tile, the fewer loads of keys for each query, but where
+neighbours do not share, the more products are masked away.
 """
 
 from typing import NamedTuple
@@ -25,9 +28,9 @@ class UnionLists(NamedTuple):
 
     Attributes:
       starts: row index of the block's first key.
-      members: bit `i` tells whether the tile's `i`-th query attends the block.
-      counts: entries of the tile.
-      unmasked: leading entries that every query of the tile may see to their last key.
+      members: bit `i` says whether the tile's `i`-th query chose the block.
+      counts: number of blocks of the tile.
+      unmasked: how many leading blocks end at or before every query of the tile that sees anything.
       rows: row index of the last key that a query sees, -1 where it sees nothing.
     """
 
@@ -51,9 +54,9 @@ def union_lists(
     *,
     tokens: int,
 ) -> UnionLists:
-    """Joins the blocks of every `tokens` neighbouring queries, a power of two up to 32.
+    """Merges the blocks of each tile of `tokens` neighbouring queries, a power of two up to 32.
 
-    A block that begins after its query is dropped: there is nothing to see in it.
+    A block that begins after its query is dropped, because the query sees none of its keys.
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if tokens not in (1, 2, 4, 8, 16, 32):
