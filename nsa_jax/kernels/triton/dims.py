@@ -1,11 +1,8 @@
-"""Head dims and head counts as the powers of two that Triton knows.
-
-Without importing Triton.
-"""
+"""Head dims and head counts as the powers of two that Triton needs. Does not import Triton."""
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """`(first, second)`: powers of two of at least 16 that add up to `dim`, the second maybe 0.
+    """`(first, second)`: powers of two of at least 16 that add up to `dim`; `second` is 0 if one is enough.
 
     Raises:
       ValueError: there are none, or `dim` is above 256.
@@ -18,7 +15,7 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 def splits(dim: int) -> bool:
-    """Whether `split_dim` can."""
+    """Whether `split_dim` accepts `dim`."""
     try:
         split_dim(dim)
     except ValueError:
@@ -27,11 +24,11 @@ def splits(dim: int) -> bool:
 
 
 def padded_heads(heads_per_kv_head: int) -> int:
-    """The power of two that holds the query heads of a KV head."""
+    """The query heads of a KV head, rounded up to a power of two."""
     return 1 << (heads_per_kv_head - 1).bit_length()
 
 
 def tokens_of(rows: int, heads_per_kv_head: int) -> int:
-    """Query tokens of a tile of `rows` rows, each with the padded heads of one KV head; at least 16 rows."""
+    """Query tokens of a tile of `rows` rows; a tile has at least 16 rows and at least one token."""
     heads = padded_heads(heads_per_kv_head)
     return max(rows, 16, heads) // heads

@@ -1,8 +1,8 @@
 """The gated sum of the branches (Eq. 5) and the gradient of the gates.
 
-Grid: one program for `ROWS` rows (a token and head each) of `[rows, V]`, all columns at once. Both kernels
-only move memory: `4 V` elements a row, and the gates. At 64k tokens, 64
-heads, V = 128 and 16 bits that is 4.3 GB, 1.44 ms at 3 TB/s.
+grid = (ceil(rows / ROWS),): one program for `ROWS` rows `[V]`, each a token with one head. Both kernels only
+move memory: `4 V` numbers a row, and the gates. At 64k tokens, 64 heads, V = 128 and 16 bits that is 4.3 GB,
+1.44 ms at 3 TB/s.
 """
 
 import triton
@@ -54,11 +54,11 @@ def gate_gradients_kernel(
 
 @triton.jit
 def gated_rows(out, out_cmp, out_slc, gates, rows, DIM):
-    """The gated sum of rows whose last branch is `out`, which is rounded as if it had been stored."""
+    """The gated sum of rows whose third branch is `out`, which is rounded as if it had been stored."""
     gates += rows.first * 3
     gate = tl.load(gates + rows.offset * 3 + 2, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
     total = scaled(cast(out, out_cmp.dtype.element_ty), gate)
-    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at a time would cost registers
+    for branch in tl.range(0, 2, num_stages=1):  # not unrolled: two tiles at once would take more registers
         source = out_cmp
         if branch == 1:
             source = out_slc

@@ -1,4 +1,4 @@
-"""The one door to the GPU: starts a Triton kernel on JAX arrays, and maps functions made of kernels."""
+"""Starts Triton kernels on JAX arrays, which no other module does, and makes them work under `vmap`."""
 
 import warnings
 from collections.abc import Callable
@@ -11,11 +11,11 @@ import jax_triton
 
 from nsa_jax.array_typing import Array
 
-MOST_PROGRAMS_Y = 65535
+MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
 
 
 def named(name: str) -> Callable[[Any], str]:
-    """What a kernel is called in profiles, as `triton.jit(repr=...)`; its constants fill the braces."""
+    """The name of a kernel in profiles, for `triton.jit(repr=...)`; its constants fill the braces."""
     return lambda specialization: name.format(**specialization.constants)
 
 
@@ -32,22 +32,22 @@ def launch(
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
 
-    With `in_place` that is a pair: the tuple of operands as updated, and the new arrays.
+    With `in_place` it returns a pair: the tuple of updated operands, and the new arrays.
 
     Args:
       kernel: a function under `triton.jit`: pointers to the operands, then to the results,
         then integers and `tl.constexpr`s.
-      *operands: arrays, contiguous, or descriptors of them; None for one that the kernel does without.
+      *operands: contiguous arrays or descriptors of them; None where the kernel does without.
       out: `jax.ShapeDtypeStruct` of the new result, or a pytree of them; () for none.
       grid: programs along x, y and z; x may be long.
       num_warps: warps of a program.
-      num_stages: tiles that a loop loads ahead.
+      num_stages: steps of a loop whose loads are in flight.
       registers: most registers of a thread; None leaves it to the compiler.
       in_place: how many of the first operands are also results; the kernel gets one pointer for both.
       **constants: the kernel's other parameters by name.
 
     Raises:
-      NotImplementedError: the grid is too long along y, where batch rows times KV heads stand.
+      NotImplementedError: the grid is too long along y, which counts batch rows times KV heads.
     """
     if max(grid[1:], default=0) > MOST_PROGRAMS_Y:
         raise NotImplementedError(
@@ -56,11 +56,11 @@ def launch(
         )
     options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
     updated = tuple(like(x) for x in operands[:in_place] if x is not None)
-    # jax-triton 0.4.1 counts the new results from the first one on: those in place stand behind them.
+    # Aliases of jax-triton 0.4.1 count results, new ones first: operands in place come after them.
     places = [i for i in range(in_place) if operands[i] is not None]
     aliases = {i: len(jax.tree.leaves(out)) + n for n, i in enumerate(places)}
     with warnings.catch_warnings():
-        # jax-triton recommends `jax.Ref`s instead. We keep the option: a Ref is state to be made and frozen.
+        # jax-triton recommends `jax.Ref`s. We keep the option: a Ref is state that one must make and freeze.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *operands,
@@ -75,11 +75,11 @@ def launch(
             **constants,
         )
     if in_place:
-        # XLA lets calls write straight into a slice of the array in which a scan stacks its outputs. A call
-        # in place writes where its operand lies: the slice would stay as it was.
+        # XLA lets a call write straight into a slice of the array in which a scan stacks its outputs. But a
+        # call in place writes to its operand, so that slice would never be written. The barrier prevents it.
         out, updated = jax.lax.optimization_barrier(results)
         results = updated, out
-    # Under shard_map results vary over the mesh axes that some operand varies over; the call does not say so.
+    # Under shard_map, results vary over each mesh axis that an operand varies over. The call does not say so.
     axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: _vary(x, axes - varying_axes(x)), results)
 
@@ -101,10 +101,10 @@ def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
 
 
 def folds_vmap[R](function: Callable[..., R], *, alike: int = 0) -> Callable[..., R]:
-    """Makes a function of kernels mappable by `jax.vmap`: the mapped axis becomes part of the batch axis.
+    """Lets `jax.vmap` map a function that launches kernels: the mapped axis becomes part of the batch axis.
 
-    Each array that it takes and returns has the batch as its first axis, but for the first `alike` arguments,
-    which are the same for all rows. Where these are mapped, it runs once for each of them.
+    The first axis of each array that it takes and returns is the batch. The first `alike` arguments have no
+    batch axis: all rows share them. If one of those is mapped, the function runs once per mapped element.
     """
     mapped = jax.custom_batching.custom_vmap(function)
 

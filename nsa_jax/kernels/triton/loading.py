@@ -1,7 +1,7 @@
 """Where kernels load tiles of keys and queries from, and store rows to.
 
-On Hopper the tensor memory accelerator (TMA) fetches tiles, through descriptors that the host makes: those
-that a kernel makes for itself need memory that jaxlib allocates at every launch, which no CUDA graph may do,
+From Hopper on, the tensor memory accelerator (TMA) fetches tiles, through descriptors that the host makes. A
+descriptor made inside a kernel needs memory that jaxlib allocates at every launch. No CUDA graph may do that,
 and XLA runs whole programs as CUDA graphs. Older GPUs load through pointers.
 """
 
@@ -19,7 +19,7 @@ type Source = Array | jax_triton.TensorDescriptor | None
 
 
 def key_tiles(array: Array, rows: int, tma: bool) -> tuple[Source, Source]:
-    """What a kernel loads tiles of `rows` tokens of one head of `[B, S, K, D]` from: both pieces."""
+    """The sources, one a piece, of tiles of `rows` tokens of one head of `[B, S, K, D]`."""
     if not tma:
         return array, None
     batch, length, heads, dim = array.shape
@@ -27,7 +27,7 @@ def key_tiles(array: Array, rows: int, tma: bool) -> tuple[Source, Source]:
 
 
 def query_tiles(array: Array, num_kv_heads: int, tokens: int, tma: bool) -> tuple[Source, Source]:
-    """The same for `tokens` tokens and the padded heads of one KV head of `[B, T, N, D]`."""
+    """The same for tiles of `tokens` tokens with the padded heads of one KV head, of `[B, T, N, D]`."""
     if not tma:
         return array, None
     batch, length, num_heads, dim = array.shape
@@ -53,7 +53,7 @@ class Keys(NamedTuple):
       HEADS: heads of the array: KV heads for keys, query heads for queries.
       ROWS: keys of a tile.
       DIM: `Dim` of a key.
-      TMA: whether these are descriptors.
+      TMA: whether `first` and `second` are descriptors.
     """
 
     first: tl.tensor
@@ -78,7 +78,7 @@ class Queries(NamedTuple):
       PADDED_G: heads of a tile for each token.
       TOKENS: tokens of a tile.
       DIM: `Dim` of a query.
-      TMA: whether these are descriptors.
+      TMA: whether `first` and `second` are descriptors.
     """
 
     first: tl.tensor
@@ -126,7 +126,7 @@ class QueryTile(NamedTuple):
 def query_tile(
     tile, num_queries, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Tile number `tile` of the batch row and KV head that the grid's y axis counts."""
+    """Tile number `tile` of the batch row and KV head that the program has on the grid's y axis."""
     b = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
     r = tl.arange(0, TOKENS * PADDED_G)
@@ -142,7 +142,7 @@ def query_tile(
 
 @triton.jit
 def load_keys(keys, token):
-    """The tile of keys that starts at `token`, 0 outside of the row's `0 .. length - 1`."""
+    """The tile of keys that starts at `token`; 0 for tokens outside of the row, `0 .. length - 1`."""
     WIDTH: tl.constexpr = keys.DIM.D0 + keys.DIM.D1
     if keys.TMA:
         x0 = keys.first.load([keys.b, token, keys.head * WIDTH]).reshape(keys.ROWS, keys.DIM.D0)
@@ -162,7 +162,7 @@ def load_keys(keys, token):
 
 @triton.jit
 def load_queries(queries, token):
-    """The tile of queries that starts at `token`, 0 where there is no token or no head."""
+    """The tile of queries that starts at `token`; 0 where the token or head does not exist."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G
     D0: tl.constexpr = queries.DIM.D0
     D1: tl.constexpr = queries.DIM.D1

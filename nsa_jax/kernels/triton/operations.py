@@ -1,10 +1,10 @@
-"""The operations of `nsa_jax.attention` as Triton kernels, each with its backward.
+"""The operations of `nsa_jax.attention` and the decode steps as Triton kernels, with gradients.
 
-Behind the validation: nothing is defaulted, and the placement says where the queries stand
-(`nsa_jax.dispatch.Operations`). The kernels do not count what they read.
+They implement `nsa_jax.dispatch.Operations`: arguments are validated, and the placement says where the
+queries stand. The kernels do not count what they read.
 
-What the forward leaves for the backward carries the names of `SAVED_NAMES` (`jax.ad_checkpoint`), so that a
-remat policy can keep it: `save_only_these_names(*SAVED_NAMES)` runs no forward kernel twice.
+The arrays that the forward saves for the backward carry the names `SAVED_NAMES` (`jax.ad_checkpoint`), so
+that a remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forward kernel runs twice.
 """
 
 import functools
@@ -57,7 +57,7 @@ def compressed_attention(
     *,
     count_reads: bool = False,
 ) -> Attended:
-    """Attention over the visible compressed blocks (Eq. 7): one range of blocks a query."""
+    """Attention over the visible compressed blocks (Eq. 7): one range of blocks for each query."""
     _counts_nothing(count_reads)
     return Attended(*_compressed(query, key_cmp, value_cmp, placement, scale))
 
@@ -72,7 +72,7 @@ def window_attention(
     *,
     count_reads: bool = False,
 ) -> Attended:
-    """Attention over the last `w` tokens, the query's own included: one range of keys a query."""
+    """Attention over the last `w` tokens, including the query's own: one range of keys for each query."""
     _counts_nothing(count_reads)
     ranges = window_ranges(placement, key_win.shape[1])
     return Attended(*_range_attention(query, key_win, value_win, ranges, scale))
@@ -135,8 +135,8 @@ def native_sparse_attention(
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
-    The backward reads the cotangent of the output itself: gates enter the branches' kernels as a weight of
-    each row, so no cotangent of a branch is ever stored, and the branches add up one gradient of the query.
+    The gates enter the backward kernels of the branches as a weight of each row. So these read the cotangent
+    of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     return _native(query, keys_values, gates, block_indices, placement, scale)
@@ -178,7 +178,7 @@ def _decode_step(config: NSAConfig, scale: float):
 
 
 def _is_known(compress: Compress) -> bool:
-    """Whether the kernels form blocks by it; a subclass may do something else."""
+    """Whether the kernels can compute it: a `Compression`, but no subclass, which may do something else."""
     weights = jax.tree.leaves((compress.key, compress.value)) if type(compress) is Compression else None
     return weights is not None and all(x.dtype.itemsize <= 4 for x in weights)
 
@@ -203,7 +203,7 @@ def _dense_decode_step(window_size: int | None, scale: float):
 
 
 def _compress(cache, tokens, num_tokens, compress, config):
-    """Keys and values of the blocks that the tokens may complete, by XLA: beside the compressed branch."""
+    """Keys and values of the blocks that the tokens may complete, computed by XLA."""
     num_new, history = tokens.key_slc.shape[1], config.compression_block_size - 1
     new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
     blocks = slots.completed_blocks(new, num_new, config)
@@ -235,7 +235,7 @@ def _attend_blocks(query, key, value, block_indices, placement, scale):
 
 
 def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, previous=None):
-    """Those of `range_gradients` or `block_gradients`, which can be mapped by `vmap`."""
+    """Runs `range_gradients` or `block_gradients` so that `vmap` can map it."""
 
     def of_arrays(operands, saved, cotangents, weight, previous):
         return gradients(*operands, *saved, *cotangents, weight=weight, previous=previous, scale=scale)
@@ -313,7 +313,7 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _native(query, keys_values, gates, block_indices, placement, scale):
-    """Where no gradient is asked for, the kernel of the window ends in the gated sum."""
+    """Without gradients: the window's kernel ends in the gated sum."""
     cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale)
     others = (cmp[0], slc[0], gates)
     return _window(query, keys_values, placement, scale, others)[0]

@@ -1,10 +1,10 @@
 """Arithmetic on tiles whose head dim is one or two powers of two: 96 = 64 + 32, 192 = 128 + 64.
 
-Powers of two are the only lengths that Triton knows, so a tile is held as two tensors, `Pieces`. Where one
-suffices the second is None, and the size of its dim is 0.
+The axes of Triton's tensors are powers of two, so a tile is two tensors, `Pieces`. Where one is enough, the
+second is None and its part of the `Dim` is 0.
 
 Functions of kernels take NamedTuples. One that has `tl.constexpr` fields must be assigned to a name that is
-annotated as `tl.constexpr`: otherwise Triton turns the constants into numbers of the program.
+annotated as `tl.constexpr`: otherwise Triton turns the constants into run-time values.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,19 @@ LARGEST_INT: tl.constexpr = tl.constexpr(2147483647)  # more than any index, or 
 
 
 def precision(dtype) -> str:
-    """How `tl.dot` multiplies float32: in three parts. Has no effect on 16-bit inputs."""
+    """`input_precision` of `tl.dot`: three TF32 products for float32. Has no effect on 16-bit inputs."""
     return "tf32x3" if dtype.itemsize == 4 else "tf32"
 
 
 class Dim(NamedTuple):
-    """A head dim as the sum of two powers of two, the second maybe 0."""
+    """A head dim as the sum of two powers of two, or of one and 0."""
 
     D0: tl.constexpr
     D1: tl.constexpr
 
 
 class Pieces(NamedTuple):
-    """A tile by its columns; `second` is None where one power of two is all of them."""
+    """A tile cut into two by columns; `second` is None where the dim is one power of two."""
 
     first: tl.tensor
     second: tl.tensor | None
@@ -45,7 +45,7 @@ class KeyGradients(NamedTuple):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, DIM):
-    """An accumulator."""
+    """An accumulator in float32."""
     x0 = tl.zeros([ROWS, DIM.D0], tl.float32)
     if DIM.D1 > 0:
         x1 = tl.zeros([ROWS, DIM.D1], tl.float32)
@@ -96,7 +96,7 @@ def kept(x, condition):
 
 @triton.jit
 def nonfinite_rows(x):
-    """Which rows hold anything that is not a finite number."""
+    """Which rows hold a number that is not finite."""
     total = tl.sum(x.first.to(tl.float32) * 0.0, 1)  # 0 * inf and 0 * NaN are NaN, and NaN stays
     if x.second is not None:
         total += tl.sum(x.second.to(tl.float32) * 0.0, 1)

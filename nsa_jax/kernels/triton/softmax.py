@@ -1,4 +1,4 @@
-"""The softmax of a row over keys that come tile by tile, and what the backward forms of its saved sum."""
+"""The online softmax over keys that come tile by tile, and the numbers of each row for its backward."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ import triton.language as tl
 from nsa_jax.kernels.triton.loading import load_keys, load_rows
 from nsa_jax.kernels.triton.pieces import LN_2, LOG2_E, Pieces, add_product, row_products, scaled, zeros
 
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # a first maximum that no -inf minus -inf can come from
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # the first maximum: finite, so that -inf - -inf cannot occur
 
 
 class Softmax(NamedTuple):
-    """What a row knows of the keys so far.
+    """The state of each row after some keys.
 
     Attributes:
-      out: values, each times `exp2(logit - largest)`, added up.
+      out: sum of the values, each times `exp2(logit - largest)`.
       largest: the largest logit in base 2.
       total: sum of `exp2(logit - largest)`.
     """
@@ -33,7 +33,7 @@ def no_keys(ROWS: tl.constexpr, DIM):
 
 @triton.jit
 def add_keys(state, p, top, values, first, PRECISION: tl.constexpr):
-    """The state with the values from key `first` on, whose `exp2(logit - top)` are `p`."""
+    """Adds the keys from `first` on, with weights `p = exp2(logit - top)`; `top` is the new largest logit."""
     decay = tl.exp2(state.largest - top)
     total = state.total * decay + tl.sum(p, 1)
     out = scaled(state.out, decay[:, None])
@@ -49,13 +49,13 @@ def natural_lse(state, sees):
 
 @triton.jit
 def load_lse(pointer, rows):
-    """The saved log-sum-exp in base 2; +inf, which makes every probability 0, where a row sees nothing."""
+    """The saved log-sum-exp in base 2. Where a row sees nothing it is +inf, which makes probabilities 0."""
     lse = tl.load(pointer + rows.first + rows.offset, mask=rows.inside, other=float("-inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
 
 
 class RowNumbers(NamedTuple):
-    """What a row brings into its backward.
+    """The numbers of each row that the backward needs.
 
     Attributes:
       lse: log-sum-exp in base 2; inf where the row sees nothing.
@@ -69,14 +69,14 @@ class RowNumbers(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Where the numbers of rows come from and go to.
+    """The arrays that `row_numbers` reads and writes.
 
     Attributes:
       out: output of the forward.
       d_lse: gradient of the log-sum-exp, None for 0.
       weight: gate of each row, None for 1.
-      products: `out . d_out` goes here.
-      delta: `gate (out . d_out) - d_lse` goes here.
+      products: receives `out . d_out`.
+      delta: receives `gate (out . d_out) - d_lse`.
     """
 
     out: tl.tensor
@@ -88,7 +88,7 @@ class Sources(NamedTuple):
 
 @triton.jit
 def row_numbers(sources, lse, d_out, rows, DIM):
-    """Forms `RowNumbers` of the rows and stores products and deltas."""
+    """Computes the `RowNumbers`, and stores products and deltas."""
     at = rows.first + rows.offset
     product = row_products(load_rows(sources.out, rows, DIM), d_out)
     tl.store(sources.products + at, product, mask=rows.inside)

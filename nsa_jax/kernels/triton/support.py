@@ -1,4 +1,4 @@
-"""What the Triton kernels can run, and why not, without importing Triton: that may be missing."""
+"""Whether the Triton kernels can run a call, and if not, why. Does not import Triton: it may be missing."""
 
 import functools
 import importlib
@@ -18,9 +18,9 @@ from nsa_jax.kernels.triton.tiles import SHARED_BYTES
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
-_MOST_STEP_TOKENS = 8  # that a row gains in a decode step
-_MOST_STEP_HEADS = 64  # query heads of a KV head that a program of a decode step has
-_MOST_BLOCK = 128  # tokens of a selection block that it loads at once
+_MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
+_MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
+_MOST_BLOCK = 128  # tokens of a selection block in a decode step, which are loaded at once
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 _VERSIONS = {
     "jax": (">=0.11.1,<0.12", "jax-triton 0.4.1 does not lower on JAX 0.12"),
@@ -64,7 +64,7 @@ def unsupported_reason(
 
 
 def _step(floats: list, config: NSAConfig | None) -> str | None:
-    """Refuses decode steps, given as query, compressed keys and values, that need larger tiles."""
+    """Why the kernels cannot run a decode step (query, compressed keys and values); None if they can."""
     if config is not None:
         block, stride, number = (
             config.selection_block_size, config.compression_stride, config.num_selected_blocks
@@ -110,7 +110,7 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
 
 
 def _step_rows(floats: list) -> str | None:
-    """Refuses decode steps, given as query and keys, of too many query rows."""
+    """Why a decode step, given as query and keys, has too many query rows; None if it has not."""
     if len(floats) < 2:
         return None
     query, key = floats[:2]
@@ -128,7 +128,7 @@ def _step_rows(floats: list) -> str | None:
 
 
 def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:
-    """Refuses tiles that shared memory cannot hold: many heads, wide rows, float32, small GPUs."""
+    """Why even the smallest tiles do not fit: many heads, wide rows, float32, small GPUs; else None."""
     if len(floats) < 2 or len(floats[0].shape) != 4:
         return None
     query, key, *value = floats[:3]
@@ -197,13 +197,13 @@ def _installation() -> str | None:
             return f"the Triton kernels need {package}{bounds} ({why}), got {found}."
     try:
         lowering = importlib.import_module("jax_triton.triton_lib")
-        plugin = lowering.triton_kernel_call_lib  # both private, so maybe missing
+        plugin = lowering.triton_kernel_call_lib  # both are private, so they may be missing
         compiler = lowering.cb
-    except Exception as error:  # whatever stops the import is the reason
+    except Exception as error:  # whatever it is, the import fails
         return f"the Triton kernels need jax-triton, got {type(error).__name__} at its import: {error}."
     if plugin is None:
         return "the Triton kernels need jax-cuda13-plugin, got a jaxlib without it."
-    if not inspect.ismodule(compiler):  # it stands in for a compiler that it could not import
+    if not inspect.ismodule(compiler):  # jax-triton's stand-in for a compiler that it could not import
         found = importlib.metadata.version("triton")
         return f"the Triton kernels need a Triton that jax-triton can import, got a broken {found}."
     return None

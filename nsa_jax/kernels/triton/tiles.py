@@ -1,8 +1,10 @@
-"""The sizes of all tiles, by GPU, dtype, heads and dims. They change the speed, never the answer.
+"""The sizes of all tiles but those of decode steps, by GPU, dtype, heads and dims.
 
-One table for each kernel: the first row whose `Bounds` hold and whose tiles fit into shared memory counts.
-`by` says what chose the row: a file of `benchmarks/results`; "other dims", the table "Other dims" of tuning
-runs in `docs/kernel_log.md`; or "compiled": only seen to compile, with the spills that the tests allow.
+They change the speed and the order of sums, so results change by rounding only. Each kernel has one table:
+`choose` takes the first row whose `Bounds` hold and whose tiles fit into shared memory. `by` says what chose
+the row: a file of `benchmarks/results`; a section of `docs/kernels.md`; "other dims", the tuning runs in the
+table "Other dims" of `docs/kernel_log.md`; or "compiled": never measured, but it compiles with no more spills
+than the tests allow.
 
 Does not import Triton.
 """
@@ -30,8 +32,8 @@ class Shape(NamedTuple):
       key_dim, value_dim: H and V.
       from_0: whether all ranges of keys are known to begin at key 0 (the compressed branch of plain rows).
       gated: whether the kernel ends in the gated sum of the branches.
-      block_size: tokens of a selection block, in keys the most that a step may take.
-      block_columns: compressed keys of two selection blocks, the fewest columns of a tile of scores.
+      block_size: tokens of a selection block, which are the most keys of a step.
+      block_columns: padded columns of two selection blocks, which are the fewest columns of a tile of scores.
     """
 
     gpu: int
@@ -56,13 +58,16 @@ class Shape(NamedTuple):
     def operand_bytes(self) -> int:
         """Bytes of one number of an operand of `tl.dot` in shared memory.
 
-        Products of float32 are three products of TF32, whose operands take half as much again.
+        A float32 product is three TF32 products, whose operands take half as much again.
         """
         return 6 if self.float_bytes == 4 else self.float_bytes
 
 
 class Bounds(NamedTuple):
-    """What a row of a table is for. Numbers are upper bounds; what is left out is no bound."""
+    """The calls that a row of a table is for, by default all with 16-bit numbers on Hopper.
+
+    The GPU, `float_bytes` and flags must match (a flag of None matches both); other numbers are upper bounds.
+    """
 
     gpus: tuple[int, ...] = (HOPPER,)
     float_bytes: int = 2
@@ -94,7 +99,7 @@ class Sizes(Protocol):
     """The sizes of one kernel."""
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Shared memory of a program, where that decides between rows; else 0."""
+        """Shared memory that a program takes; 0 where the bounds alone choose the row."""
         ...
 
 
@@ -108,7 +113,7 @@ class Row[S: Sizes]:
 
 
 def choose[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
-    """The sizes of the first row that is for this shape and fits; if none fits, of the last for it."""
+    """The sizes of the first row that is for this shape and fits; if none fits, of the last one for it."""
     suitable = [row.sizes for row in table if row.bounds.hold(shape)]
     fitting = [sizes for sizes in suitable if sizes.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]]
     return (fitting or suitable[-1:])[0]
@@ -125,11 +130,11 @@ class RangeQuerySizes(NamedTuple):
       keys: keys of a step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      registers: most registers of a thread; None leaves it to the compiler. At 128 four programs of four
-        warps share a processor, at 168 three.
-      peel: whether the steps at the ends of a tile's keys stand before the loop. With wgmma the copy of the
-        queries in shared memory, made for them, then serves the loop too, and it holds no queries in
-        registers; without wgmma it is the other way round.
+      registers: most registers of a thread; None leaves it to the compiler. At 128, four programs of four
+        warps share an SM, at 168 three.
+      peel: whether the steps at the ends of a tile's keys run before the loop. With wgmma the loop then uses
+        the copy of the queries in shared memory that was made for these steps, and holds no queries in
+        registers. Without wgmma, peeled steps make the loop hold them in registers.
       halve: whether the steps at both ends of ranges that begin at 0 have half as many keys; with `peel`.
     """
 
@@ -142,7 +147,7 @@ class RangeQuerySizes(NamedTuple):
     halve: bool = False
 
     def shared_bytes(self, shape: Shape) -> int:
-        """The bounds alone decide."""
+        """Not counted: the bounds alone choose the row."""
         return 0
 
 
@@ -179,7 +184,8 @@ RANGE_QUERY_GRADIENT = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 
-# Beside tiles: sums and logits between two layouts of registers, as seen in compiled code.
+# Shared memory beside tiles, in which sums and logits change their register layout, by bytes of a float; as
+# seen in compiled code.
 RANGE_CONVERSION_BYTES = {2: 16 * KIB, 4: 32 * KIB}
 
 
@@ -191,7 +197,7 @@ class RangeKeySizes(NamedTuple):
       rows: query tokens times padded heads of a step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
-      segments: parts of the queries; None chooses by shape.
+      segments: parts into which the queries are cut; None chooses by shape.
       keys_first: whether logits are held with keys as rows, so that no product needs them transposed.
     """
 
@@ -229,9 +235,9 @@ RANGE_KEY_GRADIENTS = (
     Row(Bounds(BEFORE_HOPPER, 4), _K(16, 16, 4, 1), "compiled"),
 )
 
-# The queries of a compressed branch are cut into segments: as many as make this many programs (16 turns of a
-# GPU with 132 processors, about half of them empty in the causal case), each of this many tokens at least (a
-# shorter one takes longer to start and to store than to sum), whose sums take no more than this.
+# The queries of a compressed branch are cut into as many segments as give RANGE_PROGRAMS programs: 16 for
+# each of 132 SMs, about half of them empty in the causal case. But a segment has at least SEGMENT_TOKENS (a
+# shorter one takes longer to start and to store than to sum), and the sums take at most SEGMENT_BYTES.
 RANGE_PROGRAMS = 2048
 SEGMENT_TOKENS = 128
 SEGMENT_BYTES = 300_000_000
@@ -244,13 +250,13 @@ class BlockQuerySizes(NamedTuple):
     """Sizes of the forward and of the gradient of the queries.
 
     Attributes:
-      rows: tokens times padded query heads of a tile, at least 16. 64 make one wgmma; tiles have at most 32
-        tokens. float32 takes 16: its products, three for one, are what binds, so masked ones cost most.
-      keys: keys of a step at most; it takes a whole block where that has fewer.
+      rows: tokens times padded query heads of a tile, at least 16, of at most 32 tokens. 64 rows make one
+        wgmma. float32 takes 16, because its products limit the speed and small tiles mask fewer of them.
+      keys: most keys of a step; a block with fewer is one step.
       num_warps: warps of a program.
       num_stages: steps whose loads are in flight.
       registers: most registers of a thread; None leaves it to the compiler.
-      peel: whether the last step stands before the loops, see `RangeQuerySizes`.
+      peel: whether the last step runs before the loops, see `RangeQuerySizes`.
     """
 
     rows: int
@@ -262,23 +268,23 @@ class BlockQuerySizes(NamedTuple):
 
 
 class BlockForwardSizes(BlockQuerySizes):
-    """Those of the forward: keys and values are not in shared memory at the same time."""
+    """Sizes of the forward."""
 
     __slots__ = ()
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Queries, and the keys and values of all stages."""
+        """Upper bound: queries, keys, values of all stages. A single stage holds keys or values."""
         keys = self.num_stages * min(self.keys, shape.block_size)
         return (shape.rows(self.rows) * shape.key_dim + keys * shape.dims) * shape.operand_bytes()
 
 
 class BlockGradientSizes(BlockQuerySizes):
-    """Those of the gradient of the queries."""
+    """Sizes of the gradient of the queries."""
 
     __slots__ = ()
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Queries, output gradients, keys and values of all stages; on Hopper d_logits, for wgmma."""
+        """Queries, output gradients, keys and values of all stages; on Hopper d_logits too, for wgmma."""
         rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
         d_logits = 2 * rows * keys * shape.float_bytes if self.peel else 0
         return (rows + self.num_stages * keys) * shape.dims * shape.operand_bytes() + d_logits
@@ -332,15 +338,15 @@ BLOCK_QUERY_GRADIENT = (
 
 
 class BlockKeySizes(NamedTuple):
-    """Sizes of the gradients of keys and values; they change the order of summation, too.
+    """Sizes of the gradients of keys and values.
 
     Attributes:
       rows: tokens times padded query heads of a step, at least 16.
-      keys: keys of a program at most; it takes a whole block where that has fewer.
+      keys: most keys of a program; it takes a whole block that has fewer.
       num_warps: warps of a program.
-      num_stages: steps whose loads are in flight. From 3 on tokens are loaded a step early, so that rows are
-        loaded two steps early; at 2 Triton issues them at the end of the step before.
-      item: queries of a program at most; None chooses by heads.
+      num_stages: steps whose loads are in flight. From 3 on, tokens are loaded a step early, so that rows can
+        be loaded two steps early; at 2, Triton issues the loads at the end of the step before.
+      item: most queries of a program; None chooses by heads.
     """
 
     rows: int
@@ -350,7 +356,7 @@ class BlockKeySizes(NamedTuple):
     item: int | None = None
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Rows of all stages and twice the logits; keys and values, which lie in registers without wgmma."""
+        """Rows of all stages, twice the logits, and with wgmma keys and values (else in registers)."""
         rows, keys = shape.rows(self.rows), min(self.keys, shape.block_size)
         if shape.float_bytes == 4:
             return (rows + keys) * shape.dims * shape.operand_bytes()
@@ -360,7 +366,7 @@ class BlockKeySizes(NamedTuple):
 
 _B = BlockKeySizes
 BLOCK_KEY_GRADIENTS = (
-    # 128 rows spill a little and still win: 7.5 -> 6.5 ms.
+    # 128 rows spill a little but are still faster: 6.5 ms instead of 7.5.
     Row(Bounds(dims=128), _B(128, 64, 4, 2), "h100_4_heads_per_kv_head, other dims"),
     Row(Bounds(dims=128), _B(128, 64, 4, 1), "compiled"),
     Row(Bounds(dims=256), _B(64, 64, 4, 2), "h100_long"),
@@ -376,21 +382,21 @@ BLOCK_KEY_GRADIENTS = (
     Row(Bounds(ALL, 4), _B(32, 16, 4, 1), "compiled"),
     Row(Bounds(ALL, 4), _B(16, 16, 4, 1), "compiled"),
 )
-# Most queries of an item, by the padded query heads of a KV head, and from 4 heads on.
+# Most queries of an item, by the padded query heads of a KV head; the last is for 4 heads and more.
 ITEM_QUERIES = {1: 8192, 2: 4096}
 ITEM_QUERIES_FROM_4 = 2048  # h100_long: less to add up than with 1024, half the memory of segments
 
-PAIRS_OF_A_WARP = 64  # (token, block) pairs that a warp sorts, where union lists are made; at most 8 warps
+PAIRS_OF_A_WARP = 64  # (token, block) pairs that each warp sorts for a union list; at most 8 warps
 COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds
 
 
 # --- Selection ----------------------------------------------------------------------------------------------
 
-SCORE_CONVERSION_BYTES = 15 * KIB  # beside tiles: the sums over the columns of a block, as compiled
+SCORE_CONVERSION_BYTES = 15 * KIB  # beside tiles: sums over a block's columns, as compiled
 
 
 class SelectionSizes(NamedTuple):
-    """Sizes of the two kernels that choose blocks.
+    """Sizes of the two kernels of the block selection.
 
     Attributes:
       tokens: query tokens of a tile of scores.
@@ -398,7 +404,7 @@ class SelectionSizes(NamedTuple):
       num_warps, num_stages: of the score kernel.
       column_tiles: tiles of scores that one program makes, one after the other.
       best_columns: scores of a row that the top-n kernel holds in registers at a time, a power of two.
-      buffer_bytes: the most that the scores of a chunk take, unless one tile of tokens takes more.
+      buffer_bytes: most bytes of the scores of a chunk, unless one tile of tokens takes more.
     """
 
     tokens: int = 64
@@ -438,9 +444,9 @@ SELECTION = tuple(
 
 GATED_SUM_ROWS = 32  # rows of a program
 
-# --- Recomputing: for numbers that are not finite, so speed hardly matters ----------------------------------
+# --- Recomputing what is not finite: it is rare, so speed hardly matters ------------------------------------
 
-RECOMPUTED_HEADS = 16  # query heads at a time, the fewest rows of a product
-RECOMPUTED_KEYS = 32  # of a step
-RECOMPUTED_KEYS_OF_A_PROGRAM = 64  # that it looks at
+RECOMPUTED_HEADS = 16  # query heads at a time: the fewest rows of a product
+RECOMPUTED_KEYS = 32  # keys of a step
+RECOMPUTED_KEYS_OF_A_PROGRAM = 64  # keys whose gradients one program searches
 RECOMPUTED_TOKENS = 32  # query tokens of a program, and of a step for a key

@@ -1,10 +1,9 @@
-"""Recomputes results that are not finite, so that NaN and infinity reach only those who see them.
+"""Recomputes results that are not finite, so that NaN and infinity reach only queries and keys that see them.
 
-The kernels multiply whole tiles and give the weight 0 to what a query does not see; but 0 times NaN is NaN.
-Masking the values inside their loops takes registers that they do not have. So they run as if all numbers
-were finite. These kernels then look for results that are not, and compute those again: one query or one key
-at a time, loading only what is seen, and writing in place. Where all is finite they read a part of the
-results and end.
+The main kernels multiply whole tiles, with weight 0 where a query does not see a key; but 0 times NaN is NaN.
+To mask the values inside their loops would take registers that they do not have. So they run as if all
+numbers were finite. The kernels here then read a part of the results and compute again what is not finite:
+one query or one key at a time, loading only the keys that it sees or the queries that see it, in place.
 """
 
 from nsa_jax.kernels.triton.nonfinite.backward_key import recompute_key_gradients

@@ -1,9 +1,9 @@
 """Recomputes gradients of keys and values that are not finite, key by key.
 
-grid = (ceil(S / 64), B K): one program for 64 keys, whose gradients it reads. They lie ceil(S / 64) apart, so
-that neighbouring bad keys go to different programs. For each key with a number that is not finite it loops
-over the queries, 32 tokens a step with one head at a time, and loads the rows of those that see the key. It
-ends when no number of the gradient is finite.
+grid = (ceil(S / 64), B K): one program reads the gradients of 64 keys. They are ceil(S / 64) apart, so that
+neighbouring bad keys go to different programs. For each key whose gradients are not all finite it loops over
+the queries, 32 tokens and one head a step, and loads the rows of those that see the key. It stops as soon as
+no number of the gradients is finite, because further terms cannot change that.
 
 Where all is finite: reads `B S K (H + V) itemsize` bytes (134 MB at 64k, K = 4, 128/128; 37 us measured).
 """
@@ -45,7 +45,7 @@ def recompute_key_gradients(
     weight: Float[Array, "B T N"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """`(d_key, d_value)` where what is not finite is computed again, in place.
+    """Recomputes in place what is not finite in `(d_key, d_value)`, and returns both.
 
     Arguments as in `range_key_gradients`.
     """
@@ -61,7 +61,7 @@ def recompute_key_gradients(
 
 
 class RowArrays(NamedTuple):
-    """Arrays of rows, a token with one head each; weight None for 1."""
+    """Arrays with one row for each token and head; weight is None where it is 1."""
 
     query: tl.tensor
     d_out: tl.tensor
@@ -116,7 +116,7 @@ def recompute_key_gradients_kernel(
     KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of KEYS keys and their values, as far as they are not finite."""
+    """Recomputes the gradients of those of KEYS keys where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     visible: tl.constexpr = VisibleRanges(starts, ends, blocks, SLOTS, BLOCK)

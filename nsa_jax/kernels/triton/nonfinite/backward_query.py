@@ -1,9 +1,9 @@
 """Recomputes gradients of queries that are not finite, query by query.
 
-grid = (ceil(T / 32), B K), as `nonfinite.forward`: the same loops, and one more product a step. What is not
-finite in a key or value that a query does not see makes the gradients of all its heads NaN: the first query
-head of a KV head tells. In the selected branch a product that overflows makes the whole row of one head NaN:
-there the first column of all heads is read, too.
+grid = (ceil(T / 32), B K): the loops of `nonfinite.forward`, with one more product a step. A number that is
+not finite in a key or value that a query does not see makes the gradients of all its heads NaN, so it is
+enough to read the first query head of each KV head. In the selected branch, a product that overflows makes
+the whole row of one head NaN, so there the first column of every head is read too.
 
 Where all is finite: reads `B T K H itemsize` bytes (67 MB at 64k, K = 4, H = 128; 22 us measured), and for
 blocks 32 bytes of each head (134 MB at 64 heads).
@@ -52,7 +52,7 @@ def recompute_query_gradient(
     previous: Float[Array, "B T N H"] | None,
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """`d_query` where what is not finite is computed again, in place.
+    """Recomputes in place what is not finite in `d_query`, and returns it.
 
     Arguments as in `range_query_gradient`.
     """
@@ -76,7 +76,7 @@ def recompute_query_gradient_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of TOKENS queries, as far as they are not finite."""
+    """Recomputes the gradients of those of TOKENS queries where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     visible: tl.constexpr = VisibleRanges(starts, ends, blocks, SLOTS, BLOCK)

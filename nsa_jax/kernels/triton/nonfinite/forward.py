@@ -1,10 +1,10 @@
 """Recomputes outputs and log-sum-exps that are not finite, query by query.
 
 grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. In the main kernels, a value that is not
-finite makes one column NaN in all rows of the tiles that read it; in the selected branch a key makes whole
-rows NaN, with their log-sum-exps. So it is enough to read the output of the KV head's first query head and,
-for blocks, the log-sum-exps of all heads. For each query with a bad number, 16 heads at a time loop over the
-keys that it sees, 32 a step; no others are loaded.
+finite makes its column NaN in all rows of the tiles that read it. In the selected branch, a key that is not
+finite makes whole rows NaN, with their log-sum-exps. So it is enough to read the output of the KV head's
+first query head and, for blocks, the log-sum-exps of all heads. For each query with a bad number, the program
+loops over the keys that it sees, 32 a step for 16 heads at a time; it loads no others.
 
 Where all is finite: reads `B T K V itemsize` bytes (67 MB at 64k, K = 4, V = 128; 25 us measured), and for
 blocks `4 B T N` of log-sum-exps.
@@ -40,7 +40,7 @@ def recompute_forward(
     scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` where what is not finite is computed again, in place.
+    """Recomputes in place what is not finite in `(out, lse)`, and returns both.
 
     With `others`, the outputs of two branches and the gates, `out` is the gated sum.
     """
@@ -58,7 +58,7 @@ def recompute_forward(
 
 @triton.jit
 def _add_values(state, logits, v, PRECISION: tl.constexpr):
-    """The state with values that are loaded already, and their logits in base 2."""
+    """Adds keys to the state, given their logits in base 2 and their values."""
     top = tl.maximum(state.largest, tl.max(logits, 1))
     p = tl.exp2(logits - top[:, None])
     decay = tl.exp2(state.largest - top)
@@ -74,7 +74,7 @@ def recompute_forward_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of TOKENS queries, as far as they are not finite."""
+    """Recomputes outputs and log-sum-exps of those of TOKENS queries where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     visible: tl.constexpr = VisibleRanges(starts, ends, blocks, SLOTS, BLOCK)
@@ -108,7 +108,7 @@ def recompute_forward_kernel(
                         logits = tl.where((c < end)[None, :], logits, float("-inf"))
                         state = _add_values(state, logits, v, PRECISION)
                 some = number > 0
-                if blocks is not None:  # those of ranges are always right
+                if blocks is not None:  # the log-sum-exps of ranges are always right
                     tl.store(lse + rows.first + rows.offset, natural_lse(state, some), mask=rows.inside)
                 part = tl.where(some, 1 / tl.where(some, state.total, 1.0), 0.0)
                 result = scaled(state.out, part[:, None])

@@ -17,7 +17,7 @@ class VisibleKeys(NamedTuple):
     Attributes:
       branch: name of the branch, in the names of kernels.
       start, end: row indices.
-      blocks: blocks from `start` on, each at most once, -1 in unused slots; None where all keys are seen.
+      blocks: block indices, counted from `start`, each at most once, -1 in unused slots; None for all keys.
       block_size: tokens of a block.
     """
 
@@ -30,7 +30,7 @@ class VisibleKeys(NamedTuple):
     def constants(
         self, query: Float[Array, "B T N H"], value: Float[Array, "B S K V"], scale: float
     ) -> dict[str, Any]:
-        """What all kernels of this room are told of a call."""
+        """The arguments that all kernels of `nonfinite` share."""
         num_queries, num_heads, key_dim = query.shape[1:]
         num_keys, num_kv_heads, value_dim = value.shape[1:]
         (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
@@ -45,13 +45,13 @@ class VisibleKeys(NamedTuple):
 def visible_in_blocks(
     block_indices: Int32[Array, "B T K R"], placement: Placement, num_keys: int
 ) -> VisibleKeys:
-    """What queries see of the blocks that they chose among `num_keys` keys."""
+    """The keys that queries see in the blocks that they chose, of `num_keys` keys in all."""
     limits = placement.selection_start(), placement.selection_end(num_keys)
     return VisibleKeys("selected", *limits, block_indices, placement.config.selection_block_size)
 
 
 class VisibleRanges(NamedTuple):
-    """`VisibleKeys` in kernels, where SLOTS ranges belong to a query."""
+    """`VisibleKeys` in kernels: each query has SLOTS ranges of keys."""
 
     starts: tl.tensor
     ends: tl.tensor
@@ -71,7 +71,7 @@ def first_heads(first_token, num_queries, KV_HEADS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def nonfinite_heads(pointer, rows, WIDTH: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr):
-    """Of which tokens any of the G heads from `rows` on has a row `[WIDTH]` that begins with NaN or +inf."""
+    """For each token: whether any of its G heads from `rows` on has a row that begins with NaN or +inf."""
     head = tl.arange(0, PADDED_G)[None, :]
     inside = rows.inside[:, None] & (head < G)
     number = tl.load(pointer + (rows.first + rows.offset[:, None] + head) * WIDTH, mask=inside, other=0.0)
@@ -81,7 +81,7 @@ def nonfinite_heads(pointer, rows, WIDTH: tl.constexpr, G: tl.constexpr, PADDED_
 
 @triton.jit
 def keys_in_slot(visible, query, query_head, slot, exists):
-    """`(start, end)` of the keys in a slot of query `b T + t` and KV head, `(b T + t) K + k`."""
+    """Range `(start, end)` of a slot; `query` is `b T + t` and `query_head` is `(b T + t) K + k`."""
     start = tl.load(visible.starts + query, mask=exists, other=0)
     end = tl.load(visible.ends + query, mask=exists, other=0)
     if visible.blocks is not None:

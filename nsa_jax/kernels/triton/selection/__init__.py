@@ -1,4 +1,4 @@
-"""Block selection (Eq. 8-11) from the compressed log-sum-exps: scores of a chunk, then its best blocks."""
+"""Block selection (Eq. 8-11): scores the blocks for a chunk of queries, then takes the best of each query."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from nsa_jax.layout import Placement
 
 
 class _Chunks(NamedTuple):
-    """Queries go by `rows` rows of the batch and `tokens` of their tokens; one of the two is all of them."""
+    """How queries are chunked: `rows` whole rows of the batch, or `tokens` tokens of one; `number` chunks."""
 
     rows: int
     tokens: int
@@ -37,7 +37,9 @@ def choose_blocks(
     *,
     sizes: tiles.SelectionSizes | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """Selected blocks of every query, ascending, -1 behind; only the scores of one chunk are ever stored.
+    """Selected blocks of every query, ascending, then -1 in unused slots.
+
+    Only the scores of one chunk are in memory at a time.
 
     Args:
       query: rotated queries.
@@ -45,7 +47,7 @@ def choose_blocks(
       lse_cmp: natural log-sum-exps of the compressed branch, float32.
       placement: where the queries stand.
       scale: factor of the logits.
-      sizes: pieces of work; by the dims if None.
+      sizes: tile and chunk sizes; None chooses by shape.
     """
     assert placement.first_keys.cmp.known == 0, "the selection sees the compressed keys of whole rows"
     batch, num_queries = query.shape[:2]
@@ -60,7 +62,7 @@ def choose_blocks(
     row = -(-num_blocks // 32) * 32
     chunks = _split(batch, num_queries, num_kv_heads, 0 if all_forced else row * 4, sizes)
 
-    # Each head's numbers stand side by side; rows that see nothing subtract inf, for exp2(-inf) = 0.
+    # Tokens of a head are contiguous, as programs load them. Rows that see nothing get inf: exp2(-inf) = 0.
     normalisers = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp * LOG2_E.value).swapaxes(1, 2)
 
     def choose_chunk(chunk: Int32[Array, "1"]) -> Int32[Array, "B T K R"]:
@@ -83,14 +85,14 @@ def choose_blocks(
 
 
 def _padded_strides(config: NSAConfig) -> int:
-    """Columns of scores that a selection block takes: the power of two that holds its strides."""
+    """Columns that a selection block takes in a tile of scores: `l' / d`, rounded up to a power of two."""
     return 1 << (config.selection_block_size // config.compression_stride - 1).bit_length()
 
 
 def _split(
     batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: tiles.SelectionSizes
 ) -> _Chunks:
-    """Chunks of whole batch rows as long as one fits, else even pieces of a row in whole tiles of tokens."""
+    """Chunks of whole batch rows if at least one fits, else nearly equal pieces of a row, in whole tiles."""
     room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
     most_rows = min(room // num_queries, MOST_PROGRAMS_Y // num_kv_heads)
     if most_rows >= 1:
@@ -112,7 +114,7 @@ def _score(
     padded = _padded_strides(config)
     columns = max(sizes.columns, 2 * padded)
     early = config.compression_block_size > config.compression_stride
-    # Blocks at or behind the local ones get no score, nor does a tile that begins behind them.
+    # No query needs the scores of the last local blocks, so no program starts there.
     last = max(layout.max_selection_blocks(num_compressed, config) - config.num_local_blocks, 1)
     column_programs = -(-last // ((columns // padded - early) * sizes.column_tiles))
     shape = (common["CHUNK_ROWS"], common["KV_HEADS"], common["CHUNK_TOKENS"], common["ROW"])

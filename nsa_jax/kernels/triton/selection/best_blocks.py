@@ -1,14 +1,14 @@
 """The best blocks of every query (Eq. 11), exact: the top-n kernel of the block selection.
 
-Grid: x = tokens of the chunk, y = batch rows of the chunk times KV heads; one warp a program. It reads the
-row of scores in pieces of `COLUMNS` and keeps the best so far: as long as the piece's largest score beats the
-worst one kept, it takes that one's place. Of equal scores the piece yields the lower block first and the kept
-one with the highest block gives way, so ties go to the lower block. Initial and local blocks stand in slots
-that nothing can replace; a sort of the slots gives the ascending order. There are at least 32 slots, so that
-a warp reduces them, as it does the columns, in one instruction.
+grid = (tokens of the chunk, batch rows of the chunk times K), one warp a program. A program reads its row of
+scores in pieces of `COLUMNS` and keeps the best blocks so far in registers. While the piece's largest score
+beats the worst kept one, it takes that one's place. Of equal scores in the piece the lower block goes first,
+and of equal kept scores the higher block is replaced, so ties go to the lower block. Initial and local blocks
+are in slots that nothing can replace. In the end the slots are sorted. There are at least 32 slots, so a warp
+reduces them, like the columns, with its instruction for 32 integers.
 
-Floor at 64k tokens and 4 KV heads: 0.5 GB of scores, 0.17 ms at 3 TB/s; some 30 rounds of 33 instructions in
-a row of 512 blocks, and what stands around them, are 0.35 G warp instructions, 0.35 ms.
+Floor at 64k tokens and 4 KV heads: 0.5 GB of scores, 0.17 ms at 3 TB/s. A row of 512 blocks takes some 30
+rounds of 33 instructions; with the code around them that is 0.35 G warp instructions, 0.35 ms.
 """
 
 import triton
@@ -29,7 +29,7 @@ def best_blocks_kernel(
 ):  # fmt: skip
     """Blocks `[CHUNK_ROWS, CHUNK_TOKENS, K, SELECTED]` of the chunk, from `scores` of `importance_kernel`.
 
-    `scores` is None where every choice is forced or all blocks fit: nothing but the position matters then.
+    `scores` is None where all chosen blocks are forced or all blocks fit: then only the position matters.
     """
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
@@ -48,7 +48,7 @@ def best_blocks_kernel(
     forced = initial + count - local_start
     fit = count <= SELECTED  # then all are taken, and no scores were computed
     slot = tl.arange(0, SLOTS)
-    free = -1 - slot  # slots stay distinct
+    free = -1 - slot  # all different, so that one slot at a time is replaced
     block = tl.where(slot < initial, slot, tl.where(slot < forced, local_start + slot - initial, free))
     block = tl.where(fit, tl.where(slot < count, slot, free), block)
     if scores is not None:

@@ -1,19 +1,20 @@
 """Importance of the selection blocks (Eq. 8-10): the score kernel of the block selection.
 
-Grid: x = token tiles of the chunk times groups of column tiles (groups change fastest, so that the query
-tile stays in L2), y = batch rows of the chunk times KV heads. A program holds the keys of one column tile and
-loops over the G query heads, whose `exp2(q k - lse)` it adds up in registers; then it masks the sum once and
-adds the columns of each block.
+grid = (token tiles of the chunk times groups of column tiles, batch rows of the chunk times K). Groups change
+fastest, so the query tile stays in L2. For each column tile of its group, a program holds the compressed keys
+of the tile and loops over the G query heads. It adds up their `exp2(q k - lse)` in registers, so the sum over
+heads (Eq. 10) moves no memory; then it masks the sum once and adds up the columns of each block (Eq. 9).
+Shared memory: the keys and `num_stages` tiles of queries.
 
-Columns: a block has r = l'/d compressed keys of its own, the power of two `PADDED` >= r of columns here (more
-than r only in odd configurations, whose keys are then loaded row by row). What the last keys of a block share
-with the next one reaches it from the left: a tile begins one block early, and that block is stored by the
-tile before it. Columns count from the sequence's first compressed key: a tile of tokens of several sequences
-makes one pass for each.
+Columns: each block has r = l'/d compressed keys of its own. They take `PADDED` columns, r rounded up to a
+power of two; where that is more than r, keys are loaded row by row. The last keys of a block reach into the
+next block and count there too. So a tile begins one block early; the tile before it stores that block.
+Columns are counted from the sequence's first compressed key: a tile with tokens of several sequences makes
+one pass for each.
 
-Nothing is stored where the selection needs no scores: queries whose blocks all fit, and blocks among or
-behind the local ones. Memory: the scores of one chunk. Floor at 64k tokens, 64 heads on 4 KV heads, H = 128,
-l/d/l' = 32/16/64 with the 1/31 that tiles share: 2.3 TFLOP (2.3 ms at 990 TFLOP/s) and 8.9 G exponentials
+Skipped are queries whose blocks all fit, and column tiles whose blocks are local or later for every query of
+the tile. Memory: the scores of one chunk. Floor at 64k tokens, 64 heads on 4 KV heads, H = 128, l/d/l' =
+32/16/64, with the 1/31 that tiles compute twice: 2.3 TFLOP (2.3 ms at 990 TFLOP/s) and 8.9 G exponentials
 (2.4 ms at 16 a clock and SM); queries from L2, 18 GB.
 """
 
@@ -32,9 +33,9 @@ class Blocks(NamedTuple):
 
     Attributes:
       SIZE: tokens of a compression block.
-      STRIDE: tokens between the first ones of two compression blocks.
+      STRIDE: tokens from the start of one compression block to the start of the next.
       BLOCK: tokens of a selection block.
-      LOCAL: selection blocks that are always taken, the query's own the last of them.
+      LOCAL: selection blocks that are always taken: the query's own and those just before it.
       COLUMNS: compressed keys of a tile of scores.
       PADDED: columns of a selection block.
     """
@@ -54,9 +55,9 @@ class Tokens(NamedTuple):
       first: the first token.
       exists: whether there is such a token.
       current: selection block of each token, -1 where it sees nothing.
-      visible: compressed keys that each token sees.
-      scores: place of the tile's first score.
-      ROW: scores of a token.
+      visible: number of compressed keys that each token sees.
+      scores: pointer to the tile's first score.
+      ROW: length of a token's row of scores.
     """
 
     first: tl.tensor
@@ -90,7 +91,7 @@ class Heads(NamedTuple):
 
 @triton.jit
 def _load_columns(keys, token, inside):
-    """Keys one by one, where their columns are padded: key `token` in each column that is `inside`."""
+    """Loads keys one by one, for padded columns: key `token` of each column where `inside`, else 0."""
     source = keys.b.to(tl.int64) * keys.length + token
     offset = (source * keys.HEADS + keys.head) * (keys.DIM.D0 + keys.DIM.D1)
     return load_at(keys.first, offset, inside & (token < keys.length), keys.DIM)
@@ -103,9 +104,9 @@ def _score_sequence(
 ):  # fmt: skip
     """Scores of the queries that are `here`, in the sequence whose first compressed key is `start`.
 
-    With l/d/l' = 32/16/64 and 64 columns: a block has OWN = 4 columns, weighted 2, 2, 2, 1. Its last key
-    covers SPAN = 2 strides, the second of them in the next block, which takes it with weight 1 (the tail). So
-    a tile begins EARLY, one block before the first that it stores, and stores 15 of its 16 blocks.
+    Example: l/d/l' = 32/16/64 and 64 columns. A block has OWN = 4 columns, weighted 2, 2, 2, 1 (Eq. 9). Its
+    last key covers SPAN = 2 strides, the second of them in the next block, where it counts with weight 1 (the
+    tail). So a tile begins EARLY, one block before the first that it stores, and stores 15 of its 16 blocks.
     """
     OWN: tl.constexpr = blocks.BLOCK // blocks.STRIDE  # compressed keys that begin in a block
     SPAN: tl.constexpr = blocks.SIZE // blocks.STRIDE  # strides that a compressed key covers
@@ -167,7 +168,7 @@ def importance_kernel(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
     COLUMN_PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk; queries and keys by `key_tiles`."""
+    """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk; queries and keys come from `key_tiles`."""
     DIM: tl.constexpr = Dim(H0, H1)
     blocks: tl.constexpr = Blocks(SIZE, STRIDE, BLOCK, LOCAL, COLUMNS, PADDED)
     number = tl.load(chunk)
