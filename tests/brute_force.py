@@ -1,4 +1,4 @@
-"""Native Sparse Attention by loops over tokens: the paper's sentences, one query at a time, in numpy.
+"""Native Sparse Attention as the paper words it: loops over tokens, one query at a time, in NumPy.
 
 It shares no index arithmetic with `nsa_jax.layout`: sequences are found by walking the row, overlaps by
 intersecting sets of tokens, the best blocks by sorting Python tuples.
@@ -55,7 +55,7 @@ def sight(case: Case, row: int, position: int) -> Sight:
 
 
 def attend(query, keys, values, scale):
-    """Softmax attention of one query vector; (0, -inf) without keys."""
+    """`(out, lse)` of softmax attention of one query vector; (0, -inf) without keys."""
     if not len(keys):
         return np.zeros(values.shape[-1]), -math.inf
     logits = keys @ query * scale

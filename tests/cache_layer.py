@@ -100,15 +100,15 @@ class Layer:
 
     @functools.cached_property
     def exact(self):
-        """The same in the next wider dtype: float64 for float32, float32 for narrower ones."""
+        """The full forward in the next wider dtype: float64 for float32, float32 for narrower ones."""
         if self.query.dtype != jnp.float32:
             return self.map(lambda x: x.astype(jnp.float32)).full
         with jax.enable_x64(True):
             return self.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64)).full
 
     def agree(self, out, rows):
-        """Holds `out` to rows of the exact forward within the error budget: twice the error of the reference
-        in the layer's own dtype, and 8 units of rounding."""
+        """Asserts that `out` is within the error budget of these rows of the exact forward: twice the error
+        of the reference in the layer's own dtype, plus 8 units of rounding."""
         exact = self.exact[rows]
         scale = np.abs(self.exact).max()
         budget = 2 * np.abs(self.full - self.exact).max() + 8 * float(jnp.finfo(self.query.dtype).eps) * scale
@@ -137,7 +137,7 @@ class Layer:
         return compiled_decode_step(held, *operands, config=self.config, **arguments)
 
     def slice(self, start, count):
-        """Query, tokens and gates of `count` tokens from `start[b]` on, with zeros behind the last."""
+        """Query, tokens and gates of `count` tokens from `start[b]` on, with zeros after the last."""
         starts = np.broadcast_to(start, len(self.query))
 
         def pick(x):

@@ -1,4 +1,4 @@
-"""Shapes, packings and positions that every layer of oracles is asked about, each for a way to be wrong."""
+"""Shapes, packings and positions for comparisons with every oracle; each is for one way to be wrong."""
 
 import dataclasses
 import zlib
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Queries are all tokens, the last `num_queries`, or those at `positions`; no `runs` is one sequence."""
+    """Queries: all tokens, the last `num_queries`, or `positions`. Without `runs` a row is one sequence."""
 
     name: str
     config: NSAConfig = OVERLAPPING
@@ -105,7 +105,7 @@ class Case:
         return np.array([[i for i, n in row for _ in range(n)] for row in self.runs], np.int32)
 
     def generator(self, purpose: str = "") -> np.random.Generator:
-        """The same numbers for the same case and purpose, whatever ran before."""
+        """Gives the same numbers for the same case and purpose, whatever ran before."""
         return np.random.default_rng(zlib.crc32((self.name + purpose).encode()))
 
     def draw(self) -> Operands:

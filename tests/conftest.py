@@ -1,4 +1,4 @@
-"""What holds for every test: GPU tests need a GPU, a GPU run must have run one, and float64 stays local.
+"""Rules for every test: GPU tests need a GPU, a run that asks for them must run one, float64 stays local.
 
 Tests that want float64 use `with jax.enable_x64(True):`. It is never switched on globally, because the same
 test would then mean something else when it runs alone.
@@ -15,11 +15,11 @@ _OPTIMISE_LITTLE = "--xla_backend_optimization_level=0"
 
 
 def pytest_configure(config):
-    """Lets XLA compile sooner, which is most of what the tests on a CPU spend their time on.
+    """Makes XLA compile faster, since that is what tests on a CPU spend most of their time on.
 
-    Only the last step, from LLVM's code to the machine's, is done more plainly; fusion, buffers and so every
-    statement on memory stay those that users get. `python -m parity` and the gate of the benchmarks test the
-    optimised code. GPU tests, too: they do not get the flag.
+    Only the last step, from LLVM code to machine code, optimises less. Fusion and buffers are those that
+    users get, so the tests of memory still hold. The optimised code is tested by `python -m parity`, by the gate of
+    the benchmarks and by GPU tests, which do not get the flag.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if not _asks_for_gpu(config) and "xla_backend_optimization_level" not in flags:
@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests first: one that begins last would run while the other workers have nothing left to do."""
+    """Slow tests first: one that began last would run while the other workers have nothing left to do."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -54,7 +54,7 @@ def _float64_stays_local():
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-    """Fails a run that asked for GPU tests and ran none: pytest itself calls a run of skips a success."""
+    """Fails a run that asked for GPU tests and ran none: pytest calls it a success if all are skipped."""
     if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
     evidence = session.config.getoption("--evidence", None)

@@ -1,14 +1,14 @@
-"""The form that every error of the house has: `<rule>, got <values>. <what to do>.`"""
+"""The form of every error message: `<rule>, got <values>. <what to do>.`"""
 
 import re
 
-# What a remedy begins with: it tells the reader what to do.
+# The verbs that a remedy begins with.
 VERBS = (
     "Add|Align|Begin|Broadcast|Build|Call|Cast|Check|Choose|Compress|Convert|Declare|Drop|End"
     "|Enlarge|Extend|Fold|Give|Install|Leave|Lengthen|Load|Make|Mark|Measure|Merge|Multiply|Name|Pad|Pass"
     "|Raise|Rename|Renumber|Reshape|Restore|Run|Save|Say|Select|Set|Shorten|Skip|Sort|Split|Start|Try|Use"
 )
-_FORM = re.compile(rf".+, got .+\. ({VERBS})\b.*\.", re.DOTALL)  # a printed array has lines
+_FORM = re.compile(rf".+, got .+\. ({VERBS})\b.*\.", re.DOTALL)  # a printed array has several lines
 
 
 def has_form(message: str) -> bool:

@@ -16,7 +16,7 @@ MODEL = TransformerConfig(vocab_size=11, num_layers=2, model_dim=12, num_heads=4
 
 
 def abstract(module: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """A module of shapes and dtypes alone, which costs no compilation."""
+    """A module that has shapes and dtypes but no values, so nothing is compiled."""
     return nnx.eval_shape(lambda: module(*arguments, **settings, rngs=nnx.Rngs(0)))
 
 

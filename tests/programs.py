@@ -22,7 +22,7 @@ from nsa_jax.kernels.xla.tiles import Tiles
 
 MODULES = {"reference": reference, "xla": attention, "triton": attention}
 
-# Half the compile time of the oracle goes into making it fast, which it need not be.
+# Half the compile time of the oracle would go into optimising it, and its speed does not matter.
 OPTIONS = {"reference": {"xla_backend_optimization_level": 0}, "xla": {}, "triton": {}}
 
 BRANCHES = ("cmp", "slc", "win")
@@ -84,7 +84,7 @@ def random_cotangents(case: Case) -> Results:
 
 
 def in_tiles(tiles: Tiles) -> types.SimpleNamespace:
-    """The operations of `nsa_jax.attention` by the `xla` implementation with other sizes of its pieces."""
+    """The operations of `nsa_jax.attention` by the `xla` implementation, with other chunk and tile sizes."""
 
     def run(name, *arrays, config, scale, query_positions, segment_ids, implementation, return_reads=None):
         assert implementation == "xla"
@@ -109,7 +109,7 @@ def _program(module: str, case: Case, tiles: Tiles | None):
     reads = {}
     if module != "reference":
         settings |= dict(implementation=module)
-    if module == "xla":  # the others count nothing
+    if module == "xla":  # the others do not count reads
         reads = dict(return_reads=True)
 
     def forward(operands: Operands, block_indices, query_positions, segment_ids):
@@ -181,7 +181,7 @@ def settled(case: Case, scores: np.ndarray, error: float) -> np.ndarray:
     )
     last_in = np.take_along_axis(ranked, slots, -1)[..., 0]
     first_out = np.take_along_axis(ranked, slots + 1, -1)[..., 0]
-    with np.errstate(invalid="ignore"):  # inf - inf where nothing was left out
+    with np.errstate(invalid="ignore"):  # inf - inf where no block was left out
         return (first_out == -np.inf) | (last_in - first_out > 2 * error)
 
 
@@ -191,7 +191,7 @@ def disagreements(
     """Float64 results, by name, that differ by more than rounding.
 
     1e-12 are 4500 eps: more than the terms of the longest sum here (64 heads times 50 queries), and far less
-    than what one key too many or too few makes.
+    than the error that one key too many or too few makes.
     """
     names = expected.keys() & found.keys() if only is None else only
     far = {name: distance(found[name], expected[name]) for name in names}

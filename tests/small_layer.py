@@ -23,7 +23,7 @@ HEADS, WIDTH, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 12, 2, 5, 3
 ROWS, LENGTH = 4, 23
 
 # The longest chain (projection, phi, logits, average, gates, output) adds about 100 terms, each with a
-# relative rounding of eps / 2; the terms are at most 10 times their sum's scale. A gradient walks it twice.
+# relative rounding of eps / 2; the terms are at most 10 times their sum's scale. A gradient passes twice.
 ROUNDING = 100 * 10 * np.finfo(np.float64).eps
 
 

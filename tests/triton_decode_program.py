@@ -70,14 +70,14 @@ def twice(key_windows, value_windows, first_positions):
 
 
 def mlp(size: int, dim: int, units: int, seed: int) -> ResidualMLP:
-    """Of random weights."""
+    """A `ResidualMLP` of random weights."""
     rng = np.random.default_rng(seed)
     shapes = ((size, dim), (size * dim, units), (units,), (units, dim), (dim,))
     return ResidualMLP(*(jnp.asarray(rng.standard_normal(x) / x[0] ** 0.5, jnp.float32) for x in shapes))
 
 
 def rotation(pairs: int) -> Rotation:
-    """With pairs of which the last turn slowly."""
+    """A `Rotation` whose last pairs turn slowly."""
     return Rotation(np.float32(1000.0) ** (-np.arange(pairs, dtype=np.float32) / pairs), 1.25)
 
 
@@ -259,7 +259,7 @@ def check_public() -> float:
 
 
 def check_ranks() -> float:
-    """Short and long lists; of equal numbers the first is better; what is behind the live ones counts not."""
+    """Short and long lists. Of equal numbers the first is better; those after the live ones do not count."""
     for length, live in ((8, 8), (128, 128), (512, 512), (512, 256), (512, 272)):
         bits = np.random.default_rng(length).integers(-1, length // 3, length).astype(np.int32)
         end = -(-live // 128) * 128  # tables of 128

@@ -1,4 +1,4 @@
-"""The kernels of a program as machine code of a GPU that is not there: memory, spills, registers.
+"""Compiles a program's kernels for a GPU that this machine lacks: their memory, spills and registers.
 
 Triton's own assembler turns their PTX into machine code and says what that needs.
 """
@@ -23,7 +23,7 @@ TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a
 
 
 class Kernel(NamedTuple):
-    """What a compiled kernel is and needs."""
+    """A compiled kernel, and the resources that it needs."""
 
     name: str
     ptx: str
@@ -34,17 +34,17 @@ class Kernel(NamedTuple):
 
 
 def compiled(program, *arguments, capability: int) -> list[Kernel]:
-    """All kernels of a function, as machine code."""
+    """All kernels of a function, compiled to machine code."""
     found = []
     to_ptx = triton_lib.compile_ttir_to_ptx_inplace
 
     def spy(*args, **kwargs):
         result = to_ptx(*args, **kwargs)
-        found.append(pool.submit(assemble, result, TARGETS[capability]))  # beside the next kernel's PTX
+        found.append(pool.submit(assemble, result, TARGETS[capability]))  # during the next one's PTX
         return result
 
     for function in jit_functions():
-        getattr(function, "_jT_kernel_cache", {}).clear()  # what another test compiled counts again
+        getattr(function, "_jT_kernel_cache", {}).clear()  # compiles again what another test compiled
     with (
         concurrent.futures.ThreadPoolExecutor(2) as pool,
         mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", spy),

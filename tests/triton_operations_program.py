@@ -68,7 +68,7 @@ def check_case(name: str) -> float:
 
 
 def check_not_finite(name: str) -> float:
-    """NaN and infinity reach those who see them, and nobody else: the pattern of the oracle."""
+    """NaN and infinity reach the results that depend on them, and no others: the pattern of the oracle."""
     case = CASES[name]
     operands = jax.tree.map(np.copy, case.draw())
     cotangents = {x: np.copy(cotangent) for x, cotangent in random_cotangents(case).items()}
@@ -105,7 +105,7 @@ def check_not_finite(name: str) -> float:
 
 
 def check_a_key_that_is_not_a_number() -> float:
-    """The pattern of the oracle in each branch alone: together, one branch's NaN hides what another lacks."""
+    """Each branch alone has the oracle's pattern: in the sum, one branch's NaN hides what another lacks."""
     case = CASES["consecutive"]
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     own = jnp.arange(case.num_keys)[None, :, None, None] // CONFIG.selection_block_size

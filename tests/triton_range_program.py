@@ -308,7 +308,7 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
 
 
 def check_edges_of_the_paper() -> dict[str, float]:
-    """Training on plain rows needs neither loop beside the one without a mask."""
+    """Training on plain rows needs no loop but the one without a mask."""
     assert known(0, 512).end_steps(4, 64) == dict(TAIL=16, FRONT=True, REST=False)
     assert known(0, None, 32, 16).end_steps(4, 64) == dict(TAIL=64, FRONT=False, REST=False)
     assert known(0, None, 32, 16).end_steps(4, 128, halve=True) == dict(TAIL=64, FRONT=False, REST=False)

@@ -72,7 +72,7 @@ def _oracle(query, key, where, config):
 
 
 def _agree(found, expected, scores, most_swapped: float = 0.02) -> None:
-    """Equal, but where blocks of the same score up to rounding take each other's place."""
+    """Asserts equal choices, except that blocks whose scores are equal up to rounding may be swapped."""
     assert found.shape == expected.shape
     differ = (found != expected).any(-1)
     swapped = 0
@@ -153,7 +153,7 @@ def check_few_tokens():
 
 
 def check_ties():
-    """Equal keys: the scores of all whole blocks are bit for bit equal, and the lower must win."""
+    """Equal keys: the scores of all whole blocks have the same bits, so the lower block must win."""
     for config, runs in ((PAPER_RATIO, None), (cases.OVERLAPPING, cases.PACKED)):
         config = dataclasses.replace(config, num_selected_blocks=5)
         batch, num_queries = (1, 40) if runs is None else (2, None)
@@ -179,7 +179,7 @@ def check_ties_of_sums():
     """Block 0, free here, and the last whole block hold 7 of 8 parts each, added in different orders.
 
     Exact where each part is a power of two: keys of 0 of which a query sees 32 or 64. The others' parts are
-    rounded, so their sums may differ in the last bit: there a swap of blocks within rounding is let pass.
+    rounded, so their sums may differ in the last bit: there a swap of blocks within rounding is allowed.
     """
     config = dataclasses.replace(FREE, num_selected_blocks=5)
     case = _plain("selection ties of sums", config, num_keys=131, num_heads=1, num_kv_heads=1)
