@@ -17,9 +17,9 @@ _OPTIMISE_LITTLE = "--xla_backend_optimization_level=0"
 def pytest_configure(config):
     """Makes XLA compile faster, since that is what tests on a CPU spend most of their time on.
 
-    Only the last step, from LLVM code to machine code, optimises less. Fusion and buffers are those that
-    users get, so the tests of memory still hold. The optimised code is tested by `python -m parity`, by the gate of
-    the benchmarks and by GPU tests, which do not get the flag.
+    Only the last step, from LLVM code to machine code, optimises less. Fusion and buffers stay those that
+    users get, so the tests of memory still hold. The optimised code is tested by `python -m parity`, by the
+    gate of the benchmarks, and by GPU tests, which do not get the flag.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if not _asks_for_gpu(config) and "xla_backend_optimization_level" not in flags:
