@@ -99,8 +99,8 @@ def invert(
     num_pairs, num_groups = block_indices.size, heads * num_blocks
     if max(2 * num_groups + 2, num_pairs) >= 2**31:
         raise NotImplementedError(
-            f"the Triton kernels need fewer than 2^31 pairs of a query and a block, got {num_pairs} of "
-            f"{num_groups} blocks. Split the batch or the heads, or use implementation='xla'."
+            f"the Triton kernels need fewer than 2^31 pairs of a query and a block, got {num_pairs} pairs "
+            f"and {num_groups} blocks. Split the batch or the heads, or use implementation='xla'."
         )
 
     groups = _sort_pairs(block_indices, placement, numbering)

@@ -60,10 +60,10 @@ def union_lists(
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if tokens not in (1, 2, 4, 8, 16, 32):
-        raise ValueError(f"tokens must be a power of two up to 32, got {tokens}.")
+        raise ValueError(f"tokens must be a power of two up to 32, got {tokens}. Pass tokens_of(...).")
     if num_keys * tokens >= LARGEST_INT.value:
         raise NotImplementedError(
-            "the Triton kernels need fewer than 2^31 keys times tokens of a tile, got "
+            "the Triton kernels need the number of keys times the tokens of a tile to be below 2^31, got "
             f"{num_keys} * {tokens}. Use implementation='xla'."
         )
     rows = last_rows(placement)
