@@ -10,7 +10,9 @@ def split_dim(dim: int) -> tuple[int, int]:
     first = 1 << (dim.bit_length() - 1) if dim > 0 else 0
     second = dim - first
     if first < 16 or dim > 256 or (second and (second < 16 or second & (second - 1))):
-        raise ValueError(f"dim must be a power of two or the sum of two, 16 to 256, got {dim}. Pad the array.")
+        raise ValueError(
+            f"dim must be a power of two or the sum of two, 16 to 256, got {dim}. Pad the array."
+        )
     return first, second
 
 
