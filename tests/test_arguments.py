@@ -326,7 +326,7 @@ def test_more_queries_than_keys_need_positions():
         (Runs((Run(T, 0),), divisor=2.0), ValueError, "divisor must be a positive int, got 2.0"),
         (Runs((Run(T, 0.0),)), TypeError, "the first of a run must be an integer or an array, got float"),
         (Runs((Run(T, True),)), TypeError, "the first of a run must be an integer or an array, got bool"),
-        (Runs((Run(T, np.zeros(B)),)), ValueError, "first of a run must be a scalar integer, .* got float64"),
+        (Runs((Run(T, np.zeros(B)),)), ValueError, "the first of a run must be a scalar .* got float64"),
         (Runs((Run(T, np.zeros(3, int)),)), ValueError, r"the first of a run must be .* shape \(3,\)"),
         (Runs((Run(T, 0),), num_queries=3), TypeError, "num_queries must be an integer or an array, got int"),
         (Runs((Run(T, 0),), num_queries=np.array(3)), ValueError, r"num_queries must be .* shape \(\)"),

@@ -5,9 +5,9 @@ import builtins
 import importlib
 import re
 import runpy
-import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from messages import has_form
@@ -130,7 +130,7 @@ def test_missing_package_says_what_to_install(monkeypatch, capsys, module, packa
 def test_interrupted_command_has_code_130_and_no_traceback(monkeypatch, capsys):
     from benchmarks import attention
 
-    monkeypatch.setattr(attention, "Run", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(attention, "Run", mock.Mock(side_effect=KeyboardInterrupt))
 
     assert attention.main([]) == 130
     assert capsys.readouterr().err == "\nbenchmarks.attention: interrupted\n"

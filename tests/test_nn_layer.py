@@ -265,7 +265,7 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
             dict(num_heads=5, num_kv_heads=5, head_dim=None),
             r"num_heads must divide in_features .* 5 and 12\. Pass",
         ),
-        (dict(scale=np.ones(1)), "scale must be a Python number, got ndarray. Fold"),
+        (dict(scale=np.ones(1)), "scale must be a Python number, got ndarray. Multiply"),
         (dict(scale=float("nan")), "scale must be finite, got nan. Pass"),
         (dict(dropout_rate="half"), "dropout_rate must be a number, got str. Pass"),
         (dict(dropout_rate=1), "dropout_rate must be at least 0 and below 1, got 1. Pass"),

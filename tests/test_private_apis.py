@@ -61,7 +61,10 @@ USED = {
     "triton.runtime.interpreter._LangPatchScope": (("tests",), "runs kernels without a GPU"),
     "triton.runtime.interpreter._implicit_cvt": (("tests",), "runs kernels without a GPU"),
     "triton.runtime.interpreter._patch_lang": (("tests",), "runs kernels without a GPU"),
-    "orbax.checkpoint": ((*CHECKPOINT, "tests"), "checkpoints: its API is being replaced by a new one"),
+    "orbax.checkpoint": (
+        (*CHECKPOINT, "examples", "tests"),
+        "checkpoints: its API is being replaced by a new one",
+    ),
     **{
         f"orbax.checkpoint.{name}": (CHECKPOINT, "checkpoints")
         for name in (

@@ -325,6 +325,10 @@ from examples.train_lm import __main__ as command, training
 
 right = training._compile_update
 
+# A process that is started in the background may have been told to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def compiled(settings):
     graph, update = right(settings)
     done = 0
