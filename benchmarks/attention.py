@@ -1,8 +1,8 @@
 """Where is sparse attention faster than dense, and how far from the ceiling is each operation?
 
-`python -m benchmarks.attention` measures the whole operation against dense causal attention on the CPU, at
-the lengths that the README reports; `--operations` takes it apart, and `--operations layer` puts it into a
-layer, beside the dense layer. `benchmarks/README.md` explains the columns.
+`python -m benchmarks.attention` measures the whole operation against dense causal attention. Its defaults are
+the CPU rows of `docs/results.md`. `--operations` names single operations, or `layer`, a whole attention layer
+beside the dense layer. `docs/benchmarks.md` explains the method and the columns.
 """
 
 import argparse
@@ -128,7 +128,7 @@ class Run:
                 implementations = [programs.dense_implementation()]
             if operation == "dense_layer":
                 implementations = [layers.dense_implementation(shape, self.config)]
-            if operation not in SELECTING:  # the distributions cost the same: one row speaks for both
+            if operation not in SELECTING:  # both distributions cost the same here, so one row is enough
                 distributions = ["random"]
             yield from itertools.product([operation], implementations, distributions)
 
@@ -228,7 +228,7 @@ def length_and_modes(text: str) -> tuple[int, list[str]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; the defaults are the CPU rows of the README."""
+    """Reads the command line; the defaults are the CPU rows of `docs/results.md`."""
     parser = Parser(prog="python -m benchmarks.attention", description=__doc__)
     whole = ["native_sparse_attention", "dense_attention"]
     parser.add_argument(

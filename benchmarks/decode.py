@@ -45,7 +45,7 @@ CSV_HEADER = (
     *("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode"),
 )
 MODES = ("decode_loop", "decode")
-# Programs of a length by name: the whole step or layer, branches, dense attention by its implementation.
+# Names of the programs of a length: the whole step or layer, branches, dense attention by implementation.
 TOTAL = "total"
 
 type Measured = dict[str, tuple[Timing, Compiled]]
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_layers(batch: int) -> int:
-    """Layers in a loop's body: their caches are more than a GPU keeps of them in its L2 for one step."""
+    """Layers in a loop's body: together their caches are larger than a GPU's L2, so nothing stays there."""
     if jax.default_backend() == "cpu":  # has none that large, and compiles for long
         return 4
     return 8 if batch == 1 else 4 if batch < 32 else 2
@@ -251,7 +251,7 @@ def rows_of(
 
 
 def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Setting) -> list[Any]:
-    """A line under `CSV_HEADER`: reads of the last query, then of all queries together; no time is empty."""
+    """A line below `CSV_HEADER`: reads of the last query, then of all. Unmeasured times are empty."""
     lengths = range(setting.shape.length + 1, setting.max_length + 1)
     expected = [cache.expected_reads(length, setting.config) for length in lengths]
     actual = np.sum([reads[operation].reshape(-1) for operation in BRANCHES.values()], axis=0).tolist()

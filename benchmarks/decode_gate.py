@@ -1,4 +1,4 @@
-"""The correctness gate of decode steps: those that are timed, in small, against dense maths in float64.
+"""The correctness gate of decode steps: the timed steps, at a small size, against dense maths in float64.
 
 A row is filled up to a small odd length, then decoded past the end of a compression block, `T` tokens a step.
 """
@@ -21,7 +21,7 @@ from nsa_jax.nn import DenseAttention, NSAAttention, rotate
 
 
 def check(operation: str, implementation: str, setting: Setting) -> gate.Verdict:
-    """Judges what rows of `operation` time; of branches, which decode nothing, their operations."""
+    """Checks the steps that rows of `operation` time; of branches, which decode nothing, the operations."""
     if operation in BRANCHES.values():
         parts = ("select_blocks", operation) if operation == "selected_attention" else (operation,)
         verdicts = [
@@ -56,7 +56,7 @@ def _empty(program: Program) -> Any:
 
 def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
     shape, config, length = _whole(setting), setting.config, setting.shape.length
-    # What the compressed branch is given is raw: as many keys as there are tokens.
+    # Keys of the compressed branch are not compressed yet: one for each token.
     names = {name: name.replace("_cmp", "_raw") for name in ("query", "gates", *TOKEN_NAMES)}
     raw = {name: tensor(drawn, shape, config) for name, drawn in names.items()}
 
@@ -84,7 +84,7 @@ def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
     compressed = compression(setting, 0)(key_windows, value_windows, first)
     now = {name: raw[name][:, positions] for name in ("query", "gates")}
     operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
-    # The selection is that of the keys in the cache, since rounded otherwise they may choose otherwise.
+    # The selection comes from the keys in the cache: keys that are rounded otherwise may select other blocks.
     at: dict[str, Any] = {"query_positions": jnp.asarray(positions, jnp.int32)[None]}
     select = jax.jit(functools.partial(attention.select_blocks, **settings, **at))
     blocks = select(now["query"], state.key_cmp[:, :num_blocks])
@@ -114,8 +114,8 @@ def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
 
     _, state = prefill(_empty(program), x[:, :length], tuple(values))
     rows, after = _decode(program, state, x, tuple(values), setting)
-    # The selection is that of the keys in the cache, by queries beside a step, which share its projection: a
-    # forward rounds otherwise, and may choose otherwise.
+    # The selection comes from the keys in the cache, and from queries that are computed in one program with a
+    # step, so that XLA projects them as in the step. A forward rounds otherwise, and may select other blocks.
     queries = []
     for first in positions[:: setting.new_tokens].tolist():
         now = x[:, first : first + setting.new_tokens]

@@ -1,4 +1,4 @@
-"""What decode benchmarks feed: caches that hold random tokens, new tokens, compressors."""
+"""Inputs of the decode benchmarks: caches that hold random tokens, new tokens, compressors."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.nn import Compressor
 from nsa_jax.nn.rotary import DEFAULT_BASE, Rotary
 
-NUM_STEPS = 64  # of one loop; the room beyond `S` is for their tokens
+NUM_STEPS = 64  # of one loop; the cache has room for their tokens beyond `S`
 TOKEN_NAMES = cache.TokenKeysValues._fields
 
 type Compression = Literal["mean", "mlp"]
@@ -52,7 +52,7 @@ class Setting:
 
 
 def compression(setting: Setting, number: int) -> cache.Compression:
-    """The mean without rotation, which as an angle changes no time; or the MLP, with rotation."""
+    """The mean without rotation (angles change no time), or the MLP with rotation."""
     if setting.compression == "mean":
         return cache.Compression()
     shape, rngs = setting.shape, nnx.Rngs(number)
@@ -67,7 +67,7 @@ def compression(setting: Setting, number: int) -> cache.Compression:
 
 
 def nsa_cache(number: int, setting: Setting) -> cache.NSACache:
-    """A cache of a layer's own, with `S` random tokens a row and room for the new ones."""
+    """The cache of one layer, with `S` random tokens a row and room for the new ones."""
     make = functools.partial(
         cache.init_cache, setting.shape.batch, setting.max_length, config=setting.config,
         step_capacity=max(8, setting.new_tokens), **setting.cache_sizes,
@@ -105,7 +105,7 @@ def first_lengths(setting: Setting) -> Array:
 
 
 def _filled(empty: Any, number: int, setting: Setting) -> Any:
-    """A cache of random keys and values; nothing is allocated beside it."""
+    """A cache of random keys and values; allocates nothing else."""
 
     def fill(name: str, x: jax.ShapeDtypeStruct) -> Array:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
@@ -121,5 +121,5 @@ def _normal(name: str, shape: tuple[int, ...], dtype: str) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _draw(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Compiled, so that no float32 array stands beside a large one of 16 bits."""
+    """Compiled, so that a large 16-bit array needs no float32 array beside it."""
     return jax.random.normal(key, shape).astype(dtype)

@@ -1,4 +1,4 @@
-"""Steps of several layers in one compiled loop, as a model decodes: no step waits for the host."""
+"""Steps of several layers in one compiled loop, as in a model that decodes: no step waits for the host."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from nsa_jax.array_typing import Array
 
 
 class Decoding:
-    """`num_layers` layers that take `num_steps` steps a call, in place, each on a cache of its own.
+    """`num_layers` layers, each with its own cache, that take `num_steps` steps a call, in place.
 
     A layer's output is the next layer's input, and that of the last layer the first one's in the next step:
     nothing is dead, and nothing can be computed before the loop. After `NUM_STEPS` steps it starts again at

@@ -1,4 +1,4 @@
-"""What `benchmarks.decode` measures: a decode step of one layer, in NSA, a branch alone and dense attention.
+"""What `benchmarks.decode` measures: a decode step of one layer, of a branch alone, of dense attention.
 
 All are of one form, `step(state, x, operands) -> (x of the next layer, state)`: the output of a layer is the
 query, or the input, of the next, as in a model.
@@ -40,7 +40,7 @@ type Step = Callable[[Any, Array, Any], tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A step, and what the layers are that take it.
+    """A step, and the layers that take it.
 
     Attributes:
       operation: what its rows are called.
@@ -58,7 +58,7 @@ class Program:
 
 
 class Position(NamedTuple):
-    """The state of a branch alone: how many tokens are before the next one. Its keys do not change."""
+    """The state of a branch alone: the number of tokens before the next one. Its keys do not change."""
 
     lengths: Int32[Array, " B"]
 
@@ -97,7 +97,7 @@ def dense(setting: Setting, implementation: str) -> Program:
 
 
 def branch(setting: Setting, name: str) -> Program:
-    """The operations of one branch alone: of `slc`, the selection and the attention to what it chose."""
+    """The operations of one branch alone; for `slc` the selection and the attention to the chosen blocks."""
     config, num_new = setting.config, setting.new_tokens
     settings: dict[str, Any] = {"config": config, "implementation": setting.implementation}
 
@@ -123,7 +123,7 @@ def branch(setting: Setting, name: str) -> Program:
         pairs = {"cmp": num_blocks, "slc": setting.max_length, "win": config.window_size - 1 + num_new}
         drawn: tuple[Array, ...] = pair(name, pairs[name], number, setting)
         if name == "slc":
-            # A constant, for it scales the scores of a head and changes no time.
+            # A constant: it scales the scores of a head, which changes no time.
             lse = jnp.full((*tensor("query", setting.new, config).shape[:3],), math.log(max(num_blocks, 1)))
             drawn = (pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
         return Position(first_lengths(setting)), drawn
@@ -182,7 +182,7 @@ def jax_nn_step(
 def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     """Keys that each operation gathered for each query of each step, in one KV head, `[steps, T]`.
 
-    Counted from the masks of `xla`. Heads, dims and compression have no part in it, so they are small here;
+    Counted from the masks of `xla`. Heads, dims and compression do not change the counts, so they are small;
     dense attention gathers all keys.
     """
     shape = Shape(length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8)
@@ -204,7 +204,7 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
 
 
 def _as_query(out: Array, query: Array) -> Array:
-    """The output, with dims of the old query where values are narrower than keys."""
+    """The output as the next query; if values are narrower than keys, other dims are the old query's."""
     return jnp.concatenate([out, query[..., out.shape[-1] :]], axis=-1)
 
 

@@ -1,10 +1,10 @@
-"""The correctness gate: no speed is reported of what gives a wrong answer.
+"""The correctness gate: a program that gives a wrong answer gets no time reported.
 
 Two checks against dense attention under explicit masks, computed here in float64 from the definitions alone:
 every output and every gradient at a small length at which the selection is sparse; then, for a forward,
 sampled queries of the very program that is timed. The budget is the package's: twice the error of the same
-dense maths in the input's own precision, plus `8 eps` of the largest value. A selection passes where no block
-left out beats a block taken in by more than such a budget; outputs are then compared under that selection.
+dense maths in the input's own precision, plus `8 eps` of the largest value. A selection passes if no rejected
+block scores higher than a chosen one by more than that budget; outputs are then compared for this selection.
 A layer is compared with its own projections, compressors and gates around dense attention.
 """
 
@@ -80,7 +80,7 @@ def check_small(operation: str, implementation: str, mode: str, shape: Shape, co
 
 
 def sample_positions(length: int) -> np.ndarray:
-    """Queries that the check at full length looks at: the first, the last, and between at random."""
+    """Queries that the check at full length compares: the first, the last, and random ones in between."""
     between = np.random.default_rng(0).integers(0, length, SAMPLED_QUERIES - 2)
     return np.unique([0, *between, length - 1])
 

@@ -1,9 +1,9 @@
 """How fast does `generate` write text, with NSA and dense attention, and what is a token's time made of?
 
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
-the first one; what a call for more takes beyond that, over their number, is the time per token. Beside it
-stand the products with all weights, the attention steps and the sampling, each alone in a compiled loop and
-with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
+the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
+per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
+compiled loop, with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
 """
 
 import argparse

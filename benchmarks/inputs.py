@@ -1,6 +1,6 @@
-"""What the benchmarks feed: tensors by name, two distributions of selections, their measured overlap.
+"""Inputs of the benchmarks: tensors by name, two distributions of selections, and their measured overlap.
 
-How much neighbouring tokens share their blocks decides the speed of selected attention, so every figure names
+The speed of selected attention depends on how many blocks neighbouring tokens share, so every figure names
 its distribution. In `random` tokens agree by chance only. In `coherent` what a token looks for drifts
 smoothly: it is cosine-interpolated between random keyframes every `KEYFRAME_TOKENS` tokens, plus noise.
 
@@ -24,7 +24,7 @@ from nsa_jax.config import NSAConfig
 
 DISTRIBUTIONS = ("random", "coherent")
 KEYFRAME_TOKENS = 32
-# A coherent draw easier than this would flatter: then neighbours share almost everything.
+# Beyond this neighbours share almost all blocks, and the time would be better than any real one.
 MAX_ADJACENT_SHARE = 0.93
 MIN_MEAN_UNION_4 = 18.2
 NOISES = tuple(0.04 * 1.25**step for step in range(16))  # 0.04 suits long rows, short ones need more
@@ -78,7 +78,7 @@ class Overlap:
 
     @property
     def counts_as_coherent(self) -> bool:
-        """Whether neighbours differ enough for the figure not to flatter."""
+        """Whether neighbours differ enough for a fair figure."""
         return self.adjacent_share <= MAX_ADJACENT_SHARE and self.mean_union_4 >= MIN_MEAN_UNION_4
 
 
@@ -97,7 +97,7 @@ class Draw:
 
 
 class NotCoherent(ValueError):
-    """The sequence is too short for neighbours to differ as much as a coherent row demands."""
+    """The sequence is too short: its neighbours cannot differ as much as a coherent row must."""
 
 
 def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tu
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def _lse_cmp(query: Array, key_cmp: Array, config: NSAConfig) -> Float[Array, "B T N"]:
-    """What the compressed branch hands to the selection: with it, nothing is computed twice."""
+    """The log-sum-exps of the compressed branch, which the selection need not compute again."""
     return attention.compressed_attention(query, key_cmp, key_cmp, config=config)[1]
 
 
@@ -180,7 +180,7 @@ def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Cho
 
 
 def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
-    """Independent queries, with blocks that were drawn and not computed: for `selected_attention` alone.
+    """Independent queries and drawn, not computed, blocks: for `selected_attention` alone.
 
     Raises:
       NotCoherent: as `draw_queries`.
@@ -194,7 +194,7 @@ def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
 
 
 def overlap(block_indices: Int[Array, "B T K R"]) -> Overlap:
-    """Measures a selection; unused slots (-1) count nowhere."""
+    """Measures a selection; unused slots (-1) do not count."""
     blocks = np.moveaxis(np.asarray(block_indices), 1, 2)  # [B, K, T, R]
     batch, kv_heads, length, _ = blocks.shape
     both = np.sort(np.concatenate([blocks[:, :, 1:], blocks[:, :, :-1]], axis=-1), axis=-1)
@@ -221,7 +221,7 @@ def _first_that_counts(attempt: Callable[[float], Draw], shape: Shape) -> Draw:
 
 
 def key(name: str) -> Array:
-    """A key of its own for everything that is drawn."""
+    """A random key for each name and shape."""
     # The default generator takes seconds to compile for each new shape on a CPU.
     return jax.random.key(zlib.crc32(name.encode()), impl="rbg")
 

@@ -1,6 +1,6 @@
 """Whole attention layers as functions of arrays: `nsa_jax.nn.NSAAttention` and the dense layer beside it.
 
-A layer is its operation with all that surrounds it: projections, rotary embedding and output projection, for
+A layer is its operation with everything around it: projections, rotary embedding and output projection, for
 NSA also compressors and gates. Its arguments are the input and then its parameters, so that a gradient is
 that of a training step. All of them are in the dtype of the shape.
 """
@@ -28,7 +28,7 @@ type Layer = NSAAttention | DenseAttention
 
 
 def create(operation: str, implementation: str, shape: Shape, config: NSAConfig, rngs: nnx.Rngs) -> Layer:
-    """The layer with its initial parameters; an empty `implementation` is the default one."""
+    """The layer with its initial parameters; an empty `implementation` takes the default."""
     sizes: dict[str, Any] = dict(
         num_heads=shape.query_heads, in_features=shape.model_dim, num_kv_heads=shape.kv_heads,
         head_dim=shape.key_dim, param_dtype=jnp.dtype(shape.dtype), rngs=rngs,
@@ -90,7 +90,7 @@ def draw(operation: str, implementation: str, shape: Shape, config: NSAConfig) -
 
 
 def dense_implementation(shape: Shape, config: NSAConfig) -> str:
-    """What the dense layer attends with here."""
+    """The implementation of the dense layer's attention on this machine."""
     return choose_implementation(abstract_arguments("dense_attention", shape, config)[0]) or "xla"
 
 

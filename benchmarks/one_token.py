@@ -1,9 +1,9 @@
-"""Selected attention as public kernels have it, one query token a program: what ours is measured against.
+"""Selected attention with one query token a program, as in public kernels: the baseline of ours.
 
 grid = (T, B K): one program per query token and KV head. It reads the token's blocks one after the other
 and attends with the G query heads of the KV head, padded to the 16 rows of the smallest matrix product;
-nothing is shared between tokens. Forward only. The tiles come by the same loads as in our kernels, so that
-what differs is the schedule.
+nothing is shared between tokens. Forward only. Tiles are loaded as in our kernels, so only the schedule
+differs.
 """
 
 import triton

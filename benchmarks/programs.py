@@ -1,4 +1,4 @@
-"""Which function is timed: an operation in one implementation, forward, backward or both, dense alike."""
+"""The functions that are timed: an operation, or dense attention, forward, backward or both."""
 
 import functools
 import importlib
@@ -77,7 +77,7 @@ def compile_mode(run: Function, mode: str, arguments: tuple[Array, ...]) -> Comp
 
     `fwd` returns all results. `bwd` is the pullback of the output alone, with the residuals as arguments;
     `fwd_bwd` is `value_and_grad` of the output's inner product with a random cotangent. Both give the
-    gradients of every float argument. In training the lse of a branch has no cotangent, so here neither.
+    gradients of every float argument. The lse of a branch has no cotangent, because in training it has none.
     """
     if mode == "fwd":
         return compile_for(run, arguments)

@@ -21,7 +21,7 @@ from benchmarks.timing import Compiled, Timing
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
-# What a row of each whole is compared with.
+# The dense row that each whole operation is compared with.
 DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
 IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn", "jax_nn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a figure depends on beside the code measured."""
+    """What a figure depends on, beside the measured code."""
 
     run_id: str
     device: str
@@ -39,7 +39,7 @@ class Environment:
     commit: str
 
     def print(self) -> None:
-        """Says it all at the head of a run."""
+        """Prints it at the start of a run."""
         versions = f"jax {self.jax}, jaxlib {self.jaxlib}, triton {self.triton}"
         print(f"run {self.run_id}, commit {self.commit}\n{self.device}, {versions}")
 
@@ -83,7 +83,7 @@ class Row:
     device: str
     jax: str
     jaxlib: str
-    triton: str | None = None  # None where it is not installed, and in rows of before it was noted
+    triton: str | None = None  # None where it is not installed, and in rows from before it was recorded
     commit: str
 
     def __post_init__(self):
@@ -189,7 +189,7 @@ class GenerateRow:
 
     @property
     def over_parts(self) -> float:
-        """The time per token in units of the sum of its parts."""
+        """The time per token over the sum of its parts."""
         return self.token_ms / (self.products_ms + self.attention_ms + self.sampling_ms)
 
     def __str__(self) -> str:
@@ -321,7 +321,7 @@ def read(path: pathlib.Path) -> list[AnyRow]:
 
 
 def ratio(row: Row, dense: Row) -> tuple[float, float]:
-    """Dense attention's time and temporary memory in units of the row's."""
+    """Dense attention's time and temporary memory over those of the row."""
     return dense.median_ms / row.median_ms, dense.peak_bytes / max(row.peak_bytes, 1)
 
 

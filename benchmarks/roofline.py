@@ -1,9 +1,9 @@
-"""The ceiling: what this machine reaches at best, and the least time each operation can take there.
+"""The ceiling: the best rates of this machine, and the least time that each operation can take on it.
 
 `floor_ms` is the larger of flops over the measured matmul rate and bytes over the measured copy bandwidth.
 Flops are those of the matrix products over the *visible* (query, key) pairs; bytes are every argument read
-once and every result written once, what no implementation can avoid. Softmax, masks and repeated loads are
-left out. The copy measured is larger than any cache, so small operands that stay in one can beat a floor set
+once and every result written once, which no implementation can avoid. Softmax, masks and repeated loads do
+not count. The measured copy is larger than any cache, so operands that stay in a cache can beat a floor set
 by bytes.
 """
 
@@ -56,11 +56,11 @@ def measure_ceiling(dtype: str, *, matmul_size: int | None = None, copy_bytes: i
     on_cpu = jax.default_backend() == "cpu"
     matmul_size = matmul_size or (2048 if on_cpu else 16384)
     copy_bytes = copy_bytes or (1 << 28 if on_cpu else 1 << 32)
-    # A product of f32 inputs is held to f32 accuracy everywhere in this package, so here too.
+    # Products of float32 inputs have float32 accuracy everywhere in this package, so here too.
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     matrix = jax.random.normal(key("matrix"), (matmul_size, matmul_size)).astype(dtype)
     seconds = _best_s(lambda _: multiply(matrix, matrix), None)
-    # Into the donated array itself: a new one would be timed with its page faults.
+    # Into the donated array itself: the page faults of a new one would be timed, too.
     copy = jax.jit(lambda words: words + 1, donate_argnums=0)
     words = jnp.zeros(copy_bytes // 4, jnp.uint32)
     return Ceiling(2 * words.nbytes / _best_s(copy, words), 2 * matmul_size**3 / seconds)
@@ -90,9 +90,9 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, c
     """One decode step, the mean of those whose `reads` these are.
 
     Args:
-      operation: a whole, a layer around it, or a branch alone, which appends nothing.
+      operation: the whole operation, a layer around it, or a branch alone, which appends nothing.
       reads: keys that each query gathers in each attention, `[steps, T]`.
-      shape: as everywhere; its length plays no part.
+      shape: the sizes; its length is not used.
       config: block structure.
 
     A key that several of the `T` queries of a step see is moved once, but selected ones as often as they were
@@ -161,7 +161,7 @@ def _flops(operation: str, mode: str, shape: Shape, config: NSAConfig) -> int:
 
 
 def _cost_of_layer(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
-    """Products with parameters, twice as many in a backward, and the attention; what lies between is free."""
+    """Products with parameters (twice as many in a backward) and the attention; the rest counts as free."""
     passes = 1 if mode == "fwd" else 2
     flops = 2 * passes * layers.products(operation, shape, config)
     parameters = sum(x.size * x.dtype.itemsize for x in layers.parameters(operation, shape, config).values())

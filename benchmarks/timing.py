@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-# A first run this long is a sample already: page faults and caches no longer show, and another costs minutes.
+# A first run this long counts as a sample: page faults hardly matter in it, and another costs minutes.
 LONG_RUN_S = 20.0
-# Least length of a sample on a GPU. It is handed calls ahead, as a training loop does it: starting one and
-# hearing of its end takes the host some 0.06 ms, up to a sixteenth of the operations that are measured.
+# Least length of a sample on a GPU. The host queues calls ahead, as a training loop does: to start a call and
+# to learn of its end takes it about 0.06 ms, up to a sixteenth of the measured operations.
 GPU_SAMPLE_S = 0.02
 
 
@@ -58,7 +58,7 @@ class Timing:
         return float(np.percentile(self.samples_ms, percent))
 
     def divided_by(self, count: int) -> "Timing":
-        """That of one of `count` equal parts of what was timed."""
+        """The timing of one of `count` equal parts of what was timed."""
         return Timing(tuple(sample / count for sample in self.samples_ms))
 
 
@@ -94,9 +94,9 @@ def measure(
     """Times each of `runs`, interleaved.
 
     Each is warmed up once, which says how many samples fit into `budget_s`. They are spread over as many
-    rounds as the slowest has samples, `max_rounds` at most, so that each round holds some of everybody.
-    With `sample_s` a sample is as many calls in a row as that takes: a second call says how many these are,
-    since the first may load the program.
+    rounds as the slowest has samples, at most `max_rounds`, so that every round has samples of each.
+    With `sample_s` a sample is a row of calls that together take this long. A second call tells how many they
+    are, because the first may load the program.
     """
     samples: dict[str, list[float]] = {}
     wanted: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a generated token is made of, each part alone in a compiled loop: products, attention, sampling."""
+"""The parts of a generated token, each alone in a compiled loop: products, attention, sampling."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,13 +27,13 @@ class Part(NamedTuple):
 
 
 class Products(nnx.Module):
-    """An attention layer that does not attend: all of its projections, added up so that none is left out."""
+    """An attention layer that does not attend: runs all of its projections and adds them up."""
 
     def __init__(self, attention: Any):
         self.attention = attention
 
     def __call__(self, x: Float[Array, "B T D"], **_: Any) -> Float[Array, "B T D"]:
-        """The layer's output, if attention gave queries, keys and values."""
+        """The layer's output, as if attention returned its inputs."""
         query = self.attention.query_proj(x)
         for name in _projections(self.attention):
             if name.startswith(("key", "value")):
@@ -45,19 +45,19 @@ class Products(nnx.Module):
 
 
 class Given(nnx.Module):
-    """In the place of a projection: random numbers that need no product."""
+    """Replaces a projection: random numbers, without a product."""
 
     def __init__(self, projection: Callable[[Array], Array], x: Array):
         like = jax.eval_shape(projection, x)
         self.numbers = nnx.Param(jax.random.normal(key("given"), like.shape, like.dtype))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads dim"]:
-        """The same for every token, but that it must wait for `x`."""
+        """The same numbers for every token; they depend on `x` only so that they wait for it."""
         return self.numbers[...] + x[:, :, :1, None]
 
 
 class Mean(nnx.Module):
-    """In the place of the projection of an attention's output, of which it reads all."""
+    """Replaces the output projection: reads the whole output of the attention."""
 
     def __call__(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T 1"]:
         """One number a token."""
@@ -76,7 +76,7 @@ def products(model: Transformer, batch: int) -> Part:
         model = nnx.merge(graph, state)
 
         def step(_: Any, logits: Array) -> Array:
-            # Any tokens that follow from what the step before computed.
+            # Any tokens that depend on the step before.
             return model(jnp.abs(1000 * logits[..., 0]).astype(jnp.int32) % logits.shape[-1])
 
         return jax.lax.fori_loop(0, STEPS, step, logits)
@@ -145,7 +145,7 @@ def _projections(layer: nnx.Module) -> list[str]:
 
 
 def _again(model: Transformer) -> Transformer:
-    """A model of its own with the same arrays."""
+    """Another model with the same arrays."""
     return nnx.merge(*nnx.split(model))
 
 

@@ -1,4 +1,4 @@
-"""Comparing selections, which jump where two scores meet.
+"""Compares selections, which change abruptly where two scores are equal.
 
 Both sides may be off by the budget of the scores, so a selection is determined where the gap between the
 lowest score chosen and the highest rejected exceeds twice that budget. There the sets must be equal;
@@ -17,7 +17,7 @@ from parity.budget import Row, allowance
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the reference selects: `block_indices` [B, T, K, R], `determined` [B, T, K], for which queries."""
+    """The reference's `block_indices` [B, T, K, R], and whether they are `determined` [B, T, K]."""
 
     block_indices: Tensor
     determined: Tensor
@@ -50,9 +50,9 @@ class Selection:
         return values.masked_fill(~everywhere.unflatten(1, (-1, *[1] * (values.ndim - 2))), 0)
 
     def judge(self, case: str, dtype: str, found: Tensor) -> list[Row]:
-        """Selections that differ where they are determined, and ill-formed ones; and how many stay open.
+        """Counts selections that differ where they are determined, ill-formed ones, and open ones.
 
-        Where more than half are open, agreement on the others says too little and the case fails.
+        If more than half are open, agreement on the others says too little, and the case fails.
         """
         if found.shape != self.block_indices.shape:
             note = f"shape {tuple(found.shape)} for {tuple(self.block_indices.shape)}"
@@ -95,7 +95,7 @@ def ill_formed(block_indices: Tensor, segment_ids: Tensor, query_positions: Tens
     filled = slot < count[..., None]
     wrong = torch.where(filled, block_indices < 0, block_indices != -1).any(dim=-1)
     wrong |= ((block_indices.diff(dim=-1) <= 0) & filled[..., 1:]).any(dim=-1)
-    # A number beyond the last block counts for one more block, which is no candidate.
+    # A number beyond the last block counts as one more block, which is not a candidate.
     blocks = candidate.shape[-1]
     times = membership(block_indices.clamp(max=blocks), blocks + 1)
     future = (times[..., :blocks] > 0) & ~candidate

@@ -26,7 +26,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """NaN passes nothing."""
+        """Whether the error is within its budget; NaN never is."""
         return self.error <= self.budget
 
     @property
@@ -54,7 +54,7 @@ def distance(found: Tensor, reference: Tensor) -> float:
 def allowance(same: Tensor, reference: Tensor, terms: float = 0.0, eps: float | None = None) -> float:
     """The budget of a quantity whose value in the input's precision is `same`.
 
-    `terms` is the size of what cancels where the quantity vanishes by identity; it stands for max|reference|.
+    `terms` replaces max|reference| where the quantity is zero by identity: the size of the terms that cancel.
     """
     size = max(largest(reference[reference.isfinite()]), terms)
     eps = torch.finfo(same.dtype).eps if eps is None else eps
@@ -64,7 +64,7 @@ def allowance(same: Tensor, reference: Tensor, terms: float = 0.0, eps: float | 
 def farther(first: Tensor, second: Tensor, reference: Tensor) -> Tensor:
     """Elementwise the one of two evaluations of the same maths that lies farther from the reference.
 
-    A gradient of few elements may come out well by luck; evaluations in several orders of summation do not.
+    A gradient of few elements may be accurate by luck; this takes the worse of several orders of summation.
     """
     return torch.where((first - reference).abs() < (second - reference).abs(), second, first)
 

@@ -1,4 +1,4 @@
-"""What is compared: shapes, packing, positions and selections, each chosen for a way to be wrong."""
+"""The cases: shapes, packing, positions and selections, each chosen for a way to be wrong."""
 
 import dataclasses
 import zlib
@@ -312,7 +312,7 @@ def random_generator(name: str) -> torch.Generator:
 
 
 def draw(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Normal numbers, rounded to `dtype` once: what every side takes for exact."""
+    """Normal numbers, rounded to `dtype` once; both sides take these as exact."""
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 

@@ -1,4 +1,4 @@
-"""One case of any kind, with products that are exact enough to be a reference."""
+"""Compares one case of any kind, with products that are exact enough for a reference."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def compare(case: cases.Case, dtype: torch.dtype, device: str, implementation: s
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """No TF32, no 16-bit partial sums, and the SDPA that spells the formula out, whatever the GPU prefers."""
+    """Switches off TF32 and 16-bit partial sums, and takes the SDPA that computes the plain formula."""
     matmul = torch.backends.cuda.matmul
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     before = {name: getattr(matmul, name) for name in names}

@@ -30,7 +30,7 @@ class Twins:
 
 
 def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation: str | None) -> Twins:
-    """Random twins. Everything is drawn, also what a fresh layer starts at zero."""
+    """Random twins. All parameters are drawn, also those that a new layer sets to zero."""
     generator = cases.random_generator(case.name)
     arguments: dict[str, Any] = dict(
         num_heads=case.num_heads,
@@ -51,7 +51,7 @@ def build(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         drawn *= parameter.shape[0] ** -0.5 if "kernel" in name else 0.5
         drawn += 1 if name.endswith("_norm.scale") else 0
-        # A wide query spreads the scores, as doubled queries do among the operations.
+        # Large queries spread the scores, as doubled queries do in `operations`.
         drawn *= 3 if name in ("query_proj.kernel", "query_norm.scale") else 1
         parameter.data = drawn.to(dtype).to(device)
     twin = nnx.eval_shape(

@@ -26,7 +26,7 @@ BRANCHES = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "
 
 
 def candidate(implementation: str | None) -> types.SimpleNamespace:
-    """The operations under test; "reference" names the oracle, anything else goes through the dispatch."""
+    """The operations under test: the oracle for "reference", otherwise what the dispatch gives."""
     names = (*BRANCHES.values(), "select_blocks", "native_sparse_attention")
     if implementation == "reference":
         return types.SimpleNamespace(**{name: getattr(reference, name) for name in names})
@@ -143,7 +143,7 @@ def jax_results(
 def compare(
     case: cases.OperationCase, dtype: torch.dtype, device: str, implementation: str | None
 ) -> list[Row]:
-    """All rows of one case: each branch alone, the whole with a pinned selection, and the whole left free.
+    """All rows of a case: each branch alone, the whole with a pinned selection, the whole that selects.
 
     The free output is compared where the selection is determined in every KV head.
     """

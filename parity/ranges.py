@@ -1,4 +1,4 @@
-"""Random selections in the form in which other code holds them: token ranges `[start, end)` of each query."""
+"""Random selections as other code stores them: token ranges `[start, end)` of each query."""
 
 import torch
 from torch import Tensor
