@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import records
-from benchmarks.command_line import Parser, command
+from benchmarks.command_line import Parser, check_writable, command, missing_package
 from benchmarks.records import Row
 from benchmarks.tables import one_run
 
@@ -235,7 +235,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures["_memory"] = draw_memory
         for suffix, function in figures.items():
             figure = options.output / f"{path.stem}{suffix}.svg"
-            function(rows, figure, source=path.as_posix())
+            check_writable(figure, "--output")
+            try:
+                function(rows, figure, source=path.as_posix())
+            except ImportError as error:
+                return missing_package("benchmarks.plot", error, "bench")
             print(figure)
     return 0
 

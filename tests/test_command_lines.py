@@ -3,6 +3,7 @@
 import argparse
 import builtins
 import importlib
+import pathlib
 import re
 import runpy
 import subprocess
@@ -22,12 +23,14 @@ COMMANDS = {
     "benchmarks.decode": "benchmarks.decode",
     "benchmarks.decode_summary": "benchmarks.decode_summary",
     "benchmarks.generate": "benchmarks.generate",
+    "benchmarks.plot": "benchmarks.plot",
     "benchmarks.tables": "benchmarks.tables",
     "benchmarks.training": "benchmarks.training",
     "examples.recall": "examples.recall.__main__",
     "examples.train_lm": "examples.train_lm.__main__",
     "examples.train_lm.report": "examples.train_lm.report",
 }
+ROWS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h100_training.jsonl")
 MEASURING = ("benchmarks.attention", "benchmarks.decode", "benchmarks.generate", "benchmarks.training")
 
 
@@ -50,10 +53,12 @@ BAD = [
     ("benchmarks.decode_summary", ["{none}"], "got '.*none' .FileNotFoundError"),
     ("benchmarks.decode_summary", ["{file}"], "CSV must be a file that benchmarks.decode --csv wrote"),
     ("benchmarks.decode_summary", ["{empty}"], "CSV must hold at least one length"),
+    ("benchmarks.plot", ["{none}"], "a results file must hold the rows of a benchmark"),
+    ("benchmarks.plot", [ROWS, "--output={file}/a"], "--output must name a file that can be written"),
     ("benchmarks.tables", ["{none}"], "a results file must hold the rows of a benchmark"),
     ("benchmarks.tables", ["{file}"], "a results file must hold the rows of a benchmark"),
     ("benchmarks.tables", ["{empty}"], "run_id must be one of"),
-    ("examples.train_lm.report", ["--readme={none}"], "--readme must be a text file"),
+    ("examples.train_lm.report", ["--document={none}"], "--document must be a text file"),
     ("examples.train_lm", ["--output={file}/run"], "--output must be a folder that can be made"),
     ("examples.recall", ["--results={file}/x.jsonl"], "--results must name a file that can be written"),
 ]  # fmt: skip

@@ -488,7 +488,7 @@ def test_report_of_one_run_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"a report needs .*, got \[\]") as error:
         report.both(report.committed(tmp_path))
     assert has_form(str(error.value))
-    with pytest.raises(InputError, match="--readme must have the lines"):
+    with pytest.raises(InputError, match="--document must have the lines"):
         report.inserted("# no marks", "text")
 
 

@@ -209,7 +209,9 @@ def inserted(document: str, text: str) -> str:
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise InputError(f"--readme must have the lines {BEGIN!r} and {END!r}, got a file without. Add them.")
+        raise InputError(
+            f"--document must have the lines {BEGIN!r} and {END!r}, got a file without. Add them."
+        )
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
@@ -236,10 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a finished NSA run and the dense run like it, to be committed",
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print the committed results as Markdown (default)"
-    )
-    parser.add_argument(
-        "--readme",
+        "--document",
         type=pathlib.Path,
         help=f"replace what stands between {BEGIN} and {END} in this file; default: none",
     )
@@ -247,12 +246,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.folders:
         publish(options.folders)
     text = markdown(both(committed()))
-    if options.readme:
+    if options.document:
         try:
-            write(options.readme, inserted(options.readme.read_text(encoding="utf-8"), text))
+            write(options.document, inserted(options.document.read_text(encoding="utf-8"), text))
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(
-                f"--readme must be a text file that can be read and written, got {error}. Check the path."
+                f"--document must be a text file that can be read and written, got {error}. Check the path."
             ) from error
     print(text)
     return 0
