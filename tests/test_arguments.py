@@ -1,4 +1,4 @@
-"""Wrong shapes, dtypes and kinds of objects: one clear error each, from the operations, at trace time."""
+"""Operations refuse wrong shapes, dtypes and kinds of objects with one clear error each, while tracing."""
 
 import functools
 
@@ -388,7 +388,7 @@ def test_numpy_arrays_are_welcome():
 
 
 def test_narrow_block_indices_are_numbers_like_others():
-    """Their products with the block size do not fit int8: 11 * 16 = 176."""
+    """An int8 block index times the block size does not fit int8: 11 * 16 = 176."""
     config = NSAConfig(
         compression_block_size=8, compression_stride=4, selection_block_size=16, num_selected_blocks=2,
         window_size=16, num_local_blocks=1,

@@ -9,8 +9,8 @@ from cache_layer import SMALL, Layer, decode_step, jit
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
 
-LENGTH = 61  # 7 full selection blocks and a partial one, of which a query attends 4
-# t < l, t = k d - 1, t = w +- 1, both sides of a selection block, the end.
+LENGTH = 61  # 7 full selection blocks and a partial one; a query attends to at most 4 of them
+# Where something changes: t < l, t = k d - 1, t = w +- 1, both sides of a selection block, the end.
 STEPS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 59, 60)
 CHUNKS = (1, 7, 64)
 
@@ -21,7 +21,7 @@ def layer():
 
 
 def test_selection_of_the_layer_is_not_a_matter_of_rounding(layer):
-    """Everywhere the score gap exceeds the rounding, so that equal outputs mean equal block sets."""
+    """Every choice has a score gap larger than rounding, so equal outputs mean equal block sets."""
     query, key_cmp, *_ = layer.operands()
     scores = jit(lambda q, k: reference.importance_scores(q, k, config=SMALL))(query, key_cmp)
     block = np.arange(scores.shape[-1])
@@ -58,7 +58,7 @@ def test_step_after_prefill_equals_row_of_full_forward(layer, chunk):
 
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
 def test_steps_from_the_first_token_equal_full_forward(layer, tokens_per_step):
-    """4 tokens fill the step capacity: a ring one slot shorter would lose a key that the first one needs."""
+    """4 tokens are the step capacity: with one ring slot less, the first of them would lack a key."""
     cache = layer.empty(LENGTH)
     for start in range(0, LENGTH, tokens_per_step):
         real = min(tokens_per_step, LENGTH - start)
@@ -159,7 +159,7 @@ def test_chunk_that_overflows_under_jit_writes_nothing_and_flags_it(layer):
 
 @pytest.mark.parametrize("step", ["prefill", "decode_step"])
 def test_numbers_of_tokens_out_of_range_are_cut_under_jit(layer, step):
-    """More than T are T and fewer than 0 are 0: nothing is written that was not given."""
+    """Numbers above T count as T and negative ones as 0, so nothing is written that was not given."""
     _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), [9, 17], 64)
     step, operands = getattr(layer, step), layer.slice([9, 17], 4)
 
@@ -184,9 +184,9 @@ def test_capacity_shorter_than_a_compression_block(layer):
 
 
 def test_numpy_arrays_outside_jit(layer):
-    """A cache that was stored and read again is written as in the compiled step.
+    """A cache of NumPy arrays, as one that was stored and read again, is updated as by the compiled step.
 
-    The compressor may round differently there; its keys lie in -1 .. 1.
+    Outside jit the compressor may round differently; its keys lie in -1 .. 1, hence the tolerance.
     """
     held = jax.tree.map(np.asarray, layer.filled([9, 12], LENGTH))
     operands = layer.slice([9, 12], 1)
@@ -213,7 +213,7 @@ def test_steps_in_a_compiled_loop_equal_full_forward(layer):
 
 
 def test_paper_configuration():
-    """The defaults, beyond the window and the selected blocks: chunks, and steps between them."""
+    """With the defaults, past the window and the selected blocks: prompt chunks, with a step after each."""
     layer = Layer.make(NSAConfig(), batch=1, length=1100, num_kv_heads=1, seed=1)
     cache, done = layer.empty(1100), 0
     for t in (30, 31, 511, 513, 1098, 1099):

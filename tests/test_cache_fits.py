@@ -1,6 +1,6 @@
-"""A cache of another layer, model or batch is one clear error, before anything is computed.
+"""A cache of another layer, model or batch is refused with one clear error before anything is computed.
 
-The modules are abstract: whatever computed with their parameters would fail in another way.
+The modules are abstract, so a computation with their parameters would fail with another error.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def test_a_model_takes_its_own_caches(kind):
 
 @pytest.mark.parametrize("num_kv_heads", [3, 0, 8])
 def test_kv_heads_that_do_not_divide_the_query_heads(num_kv_heads):
-    """In the configuration already, whatever the kind of attention."""
+    """The configuration refuses them for every kind of attention, and so does the layer."""
     told = rf"num_kv_heads must (divide num_heads|be at least 1), got {num_kv_heads}"
     for make in (
         lambda: dataclasses.replace(MODEL, num_kv_heads=num_kv_heads),

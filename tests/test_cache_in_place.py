@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from cache_layer import SMALL, Layer, decode_step
 
-# Many tiles of compressed keys and rows that a loop writes; one tile and one row, which XLA treats otherwise.
+# Many tiles of compressed keys, and rows that a loop writes; or one tile and one row, which XLA compiles
+# differently.
 CASES = {
     "many tiles": (Layer.make(length=4), 2**18),
     "one tile": (Layer.make(length=4, batch=1, key_dim=64, value_dim=64), 2**13),
@@ -20,7 +21,7 @@ def step(held, operands):
 
 
 def loop(held, operands):
-    """As `generate` loops: a while loop over chunks of a fixed number of steps."""
+    """Loops as `generate` does: a while loop over chunks of a fixed number of steps."""
 
     def body(_, carry):
         held, out = carry
@@ -50,7 +51,7 @@ def test_donated_cache_is_updated_in_place(function, case, sharing):
 
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
-    # The smallest array that grows with the capacity: a copy of any does not fit below. A step's scores do,
-    # which grow, too: with many tiles one number a compressed block and KV head, where this array has 5; with
-    # one tile ten, where it has 64.
+    # `value_cmp` is the smallest array that grows with the capacity, so a copy of any such array would exceed
+    # its size. A step's scores grow, too, but stay below it: for each compressed block and KV head they are
+    # one number with many tiles, where `value_cmp` has 5, and ten with one tile, where it has 64.
     assert memory.temp_size_in_bytes < held.value_cmp.size * held.value_cmp.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A cache may hold NaN and infinity where nobody looks; what a token holds reaches those who see it."""
+"""NaN and infinity in unseen slots of a cache change nothing; in a token they reach queries that see it."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def layer():
 
 
 def decoded(layer, held):
-    """A prompt in chunks of 7, then steps: all rows that a full forward has."""
+    """A prompt in chunks of 7, then steps: the outputs of all tokens, as a full forward gives them."""
     out, held = layer.prefill_in_chunks(held, PROMPT, 7)
     outputs = [out]
     for t in range(PROMPT, LENGTH):
@@ -36,7 +36,7 @@ def test_unused_slots_may_hold_anything(layer, number):
 
 @every_number
 def test_other_rows_and_heads_may_hold_anything(layer, number):
-    """All of row 0, and KV head 0 of row 1."""
+    """All of row 0 is spoilt, and KV head 0 of row 1."""
 
     def spoil(x):
         return x.at[0].set(number).at[1, :, : x.shape[2] // 2].set(number)
@@ -49,7 +49,7 @@ def test_other_rows_and_heads_may_hold_anything(layer, number):
 
 @every_number
 def test_padding_of_a_step_may_hold_anything(layer, number):
-    """Neither the real tokens of the chunk nor any later step sees what lies behind them."""
+    """Neither the real tokens of a chunk nor any later step sees the padding after them."""
     held, lengths = layer.empty(LENGTH), np.array([0, 0])
     steps = [(layer.prefill, [5, 3]), (layer.decode_step, [1, 3]), (layer.decode_step, [0, 4])]
     for step, counts in [*steps, (layer.prefill, [4, 2]), (layer.decode_step, [4, 4])]:
@@ -66,7 +66,7 @@ def test_padding_of_a_step_may_hold_anything(layer, number):
     "name", ["query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win"]
 )
 def test_nan_in_a_token_reaches_the_queries_that_see_it(layer, name):
-    """In row 1 and KV head 0, at token 5, which the window leaves at token 13: as in the full forward."""
+    """NaN in row 1, KV head 0, at token 5, which leaves the window at token 13: as in the full forward."""
 
     def spoil(x):
         return x.at[1, 5, : x.shape[2] // 2].set(jnp.nan)

@@ -1,4 +1,4 @@
-"""How much a decode step reads: the counts of its gathers against figures and loops, not against formulas."""
+"""How many keys a decode step reads: the counts of its gathers against figures and loops, not formulas."""
 
 import functools
 
@@ -23,7 +23,7 @@ def brute_force(length, config):
     compressed = sum(1 for first in range(0, length, stride) if first + size - 1 <= t)
     block_size = config.selection_block_size
     blocks = [range(first, first + block_size) for first in range(0, length, block_size)]
-    # Whatever is selected, the query's own block is; all others lie wholly in the past, so any will do.
+    # The query's own block is always selected. All others lie wholly in the past, so any of them will do.
     selected = [blocks[-1], *blocks[:-1][: config.num_selected_blocks - 1]]
     seen = {s for block in selected for s in block if s <= t}
     window = [s for s in range(length) if t - config.window_size < s <= t]
@@ -32,7 +32,7 @@ def brute_force(length, config):
 
 @pytest.fixture(scope="module")
 def reads():
-    """Of a step of 2 tokens with the paper's config, on rows that end at `LENGTHS` and a finished one."""
+    """Reads of a step of 2 tokens with the paper's config; rows end at LENGTHS, and one is finished."""
     rows = len(LENGTHS) + 1
     layer = Layer.make(PAPER, batch=rows, length=2, num_heads=2, num_kv_heads=1)
     held = layer.filled(np.array([*LENGTHS, 900]) - 2, max(LENGTHS))
@@ -75,7 +75,7 @@ def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
 
 
 def test_expected_reads_is_the_formula_of_the_paper():
-    """It charges 16 blocks where 9 exist, and is reported apart."""
+    """The formula counts 16 blocks where only 9 exist, so it is reported separately."""
     assert expected_reads(576, PAPER) == 1571
     assert expected_reads(31, PAPER) == 0 + 1024 + 31
     assert [expected_reads(length, PAPER) for length in (1088, 2112, 4160)] == [1603, 1667, 1795]

@@ -1,4 +1,4 @@
-"""A configuration that exists is a valid one."""
+"""Every configuration that can be constructed is valid."""
 
 import dataclasses
 

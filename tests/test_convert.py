@@ -1,4 +1,4 @@
-"""Index arrays from the forms of other code, and what is refused."""
+"""Index arrays converted from the formats of other code, and the inputs that are refused."""
 
 import functools
 
@@ -115,7 +115,7 @@ def test_what_a_compiled_conversion_refuses():
 
 
 def test_decreasing_unsigned_lengths_are_refused():
-    """A difference of unsigned numbers is never negative."""
+    """Differences of unsigned integers wrap around, so they never show a decrease as a negative number."""
     with pytest.raises(ValueError, match="never decrease"):
         segment_ids_from_cu_seqlens(np.array([0, 4, 3], np.uint32), 8)
 
@@ -128,7 +128,7 @@ def test_ranges_are_refused_where_they_are_traced():
 
 
 def as_ranges(blocks, position, merge):
-    """[start, end) of ascending blocks; neighbours in one range where `merge`."""
+    """[start, end) of ascending blocks; adjacent blocks share a range if `merge`."""
     ranges = []
     for block in blocks:
         start, end = 16 * block, min(16 * (block + 1), position + 1)
@@ -151,7 +151,7 @@ def test_random_selections_survive_the_way_there_and_back(merge):
         blocks = np.sort(rng.choice(candidates, min(candidates, int(rng.integers(0, 5))), replace=False))
         expected[b, t, k, : len(blocks)] = blocks
         spans = as_ranges(blocks, positions[b, t], merge)
-        order = rng.permutation(6)[: len(spans)]  # in any order, between empty ones
+        order = rng.permutation(6)[: len(spans)]  # in any order, with empty ranges between
         ranges[b, t, k, order] = np.reshape(spans, (-1, 2))
     found = convert(ranges, layout="BTKn2", query_positions=positions)
 

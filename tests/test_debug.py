@@ -1,4 +1,4 @@
-"""Values of index arrays: refused at once outside jit, and as an error to throw inside."""
+"""Wrong values in index arrays: refused at once outside jit, and returned as an error to throw inside."""
 
 import functools
 
@@ -184,7 +184,7 @@ def test_checked_operations_refuse_bad_positions(operands):
 
 
 def test_checked_operations_are_checked_for_shapes_and_kinds_first():
-    """A wrong rank is the operation's clear error, not one of the checks' own making."""
+    """A wrong rank gives the operation's clear error, not an error from within the checks."""
     attend, keys = debug.checked(attention.window_attention), jnp.zeros((1, 3, 1, 4))
     with pytest.raises(ValueError, match=r"^query must have 4 axes"):
         attend(jnp.zeros(3), keys, keys, config=OVERLAPPING)
@@ -193,11 +193,11 @@ def test_checked_operations_are_checked_for_shapes_and_kinds_first():
 
 
 def test_checked_operations_are_checked_before_they_run():
-    """What is out of range may take an operation long, or to another error."""
+    """Values out of range may make an operation run long, or fail with another error."""
     ran = []
 
     def operation(query, key_win, value_win, *, config, query_positions):
-        if not isinstance(query + 0, jax.core.Tracer):  # which all work is while tracing
+        if not isinstance(query + 0, jax.core.Tracer):  # while tracing, every result is a Tracer
             ran.append(query_positions.tolist())
         return query
 

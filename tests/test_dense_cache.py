@@ -1,4 +1,4 @@
-"""Dense and window layers through a cache: every row is that of a full forward, and nothing leaks."""
+"""Dense and window layers through a cache: every output is that of a full forward, and nothing leaks."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ from nsa_jax.nn import DenseAttention
 
 LENGTH, WIDTH = 40, 16
 PROMPTS = np.array([17, 0, 3, 8])
-# A query sees all tokens; 7 of them, in a ring of 9; one, in a ring of 3; all, in a window that is too long.
+# A query sees all tokens; 7, in a ring of 9; 1, in a ring of 3; all, as the window is longer than the rows.
 WINDOWS = (None, 7, 1, 100)
 
 
@@ -28,8 +28,10 @@ def layer(window_size, **changes):
 
 
 def budget(window_size):
-    """Sums of at most 40 products of numbers around 1, in another order; `jax.nn.dot_product_attention`, the
-    forward without a window, has its softmax in float32."""
+    """Tolerance for sums of at most 40 products of numbers around 1, added in another order.
+
+    `jax.nn.dot_product_attention`, the forward without a window, computes its softmax in float32.
+    """
     return 64 * float(jnp.finfo(float if window_size is not None else jnp.float32).eps)
 
 
@@ -38,7 +40,7 @@ def inputs(length=LENGTH):
 
 
 def part(x, first, count):
-    """`count` tokens from `first[b]` on, with zeros behind the last."""
+    """`count` tokens from `first[b]` on, with zeros after the last token."""
     x = np.pad(x, ((0, 0), (0, count), (0, 0)))
     return jnp.asarray(np.stack([row[i : i + count] for row, i in zip(x, first, strict=True)]))
 
@@ -59,7 +61,7 @@ def decode_step(made, x, held, num_tokens):
 
 
 def prefilled(made, x, held, chunk=5):
-    """The prompts of the rows, chunk by chunk: the rows that came out, and the cache."""
+    """Prefills the prompts chunk by chunk; gives the outputs of each row, and the cache."""
     rows = [np.zeros((0, WIDTH)) for _ in PROMPTS]
     for first in range(0, max(PROMPTS), chunk):
         real = np.clip(PROMPTS - first, 0, chunk)
@@ -93,7 +95,7 @@ def test_rows_are_those_of_a_full_forward(window_size):
 
 @pytest.mark.parametrize("window_size", [None, 7])
 def test_a_whole_prompt_is_its_chunks(window_size):
-    """Longer than the ring; and the caches hold the same in the slots that are in use."""
+    """Also a prompt longer than the ring; and both ways leave the same cache."""
     with jax.enable_x64(True):
         made, x = layer(window_size), inputs(17)
         exact = np.asarray(full_forward(made, x))
@@ -108,7 +110,7 @@ def test_a_whole_prompt_is_its_chunks(window_size):
 
 
 def operands(num_new=2, lengths=(30, 31, 9), window_size=None, max_length=32):
-    """A cache of random numbers that says what it holds, and the operands of a step, in float32."""
+    """A cache of random numbers with these lengths, and the operands of a step, in float32."""
     rng = np.random.default_rng(3)
 
     def normal(*shape):
@@ -156,7 +158,7 @@ def test_a_ring_is_never_full():
 @pytest.mark.parametrize("step", [dense_decode_step, dense_prefill])
 @pytest.mark.parametrize("window_size", [None, 7])
 def test_what_is_not_a_number_stays_where_it_is(step, window_size):
-    """In another row, in slots that hold nothing or nothing that is seen, in a padding or later token."""
+    """NaN and infinity in another row, in slots that are unused or unseen, in padding or in a later token."""
     given = operands(lengths=(5, 20, 9), window_size=window_size)
     run = functools.partial(jax.jit(step, static_argnames="window_size"), window_size=window_size)
     number = np.array([2, 2, 1])
@@ -176,7 +178,7 @@ def test_what_is_not_a_number_stays_where_it_is(step, window_size):
 
     spoilt = run(held, query, key, value, num_tokens=number)
 
-    # Rows with a number that is none are attended again with care: so in another order.
+    # Where a result is not finite, `xla` takes that of a second, careful pass, which adds in another order.
     same = functools.partial(np.testing.assert_allclose, rtol=0, atol=16 * np.finfo(np.float32).eps)
     same(spoilt.out[0, 0], clean.out[0, 0])
     same(spoilt.out[0, 1, 2:], clean.out[0, 1, 2:])
@@ -187,7 +189,7 @@ def test_what_is_not_a_number_stays_where_it_is(step, window_size):
 
 
 def test_gradients_reach_the_new_tokens():
-    """By `xla`, through a prompt and a step: those of the layer."""
+    """Through a prompt and a step by `xla`, they equal those of the layer."""
     made, x = layer(7, param_dtype=jnp.float32), inputs(12).astype(jnp.float32)
     cotangent = jnp.asarray(np.random.default_rng(4).standard_normal(x.shape), jnp.float32)
 
@@ -207,7 +209,7 @@ CASES = {"dense": (None, 2**16), "window": (4096, 4096 + 7)}
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_writes_the_cache_in_place(case):
-    """In a loop's body only scatters give an array of the cache's size."""
+    """In the loop's body only scatters produce an array of the cache's size."""
     window_size, size = CASES[case]
     sizes = dict(num_kv_heads=2, key_dim=64, value_dim=64, dtype=jnp.float32, window_size=window_size)
     held = jax.eval_shape(lambda: init_dense_cache(2, 2**16, **sizes))

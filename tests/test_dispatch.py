@@ -1,4 +1,4 @@
-"""What runs, why, and that it is what runs."""
+"""Which implementation is chosen and why, and that the chosen one runs."""
 
 import functools
 import types
@@ -65,7 +65,7 @@ def test_lowered_program_names_what_runs(operation, implementation):
 
 @every_operation
 def test_reference_is_never_dispatched_to(operation):
-    """And the name of an implementation appears where dispatch put it, nowhere else."""
+    """Its programs do not name `nsa_jax.xla`, a name that only dispatch puts into a program."""
     assert "nsa_jax.xla" not in lowered(getattr(reference, operation), operation)
 
 
@@ -150,7 +150,7 @@ def test_unknown_names_are_one_clear_error(call, rule):
 
 @pytest.fixture
 def constant(monkeypatch):
-    """A stand-in for an implementation that cannot run here: every gated sum is 42."""
+    """A stand-in for an implementation that cannot run here: each of its gated sums is 42."""
 
     def gated_sum(out_cmp, out_slc, out_win, gates):
         return jnp.full_like(out_cmp, 42)
@@ -188,7 +188,7 @@ def test_forced_choice_reaches_functions_that_are_already_traced(constant):
             assert (add(*operands) == 3).all()
         assert (add(*operands) == 42).all()
     assert (add(*operands) == 3).all()
-    assert len(traces) <= 3  # one for each choice: coming back costs nothing
+    assert len(traces) <= 3  # one for each choice: going back to one traces nothing
 
 
 def test_forced_choice_ends_with_an_error_in_its_context(constant):

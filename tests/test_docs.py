@@ -1,6 +1,7 @@
-"""The front door holds together: links, figures as new as their rows, every public name in the reference.
+"""Links lead somewhere, figures are as new as their rows, and the reference has every public name.
 
-The site itself is built by `tox -e docs`, which fails on links between pages. Here is what it cannot see.
+The site itself is built by `tox -e docs`, which fails on broken links between pages. These tests check what
+that build cannot see.
 """
 
 import importlib
@@ -20,7 +21,7 @@ DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Documents that are read in the repository, where the site does not check them.
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-# The packages whose `__all__` the reference must have, and what it has beyond that.
+# The reference documents the `__all__` of these packages, and the names in MORE.
 PUBLIC = ("nsa_jax", "nsa_jax.nn", "nsa_jax.model", "nsa_jax.generate", "nsa_jax.cache", "nsa_torch_ref")
 MORE = {
     *("nsa_jax.array_typing.Attended", "nsa_jax.array_typing.AttendedReads", "nsa_jax.dispatch.Choice"),

@@ -39,11 +39,11 @@ PLACEHOLDER = re.compile(r"\[[^\]]*\]|\b[A-Z]+(\.jsonl)?\b|\.\.\.|\*")  # `[--ma
 
 
 class Parsed(Exception):
-    """Arguments were accepted; the program is not to go on."""
+    """The arguments were accepted; the program itself must not run."""
 
 
 class Refused(Exception):
-    """Arguments were not."""
+    """The arguments were refused."""
 
 
 def with_blocks(language: str) -> list[str]:
@@ -126,7 +126,7 @@ def bash_blocks(path: pathlib.Path) -> list[str]:
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The simple commands of a script, each as its words without assignments before it."""
+    """The simple commands of a script, each as a list of words, without assignments in front of it."""
     for line in script.replace("\\\n", " ").splitlines():
         words = shlex.shlex(line, posix=True, punctuation_chars="&|;")
         words.whitespace_split = True
@@ -209,7 +209,7 @@ def wrong_with_extras(requirements: list[str]) -> str | None:
 def _has(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package
+    except ModuleNotFoundError:  # the package it is in
         return False
 
 

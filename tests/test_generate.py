@@ -1,4 +1,4 @@
-"""The compiled loop, with a model small enough to be written down twice: once decoding, once in NumPy."""
+"""The compiled loop of `generate`, with a model that is simple enough to compute in NumPy, too."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ VOCAB, PAD = 11, 99
 
 
 class Stub(nnx.Module):
-    """Logits of every token so far and its place. Records its traces and what it is told to write."""
+    """Logits depend on every token so far and its place. Logs its traces and how many tokens it writes."""
 
     def __init__(self):
         self.table = nnx.Param(jax.random.normal(jax.random.key(0), (64, VOCAB)))
@@ -29,7 +29,7 @@ class Stub(nnx.Module):
         logits, cache = self._logits(self._write(tokens, cache, num_tokens))
         return jnp.where(
             num_tokens[:, None] > 0, logits, -logits
-        ), cache  # no real token: logits mean nothing
+        ), cache  # without a real token, logits mean nothing
 
     def decode_step(self, tokens, cache, num_tokens):
         self.log.traces += 1
@@ -61,10 +61,10 @@ def shared():
 
 @pytest.fixture
 def model(shared):
-    """The same for all tests, so that they share its programs; the log begins anew."""
+    """One model for all tests, so that they share its programs; its log starts empty."""
     shared.log.traces = 0
     for told in (shared.log.steps, shared.log.prefills, shared.log.capacities):
-        told.clear()  # compiled programs write to these very lists
+        told.clear()  # emptied, not replaced: compiled programs append to these lists
     return shared
 
 
@@ -73,7 +73,7 @@ LENGTHS = np.array([5, 3, 1])
 
 
 def greedy(model, count, eos_id=None):
-    """Each row on its own, token by token."""
+    """The greedy tokens of each row on its own, token by token."""
     table, rows = np.asarray(model.table[...]), []
     for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
         tokens = prompt[:length].tolist()
@@ -103,7 +103,7 @@ def rows_of(out):
     ("chunk_size", "prefill_chunk"), [(1, None), (4, None), (10, None), (32, 1), (4, 2), (4, 5), (4, 64)]
 )
 def test_greedy_equals_token_by_token(model, chunk_size, prefill_chunk):
-    """The last chunk is cut where the tokens end: 10 is no multiple of 4."""
+    """10 is not a multiple of 4, so the last chunk is cut where the tokens end."""
     out = run(model, chunk_size=chunk_size, prefill_chunk=prefill_chunk)
 
     assert out.tokens.shape == (3, 10)
@@ -125,7 +125,7 @@ def test_rows_stop_at_their_own_end(model):
 
 
 def test_finished_row_writes_nothing(model):
-    """A row writes its tokens but the last: nothing comes after that one, so nobody reads it."""
+    """A row writes all its tokens but the last, which nobody would read, as no token comes after it."""
     eos_id = greedy(model, 10)[1][2]
 
     lengths = run(model, eos_id=eos_id).lengths
@@ -137,7 +137,7 @@ def test_finished_row_writes_nothing(model):
 
 @pytest.mark.parametrize(("ends_after", "steps"), [(1, 0), (2, 8)])
 def test_the_end_is_asked_for_once_a_chunk(model, ends_after, steps):
-    """The first token needs no step. All rows end; the chunk runs to its end and no other begins."""
+    """The first token needs no step. When all rows have ended, the chunk is finished and no other begins."""
     generated = greedy(model, 2)[0]
     assert generated[0] != generated[1]
     same = np.tile(PROMPTS[:1], (3, 1))
@@ -149,7 +149,7 @@ def test_the_end_is_asked_for_once_a_chunk(model, ends_after, steps):
 
 
 def test_the_compiler_knows_how_many_steps_a_chunk_has(model):
-    """Else a GPU asks the host after each of them whether there is another one."""
+    """Otherwise a GPU asks the host after each step whether there is another one."""
     arrays = PROMPTS.astype(np.int32), LENGTHS.astype(np.int32), jax.random.split(jax.random.key(0), 3)
     sizes = dict(max_length=15, chunk_size=7, prefill_chunk=5)
     lowered = _run.lower(*nnx.split(model), *arrays, _Sampling(None, None, None), None, PAD, 10, **sizes)
@@ -176,7 +176,7 @@ def test_calls_of_the_same_shapes_compile_once():
 
 
 def test_sizes_of_a_bucket_share_a_program():
-    """Prompts of 1 .. 64 tokens and 1 .. 64 new ones are a bucket each; the next ones begin at 65."""
+    """Prompts of 1 .. 64 tokens are one bucket, so are 1 .. 64 new tokens; the next buckets begin at 65."""
     model = Stub()
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 80))
 
@@ -209,7 +209,7 @@ def test_an_explicit_capacity_leaves_the_number_of_new_tokens_free():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_a_bucket_does_not_change_the_tokens(model, array, temperature):
-    """The same as with a cache, prompt and chunk of exactly the sizes that are needed."""
+    """They are those of a cache, a prompt and a chunk of exactly the sizes that are needed."""
     arguments = dict(lengths=LENGTHS, max_new_tokens=10, temperature=temperature, pad_id=PAD)
 
     out = generate(model, array(PROMPTS), **arguments)
@@ -286,7 +286,7 @@ def test_equal_prompts_draw_differently(model):
 
 
 def test_each_step_draws_anew():
-    """With equal logits throughout, only the key of the step makes one token differ from the next."""
+    """All logits are equal, so only the key of a step makes its token differ from the others."""
     model = Stub()
     model.table[...] *= 0
 

@@ -1,4 +1,4 @@
-"""Ten thousand tokens by `generate`, over the edges of blocks and windows, beside one forward of the text."""
+"""Ten thousand tokens by `generate`, across edges of blocks and windows, against one forward of the text."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ CONFIG = TransformerConfig(
 def test_ten_thousand_tokens_are_those_of_one_forward():
     """Each is the one that `sample` draws, with its key, from the logits of one forward of the whole text.
 
-    In float64 two ways to compute the logits differ by 1e-13 or so, and no draw is that close. Sampled text
-    does not fall into a cycle, as greedy text of a random model does.
+    In float64 the two ways to compute the logits differ by about 1e-13, and no draw is that close. The text
+    is sampled because greedy text of a random model falls into a cycle.
     """
     with jax.enable_x64(True):
         model = randomised(abstract(Transformer, CONFIG, implementation="xla"), 2.0)

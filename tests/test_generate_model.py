@@ -21,8 +21,8 @@ CONFIG = TransformerConfig(
 NEW = 24
 PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (3, 27))
 LENGTHS = np.array([27, 3, 14])  # 3 is less than a compression block; 27 + 24 tokens are 7 selection blocks
-CAPACITY = 4096  # far more than is used, so that whatever has this size shows
-# No token is VOCAB: nothing ends early.
+CAPACITY = 4096  # far more than is used, so that an array of this size stands out in the program
+# No token equals VOCAB, so no row ends early.
 ARGUMENTS = dict(max_new_tokens=NEW, max_length=CAPACITY, eos_id=VOCAB, chunk_size=5, prefill_chunk=10)
 
 
@@ -37,7 +37,7 @@ def generated(model):
 
 
 def test_greedy_equals_argmax_of_full_forwards(model, generated):
-    """One full forward of what was generated says for every position which token comes next."""
+    """One full forward over the generated text gives, for every position, the token that comes next."""
     tokens = np.zeros((3, 27 + NEW), np.int32)
     for row, length in enumerate(LENGTHS):
         tokens[row, :length] = PROMPTS[row, :length]
@@ -47,14 +47,14 @@ def test_greedy_equals_argmax_of_full_forwards(model, generated):
     for row, length in enumerate(LENGTHS):
         rows = logits[row, length - 1 : length - 1 + NEW]
         ranked = np.sort(rows, axis=-1)
-        # Two forwards differ by rounding only, so this margin says which token it must be.
+        # Two forwards differ by rounding alone, so with this margin there is no doubt about the token.
         assert (ranked[:, -1] - ranked[:, -2]).min() > 1e-4 * np.abs(rows).max()
         assert generated.tokens[row].tolist() == rows.argmax(-1).tolist()
     assert generated.lengths.tolist() == [NEW] * 3
 
 
 def test_stops_where_the_token_came(model, generated):
-    """A token that came up becomes the end: the rows up to it stay the same, in the same program."""
+    """With a generated token as the end token, rows stay the same up to it, in the same program."""
     eos_id = int(generated.tokens[0, 6])
     programs = _run._cache_size()
 
@@ -70,7 +70,7 @@ def test_stops_where_the_token_came(model, generated):
 
 
 def test_row_is_independent_of_the_others(model, generated):
-    """Other neighbours, of other lengths, that end at another time: the row stays the same."""
+    """With other neighbours, of other lengths, the row stays the same."""
     prompts, lengths = PROMPTS.copy(), np.array([5, 22, 14])
     prompts[:2] = (prompts[:2] + 5) % VOCAB
 
@@ -81,7 +81,7 @@ def test_row_is_independent_of_the_others(model, generated):
 
 
 def test_loops_write_the_cache_in_place(model, generated):
-    """Beyond the entry, which makes the empty cache, only scatters give an array of its capacity."""
+    """Outside the entry, which makes the empty cache, only scatters produce an array of its capacity."""
     static = dict(max_new_tokens=NEW, max_length=CAPACITY, chunk_size=5, prefill_chunk=10)
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = jnp.asarray(PROMPTS, jnp.int32), jnp.asarray(LENGTHS, jnp.int32), keys
@@ -90,7 +90,7 @@ def test_loops_write_the_cache_in_place(model, generated):
     large = [line for line in loop_bodies(lowered.compile().as_text()) if f"= f32[3,{CAPACITY}," in line]
     written = [line for line in large if not re.search(r" (get-tuple-element|parameter|bitcast)\(", line)]
 
-    # Keys and values, in prefill and in decoding; a window alone has a ring.
+    # Keys and values, in prefill and in decoding. A window layer has a short ring instead.
     assert len(written) == (0 if model.config.attention == "window" else 4)
     assert all("scatter" in line.split(" = ")[0] for line in written)
 

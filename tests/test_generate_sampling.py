@@ -12,7 +12,7 @@ VOCAB = 12
 
 
 def brute_force(row, top_k, top_p):
-    """Ids of the kept tokens: one by one from the most likely, of equal ones the lower id first."""
+    """Ids of the kept tokens, taken one by one, the most likely first; of equal ones the lower id first."""
     ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))
     ranked = ranked[: top_k or len(row)]
     if top_p is None:
@@ -60,7 +60,7 @@ def test_top_p_counts_among_what_top_k_left():
 
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_top_p_of_one_changes_nothing(top_k):
-    """Even where the first probability is rounded to 1, so that nothing is left for the others."""
+    """Even if the first probability is rounded to 1, so that nothing is left for the others."""
     logits = jnp.array([[0.0, -40.0, -80.0, -120.0], [-200.0, 0.0, -1.0, -1.0]])
 
     assert truncate(logits, top_k=top_k, top_p=1.0).tolist() == truncate(logits, top_k=top_k).tolist()
@@ -84,7 +84,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens():
     [(1.0, None, None), (0.5, None, None), (2.0, 4, None), (1.0, None, 0.8), (2.0, None, 0.7), (1.5, 5, 0.9)],
 )
 def test_draws_follow_their_probabilities(temperature, top_k, top_p):
-    """Chi-square of 20,000 draws with fixed keys; a right sampler fails at one key in ten thousand."""
+    """Chi-square of 20,000 draws with fixed keys; a correct sampler fails for one key in ten thousand."""
     row, draws = rows("random")[0] / 2, 20_000
     kept = sorted(brute_force(row / temperature, top_k, top_p))
     weights = np.exp(row[kept].astype(np.float64) / temperature)
@@ -114,7 +114,7 @@ def test_tiny_temperature_is_greedy_and_does_not_overflow():
 
 
 def test_half_precision_logits_are_drawn_in_float32():
-    """Summed in bfloat16, the probabilities of 2048 equal tokens would stop at a fraction of one."""
+    """In bfloat16 the sum of the probabilities of 2048 equal tokens would stop growing well below 1."""
     logits = jnp.zeros((64, 2048), jnp.bfloat16)
 
     tokens = sample(logits, jax.random.split(jax.random.key(0), 64), temperature=1.0, top_p=0.9)

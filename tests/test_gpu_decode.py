@@ -21,7 +21,7 @@ OTHER = NSAConfig(
     compression_block_size=16, compression_stride=8, selection_block_size=32, num_selected_blocks=6,
     window_size=100, num_initial_blocks=2, num_local_blocks=1,
 )  # fmt: skip
-# Around the ends of blocks and windows, long, and full.
+# Lengths around the ends of blocks and windows, long ones, and a full row.
 LENGTHS = (0, 30, 31, 32, 46, 577, 1023, 1025, 2047, 4095, 16383, 30000, 65520, 65536)
 
 
@@ -143,7 +143,7 @@ COMPRESSORS = {
 
 @pytest.mark.parametrize("compress", COMPRESSORS.values(), ids=COMPRESSORS.keys())
 def test_compiled_loop_equals_steps_of_xla(compress):
-    """In place, over the ends of blocks; the rows end at different steps."""
+    """The cache is updated in place, across ends of blocks; the rows end at different steps."""
     arrays = operands(jnp.float32, 1, lengths=(0, 20, 1000, 5000), max_length=8192)
     steps = 80
 
@@ -166,7 +166,7 @@ def test_compiled_loop_equals_steps_of_xla(compress):
     assert found.lengths.tolist() == expected.lengths.tolist() == [80, 80, 1080, 5033]
     assert distance(out, right) <= 1e-5
     for name, got, want in zip(found._fields[:8], found, expected, strict=False):
-        # What an MLP makes is summed up over 4096 products: 16 roundings of its largest number.
+        # An MLP sums 4096 products; this allows 16 roundings of its largest number.
         rounding = 2e-6 * float(jnp.abs(want).max()) if name.endswith("cmp") else 0
         assert distance(got, want) <= rounding, name
 

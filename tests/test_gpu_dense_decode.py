@@ -23,7 +23,7 @@ def distance(found, expected):
     return float(jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max())
 
 
-# Around the ends of tiles, parts and the ring, long, and full.
+# Lengths around the ends of tiles, parts and the ring, long ones, and a full row.
 LENGTHS = (0, 1, 63, 64, 1000, 4095, 4096, 4100, 30000, 65520, 65536)
 
 
@@ -82,7 +82,7 @@ def test_step_equals_xla(dtype, num_new, more):
 
 @pytest.mark.parametrize("window_size", [None, 512])
 def test_a_bad_row_stays_alone(window_size):
-    """And what slots hold that are not in use, or no longer seen, reaches nobody."""
+    """NaN in all of row 1, and in the unused slots of every row, reaches no other row."""
     given = operands(jnp.bfloat16, 4, window_size=window_size, lengths=(100, 2000, 65000))
     clean = step("triton", window_size, None, *given)
     held, *tokens = given
@@ -100,7 +100,7 @@ def test_a_bad_row_stays_alone(window_size):
 
 @pytest.mark.parametrize("window_size", [None, 100])
 def test_compiled_loop_equals_steps_of_xla(window_size):
-    """In place, around the ring; the rows end at different steps, one because it is full."""
+    """The cache is updated in place, around the ring; rows end at different steps, one because it is full."""
     arrays = operands(jnp.float32, 1, window_size=window_size, lengths=(0, 20, 1000, 8150), max_length=8192)
     steps = 120
 

@@ -1,7 +1,7 @@
-"""The machinery of the GPU evidence: hashes by rooms, what is stale, and the list of it.
+"""The machinery of the GPU evidence: a hash for each room, which tests are stale, and the list of them.
 
-That the committed evidence is of the committed code is a step of `.ci/run`, not a test: who has no GPU could
-not make it pass.
+`.ci/run` checks that the committed evidence is of the committed code. No test does, because whoever has no
+GPU could not make it pass.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_words_do_not_count_but_code_does():
 
 
 def test_every_file_of_the_kernels_stands_in_one_room():
-    """A new folder of kernels needs a room: else a change there would make nothing stale."""
+    """A new folder of kernels needs a room; otherwise a change there would make no test stale."""
     root = gpu_evidence.ROOT
     rooms = {room: gpu_evidence._files(root, patterns) for room, patterns in gpu_evidence.ROOMS.items()}
     files = [file for room in rooms.values() for file in room]
@@ -139,7 +139,7 @@ def test_runs_on_two_devices_stay_apart():
 
 @pytest.fixture
 def committed(house, monkeypatch):
-    """The evidence and the list of another house, in which SELECTED and WHOLE are the GPU tests."""
+    """Writes evidence and list of a made-up project with GPU tests SELECTED and WHOLE; also its hashes."""
 
     def commit(runs, listed):
         gpu_evidence.FILE.write_text(json.dumps({"runs": runs}))

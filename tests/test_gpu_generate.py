@@ -18,7 +18,7 @@ from nsa_jax.model import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.gpu
 
-# Initial and local blocks take all places: which blocks are chosen depends on no score.
+# Initial and local blocks fill all slots, so no score decides which blocks are chosen.
 MODEL = TransformerConfig(
     vocab_size=101, num_layers=2, model_dim=128, num_heads=8, num_kv_heads=2, head_dim=64,
     nsa=NSAConfig(num_selected_blocks=4, num_initial_blocks=1, num_local_blocks=3),
@@ -28,7 +28,7 @@ PROMPT, NEW = 3000, 10_000
 
 
 def model_beside(model, dtype):
-    """The model by `xla` in another dtype, with the same numbers as parameters."""
+    """A model by `xla` in another dtype, with the same parameters."""
     config = dataclasses.replace(MODEL, dtype=dtype, param_dtype=dtype)
     graph, _ = nnx.split(abstract(Transformer, config, implementation="xla"))
     return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), nnx.split(model)[1]))
@@ -41,7 +41,7 @@ def forward(model, text):
 
 @nnx.jit
 def step_by_step(model, text):
-    """Logits of the tokens behind the prompt, each by a step through a cache."""
+    """Logits of the tokens after the prompt, each computed by a step through a cache."""
 
     def step(held, token):
         logits, held = model.decode_step(token[None, None], held)
@@ -53,7 +53,7 @@ def step_by_step(model, text):
 
 
 def test_ten_thousand_tokens_are_those_of_one_forward():
-    """Logits of the steps within the budget of a float32 forward; the tokens, where it tells them apart."""
+    """Steps give logits within the budget, and the tokens of a float32 forward where its margin is clear."""
     model = Transformer(MODEL, rngs=nnx.Rngs(0))
     prompt = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, PROMPT))
     new, again = (np.asarray(generate(model, prompt, max_new_tokens=NEW).tokens[0]) for _ in range(2))

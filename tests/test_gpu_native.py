@@ -1,4 +1,4 @@
-"""On a GPU: the whole operation by the Triton kernels is deterministic, transformable, right at 64k."""
+"""On a GPU: the whole operation by the Triton kernels is deterministic, transformable, and correct at 64k."""
 
 import functools
 
@@ -42,7 +42,7 @@ def with_gradients(cotangent, *arrays, function=attend):
 
 
 def poison_memory():
-    """Leaves NaN in the memory that the next results will lie in."""
+    """Leaves NaN in the memory that the next results will take."""
     for size in (1 << 28, 1 << 24, 1 << 20):
         arrays = [jnp.full((size // 4,), jnp.nan) for _ in range(8)]
         jax.block_until_ready(arrays)
@@ -58,14 +58,14 @@ def in_float64(run, *arrays):
 
 
 def assert_within_budget(names, found, same, exact):
-    """Each of the results, against the exact ones and those of the same maths in the same dtype."""
+    """Checks each result against the exact one; the same maths in the same dtype sets its budget."""
     for name, ours, theirs, right in zip(names, found, same, exact, strict=True):
         allowed = budget.allowance(theirs, right, float(jnp.finfo(ours.dtype).eps))
         assert budget.distance(ours, right) <= allowed, name
 
 
 def assert_same_maths(found, other):
-    """Two results of which neither is exact, formed in other orders: each has a budget of its own."""
+    """Checks two results of the same maths, added in other orders: neither is exact, so each has a budget."""
     allowed = 2 * 8 * float(jnp.finfo(found.dtype).eps) * budget.size(other)
     assert budget.distance(found, other) <= allowed
 
@@ -119,13 +119,13 @@ def test_what_is_not_a_number_stays_where_it_is(part):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_not_finite_reaches_those_who_see_it(dtype):
-    """The pattern of the oracle, number by number, in outputs and gradients."""
+    """Outputs and gradients are finite exactly where those of the oracle are."""
     query, *keys, gates = operands(600, batch=2, heads=8, kv_heads=2, key_dim=64, value_dim=64, dtype=dtype)
     cotangent = jax.random.normal(jax.random.key(9), (2, 600, 8, 64), dtype)
     blocks = attention.select_blocks(query, keys[0], config=CONFIG, implementation="xla")
     query = query.at[1, 300, 3, 7].set(jnp.nan)
     cotangent = cotangent.at[0, 500, 2, 5].set(jnp.inf)
-    # For each, some queries see no other. So the value of the window stands near the end.
+    # Each of these numbers has queries that see no other of them; so that of the window is near the end.
     places = (0, 0.2, 1), (0, 0.5, 0), (1, 0.6, 1), (1, 0.9, 0), (0, 0.7, 0), (1, 0.97, 1)
     for i, (b, part, k) in enumerate(places):
         at = b, int(keys[i].shape[1] * part), k, 3 * i
@@ -150,7 +150,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(dtype):
 
 @pytest.mark.parametrize("length", [512, 1536])
 def test_runs_equal_their_positions(length):
-    """Two runs of rows of their own, the last of them not full, against an array of positions."""
+    """Two runs that begin elsewhere in each row, the last of them not full, against an array of positions."""
     first = jnp.asarray([[64, 512], [0, 320]], jnp.int32)
     query, *others = operands(2048, batch=2, heads=8, kv_heads=2, key_dim=64, value_dim=64)
     query, gates = query[:, :length], others.pop()[:, :length]
@@ -195,7 +195,7 @@ def test_window_keys_with_an_origin_of_their_own():
 
 
 def test_the_sum_at_the_end_of_the_window_is_that_of_the_branches():
-    """Without gradients the window's kernel ends in the gated sum; with them that is a kernel of its own."""
+    """Without gradients the window's kernel computes the gated sum; with them, a kernel of its own does."""
     arrays = operands(1500, heads=32, kv_heads=2)
     out = jax.jit(attend)(*arrays)
     expected, _ = jax.jit(lambda *arrays: jax.vjp(attend, *arrays))(*arrays)
@@ -204,7 +204,7 @@ def test_the_sum_at_the_end_of_the_window_is_that_of_the_branches():
 
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_tokens_that_select_nothing(block_size):
-    """Whole tiles, in poisoned memory: out 0, lse -inf and no gradient, whatever the cotangent of lse."""
+    """Whole tiles of them, in poisoned memory: out 0, lse -inf, gradient 0, even if d_lse is NaN."""
     config = NSAConfig(selection_block_size=block_size)
     query, _, _, key, value, *_ = operands(1024)
     own = jnp.arange(1024, dtype=jnp.int32) // block_size
@@ -232,7 +232,7 @@ def test_tokens_that_select_nothing(block_size):
 
 
 def assert_as_xla(cotangent, arrays, blocks):
-    """Outputs and gradients by both implementations, with the same selection."""
+    """Checks outputs and gradients of the kernels against those of `xla`, with the same selection."""
 
     def run(cotangent, *arrays, implementation="xla"):
         function = functools.partial(attend, implementation=implementation, block_indices=blocks)
@@ -253,7 +253,7 @@ def test_values_and_gradients_equal_those_of_xla(length):
 
 
 def test_many_heads_of_one_kv_head_equal_those_of_xla():
-    """More heads than a tile has rows, and wide ones: the largest tiles that shared memory holds."""
+    """More heads than a tile has rows, and large dims: the largest tiles that shared memory holds."""
     arrays = operands(300, heads=100, key_dim=256, value_dim=192)
     blocks = attention.select_blocks(*arrays[:2], config=CONFIG, implementation="xla")
     cotangent = jax.random.normal(jax.random.key(9), (1, 300, 100, 192), "bfloat16")
@@ -262,9 +262,9 @@ def test_many_heads_of_one_kv_head_equal_those_of_xla():
 
 @pytest.mark.parametrize("length", [2000, 6000])
 def test_a_block_named_twice_counts_once(length):
-    """By more pairs than an item has.
+    """More queries name block 0 twice than an item holds.
 
-    That nothing is written out of bounds is held by `triton_block_program.check_blocks_named_twice`.
+    `triton_block_program.check_blocks_named_twice` checks that nothing is written out of bounds.
     """
     query, _, _, key, value, *_ = operands(length, key_dim=64, value_dim=64)
     own = jnp.arange(length, dtype=jnp.int32) // 64
@@ -350,7 +350,7 @@ def test_scan_runs_the_kernels_in_a_compiled_loop():
     ],
 )
 def test_sampled_rows_of_64k_tokens(operation, distribution):
-    """By the gate of the benchmarks: float64, from the definitions alone."""
+    """The gate of the benchmarks checks them: it computes rows in float64, from the definitions alone."""
     from benchmarks import gate, inputs, programs
 
     shape = inputs.Shape(
@@ -370,7 +370,7 @@ def test_sampled_rows_of_64k_tokens(operation, distribution):
 
 
 def test_offsets_beyond_two_to_the_31():
-    """300 000 tokens of 64 heads: 2.46e9 elements of queries; the last rows against those computed alone."""
+    """300 000 tokens with 64 heads have 2.46e9 query elements; the last rows equal those computed alone."""
     length, last = 300_000, 40
     query = jax.random.normal(jax.random.key(0), (1, length, 64, 128), "bfloat16")
     key, value = (jax.random.normal(jax.random.key(i), (1, length, 4, 128), "bfloat16") for i in (1, 2))
@@ -401,7 +401,7 @@ def test_offsets_beyond_two_to_the_31():
         out, pull_back = jax.vjp(attend, query, key, value)
         return pull_back(out)
 
-    # The last block is chosen by its own queries alone.
+    # Only its own queries choose the last block, so they alone give the gradients of its keys and values.
     own = length % 64 or 64
     positions = jnp.arange(length - own, length, dtype=jnp.int32)[None]
     of_all = jax.jit(gradients)(query, key, value, blocks)

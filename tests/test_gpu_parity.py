@@ -1,10 +1,10 @@
-"""On a GPU: every case of parity by the Triton kernels, torch and JAX on the same device."""
+"""On a GPU: every case of parity by the Triton kernels, with torch and JAX on the same device."""
 
 import pytest
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("float32", "bfloat16", "float16")
-# Dims or block sizes that no kernel is made for: refused with a reason, which its own test holds.
+# Cases with dims or block sizes that the kernels refuse; another test checks the reason they give.
 NOT_FOR_KERNELS = {
     *("odd_dims", "adjoining_blocks", "layer", "layer_mean", "layer_packed", "layer_bias_odd_dims"),
     *("layer_shorter_than_a_block", "decode", "decode_from_one_token", "decode_mean_chunked"),

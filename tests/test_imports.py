@@ -1,6 +1,6 @@
-"""The floors of the house: who may import whom, read from the source without running it.
+"""The floors of the project: which module may import which, read from the source without running it.
 
-A module of `nsa_jax` imports only what stands left of it in `FLOORS`; its public `__init__` stands last.
+A module of `nsa_jax` imports only from lower floors of `FLOORS`; the package's own `__init__` is above all.
 """
 
 import ast
@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples", "tests")
 
-# Left to right, lowest first; parts of one floor do not import one another.
+# The lowest floor first; parts of one floor do not import each other.
 FLOORS = (
     ("nsa_jax.config", "nsa_jax.remat"),
     ("nsa_jax.array_typing",),
@@ -91,13 +91,13 @@ def reads_environment(source: str) -> bool:
 
 
 def placed_already(floors: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Parts whose place never counts: `floor_of` finds the same name, or a package around it, before them."""
+    """Parts that are listed in vain: `floor_of` finds the same name, or a package around it, before them."""
     parts = [part for floor in floors for part in floor]
     return [part for number, part in enumerate(parts) if within(part, tuple(parts[:number]))]
 
 
 def violations(files: Mapping[str, str]) -> list[str]:
-    """What is wrong with `files`, path to source, and with FLOORS, one line each."""
+    """What is wrong with `files`, which maps path to source, and with FLOORS; a line for each violation."""
     modules = {module_name(path) for path in files}
     wrong = [f"FLOORS: {part} has a place already" for part in placed_already(FLOORS)]
     for path, source in files.items():

@@ -89,7 +89,7 @@ def test_overlap_weights_of_the_paper():
 
 @every_config
 def test_equation_9_as_printed_is_ours_if_its_indices_count_from_one(config):
-    """With indices from 0, the printed sum lies one selection block less one stride too early."""
+    """With indices from 0, the printed sum is too early by a selection block less one stride."""
     ratio = config.selection_block_size // config.compression_stride
     overlap = config.compression_block_size // config.compression_stride
 
@@ -260,11 +260,11 @@ def test_what_is_known_of_the_queries_while_tracing():
     assert place(Runs((Run(8, jnp.int32(4)),))).first_position is None
     assert place(Runs((Run(4, 0), Run(4, 8)))).first_position is None
     assert place(Runs((Run(8, 0),), num_queries=jnp.asarray([3]))).first_position is None
-    assert place(Runs((Run(8, 28),))).first_position is None  # half of them lie behind the row
+    assert place(Runs((Run(8, 28),))).first_position is None  # half of the queries are beyond the row
     assert place(Runs((Run(8, 4),))).first_position == 4
     assert place(Runs((Run(8, np.int64(4)),))).first_position == 4
 
-    def tokens(*arguments, **more):  # of the tiles that lie in one block, of 1, 2, 4, ... 64
+    def tokens(*arguments, **more):  # of the largest tile, of 1, 2, 4 .. 64, that lies in one block
         placed = place(*arguments, **more)
         return max((2**i for i in range(7) if placed.tile_in_one_block(2**i)), default=0)
 
@@ -281,7 +281,7 @@ def test_what_is_known_of_the_queries_while_tracing():
 
 @pytest.mark.parametrize("first", [0, 9, -5, [3, -4]], ids=str)
 def test_arrays_that_hold_a_part_of_the_row(first):
-    """Keys that an array does not hold are not seen, the others are where they lie in it."""
+    """Keys that an array does not hold are not seen; the others are found at their place in it."""
     num_keys, num_compressed, held = 30, 14, 11
     first = first if isinstance(first, int) else jnp.asarray(first)
     index = Index(first)

@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_written_out_model():
 
 
 def test_steps_of_a_cache_equal_the_full_forward():
-    """Ragged prefill in two chunks, then steps of three tokens, two and none."""
+    """Ragged prefill in two chunks, then steps in which a row takes 0 to 3 tokens."""
     model, logits, _ = float64_model()
     ids = tokens()
     tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
@@ -149,7 +149,7 @@ def test_remat_changes_no_gradient():
         assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
 
     for plain, recomputed in zip(*map(jax.tree.leaves, gradients), strict=True):
-        # The same additions, about 200 of them, fused and so rounded in other ways.
+        # The same additions, about 200 of them, but fused differently and so rounded differently.
         tolerance = 200 * np.finfo(np.float32).eps * np.abs(plain).max()
         np.testing.assert_allclose(recomputed, plain, rtol=0, atol=tolerance)
 

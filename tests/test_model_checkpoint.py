@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what was saved, and nothing that was saved is ever lost."""
+"""Checkpoints: `restore` gives what `save` was given, and a save that fails loses nothing."""
 
 import dataclasses
 import os
@@ -158,7 +158,7 @@ def test_a_refused_save_leaves_what_was_there(tmp_path):
 
 
 def test_a_save_that_fails_half_way_leaves_what_was_there(tmp_path, monkeypatch):
-    """The disk is full when an item is written; then a process dies before the rename; then all is well."""
+    """First the disk is full, then a process dies before its rename, and at last a save succeeds."""
     import orbax.checkpoint
 
     save(tmp_path, make_model(0))

@@ -86,7 +86,7 @@ def test_options_reach_every_layer(kind):
 
 @pytest.mark.parametrize("options", [PLAIN, FUNCTIONS], ids=["plain", "functions"])
 def test_steps_of_a_cache_equal_the_full_forward(options):
-    """In training mode, where the forward drops outputs and a step must not."""
+    """The steps run in training mode, in which a forward would drop outputs; a step must not."""
     ids, counts = tokens(), np.array([6, 9])
     with jax.enable_x64(True):
         model = make_model(num_layers=1, dtype="float64", param_dtype="float64", **options)

@@ -54,7 +54,7 @@ def other_attention(**changes):
 
 
 class Mine(Transformer):
-    """A subclass: `restore` would give its base."""
+    """A subclass; `restore` would make an instance of its base."""
 
 
 def with_attention(attention):

@@ -29,7 +29,7 @@ EXACT_BASE = 4.0
 
 
 def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
-    """The layer for rows of one sequence: complex rotation, stacked blocks, the oracle's attention."""
+    """The layer in plain code for rows of one sequence: complex rotation, stacked blocks, the oracle."""
 
     def project(name):
         return jnp.tensordot(x, weights[f"{name}_proj.kernel"], 1) + weights[f"{name}_proj.bias"]
@@ -74,7 +74,7 @@ def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
 
 @functools.cache
 def float64_layer():
-    """Parameters of a layer, and its outputs, selection and gradients as a function compiled once a shape."""
+    """Parameters of a layer, and a compiled function that gives its outputs, selection and gradients."""
     with jax.enable_x64(True):
         graph, state = nnx.split(make_layer(jnp.float64, rope_base=EXACT_BASE))
 
@@ -123,7 +123,7 @@ def test_bfloat16_computation_is_within_the_budget():
         np.arange(LENGTH)[None].repeat(2, 0),
         np.arange(LENGTH) // CONFIG.selection_block_size,
     )
-    # The selection is not continuous, so it is pinned: the block before a query's own, its own, nothing else.
+    # A selection is not continuous, so it is fixed here: a query's own block and the one before it.
     blocks = np.stack(
         [np.where(current, current - 1, 0), np.where(current, current, -1), np.full(LENGTH, -1)], -1
     )
@@ -141,7 +141,7 @@ def test_bfloat16_computation_is_within_the_budget():
 
 
 def test_packed_rows_equal_each_sequence_alone():
-    """Values and gradients of four sequences between padding, against four rows that begin with one each."""
+    """Values and gradients of four sequences with padding between, against rows that begin with one each."""
     runs = [(3, 5), (0, 2), (9, 3), (4, 10), (0, 1), (7, 2)]  # (segment id, length)
     ids = np.concatenate([[number] * length for number, length in runs])[None]
     state, evaluate = float64_layer()

@@ -1,4 +1,4 @@
-"""phi: the blocks that it takes out of plain and packed rows, and what it makes of them."""
+"""phi: which blocks it takes from plain and packed rows, and what it computes from them."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def block_starts(segment_ids, config):
 
 
 def integers(*shape):
-    """Floats that are small integers, so that every sum is exact and equality is too."""
+    """Floats that are small integers, so that sums are exact and can be compared for equality."""
     return np.random.default_rng(0).integers(-9, 10, shape).astype(np.float32)
 
 
@@ -68,7 +68,7 @@ def test_windows_of_a_plain_row(config, length):
 
 
 def test_windows_of_packed_rows_and_their_backward(config):
-    """Rows of one batch that are packed differently, under jit; the backward against plain AD, exactly."""
+    """The rows of a batch are packed differently, under jit; windows and gradient equal those of a loop."""
     ids, size = np.asarray(list(ROWS.values())), config.compression_block_size
     x, starts = integers(*ids.shape, 2, 3), [block_starts(row, config) for row in ids]
     cotangent = integers(len(ids), layout.num_compression_blocks(ids.shape[1], config), size, 2, 3)

@@ -1,4 +1,4 @@
-"""The example that exchanges `nnx.MultiHeadAttention` for NSA runs, and both decoders learn."""
+"""The example that replaces `nnx.MultiHeadAttention` by NSA runs, and both decoders learn."""
 
 from examples import drop_in
 

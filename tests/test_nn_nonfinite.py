@@ -1,4 +1,4 @@
-"""A layer and a model hand on no NaN from where they may not look, in a forward and in decoding."""
+"""A model passes on no NaN from tokens that it may not see, in a forward and in decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,13 @@ def test_forward(models, place):
     found = run(models[1], np.where(hidden, BAD, ids), segment_ids)
     expected = run(models[1], ids, segment_ids)
 
-    columns = np.arange(CONFIG.vocab_size) != BAD  # the output is tied to the embedding
+    columns = np.arange(CONFIG.vocab_size) != BAD  # BAD's logit is NaN: the output is tied to the embedding
     assert np.abs(found - expected)[~hidden][:, columns].max() < 1e-5 * np.abs(expected)[..., columns].max()
     assert np.isnan(found)[hidden].all()
 
 
 def test_decoding(models):
-    """Row 0 is spoilt throughout, the padding of row 1's prompt too, and both rows' unused slots."""
+    """All tokens of row 0, the padding of row 1's prompt and the unused slots of both rows are spoilt."""
     clean, spoilt = models
     ids = harmless()
     prompt = np.where(np.arange(9) < np.array([[9], [5]]), ids[:, :9], BAD)

@@ -9,7 +9,7 @@ from small_layer import LENGTH, ROWS, WIDTH, WeightedSum, assert_steps_give, fix
 
 from nsa_jax.nn import DenseAttention, YarnScaling
 
-# In training mode, where the forward drops outputs and a step must not.
+# With dropout: in training mode a forward drops outputs, and a step must not.
 NORMED = dict(
     normalize_qk=True,
     scale=0.7,
@@ -33,7 +33,7 @@ def test_steps_of_a_cache_equal_the_full_forward(options):
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 def test_dropout_falls_on_the_output_in_training(kind):
-    """A quarter of it, anew in each call; what is left grows by as much as was lost."""
+    """It drops a quarter of the output, drawn anew in each call, and divides the rest by three quarters."""
     x = random(2, 40, WIDTH).astype(np.float32)
     if kind == "nsa":
         layer = make_layer(dropout_rate=0.25)

@@ -1,4 +1,4 @@
-"""Weights of any module as NumPy arrays by name: out of it, into it, and what is refused."""
+"""Weights of any module as NumPy arrays by name: read from it, loaded into it, and what is refused."""
 
 import re
 
@@ -60,7 +60,7 @@ def test_a_layer_computes_with_what_was_loaded():
 
     out = layer(x)
 
-    # A single token attends to itself: what comes out is its value, once for each query head.
+    # A single token attends only to itself, so attention gives its value, once for each query head.
     given = drawn(layer)
     value = np.tensordot(x, given["value_proj.kernel"], 1).repeat(2, axis=2)
     expected = np.tensordot(value, given["out_proj.kernel"], 2)

@@ -1,4 +1,4 @@
-"""A gate and a compressor of one's own in the NSA layer: against the plain computation, and wrong ones."""
+"""The NSA layer with a gate and a compressor of the user's: against plain code, and which are refused."""
 
 import functools
 

@@ -73,7 +73,7 @@ def test_the_twin_computes_the_same_frequencies():
 
 
 def test_scaled_heads():
-    """A factor of 4 is exact in binary: the position of a token 4 times as far away looks the same."""
+    """4 is a power of two, so scaling by it undoes positions that are 4 times as large, to the last bit."""
     rng = np.random.default_rng(0)
     x, positions = rng.standard_normal((1, 5, 2, 7)).astype(np.float32), rng.integers(0, 999, (1, 5))
 

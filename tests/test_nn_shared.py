@@ -1,4 +1,4 @@
-"""Keys and values that the branches share: those of three equal pairs, and a cache that holds them once."""
+"""Keys and values that the branches share: results are those of three equal pairs, the cache holds one."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def unshared(weights):
 
 @functools.cache
 def twins():
-    """A layer that shares a pair, and one with three equal ones; float64."""
+    """Two layers in float64: one whose branches share a pair, and one with three equal pairs."""
     with jax.enable_x64(True):
         shared = make_layer(jnp.float64, share_keys_values=True, normalize_qk=True)
         separate = make_layer(jnp.float64, normalize_qk=True)
@@ -94,7 +94,7 @@ def test_steps_of_a_cache_equal_the_full_forward(window_size):
 
 
 def test_steps_of_several_tokens_are_those_of_three_equal_pairs():
-    """Up to the capacity, where a row that has no room for all of its tokens takes none."""
+    """Up to the capacity: a row without room for all of its tokens takes none."""
     x, capacity = random(3, 20, WIDTH), 12
     prefilled, steps = np.array([4, 0, 7]), [np.array(each) for each in ([3, 2, 0], [1, 3, 3], [3, 3, 3])]
 

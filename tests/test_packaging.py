@@ -1,4 +1,4 @@
-"""What the wheel holds, and facts that stand in two places and must stay one: floors, commands, code."""
+"""What the wheel holds, and facts that stand in two places and must agree: floors, commands, code."""
 
 import configparser
 import pathlib
@@ -18,7 +18,7 @@ PROJECT = PYPROJECT["project"]
 
 
 def requirements(lines: list[str], operator: str) -> dict[str, str]:
-    """Versions that the requirements have behind `operator`, by package; those without it are left out."""
+    """The version after `operator` in each requirement that has this operator, by package."""
     parsed = (Requirement(line) for line in lines)
     return {
         each.name: part.version for each in parsed for part in each.specifier if part.operator == operator

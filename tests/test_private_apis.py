@@ -1,7 +1,7 @@
 """What the project uses of other packages that may change without notice: private, experimental or young.
 
-The list is what to read first when a new version of one of them breaks something. Whatever else matches
-`may_change` fails here until it is listed with its reason, or replaced by something public.
+When a new version of such a package breaks something, read the list first. Any other name that matches
+`may_change` fails here until it is listed with a reason or replaced by something public.
 """
 
 import ast

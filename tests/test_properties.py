@@ -1,4 +1,4 @@
-"""What holds whatever the numbers are: causality, determinism, tiles, dense equality, symmetry."""
+"""Properties that hold for any numbers: causality, determinism, tiles, dense equality, symmetry."""
 
 import functools
 
@@ -21,7 +21,7 @@ PER_QUERY = (
 
 
 def hidden_rows(case, after):
-    """Which rows of each operand no query at or before token `after` may be touched by."""
+    """Which rows of each operand must not affect a query at or before token `after`."""
     config = case.config
     tokens = np.arange(case.num_keys) > after
     last = np.arange(case.num_compressed) * config.compression_stride + config.compression_block_size - 1
@@ -39,7 +39,7 @@ def with_other_future(case, after, change):
 @pytest.mark.parametrize("change", ["other numbers", "huge numbers"])
 @pytest.mark.parametrize("after", [0, 2, 3, 5, 6, 29, 47, 59])
 def test_future_leaves_past_outputs_and_selections_bitwise_alone(after, change):
-    """In one compiled program; the future selects other blocks, so that the work is grouped anew."""
+    """Both run in one compiled program. Later queries select other blocks, so the work is grouped anew."""
     rng = np.random.default_rng(after)
     change = {
         "other numbers": lambda x: rng.standard_normal(x.shape),
@@ -115,7 +115,7 @@ def test_branch_that_covers_everything_is_dense_attention(branch):
         sparse = functools.partial(attention.selected_attention, block_indices=blocks, config=case.config)
 
     def dense(query, key, value):
-        # jax.nn asks for one head dim; zeros to the right change neither logits nor the values' columns.
+        # jax.nn needs one dim for keys and values; zeros on the right change no column of the values.
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, case.key_dim - case.value_dim),))
         with jax.default_matmul_precision("highest"):
             return jax.nn.dot_product_attention(query, key, value, is_causal=True)[..., : case.value_dim]
@@ -133,7 +133,7 @@ def test_branch_that_covers_everything_is_dense_attention(branch):
 
 
 def test_query_heads_of_a_kv_head_may_change_places():
-    """Sharing is by KV head alone: reordering the heads that share one reorders the outputs."""
+    """Only the KV head of a query head matters: reordering heads that share one reorders the outputs."""
     operands, cotangents = PLAIN.draw(), random_cotangents(PLAIN)
     swap = np.array([1, 0, 3, 2])
     found = evaluate(
@@ -152,7 +152,7 @@ def test_query_heads_of_a_kv_head_may_change_places():
 @pytest.mark.parametrize("fill", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("module", ["reference", "xla"])
 def test_what_nobody_may_see_need_not_be_finite(module, fill):
-    """Queries, keys, values and gates of the future, of padding and of other rows and KV heads."""
+    """NaN or infinity in the future, in padding, in other rows and in other KV heads changes no result."""
     after = 30
     past = slice(None, after + 1)
     found = evaluate(module, PLAIN, operands=with_other_future(PLAIN, after, lambda x: fill))

@@ -45,7 +45,7 @@ def test_importance_is_the_probability_times_the_strides_of_a_block():
 
 
 def test_cases_leave_blocks_out():
-    """Where all candidates fit, any importance selects the same."""
+    """If all candidates fit, any importance selects the same blocks; so in these cases some do not fit."""
     for name in ("plain", "packed_rows", "window_of_one_many_forced", "adjoining_blocks_dims_of_one"):
         case, blocks = BY_NAME[name], by_brute_force(name)["blocks"]
         full = (blocks >= 0).all(-1)
@@ -73,7 +73,7 @@ def test_equal_keys_average_the_visible_values():
 
 
 def test_one_far_larger_logit_takes_all():
-    """Far past the range of exp, so that a softmax which does not subtract its maximum is NaN."""
+    """It is far beyond the range of exp, so a softmax that does not subtract the maximum gives NaN."""
     case = PLAIN
     operands = case.draw()
     operands.key_win[:, 40] = 1e4 * operands.query[:, 45, :: case.num_heads // case.num_kv_heads]
@@ -86,7 +86,7 @@ def test_one_far_larger_logit_takes_all():
 
 
 def test_selection_that_repeats_forgets_or_runs_ahead_attends_each_past_token_once():
-    """What `nsa_jax.attention` asks of block indices, the oracle does not need."""
+    """The oracle takes block indices that break the rules of `nsa_jax.attention`."""
     case = PLAIN
     blocks = by_brute_force("plain")["blocks"].copy()
     blocks[:, 30:, :, 1] = blocks[:, 30:, :, 0]

@@ -1,5 +1,7 @@
-"""`nsa_jax.remat.SAVED_NAMES` are the names that the Triton operations give; read from the source, so that it
-is known without Triton, too."""
+"""`nsa_jax.remat.SAVED_NAMES` are the names that the Triton operations give to their results.
+
+They are read from the source, so the test needs no Triton.
+"""
 
 import ast
 import pathlib

@@ -11,7 +11,7 @@ from cases import BY_NAME
 from nsa_jax import attention, cache
 from nsa_jax.generate import sample
 
-# Lists of blocks; packed rows of them; few rows; all branches at once; no compressed keys.
+# In this order: lists of blocks, packed rows, few queries, all branches at once, no compressed keys.
 NAMES = ("plain", "packed_rows", "last_queries_of_the_row", "everything_covered", "one_token")
 SETTINGS = {
     "dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),
@@ -38,7 +38,7 @@ def test_operations_and_their_gradients(name, dtype, setting):
         win = attention.window_attention(query, *keys_values[2:], **shared)
         attention.select_blocks(query, key_cmp, **shared)
         attention.native_sparse_attention(*operands, **shared, block_indices=blocks.astype(jnp.int8))
-        # Of the branches, and of the whole: gates may have a dtype of their own.
+        # Gates may have a dtype of their own.
         wide = attention.gated_sum(cmp.out, slc.out, win.out, gates.astype(jnp.float32))
         return wide, cmp.lse, slc.lse, win.lse, attention.native_sparse_attention(*operands, **shared)
 
@@ -86,5 +86,5 @@ def test_draws(drawing, setting):
 
 
 def compress_first(key_windows, value_windows, first_positions):
-    """The first token of each block: the compressor is the caller's, who has to be as strict."""
+    """The first token of each block. A caller's compressor must itself need no promotion."""
     return key_windows[:, :, 0], value_windows[:, :, 0]

@@ -235,7 +235,7 @@ def dense_causal(query, key, value):
 
 
 def test_full_coverage_is_dense_causal_attention(generator):
-    """The acceptance figure of the design: 1e-5 in float32 when n or w covers everything."""
+    """The error that the design accepts if n or w covers everything: 1e-5 in float32."""
     query, _, _, key, value, *_ = (x.float() for x in random_inputs(generator, 2, 70, 70, SMALL))
     wide = ref.NSAConfig(**{**vars(SMALL), "num_selected_blocks": 9, "window_size": 70})
     blocks = torch.randn((2, 34, 2, 5), generator=generator)

@@ -40,7 +40,7 @@ NAMES = {
 
 
 def randomised(module, seed=0):
-    """Every parameter drawn, also those that start at zero; f64."""
+    """Draws every parameter at random, also those that start at zero; float64."""
     generator = torch.Generator().manual_seed(seed)
     module = module.double()
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""The `xla` implementation becomes a program for a TPU v5e, forward and backward, without a TPU.
+"""The `xla` implementation compiles for a TPU v5e, forward and backward, on a machine without a TPU.
 
-`tox -e tpu` installs what that needs: libtpu, the compiler that `jax[tpu]` brings. Nothing is run.
+`tox -e tpu` installs libtpu, the compiler that comes with `jax[tpu]`. Nothing is run.
 """
 
 import functools
@@ -23,7 +23,7 @@ LONG, SHORT = 1000, 300  # blocks are looked up, or masked
 
 @pytest.fixture(scope="module")
 def device():
-    """The first chip of four that are only described."""
+    """The first of four chips that exist only as a description."""
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 
 

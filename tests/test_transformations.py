@@ -26,7 +26,7 @@ CONFIG = NSAConfig(
     num_selected_blocks=4,
     window_size=5,
 )
-# Three examples, which vmap sees one by one; small, for each test compiles a program of its own.
+# Three rows, which vmap sees one by one; small, because each test compiles a program of its own.
 CASE = Case(name="transformed", config=CONFIG, batch=3, num_keys=22, num_heads=2, num_kv_heads=1, key_dim=4)
 TOLERANCE = 2e-5  # float32: 170 eps for sums of some 20 terms, merged in another order
 
@@ -67,7 +67,7 @@ def test_calls_outside_jit_equal_those_inside(operands, cotangent, expected):
 
 
 def test_vmap_over_single_rows_equals_the_batch(operands, cotangent, expected):
-    """The batch axis as one that only vmap knows, for values and gradients."""
+    """Only vmap knows the batch axis; for values and gradients."""
 
     def one(cotangent, *row):
         return [x[0] for x in with_gradients(attend, cotangent[None], *(x[None] for x in row))]
@@ -76,7 +76,7 @@ def test_vmap_over_single_rows_equals_the_batch(operands, cotangent, expected):
 
 
 def test_vmap_over_one_operand_alone(operands):
-    """Several gates, or several queries, on the same keys: an axis that other operands do not have."""
+    """Several queries on the same keys: vmap adds an axis that the other operands do not have."""
     query, *others = operands
     queries = jnp.stack([query, query[::-1]])
     found = jax.jit(jax.vmap(lambda query: attend(query, *others)))(queries)
@@ -136,9 +136,9 @@ def test_export_for_any_number_of_rows(operands, cotangent, num_selected_blocks)
 
 @pytest.mark.parametrize("num_selected_blocks", [4, 3], ids=["at_once", "by_branch"])
 def test_hessian_vector_products_are_those_of_the_reference(num_selected_blocks):
-    """As the documentation writes them: `jvp` of a gradient. In float64, with the selection that is made."""
+    """By `jvp` of a gradient, as in the documentation; in float64, with the operation's own selection."""
     config = dataclasses.replace(CONFIG, num_selected_blocks=num_selected_blocks, selection_block_size=4)
-    num_keys = 22 if num_selected_blocks == 4 else 26  # more than twice the selected blocks
+    num_keys = 22 if num_selected_blocks == 4 else 26  # 26: more than twice the 3 selected blocks
     case = dataclasses.replace(CASE, config=config, num_keys=num_keys)
     rng = case.generator("hessian")
     tangents = [rng.standard_normal(x.shape) for x in case.draw()]
@@ -179,7 +179,7 @@ def test_index_arrays_may_be_traced(operands):
 
 @pytest.mark.parametrize("axis", ["batch", "kv_heads"])
 def test_shards_equal_the_whole(axis):
-    """With the defaults of shard_map: in a process of its own, where the host has two devices."""
+    """With the defaults of shard_map, in a process of its own, in which the host has two devices."""
     program = pathlib.Path(__file__).with_name("shard_map_program.py")
     root = program.parent.parent
     environment = os.environ | {

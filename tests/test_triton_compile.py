@@ -1,4 +1,4 @@
-"""Every Triton kernel becomes machine code for GPUs that are not there: memory, spills, instructions.
+"""Every Triton kernel compiles to machine code for GPUs that are not there: memory, spills, instructions.
 
 The kernels are those of a forward and backward at 64k tokens, as JAX lowers them. Triton's own assembler
 turns their PTX into machine code and says what that needs.
@@ -72,8 +72,8 @@ SHAPES = {
     "128 heads": Shape(128, 256, 128, "bfloat16"),
     "128 wide heads": Shape(128, 256, 192, "bfloat16"),
 }
-# The main shape everywhere; the others, 15 to 20 s each, on Hopper alone. What is compiled last,
-# `test_operation_launches_kernels` need not compile again.
+# The main shape on every GPU; the others, 15 to 20 s each, on Hopper alone. The main shape comes last, so
+# `test_operation_launches_kernels` need not compile it again.
 CASES = [
     *((90, name) for name in reversed(SHAPES) if name != "main"),
     *((c, "main") for c in TARGETS),
@@ -161,7 +161,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
 }
 
-# What multiplies matrices.
+# The instructions that multiply matrices.
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 # Tiles of few heads have fewer rows than the 64 of `wgmma`.
@@ -180,7 +180,7 @@ def operands(shape: Shape, length: int = LENGTH, kv_heads: int = 4) -> tuple[jax
 
 
 def everything(*operands):
-    """The whole operation without and with gradients, and the gated sum alone: all have their kernels."""
+    """The whole operation without and with gradients, and the gated sum alone: together, all kernels."""
 
     def attend(*operands):
         return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
@@ -200,7 +200,7 @@ def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> l
         products = ["mma.sync"]
     else:
         products = [PRODUCTS[capability]]
-    # The queries that chose a block stand anywhere: the gradient of its keys gathers them by pointers.
+    # The queries that chose a block may be anywhere, so the gradient of its keys gathers them by pointers.
     gathers = kernel.name == "nsa_selected_key_gradients"
     return products if capability < 90 or gathers else [*products, "cp.async.bulk.tensor"]
 
@@ -212,7 +212,7 @@ def test_kernels_become_machine_code(capability, name):
 
     assert {kernel.name for kernel in found} == KERNELS
     allowed = SPILLS.get((capability, name), {})
-    for kernel in found:  # shown where the test fails
+    for kernel in found:  # shown if the test fails
         print(name, TARGETS[capability], kernel._replace(ptx=""))
     problems = []
     for kernel in found:
@@ -221,7 +221,7 @@ def test_kernels_become_machine_code(capability, name):
             problems.append(f"{kernel.name} takes {kernel.shared_bytes} bytes of shared memory of {limit}")
         if kernel.spill_bytes > allowed.get(kernel.name, 0):
             problems.append(f"{kernel.name} spills {kernel.spill_bytes} bytes")
-        if kernel.scratch_bytes:  # jaxlib allocates it in every launch, which no CUDA graph may do
+        if kernel.scratch_bytes:  # jaxlib would allocate it in every launch, which a CUDA graph may not do
             problems.append(f"{kernel.name} needs {kernel.scratch_bytes} bytes of global scratch")
         for instruction in instructions(kernel, capability, name):
             if instruction not in kernel.ptx:
@@ -230,7 +230,7 @@ def test_kernels_become_machine_code(capability, name):
 
 
 def test_no_two_functions_share_a_name():
-    """A profile and a traceback then point to one place; and every kernel has a name for profiles."""
+    """So a profile and a traceback point to one place; and every kernel has a name for profiles."""
     names = collections.Counter(name.rpartition(".")[2] for name in triton_kernels.jit_functions().values())
 
     assert [name for name, count in names.items() if count > 1] == []
@@ -255,7 +255,7 @@ def test_dispatch_accepts_the_gpus(capability):
 
 @pytest.mark.parametrize("operation", [name for name in dispatch.OPERATIONS if "decode" not in name])
 def test_operation_launches_kernels(operation):
-    """In the forward alone, with nothing named: dispatch chose them."""
+    """In the forward alone, without a named implementation: dispatch chooses the kernels."""
     settings = {} if operation == "gated_sum" else dict(config=CONFIG)
 
     def run(*arrays):
@@ -298,7 +298,7 @@ def test_more_heads_than_a_grid_holds_are_refused():
 
 
 def test_the_choice_of_blocks_has_no_gradient():
-    """Also where the log-sum-exps that it is given depend on what is differentiated."""
+    """Even if the log-sum-exps that it is given depend on what is differentiated."""
     query, key_cmp, value_cmp, key, value, *_ = operands(MAIN, 4096)
 
     def loss(query, key_cmp, value_cmp, key, value):

@@ -114,7 +114,7 @@ def test_step_becomes_machine_code(capability, name):
         capability=capability,
     )  # fmt: skip
 
-    for kernel in found:  # shown where the test fails
+    for kernel in found:  # shown if the test fails
         print(name, capability, kernel._replace(ptx=""))
     assert sorted(kernel.name for kernel in found) == CHAIN
     allowed = SPILLS.get((capability, name), {})
@@ -253,7 +253,7 @@ def test_vmap_over_weights_runs_once_for_each():
 
 
 def test_shards_of_heads_agree_on_lengths():
-    """KV heads lie on different GPUs, lengths on all of them; so they come out."""
+    """KV heads are on different GPUs and lengths on all of them, before the step and after it."""
     shape = Shape(batch=2, max_length=4096)
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
     mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)

@@ -68,7 +68,7 @@ def test_step_becomes_machine_code(capability, name):
     shape = SHAPES[name]
     found = triton_kernels.compiled(shape.step, *shape.operands(), capability=capability)
 
-    for kernel in found:  # shown where the test fails
+    for kernel in found:  # shown if the test fails
         print(name, capability, kernel._replace(ptx=""))
     assert sorted(kernel.name for kernel in found) == KERNELS
     allowed = SPILLS.get((capability, name), {})
@@ -78,7 +78,7 @@ def test_step_becomes_machine_code(capability, name):
         assert kernel.scratch_bytes == 0, kernel.name
     if name == "main":
         attends = next(kernel for kernel in found if kernel.name == KERNELS[0])
-        # Keys and values come as 16 bytes a thread, beside the arithmetic, and two programs fit a processor.
+        # A thread loads keys and values by 16 bytes, asynchronously, and two programs fit a multiprocessor.
         assert re.search(r"cp\.async\.cg\.shared\.global[^;]*, 0x10", _text(attends.ptx))
         assert not re.search(r"cp\.async\.ca", _text(attends.ptx))
         assert 2 * attends.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
@@ -146,7 +146,7 @@ def test_steps_that_do_not_fit_are_refused():
 
 
 def test_shards_of_heads_agree_on_lengths():
-    """KV heads lie on different GPUs, lengths on all of them; so they come out."""
+    """KV heads are on different GPUs and lengths on all of them, before the step and after it."""
     shape = Shape(batch=2, max_length=4096)
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
     mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
@@ -165,7 +165,7 @@ def test_shards_of_heads_agree_on_lengths():
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_work_fills_an_h100(batch):
-    """At 64k tokens its processors are busy in 96 % of their turns; a short row still finds work for many."""
+    """At 64k tokens at least 96 % of the last wave has work; a short row has no more parts than tiles."""
     known = dict(gpu=90, float_bytes=2, kv_heads=4 * batch, num_new=1, heads=16, dims=256)
     sizes = tiles.dense_step_sizes(tiles.DenseStepShape(slots=65536, **known))
     short = tiles.dense_step_sizes(tiles.DenseStepShape(slots=512, **known))

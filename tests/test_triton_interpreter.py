@@ -1,6 +1,6 @@
 """The bodies of the Triton kernels in Triton's interpreter, on the CPU, in float32, against the oracles.
 
-Each program runs in a process of its own, for the interpreter is chosen when Triton is imported.
+Each program runs in a process of its own, because the interpreter is chosen when Triton is imported.
 """
 
 import os

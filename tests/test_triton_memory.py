@@ -1,6 +1,6 @@
-"""What the Triton kernels store at 64k tokens, as XLA compiles the program for an H100 without having one.
+"""How much memory the Triton kernels need at 64k tokens: XLA compiles for an H100 that is not there.
 
-Also what remat runs twice, and that vmap, export and shards become programs for CUDA.
+Also which kernels remat runs twice, and that programs with vmap, export and shards lower for CUDA.
 """
 
 import collections
@@ -29,7 +29,7 @@ from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH, HEADS, KV_HEADS, DIM = 65536, 64, 4, 128
-MOST = 5.5e9  # bytes beside inputs, output and gradients
+MOST = 5.5e9  # bytes besides inputs, output and gradients
 SLACK = 1.15
 
 
@@ -68,19 +68,20 @@ def program(kind):
 
 
 def formula(kind) -> float:
-    """Bytes beside inputs, output and gradients, at the fullest moment."""
+    """Bytes besides inputs, output and gradients, at the fullest moment."""
     branch = LENGTH * HEADS * DIM * 2
     row = LENGTH * HEADS * 4  # a float32 for each row
     indices = LENGTH * KV_HEADS * CONFIG.num_selected_blocks * 4
     scores = tiles.SelectionSizes().buffer_bytes
-    # The selection stands beside the first branch: a list takes two numbers for each pair, and `selection`
-    # arranges the log-sum-exps anew. Without gradients the window's kernel adds two stored branches up.
+    # The selection is stored together with the first branch: its lists take two numbers for each pair, and
+    # `selection` stores the log-sum-exps in another order. Without gradients, the window's kernel adds the
+    # two stored branches to its own.
     selecting = branch + 2 * row + 2 * indices + scores
     forward = max(selecting, 2 * branch + 3 * row + indices)
 
-    # A branch reads the gradient of the query that the one before left and writes another: of the two, one
-    # is the result. Delta, products and gate are numbers of each row. Later, the gradient of the selected
-    # keys sorts pairs by block and leaves partial sums: at most two slots for each full item of queries.
+    # A branch reads the query gradient that the branch before it left, and writes another; one of the two is
+    # the result. Delta, products and gate are one number for each row. Later, the gradient of the selected
+    # keys sorts pairs by block and stores partial sums: at most two slots for each full item of queries.
     item = tiles.ITEM_QUERIES.get(padded_heads(HEADS // KV_HEADS), tiles.ITEM_QUERIES_FROM_4)
     slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // item
     partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
@@ -90,8 +91,8 @@ def formula(kind) -> float:
         return forward
     if kind == "backward":
         return backward
-    # The first gradient of the query is written while the outputs of all branches are stored, the second
-    # while two are and the first one, too.
+    # The first query gradient is written while the outputs of all three branches are stored, the second
+    # while two outputs and the first gradient are.
     return 3 * branch + d_query + 6 * row + indices
 
 
@@ -142,7 +143,7 @@ FORWARD = {
 
 @pytest.mark.parametrize("kind", ["plain", "saved", "nothing saved"])
 def test_remat_runs_the_forward_kernels(kind):
-    """Once where the named results are saved, twice where nothing is; each backward kernel once."""
+    """Once if the named results are saved, twice if nothing is; each backward kernel once."""
     policies = {
         "saved": jax.checkpoint_policies.save_only_these_names(*operations.SAVED_NAMES),
         "nothing saved": jax.checkpoint_policies.nothing_saveable,
@@ -214,9 +215,9 @@ def test_shards_of_kv_heads_exchange_nothing(check_vma):
 
 
 def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():
-    """XLA lets calls write into a slice of the array in which a scan stacks its outputs.
+    """XLA may let a call write straight into its slice of the array in which a scan stacks outputs.
 
-    A call in place writes into its operand instead, and the slice would stay as it was.
+    A call that works in place writes into its operand instead, so the slice would keep its old contents.
     """
     arguments = operands(1024)
 
@@ -239,7 +240,7 @@ def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():
 
 
 def test_vmap_of_gradients_without_compressed_keys():
-    """Rows shorter than a compression block: an axis of length 0 beside the one that `vmap` adds."""
+    """Rows shorter than a compression block have an axis of length 0, beside the one that `vmap` adds."""
     arguments = operands(16)
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (arguments[0], *arguments)]
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels refuse, each for one clear reason, in the table as in the error."""
+"""What the Triton kernels refuse: each case has one clear reason, the same in the table and in the error."""
 
 import dataclasses
 import importlib
@@ -160,7 +160,7 @@ def test_import_that_fails_is_quoted(installed, monkeypatch):
 
 @pytest.mark.parametrize("name", ["triton_kernel_call_lib", "cb"])
 def test_private_name_that_is_missing_is_a_reason(installed, name):
-    """A jax-triton of another build; `choose` once raised AttributeError there."""
+    """Another build of jax-triton may lack it; `choose` once raised AttributeError with such a build."""
     delattr(installed.lowering, name)
 
     text = reason()
@@ -178,7 +178,7 @@ def test_lowering_support_is_probed_too(installed):
 
 
 def test_compiler_that_jax_triton_could_not_import(installed):
-    installed.lowering.cb = types.SimpleNamespace()  # what stands in for it
+    installed.lowering.cb = types.SimpleNamespace()  # jax-triton's stand-in for it
 
     assert "need a Triton that jax-triton can import, got a broken 3.8.0" in reason()
 

@@ -13,7 +13,7 @@ EPSILON = 1e-6
 
 
 def objective(module, case, operands):
-    """What the gradients are of: all finite results times their cotangents. The selection stays as it is."""
+    """The sum to differentiate: all finite results times their cotangents. The selection stays as it is."""
     results = evaluate(module, case, operands=operands)
     return sum(
         (np.where(np.isfinite(results[name]), results[name], 0) * cotangent).sum()
@@ -39,7 +39,7 @@ def test_gradients_are_the_slopes_of_the_outputs(module, name):
 
 
 def test_each_cotangent_reaches_the_operands():
-    """None is dropped, that of a log-sum-exp least: without it, only value gradients would stay the same."""
+    """None is dropped. Without those of the log-sum-exps, only gradients of values would stay correct."""
     case = PLAIN
     nothing = jax.tree.map(np.zeros_like, random_cotangents(case))
     total = {f"d_{name}": 0.0 for name in Operands._fields}
@@ -60,7 +60,7 @@ def test_each_cotangent_reaches_the_operands():
 
 
 def test_no_gradient_flows_through_the_selection():
-    """Even through scores that somebody differentiates on purpose: they hand on zeros, not an error."""
+    """Differentiating block indices on purpose gives zeros, not an error."""
     case = PLAIN
     operands = jax.tree.map(jnp.float32, case.draw())
 

@@ -56,7 +56,7 @@ def test_no_array_grows_faster_than_the_rows(packed):
 
 
 def test_arrays_of_the_reference_do_grow_with_the_square():
-    """So the walk above does look into the programs."""
+    """This shows that `arrays` finds what is inside the programs."""
     short, long = (array_sizes(reference, length, packed=False) for length in (256, GROWTH * 256))
 
     assert long.max() > 0.9 * GROWTH**2 * short.max()
@@ -65,7 +65,7 @@ def test_arrays_of_the_reference_do_grow_with_the_square():
 def test_temporary_memory_grows_no_faster_than_the_rows():
     config = NSAConfig(
         num_selected_blocks=4, window_size=64
-    )  # one chunk of each kind is full at the shorter length
+    )  # so that the shorter length fills a chunk of each kind
     program = jax.jit(functools.partial(values_and_gradients, attention, config, False))
     short, long = (
         program.lower(*shapes(n, config)).compile(OPTIONS["reference"]).memory_analysis().temp_size_in_bytes

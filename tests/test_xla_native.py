@@ -1,4 +1,4 @@
-"""`native_sparse_attention` is its branches, its own selection and its gated sum, forward and backward."""
+"""`native_sparse_attention` equals its branches, its selection and its gated sum, forward and backward."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from programs import MODULES, OPTIONS, Operands, by_brute_force, evaluate, rando
 
 
 def of_the_sum_alone(case):
-    """Cotangents that ask for the gradients of the gated sum and of nothing else."""
+    """Cotangents that are 0 for every result but the gated sum."""
     return {name: x if name == "out" else np.zeros_like(x) for name, x in random_cotangents(case).items()}
 
 
@@ -37,7 +37,7 @@ def test_whole_is_its_parts(module, name, selection):
             case.query_positions
         )  # else the default: the last of the row
     if selection == "given":
-        # Not what would be selected: the query's own block alone.
+        # Other than what would be selected: the query's own block alone.
         blocks = np.concatenate([blocks.max(-1, keepdims=True), np.full_like(blocks[..., 1:], -1)], -1)
         settings["block_indices"] = jnp.asarray(blocks, jnp.int32)
     attend = functools.partial(MODULES[module].native_sparse_attention, **settings)
@@ -62,7 +62,7 @@ def test_whole_is_its_parts(module, name, selection):
     ids=["three_branches_at_once", "branch_by_branch"],
 )
 def test_gates_of_exactly_zero_have_finite_gradients(name, num_selected_blocks):
-    """The branch that a gate shuts keeps the gradient of its gate, and hands on none of its own."""
+    """A gate of 0 still has a gradient, and its branch passes none on to keys and values."""
     case = BY_NAME[name]
     config = dataclasses.replace(case.config, num_selected_blocks=num_selected_blocks)
     operands = case.draw()

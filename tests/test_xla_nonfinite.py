@@ -1,10 +1,11 @@
 """NaN and infinity stay where they belong: finite where the oracle is finite, and with the same numbers.
 
-All of it runs in programs that are compiled once: only the numbers differ. Two things are not the oracle's:
+Each program is compiled once, since only the numbers differ. Two things differ from the oracle:
 
 * A value that is not finite spoils everything of the queries that see it, as a key would: their whole output,
   log-sum-exp and gradients. In the oracle it spoils one column of the output.
-* The gradient of a query is finite beside an infinite key whose weight is 0. In the oracle 0 inf is NaN.
+* The gradient of a query stays finite if it sees an infinite key with weight 0. In the oracle, 0 times
+  infinity is NaN.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ COMPRESSED = ("key_cmp", "value_cmp")
 
 
 def fill(operands, number, where):
-    """Fills the places `where(name)` of each operand `[B, tokens, heads, dim]`; None for none."""
+    """Fills the places `where(name)` of each operand `[B, tokens, heads, dim]`; None fills no place."""
     for name in Operands._fields:
         if (places := where(name)) is not None:
             getattr(operands, name)[places] = number
@@ -58,7 +59,7 @@ def padding(operands, case, number):
 
 
 def sequence(operands, case, number):
-    """The longest sequence of each row, and its compressed blocks: behind those of shorter ones."""
+    """The longest sequence of each row, and its compressed blocks, which come after those of shorter ones."""
     longest = np.array([[9], [1]])
     blocks = np.zeros(operands.key_cmp.shape[:2], bool)
     blocks[0, 13 : 13 + 15] = blocks[1, 1 : 1 + 24] = True
@@ -92,7 +93,7 @@ def results(module, name, place, number, tiles=None):
 
 
 def differences(found, expected, most, infinite_key):
-    """Results that are not finite where they should be, or the other way round, or are other numbers."""
+    """Results that are not finite but should be, that are finite but should not be, or that differ."""
     wrong = {}
     for name in expected.keys() & found.keys() & {*RESULTS}:
         ours, theirs = found[name], expected[name]
@@ -107,7 +108,7 @@ def differences(found, expected, most, infinite_key):
 
 
 def of_token(place):
-    """Where a value is spoilt, the place of its key."""
+    """For a place of values, the same place of the keys; any other place as it is."""
     return place.replace("value", "key")
 
 
@@ -132,14 +133,14 @@ def test_results_that_stay_finite_are_those_without_the_nan(name, place):
 
 @pytest.mark.parametrize("place", ["query", "key_slc", "value_slc", "key_win", "padding", "sequence"])
 def test_tiles_hand_on_no_nan(place):
-    """Tiles that hold the end of one sequence and the beginning of the next."""
+    """Some tiles hold the end of one sequence and the beginning of the next."""
     found = results("xla", "packed_rows", place, np.nan, TILES["drawn"])
     expected = results("xla", "packed_rows", place, np.nan)
 
     assert differences(found, expected, expected, False) == {}
 
 
-# So many blocks that the whole operation attends all branches at once; and branch by branch.
+# With 7 selected blocks the whole operation attends to all branches at once; otherwise branch by branch.
 WHOLE = {
     "at_once": dataclasses.replace(
         PACKED_ROWS, config=dataclasses.replace(OVERLAPPING, num_selected_blocks=7)

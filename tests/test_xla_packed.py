@@ -19,7 +19,7 @@ TOGETHER = Case(
     num_keys=2 + PLAIN.num_keys + 1 + PLAIN.num_keys + SHORT.num_keys + 3,
     runs=(((0, 2), (4, PLAIN.num_keys), (0, 1), (9, PLAIN.num_keys), (1, SHORT.num_keys), (0, 3)),),
 )
-# Each sequence: the case and row that hold it alone, its first token and its first compressed key together.
+# For each sequence: the case and row that hold it alone; its first token and compressed key in TOGETHER.
 SEQUENCES = (
     (PLAIN, 0, 2, 0),
     (PLAIN, 1, 2 + PLAIN.num_keys + 1, PLAIN.num_compressed),
@@ -28,7 +28,7 @@ SEQUENCES = (
 
 
 def place(name, together, alone):
-    """Copies each sequence's part of an array of one token or of one compressed block each to its place."""
+    """Copies array `name` of each sequence alone, by token or compressed block, to its place."""
     for case, row, token, block in SEQUENCES:
         compressed = name.removeprefix("d_") in ("key_cmp", "value_cmp")
         first, length = (block, case.num_compressed) if compressed else (token, case.num_keys)

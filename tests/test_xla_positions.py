@@ -1,5 +1,6 @@
-"""Where the queries stand: default positions, runs, and window keys that begin anywhere, against explicit
-positions and keys of the whole row.
+"""Where the queries are: default positions, runs, and window keys that begin anywhere.
+
+All are compared with explicit positions and the keys of the whole row.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from nsa_jax.layout import Run, Runs
 NUM_QUERIES = 11  # of 61 and of 75 keys
 CASES = {
     "plain": dataclasses.replace(PLAIN, num_queries=NUM_QUERIES),
-    # So many blocks that the whole operation attends all branches at once.
+    # With 7 selected blocks the whole operation attends to all branches at once.
     "packed": dataclasses.replace(
         PACKED_ROWS, num_queries=NUM_QUERIES, config=dataclasses.replace(OVERLAPPING, num_selected_blocks=7)
     ),
@@ -32,7 +33,7 @@ def results(case, positions, explicit):
 
     def everything(operands, explicit, cotangent):
         shared["query_positions"] = explicit if positions is EXPLICIT else positions
-        # Of the compressed keys alone nobody can tell where the last queries of a plain row stand.
+        # Compressed keys alone do not tell how long a plain row is, so not where its last queries are.
         tells = positions is not None or case.runs is not None
         of_cmp = shared if tells else shared | dict(query_positions=explicit)
         query, key_cmp, value_cmp, *keys_values, _ = operands
@@ -55,7 +56,7 @@ PROGRAMS = {}
 
 
 def program(case, positions, function):
-    """Explicit positions are an argument, so that all of them share one program."""
+    """Explicit positions are an argument of the program, so all of them share one."""
     if positions is EXPLICIT:
         return PROGRAMS.setdefault(case.name, jax.jit(function))
     return jax.jit(function)
@@ -73,7 +74,7 @@ def test_default_positions_are_the_last_of_the_row(case):
 
 @every_case
 def test_positions_that_the_row_does_not_have_are_padding(case):
-    """`nsa_jax.debug` names them; here they see nothing and are seen by nothing."""
+    """`nsa_jax.debug` reports them; here such queries see nothing and add nothing to any gradient."""
     behind, before = (case.query_positions.copy() for _ in range(2))
     behind[:, [0, 3, 10]] = case.num_keys, 2**31 - 1, -7
     before[:, [0, 3, 10]] = -1
@@ -82,7 +83,7 @@ def test_positions_that_the_row_does_not_have_are_padding(case):
 
 
 RUNS = {
-    # The rows see keys far apart, which one tile of a window's length cannot hold.
+    # The rows see keys so far apart that one tile of a window's length cannot hold them.
     "ragged": Runs((Run(NUM_QUERIES, np.array([3, 45])),)),
     "ragged_beyond_the_row_some_real": Runs(
         (Run(NUM_QUERIES, np.array([70, 49])),), num_queries=np.array([11, 4])
@@ -131,7 +132,7 @@ WINDOW = ("query", "key_win", "value_win")
     ],
 )
 def test_window_keys_that_begin_anywhere_are_those_of_the_row(operation, row, run_first, first):
-    """Places that are no token of the row hold huge numbers; tokens that the array lacks are not needed."""
+    """Places outside the row hold huge numbers; tokens that the array lacks are not needed."""
     case = CASES[row]
     runs = Runs((Run(NUM_QUERIES, run_first if isinstance(run_first, int) else np.array(run_first)),))
     first = first if isinstance(first, int) else np.array(first)

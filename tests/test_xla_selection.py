@@ -1,4 +1,4 @@
-"""Which blocks win: exact ties, log-sum-exps that are handed in, and what a selection looks like."""
+"""Which blocks win: exact ties, log-sum-exps that are passed in, and what a selection looks like."""
 
 import functools
 
@@ -99,7 +99,7 @@ def test_one_head_can_decide_for_all_heads_of_its_kv_head():
 
 @pytest.mark.parametrize("name", ["plain", "packed_rows", "everything_covered", "last_queries_of_the_row"])
 def test_blocks_said_twice_count_once_wherever_they_stand(name):
-    """In outputs, gradients and reads, by lists of blocks and by masks."""
+    """In outputs, gradients and reads, whether the implementation uses lists of blocks or masks."""
     case, blocks = BY_NAME[name], by_brute_force(name)["blocks"].copy()
     blocks[..., 2] = blocks[..., 0]
     twice = np.concatenate([blocks[..., 1:], blocks[..., :1]], axis=-1)  # not ascending either
