@@ -55,6 +55,6 @@ def test_dropout_falls_on_the_output_in_training(kind):
         kept = out != 0
         # One rounding of the division, in float32.
         np.testing.assert_allclose(out[kept], plain[kept] / 0.75, rtol=2 * np.finfo(np.float32).eps)
-        assert abs(kept.mean() - 0.75) < 6 * np.sqrt(0.25 * 0.75 / kept.size), "six standard deviations"
+        assert abs(kept.mean() - 0.75) < 6 * np.sqrt(0.25 * 0.75 / kept.size), "off by six deviations"
     assert (first != second).any()
     assert (first != keyed).any()

@@ -235,7 +235,7 @@ def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():
         for name, body in re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, flags=re.M | re.S)
         if "output_to_operand_aliasing" in body
     }
-    assert in_place, "kernels write in place"
+    assert in_place, "no call writes in place"
     assert in_place.isdisjoint(re.findall(r"fusion\(.*calls=%?([\w.-]+)", text))
 
 
