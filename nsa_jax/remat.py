@@ -1,7 +1,6 @@
 """Names for rematerialisation: which results of the forward pass a policy may keep for the backward pass."""
 
 # They stand here because the module of the kernels imports Triton, and a model's code has to run without it.
-# A test holds the two lists together.
 SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
 """Names, for `jax.checkpoint_policies.save_only_these_names`, of what the forward pass of the Triton kernels
 leaves for the backward pass: output and log-sum-exp of each branch, and the selected blocks. With these kept,

@@ -205,7 +205,7 @@ def test_steps_that_do_not_fit_are_refused():
         "at most 8 tokens": reason(num_new=9),
         "fit into shared memory": reason(gpu=80, key_dim=256, dtype="float32", selection_block_size=128),
         "query heads of one KV head": reason(heads=65),
-        "room for a compression block": reason(max_length=31),
+        "room for at least one compression block, got room for 0": reason(max_length=31),
         "in lists of at most 1024": reason(max_length=2**21),
         "num_selected_blocks of at most 256": reason(num_selected_blocks=257),
         "selection_block_size of at most 128": reason(selection_block_size=144),

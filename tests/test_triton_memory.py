@@ -24,8 +24,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.triton import operations, tiles  # noqa: E402
+from nsa_jax.kernels.triton import tiles  # noqa: E402
 from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
+from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH, HEADS, KV_HEADS, DIM = 65536, 64, 4, 128
@@ -145,7 +146,7 @@ FORWARD = {
 def test_remat_runs_the_forward_kernels(kind):
     """Once if the named results are saved, twice if nothing is; each backward kernel once."""
     policies = {
-        "saved": jax.checkpoint_policies.save_only_these_names(*operations.SAVED_NAMES),
+        "saved": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
         "nothing saved": jax.checkpoint_policies.nothing_saveable,
     }
     found = launches(attend if kind == "plain" else jax.checkpoint(attend, policy=policies[kind]))

@@ -3,8 +3,8 @@
 They implement `nsa_jax.dispatch.Operations`: arguments are validated, and the placement says where the
 queries stand. The kernels do not count what they read.
 
-The arrays that the forward saves for the backward carry the names `SAVED_NAMES` (`jax.ad_checkpoint`), so
-that a remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forward kernel runs twice.
+The arrays that the forward saves for the backward carry the names `nsa_jax.remat.SAVED_NAMES`, so that a
+remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forward kernel runs twice.
 """
 
 import functools
@@ -32,8 +32,9 @@ from nsa_jax.kernels.triton.ranges import (
 )
 from nsa_jax.kernels.triton.selection import choose_blocks
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
+from nsa_jax.remat import SAVED_NAMES
 
-SAVED_NAMES = ("nsa_out", "nsa_lse", "nsa_block_indices")
+_OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES
 
 
 class BranchKeysValues(NamedTuple):
@@ -223,7 +224,7 @@ def _counts_nothing(count_reads: bool) -> None:
 
 
 def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
-    return checkpoint_name(out, "nsa_out"), checkpoint_name(lse, "nsa_lse")
+    return checkpoint_name(out, _OUT), checkpoint_name(lse, _LSE)
 
 
 def _attend_ranges(query, key, value, ranges, scale, others=None):
@@ -289,7 +290,7 @@ _block_attention.defvjp(_block_forward, _block_backward)
 def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
     blocks = folds_vmap(partial(choose_blocks, scale=scale))(*fixed, placement)
-    return checkpoint_name(blocks, "nsa_block_indices")
+    return checkpoint_name(blocks, _BLOCK_INDICES)
 
 
 @jax.custom_vjp

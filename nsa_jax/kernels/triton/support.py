@@ -39,12 +39,14 @@ def unsupported_reason(
         return f"{reason} Install nsa_jax[cuda13], or use implementation='xla'."
     if (found := gpu.capability()) is not None and found < OLDEST_CAPABILITY:
         got = ".".join(map(str, found))
-        return f"the Triton kernels need compute capability 8.0, got {got}. Use implementation='xla'."
+        return (
+            f"the Triton kernels need compute capability 8.0 or newer, got {got}. Use implementation='xla'."
+        )
     floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
     if unsupported := [x.dtype.name for x in floats if x.dtype.name not in DTYPES]:
         return (
-            f"the Triton kernels run {', '.join(DTYPES)}, got {unsupported[0]}. "
-            "Cast, or use implementation='xla'."
+            f"the Triton kernels support the dtypes {', '.join(DTYPES)}, got {unsupported[0]}. "
+            "Cast the arrays, or use implementation='xla'."
         )
     if operation == "gated_sum":
         return None
@@ -87,8 +89,8 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
     query, key, *value = floats[:3]
     if key.shape[1] < 1:
         return (
-            "the Triton kernels need a cache with room for a compression block, got none. Use a larger "
-            "max_length, or implementation='xla'."
+            "the Triton kernels need a cache with room for at least one compression block, got room for 0. "
+            "Use a larger max_length, or implementation='xla'."
         )
     if config is not None:
         dim = max(x.shape[-1] for x in (key, *value))
@@ -96,7 +98,8 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
         if tile > SHARED_BYTES[gpu.target()]:
             return (
                 "the Triton kernels need the keys of a selection block to fit into shared memory, got "
-                f"{block} of dim {dim} in {query.dtype.name}. Cast, or use implementation='xla'."
+                f"{block} keys of dim {dim} in {query.dtype.name}. Cast the arrays, or use "
+                "implementation='xla'."
             )
         own = config.selection_block_size // config.compression_stride
         blocks, most = -(-key.shape[1] // own), STEP_LIST_BLOCKS[1]
@@ -140,7 +143,7 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
             return (
                 "the Triton kernels need the compressed keys of two selection blocks to fit into shared "
                 f"memory, got {strides} strides a block of dim {key.shape[-1]} in float32. Enlarge the "
-                "stride, cast, or use implementation='xla'."
+                "stride, cast the arrays, or use implementation='xla'."
             )
     if operation == "select_blocks" or not value:
         return None
@@ -155,7 +158,7 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
         return (
             "the Triton kernels need a token's query heads of one KV head to fit into shared memory, got "
             f"{query.shape[2]} / {key.shape[2]} heads of dims {key.shape[-1]} and {value[0].shape[-1]} in "
-            f"{query.dtype.name}. Cast, or use implementation='xla'."
+            f"{query.dtype.name}. Cast the arrays, or use implementation='xla'."
         )
     return None
 
@@ -192,7 +195,7 @@ def _installation() -> str | None:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return f"the Triton kernels need {package}, got no such package."
+            return f"the Triton kernels need {package}, got none installed."
         if not SpecifierSet(bounds).contains(found, prereleases=True):
             return f"the Triton kernels need {package}{bounds} ({why}), got {found}."
     try:
@@ -202,8 +205,8 @@ def _installation() -> str | None:
     except Exception as error:  # whatever it is, the import fails
         return f"the Triton kernels need jax-triton, got {type(error).__name__} at its import: {error}."
     if plugin is None:
-        return "the Triton kernels need jax-cuda13-plugin, got a jaxlib without it."
+        return "the Triton kernels need jax-cuda13-plugin, got none installed."
     if not inspect.ismodule(compiler):  # jax-triton's stand-in for a compiler that it could not import
         found = importlib.metadata.version("triton")
-        return f"the Triton kernels need a Triton that jax-triton can import, got a broken {found}."
+        return f"the Triton kernels need a Triton that jax-triton can import, got {found}, which it cannot."
     return None
