@@ -27,11 +27,11 @@ PENDING = ROOT / "tests" / "gpu_pending.json"
 TRITON = "nsa_jax/kernels/triton"
 ROOMS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
-    "blocks": (f"{TRITON}/blocks/**/*.py",),
+    "blocks": (f"{TRITON}/blocks/**/*.py", "nsa_jax/kernels/lists/**/*.py"),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
-    "shared": (f"{TRITON}/*.py",),
+    "shared": (f"{TRITON}/*.py", "nsa_jax/kernels/*.py"),
     "calls": (
         "nsa_jax/attention/**/*.py",
         "nsa_jax/layout/**/*.py",

@@ -14,7 +14,7 @@ ROOM_FILES = {
     "blocks": "nsa_jax/kernels/triton/blocks/deeper/lists.py",
     "selection": "nsa_jax/kernels/triton/selection/importance.py",
     "nonfinite": "nsa_jax/kernels/triton/nonfinite/visible_keys.py",
-    "shared": "nsa_jax/kernels/triton/launch.py",
+    "shared": "nsa_jax/kernels/launch.py",
     "decode": "nsa_jax/cache/steps.py",
     "calls": "nsa_jax/layout/placement.py",
 }

@@ -18,6 +18,8 @@ FLOORS = (
     ("nsa_jax.array_typing",),
     ("nsa_jax.compression",),
     ("nsa_jax.layout",),
+    ("nsa_jax.kernels.dims", "nsa_jax.kernels.launch"),
+    ("nsa_jax.kernels.lists",),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),
@@ -30,7 +32,8 @@ FLOORS = (
 )
 KERNEL_LANGUAGES = ("triton", "jax_triton", "jax.experimental.pallas", "jax.experimental.mosaic")
 MAY_USE_KERNEL_LANGUAGES = (
-    *("nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu", "tests"),
+    *("nsa_jax.kernels.launch", "nsa_jax.kernels.lists", "nsa_jax.kernels.triton"),
+    *("nsa_jax.kernels.mosaic_gpu", "tests"),
     "benchmarks.one_token",  # the kernel that ours is measured against
 )
 MAY_USE_REFERENCE = ("nsa_jax.reference", "parity", "tests")

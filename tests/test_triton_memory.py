@@ -24,8 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
+from nsa_jax.kernels.dims import padded_heads  # noqa: E402
 from nsa_jax.kernels.triton import tiles  # noqa: E402
-from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
 CONFIG = NSAConfig()

@@ -13,7 +13,8 @@ from messages import has_form
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton import dims, gpu, support
+from nsa_jax.kernels import dims
+from nsa_jax.kernels.triton import gpu, support
 
 CONFIG = NSAConfig()
 

@@ -16,12 +16,12 @@ from cases import PACKED
 
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.dims import tokens_of
+from nsa_jax.kernels.lists.items import invert
+from nsa_jax.kernels.lists.unions import union_lists
 from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
 from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
 from nsa_jax.kernels.triton.blocks.forward import attend_blocks
-from nsa_jax.kernels.triton.blocks.items import invert
-from nsa_jax.kernels.triton.blocks.lists import union_lists
-from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
 from nsa_jax.layout import Run, Runs, distinct_blocks, place

@@ -21,10 +21,10 @@ import triton.language as tl
 from nsa_jax import attention, cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.launch import launch
 from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.parts import ranks
-from nsa_jax.kernels.triton.launch import launch
 
 PLAIN = NSAConfig(
     compression_block_size=8, compression_stride=4, selection_block_size=16, num_selected_blocks=4,

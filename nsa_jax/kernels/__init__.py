@@ -1,1 +1,1 @@
-"""The implementations of the operations, each in its own folder."""
+"""The implementations of the operations, each in its own folder, and what they share."""

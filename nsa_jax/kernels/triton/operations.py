@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.launch import folds_vmap
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
-from nsa_jax.kernels.triton.launch import folds_vmap
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     compression_ranges,

@@ -10,9 +10,9 @@ from packaging.specifiers import SpecifierSet
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.dims import padded_heads, splits
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.decode.tiles import STEP_LIST_BLOCKS, step_list_blocks
-from nsa_jax.kernels.triton.dims import padded_heads, splits
 from nsa_jax.kernels.triton.tiles import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)

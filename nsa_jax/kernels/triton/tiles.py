@@ -12,7 +12,7 @@ Does not import Triton.
 import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from nsa_jax.kernels.triton.dims import padded_heads
+from nsa_jax.kernels.dims import padded_heads
 
 KIB = 1024
 AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared memory; Hopper and Blackwell
@@ -385,9 +385,6 @@ BLOCK_KEY_GRADIENTS = (
 # Most queries of an item, by the padded query heads of a KV head; the last is for 4 heads and more.
 ITEM_QUERIES = {1: 8192, 2: 4096}
 ITEM_QUERIES_FROM_4 = 2048  # h100_long: less to add up than with 1024, half the memory of segments
-
-PAIRS_OF_A_WARP = 64  # (token, block) pairs that each warp sorts for a union list; at most 8 warps
-COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds
 
 
 # --- Selection ----------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Selected attention (Eq. 12): merges the blocks that neighbouring queries chose, then loops over them."""
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.dims import tokens_of
+from nsa_jax.kernels.lists.unions import union_lists
 from nsa_jax.kernels.triton import tiles
 from nsa_jax.kernels.triton.blocks import forward
 from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
 from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
-from nsa_jax.kernels.triton.blocks.lists import union_lists
-from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.layout import Placement

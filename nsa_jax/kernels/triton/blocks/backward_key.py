@@ -1,7 +1,7 @@
 """Selected attention backward, gradients of keys and values: key blocks outside, their queries inside.
 
 Source: the gradients of Eq. 12. grid = (items, block / keys): an item is up to `item` of the queries that
-chose one block (`blocks.items`), and a program takes one item and `keys` keys of the block. It holds these
+chose one block (`lists.items`), and a program takes one item and `keys` keys of the block. It holds these
 keys, their values and both gradients. Each step gathers `rows` rows: a few tokens times the query heads of
 the KV head, whose `G H` numbers are contiguous for each token.
 
@@ -28,12 +28,12 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.lists.items import ITEM_FIELDS, BlockItems, invert
+from nsa_jax.kernels.lists.unions import last_rows
 from nsa_jax.kernels.triton import tiles
-from nsa_jax.kernels.triton.blocks.items import ITEM_FIELDS, BlockItems, invert
-from nsa_jax.kernels.triton.blocks.lists import last_rows
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
-from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (

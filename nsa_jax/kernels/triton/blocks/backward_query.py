@@ -17,11 +17,11 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.lists.unions import UnionLists
 from nsa_jax.kernels.triton.blocks.forward import Entries, load_step, steps_of
-from nsa_jax.kernels.triton.blocks.lists import UnionLists
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
-from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     key_tiles,

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import triton
 
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.kernels.dims import split_dim
+from nsa_jax.kernels.launch import launch, like
 from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.dense import dense_kernel, dense_merge_kernel
 from nsa_jax.kernels.triton.decode.shards import alike_in_shards
-from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
-from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import DenseCache
 

@@ -10,13 +10,13 @@ shares attend to the window (`window`) before the first wait, while the others f
 import triton
 import triton.language as tl
 
+from nsa_jax.kernels.launch import named
 from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
 from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
 from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
 from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
 from nsa_jax.kernels.triton.decode.selected import Selected, SelectedDims, attend_selected
 from nsa_jax.kernels.triton.decode.window import Lacking, Window, WindowDims, attend_window, complete_cache
-from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim
 
 

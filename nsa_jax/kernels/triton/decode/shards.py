@@ -1,7 +1,7 @@
 """Lengths of a cache whose KV heads are spread over several GPUs."""
 
 from nsa_jax.array_typing import Array, Int
-from nsa_jax.kernels.triton.launch import varying_axes
+from nsa_jax.kernels.launch import varying_axes
 from nsa_jax.layout import DenseCache, NSACache, slots
 
 

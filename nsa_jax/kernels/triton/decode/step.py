@@ -16,14 +16,14 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.dims import split_dim
+from nsa_jax.kernels.launch import launch, like
 from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
 from nsa_jax.kernels.triton.decode.second import second_kernel
 from nsa_jax.kernels.triton.decode.shards import alike_in_shards
-from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
-from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
 

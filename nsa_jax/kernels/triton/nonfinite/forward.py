@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.dims import padded_heads
+from nsa_jax.kernels.dims import padded_heads
+from nsa_jax.kernels.launch import launch, named
 from nsa_jax.kernels.triton.gated_sum import gated_rows
-from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import (
     VisibleKeys,

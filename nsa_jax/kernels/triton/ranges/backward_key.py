@@ -25,10 +25,10 @@ import triton.language as tl
 from jax_triton import TensorDescriptor
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.launch import launch, like, named
 from nsa_jax.kernels.triton import tiles
-from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
-from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     Queries,

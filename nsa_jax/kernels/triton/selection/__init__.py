@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.dims import split_dim
+from nsa_jax.kernels.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton import tiles
-from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
-from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton.loading import key_tiles
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int, Int32
-from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.pieces import LARGEST_INT
-from nsa_jax.kernels.triton.tiles import PAIRS_OF_A_WARP
+from nsa_jax.kernels.launch import launch, like, named
 from nsa_jax.layout import Placement
+
+NO_PAIR: tl.constexpr = tl.constexpr(2147483647)  # sorts behind all pairs of a token and a block
+PAIRS_OF_A_WARP = 64  # pairs that each warp sorts; at most 8 warps
 
 
 class UnionLists(NamedTuple):
@@ -61,7 +62,7 @@ def union_lists(
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     if tokens not in (1, 2, 4, 8, 16, 32):
         raise ValueError(f"tokens must be a power of two up to 32, got {tokens}. Pass tokens_of(...).")
-    if num_keys * tokens >= LARGEST_INT.value:
+    if num_keys * tokens >= NO_PAIR.value:
         raise NotImplementedError(
             "the Triton kernels need the number of keys times the tokens of a tile to be below 2^31, got "
             f"{num_keys} * {tokens}. Use implementation='xla'."
@@ -109,10 +110,10 @@ def union_lists_kernel(
         block_indices + (at * KV_HEADS + head) * SLOTS + slot, mask=inside & (slot < SLOTS), other=-1
     )
     start = tl.load(sequence_starts + at, mask=inside, other=0) + block * BLOCK
-    pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, LARGEST_INT))
+    pairs = tl.sort(tl.where((block >= 0) & (start <= row), start * TOKENS + token, NO_PAIR))
     start = pairs // TOKENS
     start, member = tl.associative_scan((start, 1 << (pairs % TOKENS)), 0, _join)
-    ends = (pairs != LARGEST_INT) & (
+    ends = (pairs != NO_PAIR) & (
         (start != tl.gather(start, tl.minimum(i + 1, SIZE - 1), 0)) | (i == SIZE - 1)
     )
     end = ends.to(tl.int32)
@@ -121,5 +122,5 @@ def union_lists_kernel(
     tl.store(starts + to, start, mask=ends)
     tl.store(members + to, member, mask=ends)
     tl.store(counts + this, tl.sum(end, 0))
-    first_row = tl.min(tl.where(row >= 0, row, LARGEST_INT), 0)
+    first_row = tl.min(tl.where(row >= 0, row, NO_PAIR), 0)
     tl.store(unmasked + this, tl.sum((ends & (start + (BLOCK - 1) <= first_row)).to(tl.int32), 0))

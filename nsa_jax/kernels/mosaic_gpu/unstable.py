@@ -1,0 +1,180 @@
+"""What the kernels use of Pallas that is private, or that the interpreter lacks; each with a public fallback.
+
+A ring of key tiles is filled by one warpgroup and read by others. Two things that the public API cannot do
+make it fast:
+
+* `barrier_wait` counts for itself which phase it waits for, so a reader has to wait for every fill, also for
+  those that it does not need. With the phase as an argument, a reader skips fills.
+* `barrier_arrive` is an arrival of 128 threads. One thread can arrive for all of them.
+
+The functions here are used on a GPU as `Form.PRIVATE`. `Form.PUBLIC` is the same by public means; it is the
+fallback where a new JAX has renamed what the private form needs. `Form.INTERPRETED` is for the interpreter,
+which knows neither of the two, no left operand of a product in registers and no accumulator with a start
+value. The forms differ in the functions of this file and nowhere else.
+"""
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nsa_jax.array_typing import Array
+
+type Ref = Any  # of an array in shared or global memory, or of barriers
+
+
+class Form(enum.Enum):
+    """By which means the kernels wait, arrive and accumulate."""
+
+    PRIVATE = "private"
+    PUBLIC = "public"
+    INTERPRETED = "interpreted"
+
+    @property
+    def skips(self) -> bool:
+        """Whether readers may skip fills."""
+        return self is Form.PRIVATE
+
+    def fill_barriers(self, stages: int) -> int:
+        """Barriers of a ring. Twice the stages, so that a phase that was skipped is not taken for the next."""
+        return 2 * stages if self.skips else stages
+
+    def fill_barrier(self, barriers: Ref, fill: Array, stages: int) -> Ref:
+        """The barrier of a fill, by its number since the kernel began."""
+        return barriers.at[lax.rem(fill, self.fill_barriers(stages))]
+
+    def wait_fill(self, barriers: Ref, fill: Array, stages: int) -> None:
+        """Waits for a fill."""
+        barrier = self.fill_barrier(barriers, fill, stages)
+        if self.skips:
+            odd = (lax.div(fill, jnp.int32(2 * stages)) & 1) != 0
+            _private().wait_parity(barrier, odd)
+        else:
+            plgpu.barrier_wait(barrier)
+
+    def arrive(self, barrier: Ref) -> None:
+        """Arrival of a warpgroup."""
+        if self is Form.PRIVATE:
+            _private().arrive_once(barrier)
+        else:
+            plgpu.barrier_arrive(barrier)
+
+    def arrive_for(self, barrier: Ref, others: Array) -> None:
+        """Arrival in place of a reader that skips the fill, where `others` is true."""
+        if self.skips:
+            plgpu.barrier_arrive(barrier, predicate=others)
+
+    def pass_over(self, first: Array, last: Array, wait_and_free: Callable[[Array], None]) -> None:
+        """Reads the fills `first .. last - 1` for nothing, where readers may not skip."""
+        if not self.skips:
+            lax.fori_loop(first, last, lambda fill, _: wait_and_free(fill), None)
+
+    def accumulator(self, ref: Ref, start: Array) -> None:
+        """Gives an accumulator its start value; the interpreter adds it in `accumulated`."""
+        if self is not Form.INTERPRETED:
+            ref[...] = start
+
+    def accumulated(self, value: Array, start: Array) -> Array:
+        """What an accumulator of `accumulator` holds, as loaded."""
+        return start + value if self is Form.INTERPRETED else value
+
+    def multiply(self, ref: Ref, left: Array, right: Ref, scratch: Ref) -> None:
+        """Adds `left @ right` to an accumulator. `left` is in registers; the interpreter wants it in memory."""
+        if self is Form.INTERPRETED:
+            scratch[...] = left
+            plgpu.commit_smem()
+            left = scratch
+        plgpu.wgmma(ref, left, right)
+
+
+def best_form() -> Form:
+    """`PRIVATE`, or `PUBLIC` where this JAX does not have what the private form needs."""
+    try:
+        _private()
+    except (AttributeError, ImportError, TypeError):
+        return Form.PUBLIC
+    return Form.PRIVATE
+
+
+class _Private:
+    """The two private primitives. Their lowering reads the barrier object that Pallas keeps."""
+
+    def __init__(self):
+        from jax._src import core, tree_util
+        from jax._src.pallas.mosaic_gpu import core as gpu_core
+        from jax._src.pallas.mosaic_gpu import lowering, primitives
+        from jax._src.state import primitives as state
+        from jax.experimental.mosaic import gpu as mgpu
+
+        def primitive(name: str, lower: Callable) -> Callable:
+            operation = core.Primitive(name)
+            operation.multiple_results = True
+            operation.def_effectful_abstract_eval(lambda *_, **__: ((), {gpu_core._memory_effect}))
+
+            @lowering.register_lowering_rule(operation, mgpu.LoweringSemantics.Warpgroup)
+            def _(ctx, barrier, *operands, tree, num):
+                index = primitives._get_barrier_base_index(ctx.avals_in[0], tree.unflatten(operands[num:]))
+                barrier = barrier if index is None else barrier[index]
+                lower(ctx, barrier.barrier_ref, *operands[:num])
+                return ()
+
+            def bind(barrier, *operands):
+                barrier, transforms = state.get_ref_and_transforms(barrier, None, name)
+                leaves, tree = tree_util.tree_flatten(transforms)
+                operation.bind(barrier, *operands, *leaves, tree=tree, num=len(operands))
+
+            return bind
+
+        def wait(_, barrier, odd):
+            barrier.wait_parity(lowering._ensure_ir_value(odd, jnp.bool))
+
+        def arrive(ctx, barrier):
+            barrier.arrive(128, predicate=ctx.module_ctx.single_wg_lane_predicate)
+
+        self.wait_parity = primitive("nsa_barrier_wait_parity", wait)
+        self.arrive_once = primitive("nsa_barrier_arrive_once", arrive)
+        for private in (primitives._get_barrier_base_index, lowering._ensure_ir_value):
+            assert callable(private)
+
+
+@functools.cache
+def _private() -> _Private:
+    return _Private()
+
+
+def num_processors() -> int:
+    """Streaming multiprocessors of the GPU that a program is compiled for; those of an H100 if unknown."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if jax.default_backend() == "gpu":
+        return jax.local_devices()[0].core_count
+    return getattr(abstract, "num_cores", None) or 132
+
+
+def swizzled(dim: int) -> tuple:
+    """Transforms of a tile in shared memory whose rows have `dim` 16-bit numbers, as products want them."""
+    columns = next(columns for columns in (64, 32, 16) if dim % columns == 0)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callable:
+    """`plgpu.kernel` with the house's compiler parameters, and the name that profiles show.
+
+    No automatic barriers: all waits are in the kernels. `approx_math` is what the hardware's `ex2` needs.
+    """
+    parameters = plgpu.CompilerParams(
+        approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+    )
+    body.__name__ = name
+    more = {} if interpret is None else dict(interpret=interpret)
+    return plgpu.kernel(body, compiler_params=parameters, **options, **more)
+
+
+WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of one number for each row of such a tile
+run_scoped = pl.run_scoped
