@@ -1,17 +1,27 @@
 """Attention (Eq. 4) to the compression blocks that were complete before the step, and what scores need.
 
-Runs in the first programs of `first_kernel`. A program takes one part of the compressed keys of a batch row
-and KV head, for one group of query rows. The tiles that the row's *current* length fills are divided among
-the parts, so a long cache that is nearly empty costs nothing. A tile holds whole selection blocks; each has
-OWN compressed keys in PADDED columns.
+Grid: the first SHARES times batch rows times KV heads times GROUPS programs of `first_kernel`. A program
+takes one part of the compressed keys of a batch row and KV head, for one group of query rows. The tiles that
+the row's *current* length fills are divided among the parts, so a long cache that is nearly empty costs
+nothing. A tile holds whole selection blocks; each has OWN compressed keys in PADDED columns.
 
 The scores of the selection (Eq. 8-10) come from the same logits, so no key is read twice. For each row and
 selection block a tile stores the weighted sum of `exp2(logit - largest)`, a quarter of the logits' bytes, and
 for each row the largest logit so far. A compressed key that reaches into the next selection block counts
 there too; what reaches beyond the tile is stored apart, as `tails`.
 
-All rows see all keys here: old blocks are complete for every new token. Bytes: the compressed keys and
-values, 67 MB for 8 rows of 64k tokens (4 KV heads, 128/128, bfloat16): 16 us at 4.2 TB/s.
+All rows see all keys here: old blocks are complete for every new token. Why this order: the loop runs over
+keys, with all rows of the group at once, so a program loads a key once. The groups of a KV head have
+neighbouring numbers, so the later ones find its keys in L2. A part is a run of neighbouring tiles.
+
+Registers: with `keys = TILE_BLOCKS PADDED`, sums and logits are `ROWS (keys + V) / 128` floats a thread at 4
+warps (24 at 16 rows, 64 keys, V = 128). `first_kernel` has 137 registers there. Shared memory in 16-bit
+dtypes, below 64 rows: `(ROWS H + (STAGES - 1) keys (H + V) + ROWS keys) itemsize` for query, tiles and
+probabilities. With 3 stages that is 4 + 64 + 2 = 70 KB, and three programs fit on an H100 multiprocessor.
+Without stages there is one tile, of `keys max(H, V)`. At 64 rows Hopper uses wgmma: STAGES tiles,
+probabilities in registers, and `4 ROWS TILE_BLOCKS` bytes for the sums of blocks (116 KB). float32 is
+multiplied in three parts and needs more. Bytes: the compressed keys and values, 67 MB for 8 rows of 64k
+tokens (4 KV heads, 128/128, bfloat16): 16 us at 4.2 TB/s.
 """
 
 from typing import NamedTuple

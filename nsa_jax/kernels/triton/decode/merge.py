@@ -1,4 +1,17 @@
-"""Adds up the parts of each branch, and the three branches with their gates (Eq. 5)."""
+"""Adds up the parts of each branch, and the three branches with their gates (Eq. 5).
+
+Grid: that of `second_kernel`; all shares of a team run it last, when all have stored their parts. The loop
+runs over query heads, HEADS at a time, and each turn loads all parts of its heads. Why this order: the weight
+of a part depends on the largest logits of all parts of its branch, and loads side by side wait for L2
+together.
+
+Registers of its part: `HEADS PADDED V / (32 num_warps)` floats a thread (64 at 2 heads, 25 parts padded to
+32, V = 128, 4 warps): at these sizes the most that a piece of `second_kernel` holds. `step.MERGED_AT_ONCE`
+bounds HEADS, so it is larger only where one head's parts are: 128 floats for a single row of 64k tokens,
+which the compiler does not hold all at once. Shared memory: up to `4 num_warps V` bytes, V padded to a power
+of two (2 KB), for sums that different warps hold. Bytes: `V + 2` floats a query head and part, 6.7 MB at 8
+rows, from the L2 cache.
+"""
 
 from typing import NamedTuple
 

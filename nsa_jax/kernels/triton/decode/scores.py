@@ -1,13 +1,21 @@
 """Scores of the selection blocks (Eq. 8-10), a chunk of blocks at a time, and a list of the chunk's best.
 
-The shares of a team take the chunks in turn. `score_chunk` reads the sums that `compressed` stored, adds the
-compression blocks that the step completes, normalises, and sums over the heads. The best blocks of the chunk
-become a list in order, from which `selected` picks. They are ranked by counting (`ranks`), CHUNK times CHUNK
-comparisons: searches for the largest would have to wait for each other.
+Grid: that of `second_kernel`; all shares of a team run it first. They take the chunks in turn, so a short
+row, which fills only the first chunks, keeps many shares busy. `score_chunk` reads the sums that `compressed`
+stored, adds the compression blocks that the step completes, normalises, and sums over the heads: in this
+order, because each head has its own total. The best blocks of the chunk become a list in order, from which
+`selected` picks. They are ranked by counting (`ranks`), CHUNK times CHUNK comparisons: searches for the
+largest would have to wait for each other.
 
 The numbers of a block's score are first scaled to one largest logit, then added, then normalised. Where all
 keys are alike, the numbers added are small integers, so equal scores are equal to the last bit, and ties go
-to the lower block. Bytes: 2.4 MB at 8 rows of 64k tokens, from the L2 cache.
+to the lower block.
+
+Registers of its part: the sums of a chunk, and the largest logit that each is relative to:
+`2 PADDED_G CHUNK / (32 num_warps)` floats a thread (32 at 16 heads, 128 blocks, 4 warps). To rank, a thread
+has `CHUNK / (32 num_warps)` columns of the comparisons (1). Shared memory: up to `512 num_warps` bytes, 2 KB
+here, for sums over heads that different warps hold, and later for the `8 CHUNK` bytes of the numbers to rank
+(1 KB). `selected` uses the same bytes again. Bytes: 2.4 MB at 8 rows of 64k tokens, from the L2 cache.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,21 @@
 """The second launch of a step: scores, window, selected branch, and the gated sum (Eq. 4, 5, 8-12).
 
 Grid: x = shares times new tokens times KV heads times batch rows. The SLC programs of one new token and KV
-head are a team, and each is a share of it. The shares divide each piece of work: they write the lists of
-best blocks (`scores`), attend to the selected blocks (`selected`) and merge the query heads (`merge`). Before
-the last two the team waits until all shares are ready (`arrivals`), which takes less time than a launch. WIN
-shares attend to the window (`window`) before the first wait, while the others finish their lists.
+head are a team, and each is a share of it. The shares divide each piece of work: they write the lists of best
+blocks (`scores`), attend to the selected blocks (`selected`) and merge the query heads (`merge`). Before the
+last two the team waits until all shares are ready (`arrivals`), which takes less time than a launch. WIN
+shares attend to the window (`window`) before the first wait, while the others finish their lists. The order
+is that in which the pieces of work need each other's results.
+
+Of the tiles only the query lasts through all of them, in shared memory. Registers are those of the piece that
+needs most: at 8 rows of 64k tokens (64 heads, 4 KV heads, 128/128, bfloat16) that is `merge`, with
+`HEADS PADDED V / (32 num_warps)` = 64 floats a thread, and the kernel has 121. Where there are more programs
+than `tiles.STEP_PROGRAMS`, 16-bit dtypes are held to 128 (64 at 32 warps), so that at least 512 threads fit
+on a multiprocessor. Shared memory in 16-bit dtypes, below 64 rows: the larger one of window and selected
+branch, `(ROWS H + (stages - 1) keys (H + V) + ROWS keys) itemsize`, where keys and stages are TILE and
+WIN_STAGES, or `STEP PADDED_BLOCK` and SLC_STAGES: 4 + 64 + 2 = 70 KB with 3 stages (8 rows), which lets three
+programs share an H100 multiprocessor, and 38 KB with 2. At 64 rows Hopper uses wgmma: one tile more, and no
+probabilities.
 """
 
 import triton

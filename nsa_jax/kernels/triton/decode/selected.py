@@ -1,7 +1,16 @@
 """Selected attention of one new token (Eq. 11, 12): each share of the team takes some of the blocks.
 
-Every share ranks the lists of `scores` itself, by counting: this takes less time than waiting for another
-program to tell it its blocks.
+Grid: that of `second_kernel`; all shares of a team run it, when all have written their lists. Every share
+ranks the lists of `scores` itself, by counting: this takes less time than waiting for another program to tell
+it its blocks. Why this order: ranking comes before the loop, because the loads of the first step need its
+result. Then the loop runs over blocks, with all query heads of the KV head at once, so a key is loaded once.
+
+Registers of its part: sums and logits, `ROWS (COLUMNS + V) / (32 num_warps)` floats a thread with
+`COLUMNS = STEP PADDED_BLOCK` (24 at 16 rows, 64 keys, V = 128, 4 warps), and ranks and blocks of the
+candidates, `2 LISTS SLOTS / (32 num_warps)` integers (2). Shared memory in 16-bit dtypes, below 64 rows:
+`(ROWS H + (STAGES - 1) COLUMNS (H + V) + ROWS COLUMNS) itemsize` for query, tiles and probabilities, 70 KB
+(4 + 64 + 2) with 3 stages and 38 KB with 2. Before the loop, `8 LISTS SLOTS` bytes of the same memory hold
+the numbers to rank (1 KB).
 
 Ranking: LISTS times SLOTS candidates against each other, 128 x 128 for 64k tokens. Bytes: the keys and values
 of the selected blocks, 17 MB at 8 rows, 4 us at 4.2 TB/s.

@@ -1,9 +1,19 @@
 """Window attention of one new token (Eq. 4), in parts; and the last writes to the cache.
 
-It reads the ring, or the selection arrays if the branches share keys and values; both have the new tokens by
-then. The new compressed blocks and the lengths are written here, in the second launch, because programs of
-the first one still read the arrays that they go into. Bytes: `w` keys and values a row and KV head, 8 MB at 8
-rows; further new tokens of a row find them in L2.
+Grid: that of `second_kernel`; the last SHARES programs of a team run it. They are free first: where a team
+has more programs than there are chunks of scores, the last have none. It reads the ring, or the selection
+arrays if the branches share keys and values; both have the new tokens by then. Why this order: a share takes
+a run of neighbouring tokens, TILE at a time from the oldest on, and skips the tiles before the first token of
+the sequence. All query heads of the KV head are attended from at once, so a key is loaded once.
+
+The new compressed blocks and the lengths are written here, in the second launch, because programs of the
+first one still read the arrays that they go into.
+
+Registers of its part: sums and logits, `ROWS (TILE + V) / (32 num_warps)` floats a thread (24 at 16 rows, 64
+keys, V = 128, 4 warps). Shared memory in 16-bit dtypes, below 64 rows:
+`(ROWS H + (STAGES - 1) TILE (H + V) + ROWS TILE) itemsize` for query, tiles and probabilities, 38 KB
+(4 + 32 + 2) with 2 stages. Eight shares of a window of 512 have one tile each. Bytes: WINDOW keys and values
+a row and KV head, 8 MB at 8 rows; further new tokens of a row find them in L2.
 """
 
 from typing import NamedTuple
