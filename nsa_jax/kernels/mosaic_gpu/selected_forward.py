@@ -97,7 +97,11 @@ def selected_forward(
         program = lax.axis_index("program")
 
         def tile_of(x):
-            return lax.div(x, num_kv_heads * tiles), lax.rem(lax.div(x, tiles), num_kv_heads), lax.rem(x, tiles)
+            return (
+                lax.div(x, num_kv_heads * tiles),
+                lax.rem(lax.div(x, tiles), num_kv_heads),
+                lax.rem(x, tiles),
+            )
 
         def consume(x, turn, fill, ahead, x_next):
             b, head, tile = tile_of(x)
@@ -125,7 +129,9 @@ def selected_forward(
                     start = start_of(place)
                     seen = None
                     if masks:
-                        last = plgpu.load(last_ref.at[b, pl.ds(first_row, table.ROWS)], layout=BY_ROW, optimized=False)
+                        last = plgpu.load(
+                            last_ref.at[b, pl.ds(first_row, table.ROWS)], layout=BY_ROW, optimized=False
+                        )
                         seen = column + (start if aligned else start // 8 * 8) <= across(last)
                     if not aligned:
                         inside = (column >= start % 8) & (column < start % 8 + sizes.keys)
@@ -165,9 +171,9 @@ def selected_forward(
             out = plgpu.layout_cast(jnp.zeros((table.ROWS, value_dim), f32), WGMMA)
 
             def visit(i, carry, masks):
-                out, largest, sum_, p, this, then, before = carry
-                later = visits_ref[b, head, tile, warpgroup, jnp.minimum(i + 2, visits - 1)]
-                place = then & PLACE
+                out, largest, sum_, p, this, before = carry
+                then = visits_ref[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
+                place = this & PLACE
                 pass_over(before + 1, place)
                 slot, old_slot = lax.rem(fill + place, stages), lax.rem(fill + before, stages)
                 form.wait_fill(k_full, fill + place, stages)
@@ -180,7 +186,7 @@ def selected_forward(
                     form.multiply(out_acc, weights, v_s.at[old_slot], p_s and p_s.at[warpgroup])
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                     form.arrive(k_free.at[slot])
-                    found = softmax(logits, then, largest, sum_, masks)
+                    found = softmax(logits, this, largest, sum_, masks)
                     return form.accumulated(plgpu.wgmma_accumulator_load(out_acc, wait_n=0), out), found
 
                 new, (p, largest, sum_, old) = pl.run_scoped(
@@ -188,13 +194,13 @@ def selected_forward(
                 )
                 form.arrive(v_free.at[old_slot])
                 new = new * lax.broadcast_in_dim(old, new.shape, [0])
-                return new, largest, sum_, p.astype(dtype), then, later, place
+                return new, largest, sum_, p.astype(dtype), then, place
 
-            carry = (out, largest, sum_, p.astype(dtype), this, then, i32(0))
+            carry = (out, largest, sum_, p.astype(dtype), then, i32(0))
             if not single:
                 carry = lax.fori_loop(1, masked, lambda i, c: visit(i, c, True), carry)
             carry = lax.fori_loop(1 if single else masked, visits, lambda i, c: visit(i, c, False), carry)
-            out, largest, sum_, p, _, _, before = carry
+            out, largest, sum_, p, _, before = carry
 
             # The last visit's outputs.
             slot = lax.rem(fill + before, stages)
@@ -241,7 +247,14 @@ def selected_forward(
 
             for w in range(table.CONSUMERS):
                 buffer = number * table.CONSUMERS + w
-                rows.load(q_ref, b, head, (tile * table.CONSUMERS + w) * table.ROWS, q_s.at[buffer], q_full.at[buffer])
+                rows.load(
+                    q_ref,
+                    b,
+                    head,
+                    (tile * table.CONSUMERS + w) * table.ROWS,
+                    q_s.at[buffer],
+                    q_full.at[buffer],
+                )
 
             def step(i, carry):
                 this, then = carry
