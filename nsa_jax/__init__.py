@@ -1,17 +1,23 @@
 """Native Sparse Attention (arXiv:2502.11089) for JAX.
 
 This module has the operations on arrays, the block structure `NSAConfig`, and the choice of an
-implementation. Its submodules build on them:
+implementation. `import nsa_jax` also loads two submodules:
+
+* `nsa_jax.debug`: checks of the values of index arrays;
+* `nsa_jax.remat`: the names for a rematerialisation policy.
+
+Import the others by name:
 
 * `nsa_jax.nn`: Flax NNX layers;
 * `nsa_jax.model`: a small language model and its checkpoints;
 * `nsa_jax.generate`: text generation in one compiled program;
-* `nsa_jax.cache`: the decoding state of a layer, and the steps that extend it;
-* `nsa_jax.debug`: checks of the values of index arrays.
+* `nsa_jax.cache`: the decoding state of a layer, and the steps that extend it.
 
 `nsa_jax.attention` describes what all operations have in common.
 """
 
+from nsa_jax import debug as debug
+from nsa_jax import remat as remat
 from nsa_jax.attention import (
     compressed_attention,
     gated_sum,

@@ -1,6 +1,8 @@
 """Wrong values in index arrays: refused at once outside jit, and returned as an error to throw inside."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,12 @@ from nsa_jax import attention, debug
 
 FORM = r".+, got .+\. [A-Z].*\. \(`check` failed\)"  # what checkify appends
 refused = functools.partial(pytest.raises, checkify.JaxRuntimeError)
+
+
+def test_the_checks_come_with_the_package():
+    program = "import nsa_jax; nsa_jax.debug.check_segment_ids"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
