@@ -314,6 +314,11 @@ BAD = {
     "rank": (dict(prompts=PROMPTS[0]), ValueError, r"prompts must be \[batch, tokens\], got shape \(5,\)"),
     "floats": (dict(prompts=PROMPTS * 1.0), TypeError, "prompts must be integers, got float64"),
     "list": (dict(prompts=[[1, 2], [3]]), TypeError, "prompts must be an array, got list. Pad to one length"),
+    "list of lengths": (
+        dict(lengths=[5, 3, 1]),
+        TypeError,
+        "lengths must be an array, got list. Call np.arr",
+    ),
     "empty prompt": (dict(prompts=PROMPTS[:, :0]), ValueError, "a prompt must have at least one token"),
     "no prompt": (
         dict(prompts=PROMPTS[:0], lengths=None),
@@ -352,7 +357,14 @@ BAD = {
     "top_k": (dict(top_k=0), ValueError, "top_k must be at least 1, got 0"),
     "top_p": (dict(top_p=0.0), ValueError, "top_p must be above 0 and at most 1, got 0.0"),
     "large top_p": (dict(top_p=1.5), ValueError, "top_p must be above 0 and at most 1, got 1.5"),
+    "top_k when greedy": (dict(top_k=3), ValueError, "above 0, got temperature=0.0, top_k=3 and top_p=None"),
+    "top_p when greedy": (
+        dict(top_p=0.9),
+        ValueError,
+        "above 0, got temperature=0.0, top_k=None and top_p=0.9",
+    ),
     "eos": (dict(eos_id="."), TypeError, "eos_id must be an int, got str"),
+    "negative eos": (dict(eos_id=-1), ValueError, "eos_id must be at least 0, got -1. Pass None for no end"),
     "pad": (dict(pad_id=None), TypeError, "pad_id must be an int, got NoneType"),
     "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
     "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
@@ -363,6 +375,26 @@ BAD = {
     ),
     "model": (dict(model=nnx.Dict()), TypeError, "got Dict without init_cache, prefill, decode_step"),
 }
+
+
+def renamed(self, tokens, cache, counts):
+    raise AssertionError("it must not be called")
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode_step"])
+def test_a_decoder_with_another_name_for_num_tokens_is_refused(method):
+    decoder = type("Renamed", (Stub,), {method: renamed})()
+
+    with pytest.raises(TypeError, match=rf"got Renamed\.{method}\(tokens, cache, counts\)\. Name the arg"):
+        generate(decoder, PROMPTS, max_new_tokens=3)
+
+
+def test_a_decoder_may_take_num_tokens_among_any_keywords(model):
+    class Wrapped(Stub):
+        def decode_step(self, *tokens_and_cache, **others):
+            return super().decode_step(*tokens_and_cache, **others)
+
+    assert rows_of(run(Wrapped())) == greedy(model, 10)
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())

@@ -1,5 +1,6 @@
 """Checks of the arguments of `generate` before anything runs; values only if they are concrete."""
 
+import inspect
 import math
 import numbers
 from typing import Any
@@ -12,7 +13,7 @@ from nsa_jax.array_typing import Array, PRNGKeyArray
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError unless the model has the methods of `Decoder`."""
+    """Raises TypeError unless the model has the methods of `Decoder`, with `num_tokens` as a keyword."""
     methods = ("init_cache", "prefill", "decode_step")
     missing = [name for name in methods if not callable(getattr(model, name, None))]
     if missing:
@@ -20,6 +21,13 @@ def check_model(model: Any) -> None:
             f"model must have the methods of Decoder, got {type(model).__name__} without "
             f"{', '.join(missing)}. Pass an nsa_jax.model.Transformer, or add them."
         )
+    for name in methods[1:]:
+        signature = inspect.signature(getattr(model, name))
+        if not _takes(signature, "num_tokens"):
+            raise TypeError(
+                f"{name} of a Decoder must take num_tokens as a keyword, got {type(model).__name__}.{name}"
+                f"{signature}. Name the argument num_tokens."
+            )
 
 
 def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array | np.ndarray]:
@@ -29,7 +37,7 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array
       TypeError: one is not an array of integers.
       ValueError: shapes do not fit, or a length is out of range.
     """
-    prompts = _integers("prompts", prompts)
+    prompts = _integers("prompts", prompts, "Pad to one length and call np.array")
     if prompts.ndim != 2:
         raise ValueError(f"prompts must be [batch, tokens], got shape {prompts.shape}. Add the missing axis.")
     batch, width = prompts.shape
@@ -37,7 +45,8 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array
         raise ValueError(
             f"a prompt must have at least one token, got {prompts.shape=}. Begin with a start token."
         )
-    lengths = _integers("lengths", np.full(batch, width) if lengths is None else lengths)
+    lengths = np.full(batch, width) if lengths is None else lengths
+    lengths = _integers("lengths", lengths, "Call np.array")
     if lengths.shape != (batch,):
         raise ValueError(
             f"lengths must be one number per prompt, got {lengths.shape=} and {batch=}. Pass an array [B]."
@@ -77,14 +86,16 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_tokens(eos_id: Any, pad_id: Any) -> None:
-    """Raises TypeError unless both are ints; `eos_id` may be None."""
+    """Raises TypeError unless both are ints; `eos_id` may be None. ValueError if `eos_id` is negative."""
     if eos_id is not None:
         _check_int("eos_id", eos_id)
+        if eos_id < 0:
+            raise ValueError(f"eos_id must be at least 0, got {eos_id}. Pass None for no end token.")
     _check_int("pad_id", pad_id)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raises TypeError or ValueError unless the sampling parameters are in range."""
+    """Raises TypeError or ValueError unless the parameters are in range and have a use."""
     for name, number in (("temperature", temperature), ("top_p", 1.0 if top_p is None else top_p)):
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}. Pass a float.")
@@ -94,6 +105,11 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
         check_counts(top_k=top_k)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}. Pass None to keep all tokens.")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise ValueError(
+            f"top_k and top_p must come with a temperature above 0, got {temperature=}, {top_k=} and "
+            f"{top_p=}. Set a temperature, or leave them out."
+        )
 
 
 def check_key(key: Any, batch: int) -> PRNGKeyArray:
@@ -113,11 +129,16 @@ def check_key(key: Any, batch: int) -> PRNGKeyArray:
     return key
 
 
-def _integers(name: str, values: Any) -> Array | np.ndarray:
+def _takes(signature: inspect.Signature, keyword: str) -> bool:
+    """Whether a function of this signature can be called with the keyword."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return kinds.get(keyword) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+
+def _integers(name: str, values: Any, remedy: str) -> Array | np.ndarray:
     if not isinstance(values, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"{name} must be an array, got {type(values).__name__}. Pad to one length and call np.array."
-        )
+        raise TypeError(f"{name} must be an array, got {type(values).__name__}. {remedy}.")
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {values.dtype}. Pass token ids and counts as int32.")
     return values.astype(jnp.int32)

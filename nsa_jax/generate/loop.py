@@ -24,7 +24,8 @@ from nsa_jax.generate.sampling import sample
 class Decoder(Protocol):
     """The methods that `generate` needs of a model, such as `nsa_jax.model.Transformer`.
 
-    The model must also be an `nnx.Module`.
+    The model must also be an `nnx.Module`. `generate` passes `num_tokens` by its name, all other arguments by
+    position.
     """
 
     def init_cache(self, batch: int, max_length: int) -> Any:
@@ -47,7 +48,7 @@ class Generation(NamedTuple):
     Attributes:
       tokens: new tokens of each row, without the prompt. A row that ended early has `pad_id` after its
         `eos_id`.
-      lengths: number of new tokens of each row, `eos_id` included.
+      lengths: number of new tokens of each row, `eos_id` included; `max_new_tokens` for a row without it.
     """
 
     tokens: Int32[Array, "B new"]
@@ -124,12 +125,14 @@ def generate(
       max_length: exact capacity of the cache in tokens, prompt and new tokens together. By default the sum of
         the two buckets; the cache is then up to an eighth and 126 tokens per row larger than needed.
       temperature: divides the logits before drawing; 0 takes the most likely token instead.
-      top_k: draws only from the `k` most likely tokens.
+      top_k: draws only from the `k` most likely tokens. Needs a temperature above 0, and so does `top_p`.
       top_p: draws only from the smallest set of most likely tokens with at least this probability together.
-      eos_id: token that ends a row; None for no such token.
+      eos_id: token that ends a row, and is its last one; None for no such token. An id that the vocabulary
+        does not have ends no row.
       pad_id: token that fills a row after its end.
       key: a seed, a typed key of `jax.random.key`, or one such key for each row. From a seed or a single key,
-        each row gets its own key by its index. A row depends only on its own prompt and key.
+        each row gets its own key by its index. A row depends only on its own prompt and key, so two calls
+        with one key draw the same tokens, and also two calls without a key.
       chunk_size: number of steps between two tests whether all rows have ended. A test costs about 11 us on
         an H100. Whole chunks run, so up to `chunk_size - 1` steps of the last chunk are wasted.
       prefill_chunk: number of prompt tokens of a row that are prefilled at once, which bounds the memory.
@@ -140,9 +143,9 @@ def generate(
       `Generation(tokens, lengths)`.
 
     Raises:
-      TypeError: an argument has the wrong type, or `model` lacks a method.
-      ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, or an
-        argument is out of range. Nothing runs then.
+      TypeError: an argument has the wrong type, or `model` lacks a method or its `num_tokens`.
+      ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, an
+        argument is out of range, or `top_k` or `top_p` is given without a temperature. Nothing runs then.
 
     Examples:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
