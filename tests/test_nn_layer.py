@@ -290,10 +290,14 @@ def test_wrong_construction(arguments, message):
         (
             X,
             dict(segment_ids=IDS.update(shape=(8,))),
-            r"segment_ids must hold one integer .* got int32 of shape \(8,\)",
+            r"segment_ids must hold one integer .* got shape \(8,\) .* Broadcast it",
         ),
         (X, dict(positions=IDS.update(shape=(2, 9))), r"positions must hold one integer .* \(2, 9\)"),
-        (X, dict(positions=IDS.update(dtype=jnp.float32)), r"positions must hold one integer .* got float32"),
+        (
+            X,
+            dict(positions=IDS.update(dtype=jnp.float32)),
+            "positions must hold integers, got float32. Cast it",
+        ),
     ],
     ids=["rank", "width", "segment_ids", "positions", "float positions"],
 )

@@ -113,10 +113,14 @@ def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
             "Add the missing axis, or create the layer with this width as in_features."
         )
     for name, value in per_token.items():
-        if value is not None and (value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, jnp.integer)):
+        if value is None:
+            continue
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold integers, got {value.dtype}. Cast it to int32.")
+        if value.shape != x.shape[:2]:
             raise ValueError(
-                f"{name} must hold one integer for each token, got {value.dtype} of shape {value.shape} "
-                f"for x of shape {x.shape}. Broadcast it to [batch, tokens]."
+                f"{name} must hold one integer for each token, got shape {value.shape} for x of shape "
+                f"{x.shape}. Broadcast it to [batch, tokens]."
             )
 
 
