@@ -128,8 +128,8 @@ def unsupported_reason(
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
       implementation: "xla" or "triton".
-      *arrays: the positional arrays of the operation or their `jax.ShapeDtypeStruct`s, as far as they are
-        known.
+      *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
+        they are known.
       config: block structure, if it is known.
       platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
       return_reads: whether the call asks for the number of keys that were read.
@@ -176,9 +176,20 @@ def choose(
     3. the first of `nsa_jax.dispatch.PREFERENCE` (`"triton"`, then `"xla"`) for which `unsupported_reason`
        finds no reason.
 
+    The operations and their arrays:
+
+    * `"compressed_attention"`: query, key_cmp, value_cmp;
+    * `"select_blocks"`: query, key_cmp;
+    * `"selected_attention"`: query, key_slc, value_slc, block_indices;
+    * `"window_attention"`: query, key_win, value_win;
+    * `"gated_sum"`: out_cmp, out_slc, out_win, gates;
+    * `"native_sparse_attention"`: query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates;
+    * `"decode_step"`: query, and key_cmp and value_cmp of the cache;
+    * `"dense_decode_step"`: query, and key and value of the cache.
+
     Args:
-      operation: name of the operation, see `unsupported_reason`.
-      *arrays: its arrays or their `jax.ShapeDtypeStruct`s, see `unsupported_reason`.
+      operation: name of the operation.
+      *arrays: its arrays or their `jax.ShapeDtypeStruct`s, in this order, as far as they are known.
       config: block structure, if it is known.
       platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
       implementation: the implementation that the caller asks for by name, or None.
