@@ -84,7 +84,7 @@ class Tiling(NamedTuple):
       TILES: tiles of the cache.
       SHARES: parts into which the tiles of a row are divided.
       GROUPS: groups of query rows, each with a program for every part.
-      STAGES: tiles that a program loads ahead.
+      STAGES: stages of the loop: the loads of STAGES - 1 tiles are in flight.
     """
 
     MAX_BLOCKS: tl.constexpr

@@ -13,8 +13,9 @@ the values too: all rows see all other old tokens.
 
 Bytes: `S (H + V)` numbers a row and KV head. With 4 KV heads of 128/128 in bfloat16, at 64k tokens, that is
 0.134, 1.07 and 4.29 GB for 1, 8 and 32 rows: 32, 256 and 1023 us at 4.2 TB/s. A program holds the sums of at
-least 16 rows in registers, and STAGES tiles of `TILE (H + V)` numbers in shared memory: an H100
-multiprocessor has room for three programs with two stages, or two with three.
+least 16 rows in registers, and STAGES - 1 tiles of `TILE (H + V)` numbers in shared memory (STAGES where
+wgmma multiplies 64 rows). With 16 rows an H100 multiprocessor has room for four programs of two stages
+(38912 bytes, 108 registers) or for three of three stages (71680 bytes, 140 registers).
 """
 
 from typing import NamedTuple
@@ -58,7 +59,7 @@ class DenseDims(NamedTuple):
       PARTS: parts of a row's old tokens; the new ones are one more part.
       TILE: keys of a step of the loop.
       ROWS: query rows of a program.
-      STAGES: tiles that a program loads ahead.
+      STAGES: stages of the loop: the loads of STAGES - 1 tiles are in flight.
       KEY, VALUE: `Dim`s.
     """
 

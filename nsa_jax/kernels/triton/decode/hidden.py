@@ -46,7 +46,7 @@ class HiddenDims(NamedTuple):
     Attributes:
       ROWS, COLUMNS: blocks, and hidden units, of a program.
       PARTS: programs that share the tokens of a block.
-      STAGES: steps whose loads are in flight.
+      STAGES: stages of the loop: the loads of STAGES - 1 steps are in flight.
       ALL: hidden units of both MLPs.
     """
 

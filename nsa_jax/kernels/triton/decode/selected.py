@@ -54,7 +54,8 @@ class SelectedDims(NamedTuple):
       SELECTED, INITIAL, LOCAL: selected blocks; of these the initial ones and the local ones.
       CHUNK, LISTS, SLOTS: blocks whose best ones form a list, number of lists, and length of a list.
       SHARES, FIRST, PARTS: shares of the team, the number of their first part, parts of all branches.
-      STEP, STAGES, ROWS: blocks of a step of the loop, steps whose loads are in flight, query rows.
+      STEP, ROWS: blocks of a step of the loop, query rows.
+      STAGES: stages of the loop: the loads of STAGES - 1 steps are in flight.
       KEY, VALUE: `Dim`s.
     """
 

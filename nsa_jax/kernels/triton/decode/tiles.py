@@ -41,19 +41,21 @@ class StepShape(NamedTuple):
 class StepSizes(NamedTuple):
     """How the work of a decode step is divided.
 
+    With `n` stages a loop has the loads of `n - 1` steps in flight.
+
     Attributes:
       rows: query rows (new tokens times heads) of a program of the compressed branch.
       groups: groups of so many rows that a KV head has.
       keys: keys of a step of the loop, in the compressed branch and in the window.
       list_blocks: selection blocks whose best ones form a list.
       cmp_parts: programs that divide the compressed keys of a row, KV head and group.
-      cmp_warps, cmp_stages: warps of such a program, and steps whose loads are in flight.
+      cmp_warps, cmp_stages: warps of such a program, and stages of its loop.
       shares: programs of a team, which do the rest of the work for a new token and KV head.
       share_warps: warps of a share.
       registers: most registers of a thread of a share, so that at least 512 threads fit on a
         multiprocessor; None for no limit.
-      win_parts, win_stages: shares that attend to the window, and steps whose loads are in flight.
-      slc_blocks, slc_stages: selected blocks of a step, and steps whose loads are in flight.
+      win_parts, win_stages: shares that attend to the window, and stages of their loop.
+      slc_blocks, slc_stages: selected blocks of a step, and stages of the loop.
     """
 
     rows: int
@@ -139,7 +141,7 @@ class HiddenSizes(NamedTuple):
       rows: blocks of a program.
       units: hidden units of a program.
       parts: programs that divide the tokens of a block.
-      stages: steps whose loads are in flight; a step takes `hidden_depth` dimensions of a token.
+      stages: of the loop, see `StepSizes`; a step takes `hidden_depth` dimensions of a token.
     """
 
     rows: int
@@ -184,7 +186,7 @@ class DenseStepSizes(NamedTuple):
       groups: groups of so many rows that a KV head has.
       keys: keys of a step of the loop.
       parts: programs that divide the keys of a row, KV head and group.
-      num_warps, num_stages: warps of a program, and steps whose loads are in flight.
+      num_warps, num_stages: warps of a program, and stages of its loop, see `StepSizes`.
     """
 
     rows: int
@@ -198,7 +200,7 @@ class DenseStepSizes(NamedTuple):
 DENSE_PARTS = 33  # times 4 KV heads: the 132 multiprocessors of an H100
 DENSE_TILES = 16  # of a part at least, unless that leaves multiprocessors idle
 DENSE_PROGRAMS = 16 * 132  # beyond this, parts cost more than their even load saves
-DENSE_STAGES = 2  # with room for three programs on a multiprocessor; one more where there are two programs
+DENSE_STAGES = 2  # four programs fit on a multiprocessor; one stage more where there are at most two programs
 DENSE_ROW_BYTES = 40 * KIB  # of a program's rows as operands; with more, the sums spill
 
 

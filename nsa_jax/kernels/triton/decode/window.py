@@ -59,7 +59,8 @@ class WindowDims(NamedTuple):
       WINDOW: tokens that a query sees.
       SHARES: shares of the team that attend to the window, each to a part of it.
       FIRST, PARTS: number of their first part, parts of all branches.
-      TILE, ROWS, STAGES: keys of a step of the loop, query rows, steps whose loads are in flight.
+      TILE, ROWS: keys of a step of the loop, query rows.
+      STAGES: stages of the loop: the loads of STAGES - 1 steps are in flight.
       MAX_BLOCKS, SIZE, STRIDE: compression blocks that the cache has room for, and their size and stride.
       BLOCKS: compression blocks that the step may complete.
       KEY, VALUE: `Dim`s.
