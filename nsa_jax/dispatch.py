@@ -16,10 +16,12 @@ from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
+from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton import support as triton_support
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
 
-type Implementation = Literal["xla", "triton"]
+type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation.__value__)
 OPERATIONS = (
@@ -127,7 +129,7 @@ def unsupported_reason(
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
-      implementation: "xla" or "triton".
+      implementation: "xla", "triton" or "mosaic_gpu".
       *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
         they are known.
       config: block structure, if it is known.
@@ -151,12 +153,15 @@ def unsupported_reason(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
             "spelling."
         )
-    if implementation == "triton":
-        if return_reads:
-            return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
-        where = platform or default_platform()
-        return triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
-    return None  # plain JAX runs everything everywhere
+    if implementation == "xla":
+        return None  # plain JAX runs everything everywhere
+    if return_reads:
+        return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
+    where = platform or default_platform()
+    reason = triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
+    if reason or implementation == "triton":
+        return reason
+    return mosaic_support.unsupported_reason(operation, *arrays, config=config, capability=gpu.capability())
 
 
 def choose(
@@ -234,7 +239,7 @@ def use_implementation(implementation: Implementation | None) -> contextlib.Abst
     It also reaches functions that `jax.jit` has already traced: they are traced again inside the context.
 
     Args:
-      implementation: "xla" or "triton"; None lifts the rule of an outer context.
+      implementation: "xla", "triton" or "mosaic_gpu"; None lifts the rule of an outer context.
 
     Returns:
       A context manager.
@@ -270,9 +275,10 @@ def running(
 
 
 def _operations(implementation: str) -> Operations:
-    """The module of an implementation. That of Triton is imported only when it runs."""
-    if implementation == "triton":
-        return cast(Operations, importlib.import_module("nsa_jax.kernels.triton.operations"))
+    """The module of an implementation. Those that import Triton are imported only when they run."""
+    modules = {"triton": "nsa_jax.kernels.triton.operations", "mosaic_gpu": "nsa_jax.kernels.mixed"}
+    if implementation in modules:
+        return cast(Operations, importlib.import_module(modules[implementation]))
     return xla
 
 

@@ -27,7 +27,6 @@ class Rows:
       heads: query heads of a KV head.
       of_token: rows of a token: `heads` as a power of two, at least 4.
       tiles: tiles of a KV head.
-      consumers: warpgroups that share a tile, 64 rows each.
     """
 
     batch: int
@@ -36,20 +35,19 @@ class Rows:
     heads: int
     of_token: int
     tiles: int
-    consumers: int
 
     @classmethod
-    def of(cls, query: Float[Array, "B T N H"], num_kv_heads: int, consumers: int = CONSUMERS) -> "Rows":
+    def of(cls, query: Float[Array, "B T N H"], num_kv_heads: int) -> "Rows":
         """The rows of these queries."""
         batch, num_queries, num_heads = query.shape[:3]
         heads = num_heads // num_kv_heads
-        tiles = -(-num_queries // tile_tokens(heads, consumers))
-        return cls(batch, num_queries, num_kv_heads, heads, padded_rows(heads), tiles, consumers)
+        tiles = -(-num_queries // tile_tokens(heads))
+        return cls(batch, num_queries, num_kv_heads, heads, padded_rows(heads), tiles)
 
     @property
     def padded(self) -> int:
         """Rows of a KV head, those of tokens beyond the last included."""
-        return self.tiles * self.consumers * ROWS
+        return self.tiles * CONSUMERS * ROWS
 
     @property
     def by_token(self) -> bool:
@@ -64,7 +62,7 @@ class Rows:
     def shape(self, dim: int) -> tuple[int, ...]:
         """Of an array like the queries, as the kernel writes it."""
         if self.by_token:
-            return (self.batch, self.num_queries, self.kv_heads * self.of_token, dim)
+            return (self.batch, self.padded // self.of_token, self.kv_heads * self.of_token, dim)
         return (self.batch, self.kv_heads, self.padded, dim)
 
     def arrange(self, array: Float[Array, "B T N H"]) -> Array:
@@ -84,7 +82,7 @@ class Rows:
         """The inverse of `arrange`, for what the kernel wrote."""
         dim, tokens = array.shape[-1], self.padded // self.of_token
         if self.by_token:
-            array = array.reshape(self.batch, self.num_queries, self.kv_heads, self.of_token, dim)
+            array = array.reshape(self.batch, tokens, self.kv_heads, self.of_token, dim)
         else:
             array = array.reshape(self.batch, self.kv_heads, tokens, self.of_token, dim).swapaxes(1, 2)
         array = array[:, :num_queries, :, : self.heads]
@@ -120,8 +118,4 @@ class Rows:
         for i in range(self.copies):
             heads = pl.ds(head * self.of_token, self.of_token)
             mine = pl.ds(i * self.of_token, self.of_token)
-            token = first // self.of_token + i
-
-            @pl.when(token < self.num_queries)
-            def _(token=token, heads=heads, mine=mine):
-                plgpu.copy_smem_to_gmem(source.at[mine], to.at[b, token, heads])
+            plgpu.copy_smem_to_gmem(source.at[mine], to.at[b, first // self.of_token + i, heads])

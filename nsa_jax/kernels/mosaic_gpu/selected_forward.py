@@ -18,7 +18,6 @@ for 128/128), and as many numbers for probabilities in 16 bits; 240 are allowed.
 """
 
 import math
-import os
 from typing import Any
 
 import jax
@@ -60,7 +59,6 @@ def selected_forward(
     one_block: bool = False,
     interpret: Any = None,
     processors: int | None = None,
-    consumers: int = table.CONSUMERS,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of each query over its blocks.
 
@@ -81,8 +79,8 @@ def selected_forward(
     """
     batch, num_keys, num_kv_heads, value_dim = value.shape
     num_queries, key_dim = query.shape[1], query.shape[3]
-    sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned, consumers=consumers)
-    rows = Rows.of(query, num_kv_heads, consumers)
+    sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned)
+    rows = Rows.of(query, num_kv_heads)
     tiles = lists.fills.shape[2]
     assert tiles == rows.tiles, f"lists of {tiles} tiles, queries of {rows.tiles}"
     single = one_block and block_size == sizes.keys
@@ -93,7 +91,7 @@ def selected_forward(
 
     def body(
         q_ref, k_ref, v_ref, last_ref, fills_ref, visits_ref, counts_ref, out_ref, lse_ref,
-        *, q_s, k_s, v_s, out_s, visits_s, p_s, q_full, q_free, k_full, k_free, v_full, v_free,
+        *, q_s, k_s, v_s, out_s, lse_s, p_s, q_full, q_free, k_full, k_free, v_full, v_free,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
@@ -107,21 +105,20 @@ def selected_forward(
 
         def consume(x, turn, fill, ahead, x_next):
             b, head, tile = tile_of(x)
-            visits, masked = ahead
+            visits, masked, this, then = ahead
             number = lax.rem(turn, buffers)
-            buffer = number * consumers + warpgroup
+            buffer = number * table.CONSUMERS + warpgroup
             ahead = consumer_ahead(x_next)
-            first_row = (tile * consumers + warpgroup) * table.ROWS
+            first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
             token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
             plgpu.barrier_wait(q_full.at[buffer])
-            q, mine = q_s.at[buffer], visits_s.at[buffer]
-            this, then = mine[0], mine[jnp.minimum(1, visits - 1)]
+            q = q_s.at[buffer]
 
             def across(numbers):  # one number a row, for all keys of a step
                 return lax.broadcast_in_dim(numbers, (table.ROWS, keys), [0])
 
             def start_of(place):
-                return lax.shift_right_logical(fills_ref[b, head, tile, place], consumers)
+                return lax.shift_right_logical(fills_ref[b, head, tile, place], table.CONSUMERS)
 
             def softmax(logits, visit, largest, sum_, masks):
                 place, members = visit & PLACE, lax.shift_right_logical(visit, MEMBER_BITS)
@@ -175,7 +172,7 @@ def selected_forward(
 
             def visit(i, carry, masks):
                 out, largest, sum_, p, this, before = carry
-                then = mine[jnp.minimum(i + 1, visits - 1)]
+                then = visits_ref[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
                 place = this & PLACE
                 pass_over(before + 1, place)
                 slot, old_slot = lax.rem(fill + place, stages), lax.rem(fill + before, stages)
@@ -183,7 +180,7 @@ def selected_forward(
 
                 def products(logits_acc, out_acc):
                     form.accumulator(out_acc, out)
-                    weights = p if form is Form.INTERPRETED or os.environ.get("NOBAR") else lax.optimization_barrier(p)
+                    weights = p if form is Form.INTERPRETED else lax.optimization_barrier(p)
                     plgpu.wgmma(logits_acc, q, k_s.at[slot].T)
                     form.wait_fill(v_full, fill + before, stages)
                     form.multiply(out_acc, weights, v_s.at[old_slot], p_s and p_s.at[warpgroup])
@@ -223,10 +220,10 @@ def selected_forward(
             part = jnp.where(sees, 1 / jnp.where(sees, sum_, 1.0), 0.0)
             to = out_s.at[warpgroup] if sizes.own_output else q
             to[...] = (out * lax.broadcast_in_dim(part, out.shape, [0])).astype(dtype)
-            lse = jnp.where(sees, largest * LN_2 + jnp.log(sum_), -jnp.inf)
-            lse_ref.at[b, head, pl.ds(first_row, table.ROWS)][...] = lse
+            lse_s[warpgroup] = jnp.where(sees, largest * LN_2 + jnp.log(sum_), -jnp.inf)
             plgpu.commit_smem()
             rows.store(to, out_ref, b, head, first_row)
+            plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[b, head, pl.ds(first_row, table.ROWS)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_free.at[number])
             return fills, ahead
@@ -235,7 +232,8 @@ def selected_forward(
             b, head, tile = tile_of(x)
             visits = counts_ref[b, head, tile, 1 + 2 * warpgroup]
             masked = counts_ref[b, head, tile, 2 + 2 * warpgroup]
-            return visits, masked
+            mine = visits_ref.at[b, head, tile, warpgroup]
+            return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
 
         def produce(x, turn, fill, ahead, x_next):
             b, head, tile = tile_of(x)
@@ -247,16 +245,13 @@ def selected_forward(
             def _():
                 plgpu.barrier_wait(q_free.at[number])
 
-            for w in range(consumers):
-                buffer = number * consumers + w
-                plgpu.copy_gmem_to_smem(
-                    visits_ref.at[b, head, tile, w], visits_s.at[buffer], q_full.at[buffer]
-                )
+            for w in range(table.CONSUMERS):
+                buffer = number * table.CONSUMERS + w
                 rows.load(
                     q_ref,
                     b,
                     head,
-                    (tile * consumers + w) * table.ROWS,
+                    (tile * table.CONSUMERS + w) * table.ROWS,
                     q_s.at[buffer],
                     q_full.at[buffer],
                 )
@@ -264,7 +259,7 @@ def selected_forward(
             def step(i, carry):
                 this, then = carry
                 later = fills_ref[b, head, tile, jnp.minimum(i + 2, count - 1)]
-                start = lax.shift_right_logical(this, consumers)
+                start = lax.shift_right_logical(this, table.CONSUMERS)
                 box = pl.ds(pl.multiple_of(start // 8 * 8, 8), keys)
                 slot = lax.rem(fill + i, stages)
                 for source, ring, full, free in ((k_ref, k_s, k_full, k_free), (v_ref, v_s, v_full, v_free)):
@@ -273,7 +268,7 @@ def selected_forward(
                     def _(free=free):
                         plgpu.barrier_wait(free.at[slot])
 
-                    for w in range(consumers):
+                    for w in range(table.CONSUMERS):
                         form.arrive_for(free.at[slot], ((this >> w) & 1) == 0)
                     plgpu.copy_gmem_to_smem(
                         source.at[b, box, head], ring.at[slot], form.fill_barrier(full, fill + i, stages)
@@ -300,14 +295,14 @@ def selected_forward(
 
             return turns, lax.fori_loop(0, turns, turn, (i32(0), ahead(program)))[0]
 
-        @pl.when(warpgroup < consumers)
+        @pl.when(warpgroup < table.CONSUMERS)
         def _():
-            plgpu.set_max_registers(table.REGISTERS[consumers][0], action="increase")
+            plgpu.set_max_registers(table.REGISTERS[0], action="increase")
             run(consume, consumer_ahead)
 
-        @pl.when(warpgroup == consumers)
+        @pl.when(warpgroup == table.CONSUMERS)
         def _():
-            plgpu.set_max_registers(table.REGISTERS[consumers][1], action="decrease")
+            plgpu.set_max_registers(table.REGISTERS[1], action="decrease")
             turns, fills = run(produce, producer_ahead)
             if form is Form.INTERPRETED:  # it wants every phase observed that a barrier completes
 
@@ -323,27 +318,27 @@ def selected_forward(
                 lax.fori_loop(jnp.maximum(turns - buffers, 0), turns, drain_queries, None)
 
     fulls = plgpu.Barrier(num_barriers=form.fill_barriers(stages))
-    frees = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+    frees = plgpu.Barrier(num_arrivals=table.CONSUMERS, num_barriers=stages)
 
-    def tile(*shape, summed=None):
-        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed or shape[-1]))
+    def tile(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]))
 
     scratch = dict(
-        q_s=tile(consumers * buffers, table.ROWS, key_dim),
+        q_s=tile(table.CONSUMERS * buffers, table.ROWS, key_dim),
         k_s=tile(stages, keys, key_dim),
-        v_s=tile(stages, keys, value_dim, summed=keys),
-        out_s=tile(consumers, table.ROWS, value_dim) if sizes.own_output else None,
-        visits_s=plgpu.SMEM((consumers * buffers, lists.fills.shape[3]), i32),
-        p_s=tile(consumers, table.ROWS, keys) if form is Form.INTERPRETED else None,
-        q_full=plgpu.Barrier(num_arrivals=rows.copies + 1, num_barriers=consumers * buffers),
-        q_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=buffers),
+        v_s=tile(stages, keys, value_dim),
+        out_s=tile(table.CONSUMERS, table.ROWS, value_dim) if sizes.own_output else None,
+        lse_s=plgpu.SMEM((table.CONSUMERS, table.ROWS), f32),
+        p_s=tile(table.CONSUMERS, table.ROWS, keys) if form is Form.INTERPRETED else None,
+        q_full=plgpu.Barrier(num_arrivals=rows.copies, num_barriers=table.CONSUMERS * buffers),
+        q_free=plgpu.Barrier(num_arrivals=table.CONSUMERS, num_barriers=buffers),
         k_full=fulls, k_free=frees, v_full=fulls, v_free=frees,
     )  # fmt: skip
     out, lse = kernel(
         body, "nsa_selected_forward_mosaic", interpret,
         out_type=(jax.ShapeDtypeStruct(rows.shape(value_dim), dtype),
                   jax.ShapeDtypeStruct((batch, num_kv_heads, rows.padded), f32)),
-        grid=(programs,), grid_names=("program",), num_threads=consumers + 1, thread_name="warpgroup",
+        grid=(programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1, thread_name="warpgroup",
         scratch_types=scratch,
     )(rows.arrange(query), key, value, rows.repeat(last_keys), *lists)  # fmt: skip
     return rows.restore(out, num_queries), rows.restore_numbers(lse, num_queries)

@@ -8,6 +8,7 @@ remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forwar
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +36,21 @@ from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slo
 from nsa_jax.remat import SAVED_NAMES
 
 _OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES
+
+
+class BlockKernels(NamedTuple):
+    """The kernels of the selected branch: those of this package, or others with the same signatures.
+
+    Attributes:
+      attend: as `blocks.attend_blocks`.
+      gradients: as `blocks.block_gradients`.
+    """
+
+    attend: Callable
+    gradients: Callable
+
+
+_OWN = BlockKernels(attend_blocks, block_gradients)
 
 
 class BranchKeysValues(NamedTuple):
@@ -93,7 +109,7 @@ def select_blocks(
     return _select(query, key_cmp, lse_cmp, placement, scale)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "kernels"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -103,10 +119,11 @@ def selected_attention(
     scale: float,
     *,
     count_reads: bool = False,
+    kernels: BlockKernels = _OWN,
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     _counts_nothing(count_reads)
-    return Attended(*_block_attention(query, key_slc, value_slc, block_indices, placement, scale))
+    return Attended(*_block_attention(query, key_slc, value_slc, block_indices, placement, scale, kernels))
 
 
 @jax.jit
@@ -120,7 +137,7 @@ def gated_sum(
     return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-@partial(jax.jit, static_argnames=("scale",))
+@partial(jax.jit, static_argnames=("scale", "kernels"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -133,6 +150,8 @@ def native_sparse_attention(
     block_indices: Int[Array, "B T K R"] | None,
     placement: Placement,
     scale: float,
+    *,
+    kernels: BlockKernels = _OWN,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
@@ -140,7 +159,7 @@ def native_sparse_attention(
     of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    return _native(query, keys_values, gates, block_indices, placement, scale)
+    return _native(query, keys_values, gates, block_indices, placement, scale, kernels)
 
 
 def decode_step(
@@ -231,12 +250,12 @@ def _attend_ranges(query, key, value, ranges, scale, others=None):
     return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
 
 
-def _attend_blocks(query, key, value, block_indices, placement, scale):
-    return folds_vmap(partial(attend_blocks, scale=scale))(query, key, value, block_indices, placement)
+def _attend_blocks(query, key, value, block_indices, placement, scale, kernels):
+    return folds_vmap(partial(kernels.attend, scale=scale))(query, key, value, block_indices, placement)
 
 
 def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, previous=None):
-    """Runs `range_gradients` or `block_gradients` so that `vmap` can map it."""
+    """Runs `range_gradients`, or the gradients of the selected branch, so that `vmap` can map it."""
 
     def of_arrays(operands, saved, cotangents, weight, previous):
         return gradients(*operands, *saved, *cotangents, weight=weight, previous=previous, scale=scale)
@@ -268,19 +287,19 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
     return _range_attention(query, key_cmp, value_cmp, ranges, scale)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _block_attention(query, key, value, block_indices, placement, scale):
-    return _attend_blocks(query, key, value, block_indices, placement, scale)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _block_attention(query, key, value, block_indices, placement, scale, kernels):
+    return _attend_blocks(query, key, value, block_indices, placement, scale, kernels)
 
 
-def _block_forward(query, key, value, block_indices, placement, scale):
-    saved = _saved(*_block_attention(query, key, value, block_indices, placement, scale))
+def _block_forward(query, key, value, block_indices, placement, scale, kernels):
+    saved = _saved(*_block_attention(query, key, value, block_indices, placement, scale, kernels))
     return saved, ((query, key, value, block_indices, placement), saved)
 
 
-def _block_backward(scale, residuals, cotangents):
+def _block_backward(scale, kernels, residuals, cotangents):
     operands, saved = residuals
-    *gradients, _ = _gradients(block_gradients, operands, saved, cotangents, scale)
+    *gradients, _ = _gradients(kernels.gradients, operands, saved, cotangents, scale)
     return *gradients, None, None
 
 
@@ -312,29 +331,31 @@ def _gated_sum_backward(operands, d_out):
 _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _native(query, keys_values, gates, block_indices, placement, scale):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _native(query, keys_values, gates, block_indices, placement, scale, kernels):
     """Without gradients: the window's kernel ends in the gated sum."""
-    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale)
+    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale, kernels)
     others = (cmp[0], slc[0], gates)
     return _window(query, keys_values, placement, scale, others)[0]
 
 
-def _native_forward(query, keys_values, gates, block_indices, placement, scale):
-    cmp, slc, block_indices = _first_two_branches(query, keys_values, block_indices, placement, scale)
+def _native_forward(query, keys_values, gates, block_indices, placement, scale, kernels):
+    cmp, slc, block_indices = _first_two_branches(
+        query, keys_values, block_indices, placement, scale, kernels
+    )
     win = _saved(*_window(query, keys_values, placement, scale))
     out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return out, (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, keys_values, block_indices, placement, scale):
+def _first_two_branches(query, keys_values, block_indices, placement, scale, kernels):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
     ranges = compression_ranges(placement, key_cmp.shape[1])
     cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    slc = _saved(*_attend_blocks(query, key_slc, value_slc, block_indices, placement, scale))
+    slc = _saved(*_attend_blocks(query, key_slc, value_slc, block_indices, placement, scale, kernels))
     return cmp, slc, block_indices
 
 
@@ -345,7 +366,7 @@ def _window(query, keys_values, placement, scale, others=None):
     return _attend_ranges(query, key, value, ranges, scale, others)
 
 
-def _native_backward(scale, residuals, d_out):
+def _native_backward(scale, kernels, residuals, d_out):
     query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
@@ -356,7 +377,7 @@ def _native_backward(scale, residuals, d_out):
     )
     selected = (query, key_slc, value_slc, block_indices, placement)
     d_query, *d_slc, d_gate_slc = _gradients(
-        block_gradients, selected, slc, (d_out, None), scale, weight=gate_slc, previous=d_query
+        kernels.gradients, selected, slc, (d_out, None), scale, weight=gate_slc, previous=d_query
     )
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
     d_query, *d_win, d_gate_win = _gradients(

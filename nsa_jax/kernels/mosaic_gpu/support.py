@@ -1,0 +1,66 @@
+"""Whether the Mosaic GPU kernels can run a call, and if not, why. Does not import Pallas."""
+
+import jax
+
+from nsa_jax.array_typing import Array
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.mosaic_gpu.sizes import DIMS, MOST_HEADS
+
+DTYPES = ("bfloat16", "float16")
+BLOCKS = (32, 64, 128)
+_MOST_SELECTED = 128  # blocks of a query: their lists share the memory of a program with the ring
+_USE = "Use implementation='triton'."
+
+
+def unsupported_reason(
+    operation: str,
+    *arrays: Array | jax.ShapeDtypeStruct,
+    config: NSAConfig | None,
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """Why the kernels of the selected branch cannot run, beyond what Triton needs; None if they can.
+
+    Args:
+      operation: "selected_attention" or "native_sparse_attention"; other operations have no kernels here.
+      *arrays: see `nsa_jax.dispatch.unsupported_reason`.
+      config: block structure, if it is known.
+      capability: compute capability of the GPU, if it is known.
+    """
+    if operation not in ("selected_attention", "native_sparse_attention"):
+        return None
+    if capability is not None and capability[0] != 9:
+        got = ".".join(map(str, capability))
+        more = " Their matrix instruction, wgmma, does not exist on Blackwell." if capability[0] > 9 else ""
+        return f"the Mosaic GPU kernels need compute capability 9.0 (Hopper), got {got}.{more} {_USE}"
+    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+    if operation == "native_sparse_attention":  # query, then keys and values of the selected branch
+        floats = [floats[0], *floats[3:5]] if len(floats) >= 5 else floats[:1]
+    floats = floats[:3]
+    if wrong := [x.dtype.name for x in floats if x.dtype.name not in DTYPES]:
+        return (
+            f"the Mosaic GPU kernels support the dtypes {', '.join(DTYPES)}, got {wrong[0]}. Cast the arrays, "
+            "or use implementation='triton'."
+        )
+    if len(floats) == 3:
+        query, key, value = floats
+        dims = key.shape[-1], value.shape[-1]
+        if dims not in DIMS:
+            known = ", ".join(f"{h}/{v}" for h, v in DIMS)
+            return f"the Mosaic GPU kernels need key and value dims of {known}, got {dims[0]}/{dims[1]}. {_USE}"
+        if query.shape[2] > MOST_HEADS * key.shape[2]:
+            return (
+                f"the Mosaic GPU kernels need at most {MOST_HEADS} query heads of one KV head, got "
+                f"{query.shape[2]} / {key.shape[2]}. {_USE}"
+            )
+    if config is not None:
+        if config.selection_block_size not in BLOCKS:
+            return (
+                f"the Mosaic GPU kernels need a selection_block_size of {', '.join(map(str, BLOCKS))}, got "
+                f"{config.selection_block_size}. {_USE}"
+            )
+        if config.num_selected_blocks > _MOST_SELECTED:
+            return (
+                f"the Mosaic GPU kernels need a num_selected_blocks of at most {_MOST_SELECTED}, got "
+                f"{config.num_selected_blocks}. {_USE}"
+            )
+    return None
