@@ -1,14 +1,12 @@
 """Selected attention forward in warpgroups with roles: one loads, two compute.
 
-Source: Eq. 12. grid = (multiprocessors,): each program takes every so manyth tile, KV head by KV head, so that
-the keys of a head stay in L2. A tile is 128 rows: query tokens times the heads of a KV head (8 tokens x 16
-heads), half of them for each of two consumers. `kernels.lists.ring` has the blocks of a tile.
+Source: Eq. 12. grid = (multiprocessors,): each program takes every so manyth tile. A tile is 128 rows: query
+tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two consumers.
 
-The producer fills a ring of `stages` steps, `keys` keys and values each, through the tensor memory accelerator
-(TMA), as far ahead as consumers free its places; it runs on into the next tile, whose queries have a buffer of
-their own. A consumer visits the places that its tokens chose. Products of a visit: logits of this block, and
-at the same time outputs from the block before; while the latter runs, it computes the softmax. Rows of tokens
-that did not choose the block get a bias of -inf. Blocks that may need the causal mask come first.
+The producer fills a ring of `stages` steps, `keys` keys and values each, see `ring`; the queries of the next
+tile have a buffer of their own. Products of a visit: logits of this block, and at the same time outputs from
+the block before; while the latter runs, the consumer computes the softmax. Rows of tokens that did not choose
+the block get a bias of -inf. Blocks that may need the causal mask come first.
 
 Shared memory: `256 H buffers + 2 keys (H + V) stages` bytes (224 KB for 128/128 at 5 stages of 64 keys: one
 program per multiprocessor). Registers of a consumer: outputs and logits, `(V + keys) / 2` floats a thread (96
@@ -27,21 +25,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.lists.ring import MEMBER_BITS, RingLists
+from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.unstable import (
-    BY_ROW,
-    WGMMA,
-    Form,
-    kernel,
-    num_processors,
-    swizzled,
-)
+from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 LOWEST = -1e30  # where a softmax begins: below any logit, and finite, so that differences are not NaN
-PLACE = (1 << MEMBER_BITS) - 1
 i32, f32 = jnp.int32, jnp.float32
 
 
@@ -81,91 +72,57 @@ def selected_forward(
     num_queries, key_dim = query.shape[1], query.shape[3]
     sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
-    tiles = lists.fills.shape[2]
-    assert tiles == rows.tiles, f"lists of {tiles} tiles, queries of {rows.tiles}"
+    tiles = Tiles.of(rows, processors)
+    assert lists.fills.shape[2] == rows.tiles, f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
     single = one_block and block_size == sizes.keys
-    keys, stages, buffers, dtype = sizes.box, sizes.stages, sizes.query_buffers, query.dtype
+    keys, buffers, dtype = sizes.box, sizes.query_buffers, query.dtype
     factor = float(scale) * LOG2_E
-    total = batch * num_kv_heads * tiles
-    programs = min(processors or num_processors(), total)
 
     def body(
         q_ref, k_ref, v_ref, last_ref, fills_ref, visits_ref, counts_ref, out_ref, lse_ref,
-        *, q_s, k_s, v_s, out_s, lse_s, p_s, q_full, q_free, k_full, k_free, v_full, v_free,
+        *, q_s, out_s, lse_s, p_s, q_full, q_free, **in_ring,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
-
-        def tile_of(x):
-            return (
-                lax.div(x, num_kv_heads * tiles),
-                lax.rem(lax.div(x, tiles), num_kv_heads),
-                lax.rem(x, tiles),
-            )
+        lists = RingLists(fills_ref, visits_ref, counts_ref)
+        ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
 
         def consume(x, turn, fill, ahead, x_next):
-            b, head, tile = tile_of(x)
+            b, head, tile = tiles.at(x)
             visits, masked, this, then = ahead
             number = lax.rem(turn, buffers)
             buffer = number * table.CONSUMERS + warpgroup
-            ahead = consumer_ahead(x_next)
+            ahead = ring.consumer_ahead(x_next)
             first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
             token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
             plgpu.barrier_wait(q_full.at[buffer])
             q = q_s.at[buffer]
 
-            def across(numbers):  # one number a row, for all keys of a step
-                return lax.broadcast_in_dim(numbers, (table.ROWS, keys), [0])
-
-            def start_of(place):
-                return lax.shift_right_logical(fills_ref[b, head, tile, place], table.CONSUMERS)
-
             def softmax(logits, visit, largest, sum_, masks):
-                place, members = visit & PLACE, lax.shift_right_logical(visit, MEMBER_BITS)
-                chose = ((lax.broadcast(members, (table.ROWS,)) >> token) & 1) != 0
-                bias = jnp.where(chose, 0.0, -jnp.inf).astype(f32)
+                bias = jnp.where(chosen(visit, token), 0.0, -jnp.inf).astype(f32)
                 if masks or not aligned:
-                    column = plgpu.broadcasted_iota(i32, (table.ROWS, keys), 1, layout=WGMMA)
-                    start = start_of(place)
-                    seen = None
-                    if masks:
-                        last = plgpu.load(
-                            last_ref.at[b, pl.ds(first_row, table.ROWS)], layout=BY_ROW, optimized=False
-                        )
-                        seen = column + (start if aligned else start // 8 * 8) <= across(last)
-                    if not aligned:
-                        inside = (column >= start % 8) & (column < start % 8 + sizes.keys)
-                        seen = inside if seen is None else seen & inside
-                    logits = jnp.where(seen, logits * factor, -jnp.inf)
+                    start = ring.start_of(b, head, tile, visit & PLACE)
+                    last = last_ref.at[b, pl.ds(first_row, table.ROWS)] if masks else None
+                    logits = jnp.where(seen(start, last, sizes, aligned), logits * factor, -jnp.inf)
                     top = jnp.maximum(largest, logits.max(axis=1) + bias)
-                    p = jnp.exp2(logits - across(top - bias))
+                    p = jnp.exp2(logits - across(top - bias, keys))
                 else:
                     extreme = logits.max(axis=1) if factor >= 0 else -((-logits).max(axis=1))
                     top = jnp.maximum(largest, extreme * factor + bias)
-                    p = jnp.exp2(logits * factor - across(top - bias))
+                    p = jnp.exp2(logits * factor - across(top - bias, keys))
                 old = jnp.exp2(largest - top)
                 return p, top, sum_ * old + p.sum(axis=1), old
 
-            def pass_over(first, last):
-                def skip(place):
-                    slot = lax.rem(fill + place, stages)
-                    form.wait_fill(k_full, fill + place, stages)
-                    form.arrive(k_free.at[slot])
-                    form.wait_fill(v_full, fill + place, stages)
-                    form.arrive(v_free.at[slot])
-
-                form.pass_over(first, last, skip)
-
             # The first visit: logits alone.
-            slot = lax.rem(fill, stages)
-            form.wait_fill(k_full, fill, stages)
+            slot = ring.slot(fill)
+            ring.wait_keys(fill)
 
             def first_product(logits_acc):
-                plgpu.wgmma(logits_acc, q, k_s.at[slot].T)
+                plgpu.wgmma(logits_acc, q, ring.k_s.at[slot].T)
                 return logits_acc[...]
 
             logits = pl.run_scoped(first_product, plgpu.ACC((table.ROWS, keys), f32))
-            form.arrive(k_free.at[slot])
+            ring.free_keys(slot)
             zeros = plgpu.layout_cast(jnp.zeros((table.ROWS,), f32), BY_ROW)
             p, largest, sum_, _ = softmax(logits, this, zeros + LOWEST, zeros, True)
             out = plgpu.layout_cast(jnp.zeros((table.ROWS, value_dim), f32), WGMMA)
@@ -174,26 +131,26 @@ def selected_forward(
                 out, largest, sum_, p, this, before = carry
                 then = visits_ref[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
                 place = this & PLACE
-                pass_over(before + 1, place)
-                slot, old_slot = lax.rem(fill + place, stages), lax.rem(fill + before, stages)
-                form.wait_fill(k_full, fill + place, stages)
+                ring.pass_over(fill, before + 1, place)
+                slot, old_slot = ring.slot(fill + place), ring.slot(fill + before)
+                ring.wait_keys(fill + place)
 
                 def products(logits_acc, out_acc):
                     form.accumulator(out_acc, out)
                     weights = p if form is Form.INTERPRETED else lax.optimization_barrier(p)
-                    plgpu.wgmma(logits_acc, q, k_s.at[slot].T)
-                    form.wait_fill(v_full, fill + before, stages)
-                    form.multiply(out_acc, weights, v_s.at[old_slot], p_s and p_s.at[warpgroup])
+                    plgpu.wgmma(logits_acc, q, ring.k_s.at[slot].T)
+                    ring.wait_values(fill + before)
+                    form.multiply(out_acc, weights, ring.v_s.at[old_slot], p_s and p_s.at[warpgroup])
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                    form.arrive(k_free.at[slot])
+                    ring.free_keys(slot)
                     found = softmax(logits, this, largest, sum_, masks)
                     return form.accumulated(plgpu.wgmma_accumulator_load(out_acc, wait_n=0), out), found
 
                 new, (p, largest, sum_, old) = pl.run_scoped(
                     products, plgpu.ACC((table.ROWS, keys), f32), plgpu.ACC((table.ROWS, value_dim), f32)
                 )
-                form.arrive(v_free.at[old_slot])
-                new = new * lax.broadcast_in_dim(old, new.shape, [0])
+                ring.free_values(old_slot)
+                new = new * across(old, value_dim)
                 return new, largest, sum_, p.astype(dtype), then, place
 
             carry = (out, largest, sum_, p.astype(dtype), then, i32(0))
@@ -203,23 +160,23 @@ def selected_forward(
             out, largest, sum_, p, _, before = carry
 
             # The last visit's outputs.
-            slot = lax.rem(fill + before, stages)
-            form.wait_fill(v_full, fill + before, stages)
+            slot = ring.slot(fill + before)
+            ring.wait_values(fill + before)
 
             def last_product(out_acc):
                 form.accumulator(out_acc, out)
-                form.multiply(out_acc, p, v_s.at[slot], p_s and p_s.at[warpgroup])
+                form.multiply(out_acc, p, ring.v_s.at[slot], p_s and p_s.at[warpgroup])
                 return form.accumulated(out_acc[...], out)
 
             out = pl.run_scoped(last_product, plgpu.ACC((table.ROWS, value_dim), f32))
-            form.arrive(v_free.at[slot])
+            ring.free_values(slot)
             fills = counts_ref[b, head, tile, 0]
-            pass_over(before + 1, fills)
+            ring.pass_over(fill, before + 1, fills)
 
             sees = sum_ != 0  # also true where the sum is NaN
             part = jnp.where(sees, 1 / jnp.where(sees, sum_, 1.0), 0.0)
             to = out_s.at[warpgroup] if sizes.own_output else q
-            to[...] = (out * lax.broadcast_in_dim(part, out.shape, [0])).astype(dtype)
+            to[...] = (out * across(part, value_dim)).astype(dtype)
             lse_s[warpgroup] = jnp.where(sees, largest * LN_2 + jnp.log(sum_), -jnp.inf)
             plgpu.commit_smem()
             rows.store(to, out_ref, b, head, first_row)
@@ -228,17 +185,9 @@ def selected_forward(
             plgpu.barrier_arrive(q_free.at[number])
             return fills, ahead
 
-        def consumer_ahead(x):
-            b, head, tile = tile_of(x)
-            visits = counts_ref[b, head, tile, 1 + 2 * warpgroup]
-            masked = counts_ref[b, head, tile, 2 + 2 * warpgroup]
-            mine = visits_ref.at[b, head, tile, warpgroup]
-            return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
-
         def produce(x, turn, fill, ahead, x_next):
-            b, head, tile = tile_of(x)
-            count, this, then = ahead
-            ahead = producer_ahead(x_next)
+            b, head, tile = tiles.at(x)
+            read, ahead = ahead, ring.producer_ahead(x_next)
             number = lax.rem(turn, buffers)
 
             @pl.when(turn >= buffers)
@@ -256,89 +205,30 @@ def selected_forward(
                     q_full.at[buffer],
                 )
 
-            def step(i, carry):
-                this, then = carry
-                later = fills_ref[b, head, tile, jnp.minimum(i + 2, count - 1)]
-                start = lax.shift_right_logical(this, table.CONSUMERS)
-                box = pl.ds(pl.multiple_of(start // 8 * 8, 8), keys)
-                slot = lax.rem(fill + i, stages)
-                for source, ring, full, free in ((k_ref, k_s, k_full, k_free), (v_ref, v_s, v_full, v_free)):
+            return ring.fill(k_ref, v_ref, x, fill, read), ahead
 
-                    @pl.when(fill + i >= stages)
-                    def _(free=free):
-                        plgpu.barrier_wait(free.at[slot])
+        def drain(turns):
+            def drain_queries(i, _):
+                plgpu.barrier_wait(q_free.at[lax.rem(i, buffers)])
 
-                    for w in range(table.CONSUMERS):
-                        form.arrive_for(free.at[slot], ((this >> w) & 1) == 0)
-                    plgpu.copy_gmem_to_smem(
-                        source.at[b, box, head], ring.at[slot], form.fill_barrier(full, fill + i, stages)
-                    )
-                return then, later
+            lax.fori_loop(jnp.maximum(turns - buffers, 0), turns, drain_queries, None)
 
-            lax.fori_loop(0, count, step, (this, then))
-            return count, ahead
-
-        def producer_ahead(x):
-            b, head, tile = tile_of(x)
-            count = counts_ref[b, head, tile, 0]
-            mine = fills_ref.at[b, head, tile]
-            return count, mine[0], mine[jnp.minimum(1, count - 1)]
-
-        def run(role, ahead):
-            turns = lax.div(total - program + programs - 1, programs)
-
-            def turn(i, carry):
-                fill, ahead = carry
-                x = program + i * programs
-                filled, ahead = role(x, i, fill, ahead, jnp.minimum(x + programs, total - 1))
-                return fill + filled, ahead
-
-            return turns, lax.fori_loop(0, turns, turn, (i32(0), ahead(program)))[0]
-
-        @pl.when(warpgroup < table.CONSUMERS)
-        def _():
-            plgpu.set_max_registers(table.REGISTERS[0], action="increase")
-            run(consume, consumer_ahead)
-
-        @pl.when(warpgroup == table.CONSUMERS)
-        def _():
-            plgpu.set_max_registers(table.REGISTERS[1], action="decrease")
-            turns, fills = run(produce, producer_ahead)
-            if form is Form.INTERPRETED:  # it wants every phase observed that a barrier completes
-
-                def drain_ring(fill, _):
-                    plgpu.barrier_wait(k_free.at[lax.rem(fill, stages)])
-                    plgpu.barrier_wait(v_free.at[lax.rem(fill, stages)])
-
-                lax.fori_loop(jnp.maximum(fills - stages, 0), fills, drain_ring, None)
-
-                def drain_queries(i, _):
-                    plgpu.barrier_wait(q_free.at[lax.rem(i, buffers)])
-
-                lax.fori_loop(jnp.maximum(turns - buffers, 0), turns, drain_queries, None)
-
-    fulls = plgpu.Barrier(num_barriers=form.fill_barriers(stages))
-    frees = plgpu.Barrier(num_arrivals=table.CONSUMERS, num_barriers=stages)
-
-    def tile(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]))
+        ring.run(consume, produce, drain)
 
     scratch = dict(
-        q_s=tile(table.CONSUMERS * buffers, table.ROWS, key_dim),
-        k_s=tile(stages, keys, key_dim),
-        v_s=tile(stages, keys, value_dim),
-        out_s=tile(table.CONSUMERS, table.ROWS, value_dim) if sizes.own_output else None,
+        q_s=matrices(dtype, table.CONSUMERS * buffers, table.ROWS, key_dim),
+        out_s=matrices(dtype, table.CONSUMERS, table.ROWS, value_dim) if sizes.own_output else None,
         lse_s=plgpu.SMEM((table.CONSUMERS, table.ROWS), f32),
-        p_s=tile(table.CONSUMERS, table.ROWS, keys) if form is Form.INTERPRETED else None,
+        p_s=matrices(dtype, table.CONSUMERS, table.ROWS, keys) if form is Form.INTERPRETED else None,
         q_full=plgpu.Barrier(num_arrivals=rows.copies, num_barriers=table.CONSUMERS * buffers),
         q_free=plgpu.Barrier(num_arrivals=table.CONSUMERS, num_barriers=buffers),
-        k_full=fulls, k_free=frees, v_full=fulls, v_free=frees,
-    )  # fmt: skip
+        **Ring.scratch(sizes, key_dim, value_dim, dtype, form),
+    )
     out, lse = kernel(
         body, "nsa_selected_forward_mosaic", interpret,
         out_type=(jax.ShapeDtypeStruct(rows.shape(value_dim), dtype),
                   jax.ShapeDtypeStruct((batch, num_kv_heads, rows.padded), f32)),
-        grid=(programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1, thread_name="warpgroup",
+        grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1, thread_name="warpgroup",
         scratch_types=scratch,
     )(rows.arrange(query), key, value, rows.repeat(last_keys), *lists)  # fmt: skip
     return rows.restore(out, num_queries), rows.restore_numbers(lse, num_queries)

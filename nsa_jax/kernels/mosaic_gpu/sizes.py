@@ -32,6 +32,19 @@ class ForwardSizes(NamedTuple):
     own_output: bool
 
 
+class GradientSizes(NamedTuple):
+    """Sizes of the gradient of the queries; keys, box and stages as in `ForwardSizes`.
+
+    Attributes:
+      query_in_registers: whether products read the queries from registers, and not from shared memory.
+    """
+
+    keys: int
+    box: int
+    stages: int
+    query_in_registers: bool
+
+
 def padded_rows(heads_per_kv_head: int) -> int:
     """Rows of a query token: its heads of a KV head, as a power of two."""
     return max(FEWEST_HEADS, 1 << (heads_per_kv_head - 1).bit_length())

@@ -1,0 +1,259 @@
+"""The loop of a program over tiles of queries, and its ring of keys and values in shared memory.
+
+Each program takes every so manyth tile, KV head by KV head, so that the keys of a head stay in L2. One
+warpgroup, the producer, fills the ring with the steps that `kernels.lists.ring` lists, through the tensor
+memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into the next tile. A
+consumer visits the places that its tokens chose. Fills are numbered from the first tile of a program on.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nsa_jax.array_typing import Array
+from nsa_jax.kernels.lists.ring import MEMBER_BITS, RingLists
+from nsa_jax.kernels.mosaic_gpu.rows import Rows
+from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, ROWS, ForwardSizes, GradientSizes
+from nsa_jax.kernels.mosaic_gpu.unstable import (
+    BY_ROW,
+    WGMMA,
+    Form,
+    Ref,
+    num_processors,
+    swizzled,
+)
+
+PLACE = (1 << MEMBER_BITS) - 1
+i32 = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """All tiles, numbered, and the programs that share them.
+
+    Attributes:
+      kv_heads: K.
+      of_head: tiles of a KV head.
+      total: tiles of all KV heads and rows of the batch.
+      programs: programs that run.
+    """
+
+    kv_heads: int
+    of_head: int
+    total: int
+    programs: int
+
+    @classmethod
+    def of(cls, rows: Rows, processors: int | None) -> "Tiles":
+        """The tiles of these rows, for as many programs as the GPU has multiprocessors if None."""
+        total = rows.batch * rows.kv_heads * rows.tiles
+        return cls(rows.kv_heads, rows.tiles, total, min(processors or num_processors(), total))
+
+    def at(self, x: Array) -> tuple[Array, Array, Array]:
+        """Row of the batch, KV head, and place among the tiles of that head."""
+        return (
+            lax.div(x, self.kv_heads * self.of_head),
+            lax.rem(lax.div(x, self.of_head), self.kv_heads),
+            lax.rem(x, self.of_head),
+        )
+
+    def run(self, program: Array, role: Callable, ahead: Callable) -> tuple[Array, Array]:
+        """Calls `role` for each tile of a program; what `ahead` reads of a tile, it has one tile earlier.
+
+        Returns:
+          Numbers of tiles and of fills.
+        """
+        turns = lax.div(self.total - program + self.programs - 1, self.programs)
+
+        def turn(i, carry):
+            fill, read = carry
+            x = program + i * self.programs
+            filled, read = role(x, i, fill, read, jnp.minimum(x + self.programs, self.total - 1))
+            return fill + filled, read
+
+        return turns, lax.fori_loop(0, turns, turn, (i32(0), ahead(program)))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ring in the body of a kernel.
+
+    Attributes:
+      warpgroup: which one runs.
+      program: which one runs.
+      tiles, sizes, form: of the kernel.
+      lists: the references to the lists.
+      k_s, v_s: keys and values of each place.
+      k_full, v_full: barriers that a fill completes.
+      k_free, v_free: barriers that the consumers of a place complete.
+    """
+
+    warpgroup: Array
+    program: Array
+    tiles: Tiles
+    sizes: ForwardSizes | GradientSizes
+    form: Form
+    lists: RingLists
+    k_s: Ref
+    v_s: Ref
+    k_full: Ref
+    v_full: Ref
+    k_free: Ref
+    v_free: Ref
+
+    @staticmethod
+    def scratch(sizes: ForwardSizes | GradientSizes, key_dim: int, value_dim: int, dtype: Any, form: Form):
+        """Shared memory and barriers of the ring, by the names of the attributes."""
+        fulls = plgpu.Barrier(num_barriers=form.fill_barriers(sizes.stages))
+        frees = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages)
+        return dict(
+            k_s=matrices(dtype, sizes.stages, sizes.box, key_dim),
+            v_s=matrices(dtype, sizes.stages, sizes.box, value_dim),
+            k_full=fulls, k_free=frees, v_full=fulls, v_free=frees,
+        )  # fmt: skip
+
+    def slot(self, fill: Array) -> Array:
+        """Place of a fill in shared memory."""
+        return lax.rem(fill, self.sizes.stages)
+
+    def wait_keys(self, fill: Array) -> None:
+        """Waits for the keys of a fill."""
+        self.form.wait_fill(self.k_full, fill, self.sizes.stages)
+
+    def wait_values(self, fill: Array) -> None:
+        """Waits for the values of a fill."""
+        self.form.wait_fill(self.v_full, fill, self.sizes.stages)
+
+    def free_keys(self, slot: Array) -> None:
+        """Says that a consumer has read the keys of a place."""
+        self.form.arrive(self.k_free.at[slot])
+
+    def free_values(self, slot: Array) -> None:
+        """Says that a consumer has read the values of a place."""
+        self.form.arrive(self.v_free.at[slot])
+
+    def pass_over(self, fill: Array, first: Array, last: Array) -> None:
+        """Leaves out the places `first .. last - 1` of the tile whose first fill is `fill`."""
+
+        def skip(place):
+            slot = self.slot(fill + place)
+            self.wait_keys(fill + place)
+            self.free_keys(slot)
+            self.wait_values(fill + place)
+            self.free_values(slot)
+
+        self.form.pass_over(first, last, skip)
+
+    def start_of(self, b: Array, head: Array, tile: Array, place: Array) -> Array:
+        """Row index of the first key of a place."""
+        return lax.shift_right_logical(self.lists.fills[b, head, tile, place], CONSUMERS)
+
+    def consumer_ahead(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """Number of visits to a tile, how many are masked, and the first two."""
+        b, head, tile = self.tiles.at(x)
+        visits = self.lists.counts[b, head, tile, 1 + 2 * self.warpgroup]
+        masked = self.lists.counts[b, head, tile, 2 + 2 * self.warpgroup]
+        mine = self.lists.visits.at[b, head, tile, self.warpgroup]
+        return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
+
+    def producer_ahead(self, x: Array) -> tuple[Array, Array, Array]:
+        """Number of fills of a tile, and the first two."""
+        b, head, tile = self.tiles.at(x)
+        count = self.lists.counts[b, head, tile, 0]
+        mine = self.lists.fills.at[b, head, tile]
+        return count, mine[0], mine[jnp.minimum(1, count - 1)]
+
+    def fill(self, key: Ref, value: Ref, x: Array, fill: Array, read: tuple[Array, Array, Array]) -> Array:
+        """Copies the steps of a tile into the ring, from its first fill on. Returns their number."""
+        b, head, tile = self.tiles.at(x)
+        count, this, then = read
+        stages, form = self.sizes.stages, self.form
+
+        def step(i, carry):
+            this, then = carry
+            later = self.lists.fills[b, head, tile, jnp.minimum(i + 2, count - 1)]
+            start = lax.shift_right_logical(this, CONSUMERS)
+            box = pl.ds(pl.multiple_of(start // 8 * 8, 8), self.sizes.box)
+            slot = self.slot(fill + i)
+            for source, ring, full, free in (
+                (key, self.k_s, self.k_full, self.k_free),
+                (value, self.v_s, self.v_full, self.v_free),
+            ):
+
+                @pl.when(fill + i >= stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[slot])
+
+                for w in range(CONSUMERS):
+                    form.arrive_for(free.at[slot], ((this >> w) & 1) == 0)
+                plgpu.copy_gmem_to_smem(
+                    source.at[b, box, head], ring.at[slot], form.fill_barrier(full, fill + i, stages)
+                )
+            return then, later
+
+        lax.fori_loop(0, count, step, (this, then))
+        return count
+
+    def run(self, consume: Callable, produce: Callable, drain: Callable = lambda turns: None) -> None:
+        """Runs the roles. The interpreter wants every phase of a barrier observed: `drain` is for its own."""
+
+        @pl.when(self.warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            self.tiles.run(self.program, consume, self.consumer_ahead)
+
+        @pl.when(self.warpgroup == CONSUMERS)
+        def _():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            turns, fills = self.tiles.run(self.program, produce, self.producer_ahead)
+            if self.form is Form.INTERPRETED:
+
+                def drain_ring(fill, _):
+                    plgpu.barrier_wait(self.k_free.at[self.slot(fill)])
+                    plgpu.barrier_wait(self.v_free.at[self.slot(fill)])
+
+                lax.fori_loop(jnp.maximum(fills - self.sizes.stages, 0), fills, drain_ring, None)
+                drain(turns)
+
+
+def matrices(dtype: Any, *shape: int) -> Ref:
+    """Matrices in shared memory, as products want them."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]))
+
+
+def chosen(visit: Array, token: Array) -> Array:
+    """Whether the token of each row chose the block of a visit."""
+    members = lax.shift_right_logical(visit, MEMBER_BITS)
+    return ((lax.broadcast(members, (ROWS,)) >> token) & 1) != 0
+
+
+def across(numbers: Array, columns: int) -> Array:
+    """One number a row, for all columns."""
+    return lax.broadcast_in_dim(numbers, (ROWS, columns), [0])
+
+
+def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, aligned: bool) -> Array | None:
+    """Which keys of a box each row sees; None for all.
+
+    Args:
+      start: row index of the first key of the step.
+      last: row index of the last key that each row sees; None where all are before it.
+      sizes: of the kernel.
+      aligned: whether the step begins at the first key of its box.
+    """
+    if last is None and aligned:
+        return None
+    column = plgpu.broadcasted_iota(i32, (ROWS, sizes.box), 1, layout=WGMMA)
+    seen = None
+    if last is not None:
+        last = plgpu.load(last, layout=BY_ROW, optimized=False)
+        seen = column + (start if aligned else start // 8 * 8) <= across(last, sizes.box)
+    if not aligned:
+        inside = (column >= start % 8) & (column < start % 8 + sizes.keys)
+        seen = inside if seen is None else seen & inside
+    return seen
