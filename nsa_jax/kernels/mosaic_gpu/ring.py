@@ -107,13 +107,20 @@ class Ring:
     v_free: Ref
 
     @staticmethod
-    def scratch(sizes: ForwardSizes | GradientSizes, key_dim: int, value_dim: int, dtype: Any, form: Form):
-        """Shared memory and barriers of the ring, by the names of the attributes."""
+    def scratch(
+        sizes: ForwardSizes | GradientSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Shared memory and barriers of the ring, by the names of the attributes.
+
+        Args:
+          sizes, dtype, form: of the kernel.
+          k, v: dim of keys and of values, and what a product sums over, see `swizzled`.
+        """
         fulls = plgpu.Barrier(num_barriers=form.fill_barriers(sizes.stages))
         frees = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages)
         return dict(
-            k_s=matrices(dtype, sizes.stages, sizes.box, key_dim),
-            v_s=matrices(dtype, sizes.stages, sizes.box, value_dim),
+            k_s=matrices(dtype, sizes.stages, sizes.box, k[0], summed=k[1]),
+            v_s=matrices(dtype, sizes.stages, sizes.box, v[0], summed=v[1]),
             k_full=fulls, k_free=frees, v_full=fulls, v_free=frees,
         )  # fmt: skip
 
@@ -221,9 +228,9 @@ class Ring:
                 drain(turns)
 
 
-def matrices(dtype: Any, *shape: int) -> Ref:
-    """Matrices in shared memory, as products want them."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1]))
+def matrices(dtype: Any, *shape: int, summed: int | None = None) -> Ref:
+    """Matrices in shared memory, for products that sum over the last axis, or over one of the length `summed`."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed or shape[-1]))
 
 
 def chosen(visit: Array, token: Array) -> Array:

@@ -94,6 +94,14 @@ class Rows:
         array = array[:, :num_queries, :, : self.heads]
         return array.reshape(self.batch, num_queries, self.kv_heads * self.heads)
 
+    def arrange_numbers(self, array: Float[Array, "B T N"], beyond: float) -> Float[Array, "B K rows"]:
+        """The inverse of `restore_numbers`: `beyond` for rows without a head, and after the last token."""
+        array = array.reshape(*array.shape[:2], self.kv_heads, self.heads).swapaxes(1, 2)
+        more = self.padded // self.of_token - self.num_queries
+        pad = [(0, 0), (0, 0), (0, more), (0, self.of_token - self.heads)]
+        array = jnp.pad(array, pad, constant_values=beyond)
+        return array.reshape(self.batch, self.kv_heads, self.padded)
+
     def repeat(self, array: Int32[Array, "B T"]) -> Int32[Array, "B rows"]:
         """One number a row from one a token; -1 for tokens beyond the last."""
         more = self.padded // self.of_token - self.num_queries

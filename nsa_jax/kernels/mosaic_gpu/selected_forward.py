@@ -222,7 +222,7 @@ def selected_forward(
         p_s=matrices(dtype, table.CONSUMERS, table.ROWS, keys) if form is Form.INTERPRETED else None,
         q_full=plgpu.Barrier(num_arrivals=rows.copies, num_barriers=table.CONSUMERS * buffers),
         q_free=plgpu.Barrier(num_arrivals=table.CONSUMERS, num_barriers=buffers),
-        **Ring.scratch(sizes, key_dim, value_dim, dtype, form),
+        **Ring.scratch(sizes, dtype, form, k=(key_dim, key_dim), v=(value_dim, keys)),
     )
     out, lse = kernel(
         body, "nsa_selected_forward_mosaic", interpret,

@@ -9,6 +9,7 @@ MOST_KEYS = 64  # keys of a step
 FEWEST_HEADS = 4  # a token has at least so many rows: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
 _RESERVE = 4 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
+_BARRIERS = 1024  # all that the gradient of the queries holds beside matrices
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
@@ -18,8 +19,8 @@ class ForwardSizes(NamedTuple):
 
     Attributes:
       keys: keys of a step.
-      box: keys that a copy takes for a step. A box begins at a multiple of 8; a block that does not ends up to 7
-        keys behind a box of its own size.
+      box: keys that a copy takes for a step. A box begins at a multiple of 8, and a product sums over 32 keys
+        at a time. So a block that begins elsewhere takes a box of 32 keys more.
       stages: steps whose keys and values fit into the ring.
       query_buffers: tiles of queries that shared memory holds.
       own_output: whether outputs leave through a buffer of their own, not through that of the queries.
@@ -58,9 +59,21 @@ def tile_tokens(heads_per_kv_head: int) -> int:
 def forward_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> ForwardSizes:
     """Sizes of the forward; the ring takes what the queries leave of the shared memory."""
     keys = min(block_size, MOST_KEYS)
-    box = keys if aligned else keys + 16
+    box = keys if aligned else keys + 32
     own_output = key_dim != value_dim
     buffers = 1 if own_output else 2
     held = CONSUMERS * ROWS * 2 * (buffers * key_dim + own_output * value_dim)
     stages = (SHARED_BYTES - _RESERVE - held) // (box * 2 * (key_dim + value_dim))
     return ForwardSizes(keys, box, min(stages, MOST_STAGES), buffers, own_output)
+
+
+def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:
+    """Sizes of the gradient of the queries; the ring takes what queries and cotangents leave.
+
+    Registers hold the operands of 128/128, not those of 192/128: the gradient alone takes 96 a thread there.
+    """
+    keys = min(block_size, MOST_KEYS)
+    box = keys if aligned else keys + 16
+    held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
+    stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
+    return GradientSizes(keys, box, min(stages, MOST_STAGES), key_dim == value_dim)

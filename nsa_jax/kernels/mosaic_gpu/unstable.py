@@ -156,9 +156,14 @@ def num_processors() -> int:
     return getattr(abstract, "num_cores", None) or 132
 
 
-def swizzled(dim: int) -> tuple:
-    """Transforms of a tile in shared memory whose rows have `dim` 16-bit numbers, as products want them."""
-    columns = next(columns for columns in (64, 32, 16) if dim % columns == 0)
+def swizzled(dim: int, summed: int) -> tuple:
+    """Transforms of a tile of 16-bit numbers in shared memory, as products want them.
+
+    Args:
+      dim: numbers of a row.
+      summed: the axis of the tile that a product sums over, as its length.
+    """
+    columns = next(columns for columns in (64, 32, 16) if dim % columns == 0 and summed % columns == 0)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 

@@ -1,0 +1,296 @@
+"""Selected attention backward, gradient of the queries: one warpgroup loads keys, two compute.
+
+Source: the gradient of Eq. 12. grid = (multiprocessors,): each program takes every so manyth tile. A tile is
+128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two
+consumers, which loop over the blocks that their tokens chose, as the forward does. So the gradient stays in
+registers. `ring` has the producer. The probabilities are computed again from the stored log-sum-exp; a row
+that did not choose a block subtracts +inf instead, which makes them 0 without a mask. `previous`, the
+gradient from another branch, is added before rounding.
+
+A visit has three products: logits and, right behind them, `d_out v^T`; then `ds k`, which waits for both. The
+other consumer computes while one waits. Queries and `d_out` are left operands from registers: products
+then read only keys and values from shared memory, whose bandwidth is the limit. The output, whose products
+with `d_out` the deltas need, comes through the buffer of the queries, and the next tile's queries after it;
+`previous` comes, and the gradient leaves, through the buffer of `d_out`. Consumers start these copies
+themselves. With 192/128, queries stay in shared memory: there output and `d_out` share a buffer, and
+`previous`, gradient and queries the other one.
+
+Shared memory: `(256 + 2 keys stages) (H + V)` bytes (224 KB for 128/128 at 5 stages of 64 keys: one program
+per multiprocessor). Registers of a consumer: gradient and both products, `H / 2 + keys` floats a thread (128
+for 128/128), queries and `d_out`, `(H + V) / 4` (64); 240 are allowed. Floor at 64k, 16 blocks of 64, 64
+heads, 128/128: 3.3 TFLOP if neighbours choose the same blocks, 4.1 ms at 800 TFLOP/s.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nsa_jax.array_typing import Array, Float, Float32, Int32
+from nsa_jax.kernels.lists.ring import RingLists
+from nsa_jax.kernels.mosaic_gpu import sizes as table
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen
+from nsa_jax.kernels.mosaic_gpu.rows import Rows
+from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
+
+LOG2_E = math.log2(math.e)
+i32, f32 = jnp.int32, jnp.float32
+
+
+def selected_query_gradient(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    lists: RingLists,
+    last_keys: Int32[Array, "B T"],
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
+    *,
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+    block_size: int,
+    form: Form,
+    aligned: bool = True,
+    one_block: bool = False,
+    interpret: Any = None,
+    processors: int | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
+
+    Args:
+      query, key, value, last_keys, scale, block_size, form, aligned, one_block, interpret, processors: see
+        `selected_forward`.
+      lists: as there, in steps of the keys of `sizes.gradient_sizes`; the longest gap is less than twice its
+        stages.
+      out, lse: what the forward returned.
+      d_out: cotangent of the weighted output, in the queries' dtype.
+      d_lse: cotangent of `lse`; None for 0.
+      weight: weight of each row in that output, 1 when None.
+      previous: a gradient to add, in the queries' dtype.
+
+    Returns:
+      `(d_query, products, delta)`: the gradient in the queries' dtype; `out . d_out` and
+      `weight (out . d_out) - d_lse` of each row, float32. Where a query sees nothing, the gradient is `previous`.
+    """
+    num_kv_heads, value_dim = value.shape[2:]
+    num_queries, key_dim = query.shape[1], query.shape[3]
+    sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
+    rows = Rows.of(query, num_kv_heads)
+    tiles = Tiles.of(rows, processors)
+    assert lists.fills.shape[2] == rows.tiles, f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
+    single = one_block and block_size == sizes.keys
+    keys, dtype = sizes.box, query.dtype
+    for name, array in dict(key=key, value=value, out=out, d_out=d_out, previous=previous).items():
+        assert array is None or array.dtype == dtype, f"{name} is {array.dtype}, the queries are {dtype}"
+    factor = float(scale) * LOG2_E
+
+    def body(
+        q_ref, k_ref, v_ref, last_ref, fills_ref, visits_ref, counts_ref, out_ref, lse_ref, d_out_ref,
+        d_lse_ref, weight_ref, previous_ref, d_query_ref, products_ref, delta_ref,
+        *, q_s, d_out_s, q_copy, d_out_copy, ds_s, q_full, d_out_full, **in_ring,
+    ):  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
+        program = lax.axis_index("program")
+        lists = RingLists(fills_ref, visits_ref, counts_ref)
+        ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
+        q_s, d_out_s = q_s.at[warpgroup], d_out_s.at[warpgroup]
+        q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
+        # What each buffer holds first, and what follows in which buffer.
+        of_query, of_d_out = (q_ref, q_s, q_full), (d_out_ref, d_out_s, d_out_full)
+        early, late = (of_query, of_d_out) if sizes.query_in_registers else (of_d_out, of_query)
+
+        def load(source, x, buffer):
+            b, head, tile = tiles.at(x)
+            _, to, full = buffer
+            rows.load(source, b, head, (tile * table.CONSUMERS + warpgroup) * table.ROWS, to, full)
+
+        def load_next(x, buffer):
+            @pl.when(x + tiles.programs < tiles.total)
+            def _():
+                load(buffer[0], x + tiles.programs, buffer)
+
+        def held(buffer):
+            _, to, full = buffer
+            plgpu.barrier_wait(full)
+            return plgpu.load(to, layout=WGMMA)
+
+        def consume(x, turn, fill, ahead, x_next):
+            b, head, tile = tiles.at(x)
+            visits, masked, this, then = ahead
+            ahead = ring.consumer_ahead(x_next)
+            first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
+            token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
+
+            def numbers(source):  # of each row
+                source = source.at[b, head, pl.ds(first_row, table.ROWS)]
+                return plgpu.load(source, layout=BY_ROW, optimized=False)
+
+            lse = numbers(lse_ref)
+            gate = None if weight_ref is None else numbers(weight_ref)
+            d_lse = None if d_lse_ref is None else numbers(d_lse_ref)
+            lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+
+            def probabilities(logits, visit, masks):
+                mine = jnp.where(chosen(visit, token), lse, jnp.inf)
+                p = jnp.exp2(logits * factor - across(mine, keys))
+                if masks or not aligned:
+                    start = ring.start_of(b, head, tile, visit & PLACE)
+                    last = last_ref.at[b, pl.ds(first_row, table.ROWS)] if masks else None
+                    p = jnp.where(seen(start, last, sizes, aligned), p, 0.0)
+                return p
+
+            def gradient(p, dp, delta):
+                if gate is not None:
+                    dp = dp * across(gate, keys)
+                return (p * (dp - across(delta, keys))).astype(dtype)
+
+            def logits_product(acc, q, slot):
+                form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
+
+            def d_out_product(acc, d_out, slot):
+                form.multiply(acc, d_out, ring.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])
+
+            def add_keys(dq, ds, slot):
+                def product(acc):
+                    form.accumulator(acc, dq)
+                    form.multiply(acc, ds, ring.k_s.at[slot], ds_s and ds_s.at[warpgroup])
+                    return form.accumulated(acc[...], dq)
+
+                return pl.run_scoped(product, plgpu.ACC((table.ROWS, key_dim), f32))
+
+            two_products = plgpu.ACC((table.ROWS, keys), f32), plgpu.ACC((table.ROWS, keys), f32)
+
+            # The first visit, which forms the deltas.
+            first = held(early)
+            plgpu.commit_smem()
+            load(out_ref, x, early)
+            slot = ring.slot(fill)
+            if sizes.query_in_registers:
+                q, d_out = first, held(late)
+            else:
+                plgpu.barrier_wait(q_full)
+                q, d_out = q_s, first
+            ring.wait_keys(fill)
+
+            def first_products(logits_acc, dp_acc):
+                logits_product(logits_acc, q, slot)
+                ring.wait_values(fill)
+                d_out_product(dp_acc, d_out, slot)
+                p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, True)
+                products = (held(early).astype(f32) * d_out.astype(f32)).sum(axis=1)
+                delta = products if gate is None else gate * products
+                delta = delta if d_lse is None else delta - d_lse
+                return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta), products, delta
+
+            ds, products, delta = pl.run_scoped(first_products, *two_products)
+            ring.free_values(slot)
+            plgpu.commit_smem()
+            load_next(x, early)
+            if previous_ref is not None and sizes.query_in_registers:
+                load(previous_ref, x, late)
+            products_ref[b, head, pl.ds(first_row, table.ROWS)] = products
+            if delta_ref is not None:
+                delta_ref[b, head, pl.ds(first_row, table.ROWS)] = delta
+            dq = plgpu.layout_cast(jnp.zeros((table.ROWS, key_dim), f32), WGMMA)
+            dq = add_keys(dq, ds, slot)
+            ring.free_keys(slot)
+
+            def visit(i, carry, masks):
+                dq, this, before = carry
+                then = lists.visits[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
+                place = this & PLACE
+                ring.pass_over(fill, before + 1, place)
+                slot = ring.slot(fill + place)
+                ring.wait_keys(fill + place)
+
+                def both_products(logits_acc, dp_acc):
+                    logits_product(logits_acc, q, slot)
+                    ring.wait_values(fill + place)
+                    d_out_product(dp_acc, d_out, slot)
+                    p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, masks)
+                    return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta)
+
+                ds = pl.run_scoped(both_products, *two_products)
+                ring.free_values(slot)
+                dq = add_keys(dq, ds, slot)
+                ring.free_keys(slot)
+                return dq, then, place
+
+            carry = (dq, then, i32(0))
+            if not single:
+                carry = lax.fori_loop(1, masked, lambda i, c: visit(i, c, True), carry)
+            carry = lax.fori_loop(1 if single else masked, visits, lambda i, c: visit(i, c, False), carry)
+            dq, _, before = carry
+            fills = lists.counts[b, head, tile, 0]
+            ring.pass_over(fill, before + 1, fills)
+
+            # A row whose log-sum-exp is NaN sees something.
+            dq = jnp.where(across(lse != jnp.inf, key_dim), dq * float(scale), 0.0)
+            if previous_ref is not None:
+                if not sizes.query_in_registers:
+                    plgpu.commit_smem()
+                    load(previous_ref, x, late)
+                dq = dq + held(late).astype(f32)
+            _, to, _ = late
+            to[...] = dq.astype(dtype)
+            plgpu.commit_smem()
+            rows.store(to, d_query_ref, b, head, first_row)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            load_next(x, late)
+            return fills, ahead
+
+        def produce(x, turn, fill, ahead, x_next):
+            read, ahead = ahead, ring.producer_ahead(x_next)
+            return ring.fill(k_ref, v_ref, x, fill, read), ahead
+
+        @pl.when(warpgroup < table.CONSUMERS)
+        def _():
+            load(early[0], program, early)
+            load(late[0], program, late)
+
+        ring.run(consume, produce)
+
+    def matrix(columns, needed=True):  # of each consumer
+        return matrices(dtype, table.CONSUMERS, table.ROWS, columns) if needed else None
+
+    interpreted = form is Form.INTERPRETED
+    full = plgpu.Barrier(num_arrivals=rows.copies, num_barriers=table.CONSUMERS)
+    scratch = dict(
+        q_s=matrices(dtype, table.CONSUMERS, table.ROWS, key_dim, summed=keys),  # swizzled like the keys
+        d_out_s=matrix(value_dim),
+        q_copy=matrix(key_dim, interpreted and sizes.query_in_registers),
+        d_out_copy=matrix(value_dim, interpreted),
+        ds_s=matrix(keys, interpreted),
+        q_full=full,
+        d_out_full=full,
+        **Ring.scratch(sizes, dtype, form, k=(key_dim, keys), v=(value_dim, value_dim)),
+    )
+    numbers = jax.ShapeDtypeStruct((rows.batch, num_kv_heads, rows.padded), f32)
+    own_delta = weight is not None or d_lse is not None
+
+    def arranged(array):
+        return None if array is None else rows.arrange(array)
+
+    def arranged_numbers(array, beyond=0.0):
+        return None if array is None else rows.arrange_numbers(array.astype(f32), beyond)
+
+    d_query, products, delta = kernel(
+        body, "nsa_selected_query_gradient_mosaic", interpret,
+        out_type=(jax.ShapeDtypeStruct(rows.shape(key_dim), dtype), numbers, numbers if own_delta else None),
+        grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
+        thread_name="warpgroup", scratch_types=scratch,
+    )(
+        rows.arrange(query), key, value, rows.repeat(last_keys), *lists, rows.arrange(out),
+        arranged_numbers(lse, -jnp.inf), rows.arrange(d_out), arranged_numbers(d_lse),
+        arranged_numbers(weight), arranged(previous),
+    )  # fmt: skip
+    products = rows.restore_numbers(products, num_queries)
+    delta = rows.restore_numbers(delta, num_queries) if own_delta else products
+    return rows.restore(d_query, num_queries), products, delta
