@@ -127,3 +127,14 @@ class Rows:
             heads = pl.ds(head * self.of_token, self.of_token)
             mine = pl.ds(i * self.of_token, self.of_token)
             plgpu.copy_smem_to_gmem(source.at[mine], to.at[b, first // self.of_token + i, heads])
+
+
+def pad_heads(array: Float[Array, "B T N H"], num_kv_heads: int, rows: int) -> Float[Array, "B T K*rows H"]:
+    """The same with `rows` heads for every KV head; those that it does not have are 0."""
+    batch, tokens, num_heads, dim = array.shape
+    heads = num_heads // num_kv_heads
+    if heads == rows:
+        return array
+    array = array.reshape(batch, tokens, num_kv_heads, heads, dim)
+    array = jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, rows - heads), (0, 0)))
+    return array.reshape(batch, tokens, num_kv_heads * rows, dim)

@@ -10,6 +10,7 @@ FEWEST_HEADS = 4  # a token has at least so many rows: then the members of a war
 MOST_STAGES = 8
 _RESERVE = 4 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
 _BARRIERS = 1024  # all that the gradient of the queries holds beside matrices
+FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
@@ -77,3 +78,39 @@ def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bo
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
     stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
     return GradientSizes(keys, box, min(stages, MOST_STAGES), key_dim == value_dim)
+
+
+class KeySizes(NamedTuple):
+    """Sizes of the gradients of keys and values.
+
+    Attributes:
+      of_token: rows of a query token.
+      tokens: query tokens of a step.
+      numbers: float32 numbers of a token, such as its log-sum-exps: whole lines of 128 bytes, as copies want them.
+      stages: steps whose rows fit into the ring; even, so that each place always has the same reader.
+    """
+
+    of_token: int
+    tokens: int
+    numbers: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.of_token * self.tokens
+
+
+def key_sizes(
+    key_dim: int, value_dim: int, heads_per_kv_head: int, *, weighted: bool, query_parts: bool
+) -> KeySizes:
+    """Sizes of the gradients of keys and values; the ring takes what the keys leave of the shared memory."""
+    of_token = max(FEWEST_GATHERED, padded_rows(heads_per_kv_head))
+    rows = ROWS if key_dim + value_dim <= 256 else ROWS // 2  # more than that does not fit into the registers
+    numbers = -(-(2 + weighted) * of_token // 32) * 32
+    held = 2 * ROWS * (key_dim + value_dim)
+    if query_parts:
+        held += CONSUMERS * 2 * rows * (ROWS + key_dim)
+    step = 2 * rows * (key_dim + value_dim) + 4 * numbers * rows // of_token
+    stages = min((SHARED_BYTES - _RESERVE // 2 - held) // step, MOST_STAGES)
+    return KeySizes(of_token, rows // of_token, numbers, stages // 2 * 2)

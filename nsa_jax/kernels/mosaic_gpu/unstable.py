@@ -156,15 +156,18 @@ def num_processors() -> int:
     return getattr(abstract, "num_cores", None) or 132
 
 
-def swizzled(dim: int, summed: int) -> tuple:
-    """Transforms of a tile of 16-bit numbers in shared memory, as products want them.
+def swizzled(dim: int, summed: int | None = None, dtype: Any = jnp.bfloat16) -> tuple:
+    """Transforms of a tile in shared memory, as products want them.
 
     Args:
       dim: numbers of a row.
-      summed: the axis of the tile that a product sums over, as its length.
+      summed: length of the axis of the tile that a product sums over; None for that of the row.
+      dtype: of the numbers.
     """
-    columns = next(columns for columns in (64, 32, 16) if dim % columns == 0 and summed % columns == 0)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+    size, summed = jnp.dtype(dtype).itemsize, dim if summed is None else summed
+    columns = (128 // size, 64 // size, 32 // size)
+    columns = next(number for number in columns if dim % number == 0 and summed % number == 0)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(size * columns)
 
 
 def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callable:
@@ -182,4 +185,5 @@ def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callabl
 
 WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of one number for each row of such a tile
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of one number for each column
 run_scoped = pl.run_scoped

@@ -1,0 +1,360 @@
+"""Selected attention backward, gradients of keys and values: a block's keys stay, its queries pass by.
+
+Source: the gradients of Eq. 12. grid = (items x block / 64,): an item is up to so many of the queries that
+chose one block (`lists.items`), and a program takes one item and 64 keys of the block. Of its three
+warpgroups one gathers query tokens, with their output gradients, log-sum-exps and deltas, through the tensor
+memory accelerator (TMA) into a ring; two compute, each with every other step of the ring.
+
+Products of a step, all of them transposed, with keys as rows: logits `K Q^T` and `V dO^T`, then `dV += P^T dO`
+and `dK += dS^T Q` with their left operands in registers. So nothing that a consumer computes goes through
+shared memory. At the end the two exchange halves through what was the ring: one adds up the keys' gradients,
+the other those of the values, always in the same order. A block with one item is written at once; items of
+others store float32 partial sums, which are added in order elsewhere. No atomics, so every run gives the same
+bits. Queries that do not see the whole block come first; only their loop is masked.
+
+With `query_slots` the kernel also stores `dS K`, the part of a query's gradient that comes from this block.
+
+Why this order: both sums stay in registers, and no product is masked away. Items are ordered by KV head and
+block, and tokens ascend in an item, so programs that run at the same time read the same queries from L2.
+
+Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes, (164 KB for 128/128 at 4 stages
+of 64 rows: one program per multiprocessor). Registers of a consumer: `(H + V + 2 rows) / 2` floats a thread (192
+for 128/128), and as many numbers for the probabilities in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of
+64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.lists.items import BlockItems
+from nsa_jax.kernels.mosaic_gpu import sizes as table
+from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
+from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
+
+LOG2_E = math.log2(math.e)
+KEYS = table.ROWS  # of a program: the height of a wgmma
+i32, f32 = jnp.int32, jnp.float32
+
+
+def selected_key_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    items: BlockItems,
+    last_keys: Int32[Array, "B T"],
+    lse: Float[Array, "B T N"],
+    delta: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    *,
+    weight: Float[Array, "B T N"] | None,
+    scale: float,
+    block_size: int,
+    form: Form,
+    aligned: bool = True,
+    query_slots: int | None = None,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """Gradients of the keys and values of every item.
+
+    Args:
+      query, key, value, lse, delta, d_out, weight, scale: see `triton.blocks.backward_key`; 16-bit numbers.
+      items: the queries of each block.
+      last_keys: row index of the last key that each query sees, -1 where it sees nothing.
+      block_size: tokens of a selection block.
+      form: by which means the kernel waits, see `unstable`.
+      aligned: whether every block begins at a multiple of 8 keys.
+      query_slots: selected blocks R of a query. With it `items.tokens` are `token R + slot`, and the parts of
+        the queries' gradients are stored. None stores none.
+      interpret: parameters of the interpreter; None on a GPU.
+
+    Returns:
+      `(part_key [slots, block, H], part_value, d_key, d_value)`: float32 partial sums of the items with a slot,
+      and the gradients of the keys of all others. What no item writes is undefined. With `query_slots` a fifth,
+      `[B, T R, N, H]` in the query's dtype: by token and slot, the part of `d_query` without `scale`.
+    """
+    batch, num_keys, num_kv_heads, value_dim = value.shape
+    num_queries, num_heads, key_dim = query.shape[1:]
+    dtype = query.dtype
+    with_query = query_slots is not None
+    assert block_size in (32, 64, 128), f"blocks of 32, 64 or 128 keys, got {block_size}"
+    assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
+    assert not (with_query and block_size < KEYS), "the next block's keys would enter the queries' gradients"
+    heads = num_heads // num_kv_heads
+    sizes = table.key_sizes(
+        key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query
+    )
+    of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
+    parts = -(-block_size // KEYS)
+    height = min(block_size, KEYS)  # keys that a program writes
+    factor = float(scale) * LOG2_E
+    num_slots = max(items.num_slots, 1)
+    if not aligned:  # then loads are not clipped at the end of the row
+        key, value = (jnp.pad(x, ((0, 0), (0, KEYS), (0, 0), (0, 0))) for x in (key, value))
+
+    def body(
+        q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref, *outputs_and_scratch, **scratch
+    ):
+        part_key_ref, part_value_ref, d_key_ref, d_value_ref, *d_query_ref = outputs_and_scratch
+        run_item(
+            q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
+            part_key_ref, part_value_ref, d_key_ref, d_value_ref, d_query_ref[0] if d_query_ref else None, **scratch,
+        )  # fmt: skip
+
+    def run_item(
+        q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
+        part_key_ref, part_value_ref, d_key_ref, d_value_ref, d_query_ref,
+        *, shared, k_s, v_s, numbers_s, p_s, dq_s, held, q_full, do_full, free, joined,
+    ):  # fmt: skip
+        (q_s, do_s), (dk_s, dv_s, *rows_s) = shared
+        dk_rows_s, dv_rows_s = rows_s or (None, None)
+        warpgroup = lax.axis_index("warpgroup")
+        program = lax.axis_index("program")
+        fields = items_ref.at[lax.div(program, parts)]
+        both, limit, slot = fields[0], fields[2], fields[6]
+        first, masked, end = fields[3], fields[4], fields[5]
+        within = lax.rem(program, parts) * KEYS
+        start = fields[1] + within
+        b, head = lax.div(both, num_kv_heads), lax.rem(both, num_kv_heads)
+        heads_of = pl.ds(head * of_token, of_token)
+        steps = lax.div(end - first + tokens - 1, tokens)
+
+        def pair(step, r):
+            """The pair of a step's token `r`, and its code; in place of pairs beyond the last, the last."""
+            at = first + step * tokens + r
+            return at, tokens_ref[jnp.maximum(jnp.minimum(at, end - 1), 0)]
+
+        def token_of(code):
+            return lax.div(code, query_slots) if with_query else code
+
+        def rows_of(numbers):
+            """The numbers of a step's tokens, one after the other."""
+            return lax.concatenate(numbers, 0) if len(numbers) > 1 else numbers[0]
+
+        def consume():
+            if not aligned:
+                for w, (source, to) in enumerate(((k_ref, k_s), (v_ref, v_s))):
+
+                    @pl.when(warpgroup == w)
+                    def _(source=source, to=to):
+                        mine = source.at[b, pl.ds(start, KEYS), head]
+                        to[...] = plgpu.load(mine, layout=WGMMA, optimized=False)
+                        plgpu.commit_smem()
+
+                plgpu.barrier_arrive(held)
+            plgpu.barrier_wait(held)
+
+            def step(i, carry, masks):
+                dk, dv = carry
+                number = table.CONSUMERS * i + warpgroup
+                place = lax.rem(number, stages)
+                if masks or with_query:
+                    pairs = [pair(number, r) for r in range(tokens)]
+                if masks:
+                    last = [
+                        lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs
+                    ]
+                    last = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
+                plgpu.barrier_wait(q_full.at[place])
+
+                def across(field):  # one number a row, for all keys
+                    mine = pl.ds(field * of_token, of_token)
+                    found = [
+                        plgpu.load(numbers_s.at[place, r, mine], layout=BY_COLUMN) for r in range(tokens)
+                    ]
+                    return lax.broadcast_in_dim(rows_of(found), (KEYS, rows), [1])
+
+                def products(logits_acc, dp_acc, dk_acc, dv_acc, dq_acc=None):
+                    form.accumulator(dv_acc, dv)
+                    form.accumulator(dk_acc, dk)
+                    plgpu.wgmma(logits_acc, k_s, q_s.at[place].T)
+                    plgpu.barrier_wait(do_full.at[place])
+                    shift = -across(1)
+                    if weight is None:
+                        form.accumulator(dp_acc, shift)
+                    plgpu.wgmma(dp_acc, v_s, do_s.at[place].T)
+                    logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
+                    p = jnp.exp2(logits * factor - across(0))
+                    if masks:
+                        key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
+                        p = jnp.where(key_row <= lax.broadcast_in_dim(last, (KEYS, rows), [1]), p, 0.0)
+                    weighted = p if weight is None else p * across(2)
+                    scratch = (None, None) if p_s is None else (p_s.at[warpgroup, 0], p_s.at[warpgroup, 1])
+                    form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], scratch[0])
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    if weight is None:
+                        ds = (p * form.accumulated(dp, shift)).astype(dtype)
+                    else:
+                        ds = (p * (dp * across(2) + shift)).astype(dtype)
+                    form.multiply(dk_acc, ds, q_s.at[place], scratch[1])
+                    new_dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), dk)
+                    new_dv = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), dv)
+                    return new_dk, new_dv
+
+                accumulators = [plgpu.ACC(shape, f32) for shape in (
+                    (KEYS, rows), (KEYS, rows), (KEYS, key_dim), (KEYS, value_dim),
+                )]  # fmt: skip
+                dk, dv = pl.run_scoped(products, *accumulators)
+                form.arrive(free.at[place])
+                return dk, dv
+
+            def steps_of(number):  # those of a consumer, of the first `number`
+                return lax.div(number - warpgroup + table.CONSUMERS - 1, table.CONSUMERS)
+
+            zeros = [plgpu.layout_cast(jnp.zeros((KEYS, n), f32), WGMMA) for n in (key_dim, value_dim)]
+            with_mask = steps_of(lax.div(masked - first + tokens - 1, tokens))
+            carry = lax.fori_loop(0, with_mask, lambda i, c: step(i, c, True), tuple(zeros))
+            dk, dv = lax.fori_loop(with_mask, steps_of(steps), lambda i, c: step(i, c, False), carry)
+
+            def meet():
+                plgpu.barrier_arrive(joined)
+                plgpu.barrier_wait(joined)
+
+            def add_up(mine, theirs_s, factor, narrow_s, rows_s, part_ref, to_ref):
+                total = (mine + plgpu.load(theirs_s, layout=WGMMA)) * factor
+
+                @pl.when(slot >= 0)
+                def _():
+                    theirs_s[...] = total
+                    plgpu.commit_smem()
+                    to = part_ref.at[slot, pl.ds(pl.multiple_of(within, height), height)]
+                    plgpu.copy_smem_to_gmem(theirs_s.at[pl.ds(0, height)], to)
+
+                @pl.when(slot < 0)
+                def _():
+                    if aligned:
+                        narrow_s[...] = total.astype(dtype)
+                        plgpu.commit_smem()
+                        to = to_ref.at[b, pl.ds(pl.multiple_of(start, 8), height), head]
+                        plgpu.copy_smem_to_gmem(narrow_s.at[pl.ds(0, height)], to)
+                    else:
+                        rows_s[...] = total.astype(dtype)
+                        plgpu.commit_smem()
+
+                        def copy(n, _):
+                            plgpu.copy_smem_to_gmem(rows_s.at[n], to_ref.at[b, start + n, head])
+
+                        lax.fori_loop(0, jnp.clip(limit - start, 0, height), copy, None)
+
+                plgpu.wait_smem_to_gmem(0)
+
+            meet()  # both have read their last step: the ring is free
+
+            @pl.when(warpgroup == 0)
+            def _():
+                dv_s[...] = dv
+                meet()
+                add_up(dk, dk_s, float(scale), k_s, dk_rows_s, part_key_ref, d_key_ref)
+
+            @pl.when(warpgroup == 1)
+            def _():
+                dk_s[...] = dk
+                meet()
+                add_up(dv, dv_s, 1.0, v_s, dv_rows_s, part_value_ref, d_value_ref)
+
+        def produce():
+            if aligned:
+                box = pl.ds(pl.multiple_of(start, 8), KEYS)
+                plgpu.copy_gmem_to_smem(k_ref.at[b, box, head], k_s, held)
+                plgpu.copy_gmem_to_smem(v_ref.at[b, box, head], v_s, held)
+
+            def step(i, codes):
+                place = lax.rem(i, stages)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[place])
+
+                for r in range(tokens):
+                    token = token_of(codes[r])
+                    exists = first + i * tokens + r < end
+                    mine = pl.ds(r * of_token, of_token)
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[b, token, heads_of], q_s.at[place, mine], q_full.at[place]
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        numbers_ref.at[b, jnp.where(exists, token, num_queries), head],
+                        numbers_s.at[place, r], q_full.at[place],
+                    )  # fmt: skip
+                for r in range(tokens):
+                    mine = pl.ds(r * of_token, of_token)
+                    plgpu.copy_gmem_to_smem(
+                        do_ref.at[b, token_of(codes[r]), heads_of], do_s.at[place, mine], do_full.at[place]
+                    )
+                return tuple(pair(i + 1, r)[1] for r in range(tokens))
+
+            lax.fori_loop(0, steps, step, tuple(pair(0, r)[1] for r in range(tokens)))
+            if form is Form.INTERPRETED:  # it wants every phase observed that a barrier completes
+
+                def drain(i, _):
+                    plgpu.barrier_wait(free.at[lax.rem(i, stages)])
+
+                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+
+        @pl.when(both >= 0)
+        def _():
+            @pl.when(warpgroup < table.CONSUMERS)
+            def _():
+                plgpu.set_max_registers(table.REGISTERS[0], action="increase")
+                consume()
+
+            @pl.when(warpgroup == table.CONSUMERS)
+            def _():
+                plgpu.set_max_registers(table.REGISTERS[1], action="decrease")
+                produce()
+
+    def tile(*shape, of=dtype):
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))
+
+    unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
+    scratch = dict(
+        shared=plgpu.RefUnion(
+            (tile(stages, rows, key_dim), tile(stages, rows, value_dim)),
+            (tile(KEYS, key_dim, of=f32), tile(KEYS, value_dim, of=f32), *unaligned),
+        ),
+        k_s=tile(KEYS, key_dim),
+        v_s=tile(KEYS, value_dim),
+        numbers_s=plgpu.SMEM((stages, tokens, sizes.numbers), f32),
+        p_s=tile(table.CONSUMERS, 2, KEYS, rows) if form is Form.INTERPRETED else None,
+        dq_s=None,
+        held=plgpu.Barrier(num_arrivals=2),
+        q_full=plgpu.Barrier(num_arrivals=2 * tokens, num_barriers=stages),
+        do_full=plgpu.Barrier(num_arrivals=tokens, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+        joined=plgpu.Barrier(num_arrivals=table.CONSUMERS),
+    )
+    out_type = [
+        jax.ShapeDtypeStruct((num_slots, block_size, key_dim), f32),
+        jax.ShapeDtypeStruct((num_slots, block_size, value_dim), f32),
+        jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, key_dim), dtype),
+        jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, value_dim), dtype),
+    ]
+    return kernel(
+        body, "nsa_selected_key_gradients_mosaic", interpret, out_type=tuple(out_type),
+        grid=(items.items.shape[0] * parts,), grid_names=("program",),
+        num_threads=table.CONSUMERS + 1, thread_name="warpgroup", scratch_types=scratch,
+    )(
+        pad_heads(query, num_kv_heads, of_token), key, value, pad_heads(d_out, num_kv_heads, of_token),
+        _numbers(lse, delta, weight, num_kv_heads, sizes), last_keys, items.tokens, items.items,
+    )  # fmt: skip
+
+
+def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Float[Array, "B T+1 K numbers"]:
+    """For each token: its log-sum-exps in base 2, deltas and weights. One more token masks what does not exist."""
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(f32) * LOG2_E)
+    fields = [(lse, jnp.inf), (delta, 0)] + ([] if weight is None else [(weight, 0)])
+
+    def arrange(array, beyond):
+        batch, length, num_heads = array.shape
+        array = array.astype(f32).reshape(batch, length, num_kv_heads, -1)
+        more = sizes.of_token - array.shape[-1]
+        return jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, more)), constant_values=beyond)
+
+    array = jnp.concatenate([arrange(*field) for field in fields], axis=-1)
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, sizes.numbers - array.shape[-1])))
