@@ -173,11 +173,11 @@ def selected_key_gradients(
                 def products(logits_acc, dp_acc, dk_acc, dv_acc, dq_acc=None):
                     form.accumulator(dv_acc, dv)
                     form.accumulator(dk_acc, dk)
+                    if weight is None:
+                        shift = across(1)
+                        form.accumulator(dp_acc, shift)
                     plgpu.wgmma(logits_acc, k_s, q_s.at[place].T)
                     plgpu.barrier_wait(do_full.at[place])
-                    shift = -across(1)
-                    if weight is None:
-                        form.accumulator(dp_acc, shift)
                     plgpu.wgmma(dp_acc, v_s, do_s.at[place].T)
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                     p = jnp.exp2(logits * factor - across(0))
@@ -191,7 +191,7 @@ def selected_key_gradients(
                     if weight is None:
                         ds = (p * form.accumulated(dp, shift)).astype(dtype)
                     else:
-                        ds = (p * (dp * across(2) + shift)).astype(dtype)
+                        ds = (p * (dp * across(2) + across(1))).astype(dtype)
                     form.multiply(dk_acc, ds, q_s.at[place], scratch[1])
                     new_dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), dk)
                     new_dv = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), dv)
@@ -238,7 +238,8 @@ def selected_key_gradients(
                         plgpu.commit_smem()
 
                         def copy(n, _):
-                            plgpu.copy_smem_to_gmem(rows_s.at[n], to_ref.at[b, start + n, head])
+                            mine = rows_s.at[pl.ds(n, 1)]
+                            plgpu.copy_smem_to_gmem(mine, to_ref.at[b, pl.ds(start + n, 1), head])
 
                         lax.fori_loop(0, jnp.clip(limit - start, 0, height), copy, None)
 
@@ -310,7 +311,7 @@ def selected_key_gradients(
                 produce()
 
     def tile(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of))
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of, most=rows))
 
     unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
     scratch = dict(
@@ -346,9 +347,9 @@ def selected_key_gradients(
 
 
 def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Float[Array, "B T+1 K numbers"]:
-    """For each token: its log-sum-exps in base 2, deltas and weights. One more token masks what does not exist."""
+    """For each token: its log-sum-exps in base 2, negative deltas and weights. One more token masks what does not exist."""
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(f32) * LOG2_E)
-    fields = [(lse, jnp.inf), (delta, 0)] + ([] if weight is None else [(weight, 0)])
+    fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
 
     def arrange(array, beyond):
         batch, length, num_heads = array.shape
