@@ -5,18 +5,27 @@ computes results again that are not finite.
 """
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.kernels.lists.items import invert
 from nsa_jax.kernels.lists.ring import RingLists, ring_lists
 from nsa_jax.kernels.lists.unions import last_rows, union_lists
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
+from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
+from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form
 from nsa_jax.kernels.triton import operations
-from nsa_jax.kernels.triton.blocks import block_gradients
-from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks
+from nsa_jax.kernels.triton.blocks.backward_key import join_items
+from nsa_jax.kernels.triton.nonfinite import (
+    recompute_forward,
+    recompute_key_gradients,
+    recompute_query_gradient,
+    visible_in_blocks,
+)
 from nsa_jax.kernels.triton.operations import (
     BlockKernels,
     compressed_attention,
@@ -27,6 +36,8 @@ from nsa_jax.kernels.triton.operations import (
     window_attention,
 )
 from nsa_jax.layout import Placement
+
+ITEM_QUERIES = 2048  # most queries of an item
 
 __all__ = (
     "compressed_attention",
@@ -50,35 +61,90 @@ def attend_blocks(
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """As `triton.blocks.attend_blocks`."""
-    size, aligned = placement.config.selection_block_size, not placement.packed
-    heads = query.shape[2] // key.shape[2]
-    tokens = sizes.tile_tokens(heads)
-    tile = sizes.forward_sizes(query.shape[3], value.shape[3], size, aligned=aligned)
-    lists = _ring_lists(block_indices, placement, key.shape[1], tokens, tile.keys, tile.stages)
+    num_keys, known = key.shape[1], _known(query, key, placement)
+    tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
+    lists = _ring_lists(query, key, block_indices, placement, tile)
     out, lse = selected_forward(
-        query, key, value, lists, last_rows(placement), scale=scale, block_size=size, form=best_form(),
-        aligned=aligned, one_block=placement.tile_in_one_block(tokens),
-    )  # fmt: skip
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
+        query, *_whole_rows(key, value), lists, last_rows(placement), scale=scale, **known
+    )
+    visible = visible_in_blocks(block_indices, placement, num_keys)
     return recompute_forward(out, lse, query, key, value, visible, scale)
 
 
+def block_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
+    *,
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
+    """As `triton.blocks.block_gradients`."""
+    num_keys, known = key.shape[1], _known(query, key, placement)
+    tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
+    lists = _ring_lists(query, key, block_indices, placement, tile)
+    keys_values, last_keys = _whole_rows(key, value), last_rows(placement)
+    d_query, products, delta = selected_query_gradient(
+        query, *keys_values, lists, last_keys, out, lse, d_out, d_lse,
+        weight=weight, previous=previous, scale=scale, **known,
+    )  # fmt: skip
+    del known["one_block"]
+    items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
+    parts = selected_key_gradients(
+        query, *keys_values, items, last_keys, lse, delta, d_out, weight=weight, scale=scale, **known
+    )
+    d_key, d_value = join_items(items, *parts[:2], *(x[:, :num_keys] for x in parts[2:]))
+    visible = visible_in_blocks(block_indices, placement, num_keys)
+    d_query = recompute_query_gradient(
+        d_query, query, key, value, visible, lse, delta, d_out,
+        weight=weight, previous=previous, scale=scale,
+    )  # fmt: skip
+    d_keys = recompute_key_gradients(
+        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
+    )
+    return d_query, *d_keys, products
+
+
+def _known(query: Array, key: Array, placement: Placement) -> dict[str, Any]:
+    """What the kernels know of a call beside its arrays."""
+    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
+    return dict(
+        block_size=placement.config.selection_block_size,
+        form=best_form(),
+        aligned=not placement.packed,
+        one_block=placement.tile_in_one_block(tokens),
+    )
+
+
+def _whole_rows(*arrays: Float[Array, "B S K _"]) -> list[Float[Array, "B S8 K _"]]:
+    """Keys and values with a multiple of 8 tokens, which tiled copies want."""
+    more = -arrays[0].shape[1] % 8
+    return [jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x for x in arrays]
+
+
 def _ring_lists(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
-    num_keys: int,
-    tokens: int,
-    keys: int,
-    longest_gap: int,
+    tile: sizes.ForwardSizes | sizes.GradientSizes,
 ) -> RingLists:
-    """The lists of tiles of `tokens` queries, in steps of `keys` keys."""
-    steps = placement.config.selection_block_size // keys
+    """The lists of all tiles, in steps of `tile.keys` keys."""
+    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
+    steps = placement.config.selection_block_size // tile.keys
     if steps > 1:  # a block is several steps: as if the query had chosen smaller blocks
         parts = block_indices[..., None] * steps + jnp.arange(steps, dtype=jnp.int32)
         parts = jnp.where(block_indices[..., None] >= 0, parts, -1)
         block_indices = parts.reshape(*block_indices.shape[:3], -1)
-    unions = union_lists(block_indices, placement, num_keys, tokens=tokens, block_size=keys)
-    return ring_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=longest_gap)
+    unions = union_lists(block_indices, placement, key.shape[1], tokens=tokens, block_size=tile.keys)
+    return ring_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
 _KERNELS = BlockKernels(attend_blocks, block_gradients)

@@ -73,7 +73,9 @@ def selected_forward(
     sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
-    assert lists.fills.shape[2] == rows.tiles, f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
+    assert lists.fills.shape[2] == rows.tiles, (
+        f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
+    )
     single = one_block and block_size == sizes.keys
     keys, buffers, dtype = sizes.box, sizes.query_buffers, query.dtype
     factor = float(scale) * LOG2_E

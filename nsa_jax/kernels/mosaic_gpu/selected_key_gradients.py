@@ -87,9 +87,7 @@ def selected_key_gradients(
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
     assert not (with_query and block_size < KEYS), "the next block's keys would enter the queries' gradients"
     heads = num_heads // num_kv_heads
-    sizes = table.key_sizes(
-        key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query
-    )
+    sizes = table.key_sizes(key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query)
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
     parts = -(-block_size // KEYS)
     height = min(block_size, KEYS)  # keys that a program writes
@@ -99,7 +97,16 @@ def selected_key_gradients(
         key, value = (jnp.pad(x, ((0, 0), (0, KEYS), (0, 0), (0, 0))) for x in (key, value))
 
     def body(
-        q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref, *outputs_and_scratch, **scratch
+        q_ref,
+        k_ref,
+        v_ref,
+        do_ref,
+        numbers_ref,
+        last_ref,
+        tokens_ref,
+        items_ref,
+        *outputs_and_scratch,
+        **scratch,
     ):
         part_key_ref, part_value_ref, d_key_ref, d_value_ref, *d_query_ref = outputs_and_scratch
         run_item(
@@ -157,9 +164,7 @@ def selected_key_gradients(
                 if masks or with_query:
                     pairs = [pair(number, r) for r in range(tokens)]
                 if masks:
-                    last = [
-                        lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs
-                    ]
+                    last = [lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs]
                     last = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
                 plgpu.barrier_wait(q_full.at[place])
 
@@ -311,7 +316,7 @@ def selected_key_gradients(
                 produce()
 
     def tile(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of, most=rows))
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], rows, of))
 
     unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
     scratch = dict(

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.array_typing import Array, Float, Float32, Int32
+from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen
@@ -84,7 +84,9 @@ def selected_query_gradient(
     sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
-    assert lists.fills.shape[2] == rows.tiles, f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
+    assert lists.fills.shape[2] == rows.tiles, (
+        f"lists of {lists.fills.shape[2]} tiles, queries of {rows.tiles}"
+    )
     single = one_block and block_size == sizes.keys
     keys, dtype = sizes.box, query.dtype
     for name, array in dict(key=key, value=value, out=out, d_out=d_out, previous=previous).items():

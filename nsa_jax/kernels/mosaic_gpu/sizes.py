@@ -6,6 +6,7 @@ SHARED_BYTES = 227 * 1024  # that one program may have on Hopper
 CONSUMERS = 2  # warpgroups that compute; one more loads
 ROWS = 64  # rows of a warpgroup: the height of a wgmma
 MOST_KEYS = 64  # keys of a step
+MOST_HEADS = 16  # query heads of a KV head
 FEWEST_HEADS = 4  # a token has at least so many rows: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
 _RESERVE = 4 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB

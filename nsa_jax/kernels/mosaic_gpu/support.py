@@ -46,7 +46,9 @@ def unsupported_reason(
         dims = key.shape[-1], value.shape[-1]
         if dims not in DIMS:
             known = ", ".join(f"{h}/{v}" for h, v in DIMS)
-            return f"the Mosaic GPU kernels need key and value dims of {known}, got {dims[0]}/{dims[1]}. {_USE}"
+            return (
+                f"the Mosaic GPU kernels need key and value dims of {known}, got {dims[0]}/{dims[1]}. {_USE}"
+            )
         if query.shape[2] > MOST_HEADS * key.shape[2]:
             return (
                 f"the Mosaic GPU kernels need at most {MOST_HEADS} query heads of one KV head, got "

@@ -99,24 +99,35 @@ def block_key_gradients(
         TOKENS=tokens_of(sizes.rows, heads), KEYS=keys, SCALE=float(scale), PRECISION=precision(query.dtype),
         WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
     )  # fmt: skip
-    if items.num_slots:
-        d_key, d_value = _add_partials(items, part_key, part_value, d_key, d_value, dims)
-    if items.written is not None:
-        d_key = jnp.where(items.written[..., None], d_key, 0)
-        d_value = jnp.where(items.written[..., None], d_value, 0)
+    d_key, d_value = join_items(items, part_key, part_value, d_key, d_value)
     return recompute_key_gradients(
         d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
     )
 
 
-def _add_partials(items: BlockItems, part_key, part_value, d_key, d_value, dims):
-    """Adds up the partial sums of blocks with several items and writes them into `d_key` and `d_value`."""
-    heads, num_blocks = items.partials.shape
-    (d_key, d_value), () = launch(
-        add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials, items.starts,
-        items.limits, out=(), in_place=2,
-        grid=(num_blocks, heads, dims["BLOCK"] // 16), num_keys=d_key.shape[1], **dims,
-    )  # fmt: skip
+def join_items(
+    items: BlockItems,
+    part_key: Float[Array, "slots block H"],
+    part_value: Float[Array, "slots block V"],
+    d_key: Float[Array, "B S K H"],
+    d_value: Float[Array, "B S K V"],
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Gradients of all keys from what the items wrote.
+
+    It adds up the partial sums of blocks with several items, in order, and puts 0 where no item wrote.
+    """
+    if items.num_slots:
+        heads, num_blocks = items.partials.shape
+        block_size = part_key.shape[1]
+        (h0, h1), (v0, v1) = split_dim(d_key.shape[3]), split_dim(d_value.shape[3])
+        (d_key, d_value), () = launch(
+            add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials,
+            items.starts, items.limits, out=(), in_place=2, grid=(num_blocks, heads, block_size // 16),
+            num_keys=d_key.shape[1], BLOCK=block_size, KV_HEADS=d_key.shape[2], H0=h0, H1=h1, V0=v0, V1=v1,
+        )  # fmt: skip
+    if items.written is not None:
+        d_key = jnp.where(items.written[..., None], d_key, 0)
+        d_value = jnp.where(items.written[..., None], d_value, 0)
     return d_key, d_value
 
 
