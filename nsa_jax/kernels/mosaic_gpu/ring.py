@@ -206,12 +206,26 @@ class Ring:
         lax.fori_loop(0, count, step, (this, then))
         return count
 
-    def run(self, consume: Callable, produce: Callable, drain: Callable = lambda turns: None) -> None:
-        """Runs the roles. The interpreter wants every phase of a barrier observed: `drain` is for its own."""
+    def run(
+        self,
+        consume: Callable,
+        produce: Callable,
+        begin: Callable = lambda: None,
+        drain: Callable = lambda turns: None,
+    ) -> None:
+        """Runs the roles.
+
+        Args:
+          consume, produce: what consumers and the producer do for a tile, see `Tiles.run`.
+          begin: what consumers do before.
+          drain: waits for the last phases of the barriers that `produce` waits for, by the number of tiles: the
+            interpreter wants every phase observed that completes.
+        """
 
         @pl.when(self.warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
+            begin()
             self.tiles.run(self.program, consume, self.consumer_ahead)
 
         @pl.when(self.warpgroup == CONSUMERS)
@@ -256,11 +270,12 @@ def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, al
     if last is None and aligned:
         return None
     column = plgpu.broadcasted_iota(i32, (ROWS, sizes.box), 1, layout=WGMMA)
-    seen = None
     if last is not None:
         last = plgpu.load(last, layout=BY_ROW, optimized=False)
-        seen = column + (start if aligned else start // 8 * 8) <= across(last, sizes.box)
-    if not aligned:
-        inside = (column >= start % 8) & (column < start % 8 + sizes.keys)
-        seen = inside if seen is None else seen & inside
-    return seen
+    if aligned:
+        return column + start <= across(last, sizes.box)
+    key = (column - start % 8).astype(jnp.uint32)  # of the step; those before it become large
+    if last is None:
+        return key < sizes.keys
+    count = jnp.clip(last - start + 1, 0, sizes.keys)
+    return key < across(count, sizes.box).astype(jnp.uint32)

@@ -215,7 +215,7 @@ def selected_forward(
 
             lax.fori_loop(jnp.maximum(turns - buffers, 0), turns, drain_queries, None)
 
-        ring.run(consume, produce, drain)
+        ring.run(consume, produce, drain=drain)
 
     scratch = dict(
         q_s=matrices(dtype, table.CONSUMERS * buffers, table.ROWS, key_dim),

@@ -102,7 +102,7 @@ def selected_query_gradient(
         program = lax.axis_index("program")
         lists = RingLists(fills_ref, visits_ref, counts_ref)
         ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
-        q_s, d_out_s = q_s.at[warpgroup], d_out_s.at[warpgroup]
+        q_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
         q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
         # What each buffer holds first, and what follows in which buffer.
         of_query, of_d_out = (q_ref, q_s, q_full), (d_out_ref, d_out_s, d_out_full)
@@ -153,10 +153,13 @@ def selected_query_gradient(
                     dp = dp * across(gate, keys)
                 return (p * (dp - across(delta, keys))).astype(dtype)
 
-            def logits_product(acc, q, slot):
-                form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
+            def logits_product(acc, fill, slot):
+                if sizes.query_in_registers:
+                    form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
+                else:  # the compiler is not to know that the sum is 0: it would hold 24 addresses in registers
+                    plgpu.wgmma(acc, q_all.at[warpgroup + lax.shift_right_logical(fill, 30)], ring.k_s.at[slot].T)
 
-            def d_out_product(acc, d_out, slot):
+            def d_out_product(acc, slot):
                 form.multiply(acc, d_out, ring.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])
 
             def add_keys(dq, ds, slot):
@@ -178,13 +181,13 @@ def selected_query_gradient(
                 q, d_out = first, held(late)
             else:
                 plgpu.barrier_wait(q_full)
-                q, d_out = q_s, first
+                q, d_out = None, first
             ring.wait_keys(fill)
 
             def first_products(logits_acc, dp_acc):
-                logits_product(logits_acc, q, slot)
+                logits_product(logits_acc, fill, slot)
                 ring.wait_values(fill)
-                d_out_product(dp_acc, d_out, slot)
+                d_out_product(dp_acc, slot)
                 p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, True)
                 products = (held(early).astype(f32) * d_out.astype(f32)).sum(axis=1)
                 delta = products if gate is None else gate * products
@@ -213,9 +216,9 @@ def selected_query_gradient(
                 ring.wait_keys(fill + place)
 
                 def both_products(logits_acc, dp_acc):
-                    logits_product(logits_acc, q, slot)
+                    logits_product(logits_acc, fill + place, slot)
                     ring.wait_values(fill + place)
-                    d_out_product(dp_acc, d_out, slot)
+                    d_out_product(dp_acc, slot)
                     p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, masks)
                     return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta)
 
@@ -252,12 +255,11 @@ def selected_query_gradient(
             read, ahead = ahead, ring.producer_ahead(x_next)
             return ring.fill(k_ref, v_ref, x, fill, read), ahead
 
-        @pl.when(warpgroup < table.CONSUMERS)
-        def _():
+        def begin():
             load(early[0], program, early)
             load(late[0], program, late)
 
-        ring.run(consume, produce)
+        ring.run(consume, produce, begin)
 
     def matrix(columns, needed=True):  # of each consumer
         return matrices(dtype, table.CONSUMERS, table.ROWS, columns) if needed else None
