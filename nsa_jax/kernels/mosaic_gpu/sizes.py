@@ -12,6 +12,7 @@ MOST_STAGES = 8
 _RESERVE = 4 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
 _BARRIERS = 1024  # all that the gradient of the queries holds beside matrices
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
+_MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
@@ -70,15 +71,14 @@ def forward_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: boo
 
 
 def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:
-    """Sizes of the gradient of the queries; the ring takes what queries and cotangents leave.
-
-    Registers hold the operands of 128/128, not those of 192/128: the gradient alone takes 96 a thread there.
-    """
+    """Sizes of the gradient of the queries; the ring takes what queries and cotangents leave."""
     keys = min(block_size, MOST_KEYS)
-    box = keys if aligned else keys + 16
+    box = keys if aligned else keys + 16  # a product sums over 16 keys at a time, see `unstable.swizzled`
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
     stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
-    return GradientSizes(keys, box, min(stages, MOST_STAGES), key_dim == value_dim)
+    registers = key_dim // 2 + box + (key_dim + value_dim) // 4  # gradient, products, operands
+    in_registers = key_dim == value_dim and registers <= _MOST_MATRIX_REGISTERS
+    return GradientSizes(keys, box, min(stages, MOST_STAGES), in_registers)
 
 
 class KeySizes(NamedTuple):
