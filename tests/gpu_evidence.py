@@ -31,7 +31,8 @@ ROOMS = {
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
-    "shared": (f"{TRITON}/*.py", "nsa_jax/kernels/*.py"),
+    "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py", "nsa_jax/kernels/mixed.py"),
+    "shared": (f"{TRITON}/*.py", "nsa_jax/kernels/launch.py", "nsa_jax/kernels/dims.py"),
     "calls": (
         "nsa_jax/attention/**/*.py",
         "nsa_jax/layout/**/*.py",
@@ -42,13 +43,15 @@ ROOMS = {
 ALWAYS = ("nonfinite", "shared", "calls")
 NATIVE = "tests/test_gpu_native.py::"
 SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
-# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room
-# but that of decoding.
+OF_TRITON = tuple(room for room in ROOMS if room != "mosaic")
+# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room of
+# Triton but that of decoding.
 ROOMS_OF_TESTS = {
     "tests/test_gpu_decode.py::": ("decode", "shared", "calls"),
     "tests/test_gpu_dense_decode.py::": ("decode", "shared", "calls"),
-    "tests/test_gpu_generate.py::": tuple(ROOMS),
-    "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": tuple(ROOMS),
+    "tests/test_gpu_mosaic.py::": ("mosaic", *(room for room in OF_TRITON if room != "decode")),
+    "tests/test_gpu_generate.py::": OF_TRITON,
+    "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": OF_TRITON,
     f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
     f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),
     f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", *ALWAYS),
@@ -91,7 +94,7 @@ def rooms_of(test: str) -> tuple[str, ...]:
     for beginning, rooms in ROOMS_OF_TESTS.items():
         if test.startswith(beginning):
             return rooms
-    return tuple(room for room in ROOMS if room != "decode")
+    return tuple(room for room in OF_TRITON if room != "decode")
 
 
 def stale(tests: Iterable[str], runs: Iterable[Mapping[str, Any]], hashes: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ ROOM_FILES = {
     "selection": "nsa_jax/kernels/triton/selection/importance.py",
     "nonfinite": "nsa_jax/kernels/triton/nonfinite/visible_keys.py",
     "shared": "nsa_jax/kernels/launch.py",
+    "mosaic": "nsa_jax/kernels/mosaic_gpu/ring.py",
     "decode": "nsa_jax/cache/steps.py",
     "calls": "nsa_jax/layout/placement.py",
 }

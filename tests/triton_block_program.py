@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from budget import allowance, distance
 from cases import PACKED
+from lists_by_loops import ring_lists_by_loops
 
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.dims import tokens_of
 from nsa_jax.kernels.lists.items import invert
+from nsa_jax.kernels.lists.ring import ring_lists
 from nsa_jax.kernels.lists.unions import union_lists
 from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
 from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
@@ -201,6 +203,26 @@ def check_lists(case: Case) -> None:
         assert lists.unmasked[b, k, tile] == sum(x + case.block - 1 <= least for x in expected)
 
 
+def check_ring_lists(case: Case) -> None:
+    """The lists of producer and consumers are those that loops find."""
+    (_, _, _, indices), placed, *_ = inputs(case)
+    rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
+    for tokens, gap in ((8, 2), (16, 5)):
+        shared = dict(tokens=tokens, warpgroups=2, longest_gap=gap)
+        with interpreted():
+            found = ring_lists(union_lists(indices, placed, case.num_keys, tokens=tokens), **shared)
+        expected = ring_lists_by_loops(
+            np.asarray(indices), np.asarray(placed.sequence_start), rows,
+            block=case.block, keys=case.block, **shared,
+        )  # fmt: skip
+        assert (np.asarray(found.counts) == expected.counts).all()
+        for at in np.ndindex(*expected.counts.shape[:3]):
+            fills, *visits = expected.counts[at][[0, 1, 3]]
+            assert (np.asarray(found.fills)[at][:fills] == expected.fills[at][:fills]).all()
+            for w, count in enumerate(visits):
+                assert (np.asarray(found.visits)[at][w, :count] == expected.visits[at][w, :count]).all()
+
+
 def check_items(case: Case) -> None:
     """Every pair lies in one item, in order, and every item, slot and block fits the static sizes."""
     (_, _, _, indices), placed, *_ = inputs(case)
@@ -252,6 +274,7 @@ def main() -> None:
     for name, case in CASES.items():
         began = time.time()
         check_lists(case)
+        check_ring_lists(case)
         check_items(case)
         errors = check_case(case)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())

@@ -157,7 +157,9 @@ def selected_query_gradient(
                 if sizes.query_in_registers:
                     form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
                 else:  # the compiler is not to know that the sum is 0: it would hold 24 addresses in registers
-                    plgpu.wgmma(acc, q_all.at[warpgroup + lax.shift_right_logical(fill, 30)], ring.k_s.at[slot].T)
+                    plgpu.wgmma(
+                        acc, q_all.at[warpgroup + lax.shift_right_logical(fill, 30)], ring.k_s.at[slot].T
+                    )
 
             def d_out_product(acc, slot):
                 form.multiply(acc, d_out, ring.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])

@@ -1,0 +1,186 @@
+"""The Mosaic GPU kernels of the selected branch in Pallas's interpreter: `python tests/mosaic_program.py CASE`.
+
+Values and gradients against the oracle, with the interpreter's race detection. Rings are cut down to two
+places, so that each is filled several times over. Prints a line of JSON: the largest error of each result over
+what its budget allows, and what else is wrong.
+"""
+
+import json
+import os
+import sys
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Callbacks that wait block threads of XLA's pool, which has as many as the machine has cores, or devices.
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton_compile
+from budget import allowance, distance
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from lists_by_loops import add_items, items_by_loops, ring_lists_by_loops
+
+from nsa_jax import NSAConfig, layout, reference
+from nsa_jax.kernels.mosaic_gpu import sizes
+from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
+from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
+from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
+from nsa_jax.kernels.mosaic_gpu.unstable import Form
+
+
+class Case(NamedTuple):
+    queries: int
+    keys: int | None = None  # as many as queries if None; the queries are the last ones
+    heads: int = 16  # query heads of a KV head
+    kv_heads: int = 1
+    batch: int = 1
+    dims: tuple[int, int] = (64, 64)
+    block: int = 32
+    slots: int = 3
+    packed: bool = False
+    empty: bool = False  # whether some queries choose nothing
+    bare: bool = False  # without weight, previous gradient and cotangent of the log-sum-exps
+    item: int = 1000
+    dtype: str = "bfloat16"
+    processors: int = 1
+    form: str = "INTERPRETED"
+
+
+CASES = {
+    "plain": Case(152, bare=True),
+    "twelve_heads": Case(37, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
+    "four_heads": Case(70, 200, heads=4, kv_heads=2, item=40),
+    "one_head": Case(40, 96, heads=1, kv_heads=2),
+    "packed": Case(60, packed=True, empty=True),
+    "packed_blocks_of_64": Case(96, packed=True, block=64, heads=8, item=9),
+    "wide_keys": Case(72, 136, dims=(192, 128), block=64, empty=True),
+    "blocks_of_128": Case(72, 264, dims=(128, 128), block=128, dtype="float16"),
+}
+
+
+def choose(case: Case, placed) -> np.ndarray:
+    """Random blocks of each query, mostly its own among them, and fewer than all slots for some queries."""
+    random = np.random.default_rng(len(str(case)))
+    position = np.asarray(placed.position)
+    blocks = np.full((*position.shape, case.kv_heads, case.slots), -1, np.int32)
+    for b, t, k in np.ndindex(blocks.shape[:3]):
+        if position[b, t] < 0 or (case.empty and 4 < t < 9):
+            continue
+        own = position[b, t] // case.block
+        some = random.permutation(own + 1)[: case.slots if t % 5 == 0 else case.slots - 1]
+        some = np.unique(np.append(some[:-1], own) if t % 7 else some)
+        blocks[b, t, k, : len(some)] = some
+    return blocks
+
+
+def main(case: Case) -> dict[str, float]:
+    """Error over allowance by result."""
+    batch, length, kv_heads, (key_dim, value_dim) = case.batch, case.queries, case.kv_heads, case.dims
+    num_keys, num_heads = case.keys or length, case.heads * kv_heads
+    random = np.random.default_rng(7)
+
+    def draw(*shape):
+        return jnp.asarray(random.standard_normal(shape), case.dtype)
+
+    query, key = draw(batch, length, num_heads, key_dim), draw(batch, num_keys, kv_heads, key_dim)
+    value, d_out = draw(batch, num_keys, kv_heads, value_dim), draw(batch, length, num_heads, value_dim)
+    segments = np.repeat([0, 1, 2, 0, 3], [3, 18, 8, 2, num_keys - 31])[None] if case.packed else None
+    config = NSAConfig(
+        compression_block_size=16, compression_stride=16, selection_block_size=case.block,
+        num_selected_blocks=case.slots, window_size=64,
+    )  # fmt: skip
+    segments = (
+        None if segments is None else jnp.asarray(np.broadcast_to(segments, (batch, num_keys)), jnp.int32)
+    )
+    placed = layout.place(config, batch=batch, num_queries=length, num_keys=num_keys, segment_ids=segments)
+    blocks = choose(case, placed)
+    position, starts = np.asarray(placed.position), np.asarray(placed.sequence_start)
+    last = np.where(position >= 0, starts + position, -1).astype(np.int32)
+
+    def few_places(sizes_of):
+        return lambda *args, **kw: sizes_of(*args, **kw)._replace(stages=2)
+
+    for name in ("forward_sizes", "gradient_sizes", "key_sizes"):
+        setattr(sizes, name, few_places(getattr(sizes, name)))
+    tokens, aligned = sizes.tile_tokens(case.heads), not case.packed
+    known = dict(
+        scale=-0.3 if case.packed else key_dim**-0.5, block_size=case.block, form=Form[case.form], aligned=aligned,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )  # fmt: skip
+    tiled = dict(one_block=placed.tile_in_one_block(tokens), processors=case.processors)
+    wrong = {}
+
+    def ring(tile):
+        lists = ring_lists_by_loops(
+            blocks, starts, last, block=case.block, keys=tile.keys, tokens=tokens,
+            warpgroups=sizes.CONSUMERS, longest_gap=tile.stages,
+        )  # fmt: skip
+        fills = lists.counts[..., 0].sum() // min(case.processors, lists.counts[..., 0].size)
+        wrong["wraps"] = float(fills < 2 * tile.stages + 1)
+        return type(lists)(*map(jnp.asarray, lists))
+
+    def exact(arrays, dtype):
+        def both(query, key, value):
+            out, lse = reference.selected_attention(
+                query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments, scale=known["scale"],
+                query_positions=None,
+            )[:2]  # fmt: skip
+            weighted = out if weight is None else out * weight[..., None].astype(out.dtype)
+            return (weighted, lse), out
+
+        (_, lse), pull_back, out = jax.vjp(both, *(x.astype(dtype) for x in arrays), has_aux=True)
+        seen = jnp.isfinite(lse)
+        d_query, d_key, d_value = pull_back(
+            (d_out.astype(dtype), jnp.where(seen, shift, 0).astype(lse.dtype))
+        )
+        more = 0 if previous is None else previous.astype(dtype)
+        products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+        return dict(out=out, lse=lse, d_query=d_query + more, d_key=d_key, d_value=d_value, products=products)
+
+    shape = (batch, length, num_heads)
+    weight = None if case.bare else jnp.asarray(random.uniform(0.2, 1.5, shape), jnp.float32)
+    d_lse = None if case.bare else jnp.asarray(random.standard_normal(shape), jnp.float32)
+    previous = None if case.bare else draw(*query.shape)
+    shift = jnp.zeros(shape) if d_lse is None else d_lse
+    expected = exact((query, key, value), jnp.float32)
+    same = exact((query, key, value), case.dtype)
+
+    with triton_compile.device(90):
+        tile = sizes.forward_sizes(key_dim, value_dim, case.block, aligned=aligned)
+        out, lse = selected_forward(query, key, value, ring(tile), jnp.asarray(last), **known, **tiled)
+        jax.block_until_ready(out)
+        wrong["races of the forward"] = float(gpu_callbacks.get_races().races_found)
+        tile = sizes.gradient_sizes(key_dim, value_dim, case.block, aligned=aligned)
+        d_query, products, delta = selected_query_gradient(
+            query, key, value, ring(tile), jnp.asarray(last), out, lse, d_out, d_lse,
+            weight=weight, previous=previous, **known, **tiled,
+        )  # fmt: skip
+        jax.block_until_ready(d_query)
+        wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
+        items = items_by_loops(
+            blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed
+        )
+        part_key, part_value, d_key, d_value = (
+            np.asarray(x, np.float64)
+            for x in selected_key_gradients(
+                query, key, value, items._replace(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items)),
+                jnp.asarray(last), lse, delta, d_out, weight=weight, **known,
+            )
+        )  # fmt: skip
+        wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
+    d_key = add_items(items, part_key, d_key, case.block)
+    d_value = add_items(items, part_value, d_value, case.block)
+    found = dict(out=out, lse=lse, d_query=d_query, d_key=d_key, d_value=d_value, products=products)
+    same["lse"] = expected["lse"]  # the kernels compute it in float32
+    for name, x in found.items():
+        eps = float(jnp.finfo("float32" if name == "lse" else case.dtype).eps)
+        wrong[name] = distance(x, expected[name]) / allowance(same[name], expected[name], eps)
+    return wrong
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(CASES[sys.argv[1]])))

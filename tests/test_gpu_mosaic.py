@@ -1,0 +1,195 @@
+"""On a Hopper GPU: the selected branch by the Mosaic GPU kernels, against the oracle and against Triton."""
+
+import functools
+
+import budget
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from nsa_jax import layout, reference
+from nsa_jax.config import NSAConfig
+
+pytestmark = pytest.mark.gpu
+
+# Tokens of the sequences of packed rows; padding is before, between and after them.
+SEGMENTS = np.repeat([0, 1, 2, 0, 3, 0], [3, 298, 216, 13, 460, 10])
+SHAPES = {
+    "plain": {},
+    "odd_lengths": dict(batch=2, length=333),
+    "last_queries": dict(length=77, keys=1000),
+    "four_heads": dict(heads=4),
+    "twelve_heads": dict(heads=12, kv_heads=2),
+    "one_head": dict(heads=1),
+    "dims_of_64": dict(key_dim=64, value_dim=64),
+    "wide_keys": dict(key_dim=192),
+    "float16": dict(dtype="float16"),
+    "blocks_of_32": dict(block=32),
+    "blocks_of_128": dict(block=128, length=1500),
+    "forty_blocks": dict(slots=40, length=3000, kv_heads=1),
+    "packed": dict(packed=True),
+    "packed_wide_keys": dict(packed=True, key_dim=192),
+    "packed_four_heads": dict(packed=True, heads=4, dtype="float16"),
+    "packed_blocks_of_32": dict(packed=True, block=32),
+    "packed_blocks_of_128": dict(packed=True, block=128),
+}
+
+
+def random_blocks(placed, block, slots, kv_heads, seed=5):
+    """The own block of each query and others at random, -1 in unused slots; query 7 chooses nothing."""
+    own = jnp.maximum(placed.position, 0)[:, :, None, None] // block
+    number = jnp.arange(int(own.max()) + 1)
+    score = jax.random.uniform(jax.random.key(seed), (*placed.position.shape, kv_heads, number.size))
+    score = jnp.where(number == own, 2, jnp.where(number < own, score, -1))
+    score = jnp.where(placed.position[:, :, None, None] >= 0, score, -1)
+    best, found = jax.lax.top_k(score, min(slots, number.size))
+    found = jnp.sort(jnp.where(best >= 0, found, 2**30), -1)
+    found = jnp.where(found == 2**30, -1, found).astype(jnp.int32)
+    found = jnp.pad(found, ((0, 0), (0, 0), (0, 0), (0, slots - found.shape[-1])), constant_values=-1)
+    return found.at[:, 7].set(-1)
+
+
+def problem(
+    batch=1, length=1000, keys=None, heads=16, kv_heads=4, key_dim=128, value_dim=128, block=64, slots=16,
+    dtype="bfloat16", packed=False,
+):  # fmt: skip
+    """Operands, the gradients of an implementation as a function of its name, and blocks."""
+    keys = keys or length
+    config = NSAConfig(selection_block_size=block, num_selected_blocks=slots)
+    segments = jnp.asarray(np.broadcast_to(SEGMENTS, (batch, keys)), jnp.int32) if packed else None
+    placed = layout.place(config, batch=batch, num_queries=length, num_keys=keys, segment_ids=segments)
+    blocks = random_blocks(placed, block, slots, kv_heads)
+
+    def normal(seed, *shape, dtype=dtype):
+        return jax.random.normal(jax.random.key(seed), (batch, *shape), dtype)
+
+    rows = length, heads * kv_heads
+    arrays = (
+        normal(1, *rows, key_dim),
+        normal(2, keys, kv_heads, key_dim),
+        normal(3, keys, kv_heads, value_dim),
+    )
+    cotangents = normal(4, *rows, value_dim), normal(6, *rows, dtype="float32")
+    call = dict(config=config, segment_ids=segments)
+
+    def gradients(attend, *arrays):
+        def both(*arrays):
+            return tuple(attend(*arrays, blocks, **call))[:2]
+
+        (out, lse), pull_back = jax.vjp(both, *arrays)
+        seen = jnp.isfinite(lse)
+        return (
+            out,
+            lse,
+            *pull_back(
+                (cotangents[0].astype(out.dtype), jnp.where(seen, cotangents[1], 0).astype(lse.dtype))
+            ),
+        )
+
+    return arrays, blocks, gradients
+
+
+def by(implementation):
+    return functools.partial(nsa_jax.selected_attention, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_and_gradients_equal_the_oracle(name):
+    arrays, _, gradients = problem(**SHAPES[name])
+    oracle = jax.jit(functools.partial(gradients, reference.selected_attention))
+    ours = jax.jit(functools.partial(gradients, by("mosaic_gpu")))
+
+    found, same = ours(*arrays), oracle(*arrays)
+    exact = oracle(*(x.astype(jnp.float32) for x in arrays))
+
+    for name, x, theirs, right in zip(("out", "lse", "dq", "dk", "dv"), found, same, exact, strict=True):
+        theirs = right if name == "lse" else theirs  # the kernels compute it in float32
+        allowed = budget.allowance(theirs, right, float(jnp.finfo(x.dtype).eps))
+        assert budget.distance(x, right) <= allowed, name
+    again = ours(*arrays)
+    assert all((x == y).all() for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("length", [65536, 131072])
+@pytest.mark.parametrize("distribution", ["random", "alike"])
+def test_long_rows_equal_triton_and_repeat_bitwise(length, distribution):
+    arrays, blocks, gradients = problem(length=length, kv_heads=1)
+    if distribution == "alike":  # 32 neighbours choose the same blocks
+        blocks = jnp.repeat(blocks[:, ::32], 32, axis=1)
+
+        def gradients(attend, *arrays):
+            def both(*arrays):
+                return tuple(attend(*arrays, blocks, config=NSAConfig()))
+
+            found, pull_back = jax.vjp(both, *arrays)
+            return *found, *pull_back(found)
+
+    ours, theirs = (jax.jit(functools.partial(gradients, by(x))) for x in ("mosaic_gpu", "triton"))
+
+    found, other = ours(*arrays), theirs(*arrays)
+
+    for x, y in zip(found, other, strict=True):
+        finite = jnp.isfinite(y)
+        assert (jnp.isfinite(x) == finite).all()
+        x, y = (jnp.where(finite, z, 0).astype(jnp.float32) for z in (x, y))
+        assert jnp.linalg.norm(x - y) <= 8 * float(jnp.finfo("bfloat16").eps) * jnp.linalg.norm(y)
+    for _ in range(20):
+        again = ours(*arrays)
+        assert all(bool((x == y).all()) for x, y in zip(found, again, strict=True))
+
+
+def test_whole_operation_equals_triton():
+    config, length = NSAConfig(), 1500
+    keys = jax.random.split(jax.random.key(0), 9)
+    shapes = [(length, 64, 128), *[(92, 4, 128)] * 2, *[(length, 4, 128)] * 4]
+    arrays = [
+        jax.random.normal(key, (1, *shape), "bfloat16") for key, shape in zip(keys, shapes, strict=False)
+    ]
+    arrays.append(jax.random.uniform(keys[7], (1, length, 64, 3), "float32").astype("bfloat16"))
+    cotangent = jax.random.normal(keys[8], (1, length, 64, 128), "bfloat16")
+
+    def run(implementation):
+        def operation(*arrays):
+            return nsa_jax.native_sparse_attention(*arrays, config=config, implementation=implementation)
+
+        out, pull_back = jax.vjp(operation, *arrays)
+        return out, *pull_back(cotangent)
+
+    found, other = (jax.jit(functools.partial(run, x))() for x in ("mosaic_gpu", "triton"))
+
+    for x, y in zip(found, other, strict=True):
+        assert budget.distance(x, y) <= 2 * 8 * float(jnp.finfo("bfloat16").eps) * budget.size(y)
+
+
+def test_what_is_not_a_number_reaches_only_those_who_see_it():
+    (query, key, value), blocks, gradients = problem(length=2000)
+    ours = jax.jit(functools.partial(gradients, by("mosaic_gpu")))
+    bad = 1234
+    finite = ours(query, key, value)
+
+    found = ours(query, key.at[0, bad, 1, 3].set(jnp.nan), value.at[0, bad, 2].set(jnp.inf))
+
+    tokens = np.arange(2000)[None, :, None]
+    sees = (np.asarray(blocks) == bad // 64).any(-1) & (tokens >= bad)  # [B, T, K]
+    for head in (0, 3):  # nothing is wrong there
+        rows = slice(16 * head, 16 * head + 16)
+        assert (found[0][:, :, rows] == finite[0][:, :, rows]).all()
+        assert (found[3][:, :, head] == finite[3][:, :, head]).all()
+    for head in (1, 2):
+        rows = slice(16 * head, 16 * head + 16)
+        same = np.asarray((found[0] == finite[0])[:, :, rows].all((2, 3)))
+        assert same[~sees[:, :, head]].all()
+        assert not np.asarray(jnp.isfinite(found[0][:, :, rows]).all((2, 3)))[sees[:, :, head]].any()
+
+
+def test_vmap_equals_the_batch():
+    (query, key, value), blocks, _ = problem(batch=2, length=300)
+    attend = functools.partial(nsa_jax.selected_attention, config=NSAConfig(), implementation="mosaic_gpu")
+
+    together = attend(query, key, value, blocks)
+    mapped = jax.vmap(lambda *x: attend(*(y[None] for y in x)))(query, key, value, blocks)
+
+    assert (mapped.out[:, 0] == together.out).all()
+    assert (mapped.lse[:, 0] == together.lse).all()

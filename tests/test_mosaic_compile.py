@@ -1,0 +1,102 @@
+"""The Mosaic GPU kernels as machine code for an H100, on a machine without a GPU.
+
+Held are registers, spills to local memory and warnings that the compiler serialises the matrix products.
+"""
+
+import functools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip(
+    "jax_triton", reason="the lists are Triton kernels; installed by `tox -e test`", exc_type=ImportError
+)
+
+import triton_compile
+
+import nsa_jax
+from nsa_jax import NSAConfig, attention
+
+KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("forward", "query_gradient", "key_gradients"))
+# Shape: query heads, KV heads, dims, block, options. Bytes spilled by forward, d_query and d_key at most.
+SHAPES = {
+    "paper": ((64, 4, 128, 128, 64, {}), (0, 0, 24)),
+    "four_heads": ((16, 4, 128, 128, 64, {}), (0, 0, 24)),
+    "wide_keys": ((64, 4, 192, 128, 64, {}), (0, 0, 0)),
+    "packed": ((64, 4, 128, 128, 64, dict(packed=True)), (0, 0, 48)),
+    "odd_sizes": ((24, 4, 64, 64, 128, dict(dtype="float16", length=1001)), (64, 96, 48)),
+}
+
+
+def program(heads, kv_heads, key_dim, value_dim, block, *, packed=False, dtype="bfloat16", length=4096):
+    config = NSAConfig(selection_block_size=block)
+
+    def gradients(query, key, value, blocks, segment_ids):
+        def attend(query, key, value):
+            return attention.selected_attention(
+                query, key, value, blocks, config=config, segment_ids=segment_ids if packed else None,
+                implementation="mosaic_gpu",
+            )  # fmt: skip
+
+        found, pull_back = jax.vjp(attend, query, key, value)
+        return pull_back(found)
+
+    of_query, of_keys = (1, length, heads, key_dim), (1, length, kv_heads, key_dim)
+    of_values = (1, length, kv_heads, value_dim)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (of_query, of_keys, of_values)]
+    arrays.append(jax.ShapeDtypeStruct((1, length, kv_heads, 16), jnp.int32))
+    return gradients, (*arrays, jax.ShapeDtypeStruct((1, length), jnp.int32))
+
+
+@functools.cache
+def _reports(text: str) -> dict[str, tuple[int, int]]:
+    """Registers and bytes spilled of each kernel, from what the assembler says."""
+    found = {}
+    for part in text.split("Compiling entry function '")[1:]:
+        name = part.split("_mosaic_gpu_kernel'")[0]
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        found[name] = int(re.search(r"Used (\d+) registers", part)[1]), int(spilled[1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_without_spilling_or_serialising(name, capfd, monkeypatch):
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    (*shape, options), allowed = SHAPES[name]
+    function, arrays = program(*shape, **options)
+
+    triton_compile.compile_for_h100(function, *arrays)
+
+    said = "".join(capfd.readouterr())
+    reports = _reports(said)
+    assert set(reports) == set(KERNELS), reports
+    for kernel, most in zip(KERNELS, allowed, strict=True):
+        registers, spilled = reports[kernel]
+        assert registers <= 168, (kernel, registers)
+        assert spilled <= most, (kernel, spilled)
+    serialised = [line for line in said.splitlines() if re.search(r"C75(0|1[0-8])", line)]
+    assert not serialised, serialised
+
+
+@pytest.mark.slow
+def test_whole_operation_compiles_and_takes_this_branch_from_mosaic(capfd, monkeypatch):
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    config, length = NSAConfig(), 4096
+    shapes = [(1, length, 64, 128), *[(1, 255, 4, 128)] * 2, *[(1, length, 4, 128)] * 4, (1, length, 64, 3)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def gradients(*arrays):
+        def operation(*arrays):
+            return nsa_jax.native_sparse_attention(*arrays, config=config, implementation="mosaic_gpu")
+
+        out, pull_back = jax.vjp(operation, *arrays)
+        return pull_back(out)
+
+    compiled = triton_compile.compile_for_h100(gradients, *arrays)
+
+    assert set(_reports("".join(capfd.readouterr()))) == set(KERNELS)
+    assert "triton_kernel_call" in compiled.as_text()

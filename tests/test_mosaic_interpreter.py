@@ -1,0 +1,36 @@
+"""The Mosaic GPU kernels in Pallas's interpreter: values, gradients and races, on the CPU.
+
+Each case runs in a process of its own with a time limit: a warpgroup that waits for ever does not end.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip(
+    "jax_triton", reason="the lists are Triton kernels; installed by `tox -e test`", exc_type=ImportError
+)
+
+import mosaic_program
+
+SECONDS = 300  # a case takes 10 on an idle machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", mosaic_program.CASES)
+def test_kernels_equal_the_oracle_without_races(case):
+    program = pathlib.Path(mosaic_program.__file__)
+    done = subprocess.run(
+        [sys.executable, str(program), case], capture_output=True, text=True, timeout=SECONDS, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (program.parents[1], program.parent)))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong = json.loads(done.stdout.splitlines()[-1])
+    results = {"out", "lse", "d_query", "d_key", "d_value", "products"}
+    checks = {"wraps", "races of the forward", "races of d_query", "races of d_key"}
+    assert wrong.keys() == results | checks
+    assert not {name: x for name, x in wrong.items() if not x <= (1 if name in results else 0)}
