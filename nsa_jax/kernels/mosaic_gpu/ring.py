@@ -218,8 +218,8 @@ class Ring:
         Args:
           consume, produce: what consumers and the producer do for a tile, see `Tiles.run`.
           begin: what consumers do before.
-          drain: waits for the last phases of the barriers that `produce` waits for, by the number of tiles: the
-            interpreter wants every phase observed that completes.
+          drain: waits for the last phases of other barriers that the producer waits for, by the number of
+            tiles: the interpreter wants every phase observed that completes.
         """
 
         @pl.when(self.warpgroup < CONSUMERS)
@@ -242,8 +242,13 @@ class Ring:
                 drain(turns)
 
 
+def whole_tiles(keys: Array) -> Array:
+    """Keys or values `[B, S, K, H]` with S a multiple of 8: copies need a whole number of tiles of 8 rows."""
+    return jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % 8), (0, 0), (0, 0)))
+
+
 def matrices(dtype: Any, *shape: int, summed: int | None = None) -> Ref:
-    """Matrices in shared memory, for products that sum over the last axis, or over one of the length `summed`."""
+    """Matrices in shared memory, for products that sum over the last axis or over one of `summed` numbers."""
     return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed or shape[-1]))
 
 

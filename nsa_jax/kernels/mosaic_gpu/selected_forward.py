@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen, whole_tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 
@@ -232,5 +232,5 @@ def selected_forward(
                   jax.ShapeDtypeStruct((batch, num_kv_heads, rows.padded), f32)),
         grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1, thread_name="warpgroup",
         scratch_types=scratch,
-    )(rows.arrange(query), key, value, rows.repeat(last_keys), *lists)  # fmt: skip
+    )(rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), *lists)  # fmt: skip
     return rows.restore(out, num_queries), rows.restore_numbers(lse, num_queries)

@@ -8,15 +8,16 @@ that did not choose a block subtracts +inf instead, which makes them 0 without a
 gradient from another branch, is added before rounding.
 
 A visit has three products: logits and, right behind them, `d_out v^T`; then `ds k`, which waits for both. The
-other consumer computes while one waits. Queries and `d_out` are left operands from registers: products
-then read only keys and values from shared memory, whose bandwidth is the limit. The output, whose products
-with `d_out` the deltas need, comes through the buffer of the queries, and the next tile's queries after it;
-`previous` comes, and the gradient leaves, through the buffer of `d_out`. Consumers start these copies
-themselves. With 192/128, queries stay in shared memory: there output and `d_out` share a buffer, and
-`previous`, gradient and queries the other one.
+other consumer computes while one waits. Queries and `d_out` are left operands from registers: then products
+read only keys and values from shared memory, whose bandwidth is the limit. So their buffers are free early.
+Through that of the queries comes the output, whose products with `d_out` the deltas need, and then the next
+tile's queries; through that of `d_out` comes `previous`, and the gradient leaves. Consumers start these
+copies themselves, so the producer never waits for the end of a tile. Where registers do not suffice (192/128,
+and 128/128 where blocks begin anywhere), queries stay in shared memory; then the output shares the buffer of
+`d_out`, and `previous` and the gradient share that of the queries.
 
-Shared memory: `(256 + 2 keys stages) (H + V)` bytes (224 KB for 128/128 at 5 stages of 64 keys: one program
-per multiprocessor). Registers of a consumer: gradient and both products, `H / 2 + keys` floats a thread (128
+Shared memory: `(256 + 2 box stages) (H + V)` bytes (224 KB for 128/128 at 5 stages of 64 keys: one program
+per multiprocessor). Registers of a consumer: gradient and both products, `H / 2 + box` floats a thread (128
 for 128/128), queries and `d_out`, `(H + V) / 4` (64); 240 are allowed. Floor at 64k, 16 blocks of 64, 64
 heads, 128/128: 3.3 TFLOP if neighbours choose the same blocks, 4.1 ms at 800 TFLOP/s.
 """
@@ -33,8 +34,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen, whole_tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
+from nsa_jax.kernels.mosaic_gpu.sizes import GradientSizes
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 
 LOG2_E = math.log2(math.e)
@@ -61,6 +63,7 @@ def selected_query_gradient(
     one_block: bool = False,
     interpret: Any = None,
     processors: int | None = None,
+    sizes: GradientSizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
@@ -74,14 +77,15 @@ def selected_query_gradient(
       d_lse: cotangent of `lse`; None for 0.
       weight: weight of each row in that output, 1 when None.
       previous: a gradient to add, in the queries' dtype.
+      sizes: tile sizes; None for those of `gradient_sizes`.
 
     Returns:
-      `(d_query, products, delta)`: the gradient in the queries' dtype; `out . d_out` and
-      `weight (out . d_out) - d_lse` of each row, float32. Where a query sees nothing, the gradient is `previous`.
+      `(d_query, products, delta)`: the gradient in the queries' dtype, where a query sees nothing `previous`;
+      then `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32.
     """
     num_kv_heads, value_dim = value.shape[2:]
     num_queries, key_dim = query.shape[1], query.shape[3]
-    sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
+    sizes = sizes or table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
     assert lists.fills.shape[2] == rows.tiles, (
@@ -102,9 +106,9 @@ def selected_query_gradient(
         program = lax.axis_index("program")
         lists = RingLists(fills_ref, visits_ref, counts_ref)
         ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
-        q_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
+        q_of_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
         q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
-        # What each buffer holds first, and what follows in which buffer.
+        # Source of what a buffer holds first, buffer, and barrier. `early` is free after the first visit.
         of_query, of_d_out = (q_ref, q_s, q_full), (d_out_ref, d_out_s, d_out_full)
         early, late = (of_query, of_d_out) if sizes.query_in_registers else (of_d_out, of_query)
 
@@ -156,12 +160,12 @@ def selected_query_gradient(
             def logits_product(acc, fill, slot):
                 if sizes.query_in_registers:
                     form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
-                else:  # the compiler is not to know that the sum is 0: it would hold 24 addresses in registers
-                    plgpu.wgmma(
-                        acc, q_all.at[warpgroup + lax.shift_right_logical(fill, 30)], ring.k_s.at[slot].T
-                    )
+                else:
+                    # It depends on the visit, so the compiler does not keep 12 addresses of 64 bits for all.
+                    zero = lax.shift_right_logical(fill, 30)
+                    plgpu.wgmma(acc, q_of_all.at[warpgroup + zero], ring.k_s.at[slot].T)
 
-            def d_out_product(acc, slot):
+            def d_out_product(acc, d_out, slot):
                 form.multiply(acc, d_out, ring.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])
 
             def add_keys(dq, ds, slot):
@@ -180,23 +184,25 @@ def selected_query_gradient(
             load(out_ref, x, early)
             slot = ring.slot(fill)
             if sizes.query_in_registers:
-                q, d_out = first, held(late)
+                q = first
             else:
                 plgpu.barrier_wait(q_full)
-                q, d_out = None, first
+                q = None
             ring.wait_keys(fill)
 
             def first_products(logits_acc, dp_acc):
                 logits_product(logits_acc, fill, slot)
+                d_out = held(late) if sizes.query_in_registers else first
                 ring.wait_values(fill)
-                d_out_product(dp_acc, slot)
+                d_out_product(dp_acc, d_out, slot)
                 p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, True)
                 products = (held(early).astype(f32) * d_out.astype(f32)).sum(axis=1)
                 delta = products if gate is None else gate * products
                 delta = delta if d_lse is None else delta - d_lse
-                return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta), products, delta
+                ds = gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta)
+                return ds, d_out, products, delta
 
-            ds, products, delta = pl.run_scoped(first_products, *two_products)
+            ds, d_out, products, delta = pl.run_scoped(first_products, *two_products)
             ring.free_values(slot)
             plgpu.commit_smem()
             load_next(x, early)
@@ -220,7 +226,7 @@ def selected_query_gradient(
                 def both_products(logits_acc, dp_acc):
                     logits_product(logits_acc, fill + place, slot)
                     ring.wait_values(fill + place)
-                    d_out_product(dp_acc, slot)
+                    d_out_product(dp_acc, d_out, slot)
                     p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, masks)
                     return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta)
 
@@ -293,8 +299,8 @@ def selected_query_gradient(
         grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
         thread_name="warpgroup", scratch_types=scratch,
     )(
-        rows.arrange(query), key, value, rows.repeat(last_keys), *lists, rows.arrange(out),
-        arranged_numbers(lse, -jnp.inf), rows.arrange(d_out), arranged_numbers(d_lse),
+        rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), *lists,
+        rows.arrange(out), arranged_numbers(lse, -jnp.inf), rows.arrange(d_out), arranged_numbers(d_lse),
         arranged_numbers(weight), arranged(previous),
     )  # fmt: skip
     products = rows.restore_numbers(products, num_queries)
