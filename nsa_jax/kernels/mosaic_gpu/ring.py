@@ -62,8 +62,14 @@ class Tiles:
             lax.rem(x, self.of_head),
         )
 
-    def run(self, program: Array, role: Callable, ahead: Callable) -> tuple[Array, Array]:
-        """Calls `role` for each tile of a program; what `ahead` reads of a tile, it has one tile earlier.
+    def run(self, program: Array, role: Callable, begin: Callable) -> tuple[Array, Array]:
+        """Calls `role` for each tile of a program.
+
+        Args:
+          program: which one.
+          role: takes number of the tile, how many came before, its first fill, what the call before returned,
+            and number of the next tile; returns how many fills it has, and what the next call is to get.
+          begin: returns what the first call gets.
 
         Returns:
           Numbers of tiles and of fills.
@@ -76,7 +82,7 @@ class Tiles:
             filled, read = role(x, i, fill, read, jnp.minimum(x + self.programs, self.total - 1))
             return fill + filled, read
 
-        return turns, lax.fori_loop(0, turns, turn, (i32(0), ahead(program)))[0]
+        return turns, lax.fori_loop(0, turns, turn, (i32(0), begin()))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Ring:
         """Row index of the first key of a place."""
         return lax.shift_right_logical(self.lists.fills[b, head, tile, place], CONSUMERS)
 
-    def consumer_ahead(self, x: Array) -> tuple[Array, Array, Array, Array]:
+    def consumer_reads(self, x: Array) -> tuple[Array, Array, Array, Array]:
         """Number of visits to a tile, how many are masked, and the first two."""
         b, head, tile = self.tiles.at(x)
         visits = self.lists.counts[b, head, tile, 1 + 2 * self.warpgroup]
@@ -168,7 +174,7 @@ class Ring:
         mine = self.lists.visits.at[b, head, tile, self.warpgroup]
         return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
 
-    def producer_ahead(self, x: Array) -> tuple[Array, Array, Array]:
+    def producer_reads(self, x: Array) -> tuple[Array, Array, Array]:
         """Number of fills of a tile, and the first two."""
         b, head, tile = self.tiles.at(x)
         count = self.lists.counts[b, head, tile, 0]
@@ -210,14 +216,14 @@ class Ring:
         self,
         consume: Callable,
         produce: Callable,
-        begin: Callable = lambda: None,
+        begin: Callable,
         drain: Callable = lambda turns: None,
     ) -> None:
         """Runs the roles.
 
         Args:
           consume, produce: what consumers and the producer do for a tile, see `Tiles.run`.
-          begin: what consumers do before.
+          begin: what consumers do before their first tile.
           drain: waits for the last phases of other barriers that the producer waits for, by the number of
             tiles: the interpreter wants every phase observed that completes.
         """
@@ -225,13 +231,12 @@ class Ring:
         @pl.when(self.warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            begin()
-            self.tiles.run(self.program, consume, self.consumer_ahead)
+            self.tiles.run(self.program, consume, begin)
 
         @pl.when(self.warpgroup == CONSUMERS)
         def _():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            turns, fills = self.tiles.run(self.program, produce, self.producer_ahead)
+            turns, fills = self.tiles.run(self.program, produce, lambda: self.producer_reads(self.program))
             if self.form is Form.INTERPRETED:
 
                 def drain_ring(fill, _):

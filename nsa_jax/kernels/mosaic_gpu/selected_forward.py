@@ -94,7 +94,7 @@ def selected_forward(
             visits, masked, this, then = ahead
             number = lax.rem(turn, buffers)
             buffer = number * table.CONSUMERS + warpgroup
-            ahead = ring.consumer_ahead(x_next)
+            ahead = ring.consumer_reads(x_next)
             first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
             token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
             plgpu.barrier_wait(q_full.at[buffer])
@@ -189,7 +189,7 @@ def selected_forward(
 
         def produce(x, turn, fill, ahead, x_next):
             b, head, tile = tiles.at(x)
-            read, ahead = ahead, ring.producer_ahead(x_next)
+            read, ahead = ahead, ring.producer_reads(x_next)
             number = lax.rem(turn, buffers)
 
             @pl.when(turn >= buffers)
@@ -215,7 +215,7 @@ def selected_forward(
 
             lax.fori_loop(jnp.maximum(turns - buffers, 0), turns, drain_queries, None)
 
-        ring.run(consume, produce, drain=drain)
+        ring.run(consume, produce, lambda: ring.consumer_reads(program), drain)
 
     scratch = dict(
         q_s=matrices(dtype, table.CONSUMERS * buffers, table.ROWS, key_dim),

@@ -127,10 +127,9 @@ def selected_query_gradient(
             plgpu.barrier_wait(full)
             return plgpu.load(to, layout=WGMMA)
 
-        def consume(x, turn, fill, ahead, x_next):
+        def consume(x, turn, fill, _, x_next):
             b, head, tile = tiles.at(x)
-            visits, masked, this, then = ahead
-            ahead = ring.consumer_ahead(x_next)
+            visits, masked, this, then = ring.consumer_reads(x)  # in time: needed after the first product
             first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
             token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
 
@@ -257,10 +256,10 @@ def selected_query_gradient(
             rows.store(to, d_query_ref, b, head, first_row)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             load_next(x, late)
-            return fills, ahead
+            return fills, None
 
         def produce(x, turn, fill, ahead, x_next):
-            read, ahead = ahead, ring.producer_ahead(x_next)
+            read, ahead = ahead, ring.producer_reads(x_next)
             return ring.fill(k_ref, v_ref, x, fill, read), ahead
 
         def begin():
