@@ -23,6 +23,7 @@ for 128/128), and as many numbers for the probabilities in 16 bits; 240 are allo
 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -40,6 +41,7 @@ from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, 
 
 LOG2_E = math.log2(math.e)
 KEYS = table.ROWS  # of a program: the height of a wgmma
+PIECE = 64  # columns of the part of a query's gradient that are computed at once, for want of registers
 i32, f32 = jnp.int32, jnp.float32
 
 
@@ -87,9 +89,12 @@ def selected_key_gradients(
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
     assert not (with_query and block_size < KEYS), "the next block's keys would enter the queries' gradients"
     heads = num_heads // num_kv_heads
-    sizes = table.key_sizes(key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query)
+    sizes = table.key_sizes(
+        key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query
+    )
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
-    parts = -(-block_size // KEYS)
+    parts, pieces = -(-block_size // KEYS), key_dim // PIECE
+    assert not (with_query and rows < table.ROWS), f"parts of the queries' gradients for dims {table.DIMS[:2]}"
     height = min(block_size, KEYS)  # keys that a program writes
     factor = float(scale) * LOG2_E
     num_slots = max(items.num_slots, 1)
@@ -97,27 +102,9 @@ def selected_key_gradients(
         key, value = (jnp.pad(x, ((0, 0), (0, KEYS), (0, 0), (0, 0))) for x in (key, value))
 
     def body(
-        q_ref,
-        k_ref,
-        v_ref,
-        do_ref,
-        numbers_ref,
-        last_ref,
-        tokens_ref,
-        items_ref,
-        *outputs_and_scratch,
-        **scratch,
-    ):
-        part_key_ref, part_value_ref, d_key_ref, d_value_ref, *d_query_ref = outputs_and_scratch
-        run_item(
-            q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
-            part_key_ref, part_value_ref, d_key_ref, d_value_ref, d_query_ref[0] if d_query_ref else None, **scratch,
-        )  # fmt: skip
-
-    def run_item(
         q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
-        part_key_ref, part_value_ref, d_key_ref, d_value_ref, d_query_ref,
-        *, shared, k_s, v_s, numbers_s, p_s, dq_s, held, q_full, do_full, free, joined,
+        part_key_ref, part_value_ref, d_key_ref, d_value_ref, *d_query_ref,
+        shared, k_s, v_s, numbers_s, p_s, ds_s, dq_s, held, q_full, do_full, free, joined,
     ):  # fmt: skip
         (q_s, do_s), (dk_s, dv_s, *rows_s) = shared
         dk_rows_s, dv_rows_s = rows_s or (None, None)
@@ -164,7 +151,9 @@ def selected_key_gradients(
                 if masks or with_query:
                     pairs = [pair(number, r) for r in range(tokens)]
                 if masks:
-                    last = [lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs]
+                    last = [
+                        lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs
+                    ]
                     last = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
                 plgpu.barrier_wait(q_full.at[place])
 
@@ -175,10 +164,10 @@ def selected_key_gradients(
                     ]
                     return lax.broadcast_in_dim(rows_of(found), (KEYS, rows), [1])
 
-                def products(logits_acc, dp_acc, dk_acc, dv_acc, dq_acc=None):
+                def products(logits_acc, dp_acc, dk_acc, dv_acc):
                     form.accumulator(dv_acc, dv)
                     form.accumulator(dk_acc, dk)
-                    if weight is None:
+                    if weight is None:  # a start value saves the subtraction
                         shift = across(1)
                         form.accumulator(dp_acc, shift)
                     plgpu.wgmma(logits_acc, k_s, q_s.at[place].T)
@@ -190,23 +179,44 @@ def selected_key_gradients(
                         key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
                         p = jnp.where(key_row <= lax.broadcast_in_dim(last, (KEYS, rows), [1]), p, 0.0)
                     weighted = p if weight is None else p * across(2)
-                    scratch = (None, None) if p_s is None else (p_s.at[warpgroup, 0], p_s.at[warpgroup, 1])
-                    form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], scratch[0])
+                    form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[warpgroup, 0])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     if weight is None:
                         ds = (p * form.accumulated(dp, shift)).astype(dtype)
                     else:
                         ds = (p * (dp * across(2) + across(1))).astype(dtype)
-                    form.multiply(dk_acc, ds, q_s.at[place], scratch[1])
-                    new_dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), dk)
-                    new_dv = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), dv)
-                    return new_dk, new_dv
+                    form.multiply(dk_acc, ds, q_s.at[place], p_s and p_s.at[warpgroup, 1])
+                    if not with_query:
+                        new_dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), dk)
+                        return new_dk, form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), dv)
+                    store = functools.partial(store_query, ds, dk_acc, dv_acc, carry, place, pairs)
+                    return pl.run_scoped(store, *[plgpu.ACC((rows, PIECE), f32)] * pieces)
 
-                accumulators = [plgpu.ACC(shape, f32) for shape in (
-                    (KEYS, rows), (KEYS, rows), (KEYS, key_dim), (KEYS, value_dim),
-                )]  # fmt: skip
+                accumulators = [plgpu.ACC((KEYS, n), f32) for n in (rows, rows, key_dim, value_dim)]
                 dk, dv = pl.run_scoped(products, *accumulators)
+                if not with_query:
+                    form.arrive(free.at[place])
+                return dk, dv
+
+            def store_query(ds, dk_acc, dv_acc, carry, place, pairs, *dq_accs):
+                """Computes the queries' part beside `dK` and starts its store."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the store of the step before
+                ds_s[warpgroup] = ds
+                plgpu.commit_smem()
+                for piece, acc in enumerate(dq_accs):
+                    plgpu.wgmma(acc, ds_s.at[warpgroup].T, k_s.at[:, pl.ds(piece * PIECE, PIECE)])
+                dk, dv = carry
+                dv = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=1 + pieces), dv)
+                dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=pieces), dk)
                 form.arrive(free.at[place])
+                for piece, acc in enumerate(dq_accs):
+                    dq = plgpu.wgmma_accumulator_load(acc, wait_n=pieces - 1 - piece)
+                    dq_s.at[warpgroup, :, pl.ds(piece * PIECE, PIECE)][...] = dq.astype(dtype)
+                plgpu.commit_smem()
+                for r, (at, code) in enumerate(pairs):
+                    mine = dq_s.at[warpgroup, pl.ds(r * of_token, of_token)]
+                    form.store_where(at < end, mine, d_query_ref[0].at[b, code, heads_of])
+                plgpu.commit_smem_to_gmem_group()
                 return dk, dv
 
             def steps_of(number):  # those of a consumer, of the first `number`
@@ -216,6 +226,9 @@ def selected_key_gradients(
             with_mask = steps_of(lax.div(masked - first + tokens - 1, tokens))
             carry = lax.fori_loop(0, with_mask, lambda i, c: step(i, c, True), tuple(zeros))
             dk, dv = lax.fori_loop(with_mask, steps_of(steps), lambda i, c: step(i, c, False), carry)
+
+            if with_query:
+                plgpu.wait_smem_to_gmem(0)
 
             def meet():
                 plgpu.barrier_arrive(joined)
@@ -316,7 +329,7 @@ def selected_key_gradients(
                 produce()
 
     def tile(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], rows, of))
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of, most=rows))
 
     unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
     scratch = dict(
@@ -328,7 +341,8 @@ def selected_key_gradients(
         v_s=tile(KEYS, value_dim),
         numbers_s=plgpu.SMEM((stages, tokens, sizes.numbers), f32),
         p_s=tile(table.CONSUMERS, 2, KEYS, rows) if form is Form.INTERPRETED else None,
-        dq_s=None,
+        ds_s=tile(table.CONSUMERS, KEYS, rows) if with_query else None,
+        dq_s=tile(table.CONSUMERS, rows, key_dim) if with_query else None,
         held=plgpu.Barrier(num_arrivals=2),
         q_full=plgpu.Barrier(num_arrivals=2 * tokens, num_barriers=stages),
         do_full=plgpu.Barrier(num_arrivals=tokens, num_barriers=stages),
@@ -341,6 +355,9 @@ def selected_key_gradients(
         jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, key_dim), dtype),
         jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, value_dim), dtype),
     ]
+    if with_query:
+        shape = (batch, num_queries * query_slots, num_kv_heads * of_token, key_dim)
+        out_type.append(jax.ShapeDtypeStruct(shape, dtype))
     return kernel(
         body, "nsa_selected_key_gradients_mosaic", interpret, out_type=tuple(out_type),
         grid=(items.items.shape[0] * parts,), grid_names=("program",),

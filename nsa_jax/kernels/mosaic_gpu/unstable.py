@@ -75,6 +75,17 @@ class Form(enum.Enum):
         if not self.skips:
             lax.fori_loop(first, last, lambda fill, _: wait_and_free(fill), None)
 
+    def store_where(self, condition: Array, source: Ref, to: Ref) -> None:
+        """Starts a copy to global memory where `condition` is true, as one of a group to be committed."""
+        if self is Form.INTERPRETED:
+
+            @pl.when(condition)
+            def _():
+                plgpu.copy_smem_to_gmem(source, to, commit_group=False)
+
+        else:
+            plgpu.copy_smem_to_gmem(source, to, predicate=condition, commit_group=False)
+
     def accumulator(self, ref: Ref, start: Array) -> None:
         """Gives an accumulator its start value; the interpreter adds it in `accumulated`."""
         if self is not Form.INTERPRETED:
