@@ -23,7 +23,6 @@ for 128/128), and as many numbers for the probabilities in 16 bits; 240 are allo
 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -133,7 +132,7 @@ def selected_key_gradients(
 
         def consume():
             if not aligned:
-                for w, (source, to) in enumerate(((k_ref, k_s), (v_ref, v_s))):
+                for w, (source, to) in enumerate(((k_ref, k_s.at[0]), (v_ref, v_s.at[0]))):
 
                     @pl.when(warpgroup == w)
                     def _(source=source, to=to):
@@ -148,6 +147,10 @@ def selected_key_gradients(
                 dk, dv = carry
                 number = table.CONSUMERS * i + warpgroup
                 place = lax.rem(number, stages)
+                # The warpgroup and 0. If the compiler knew, it would compute the descriptors of all operands
+                # before the loop and spill them.
+                mine = lax.rem(number, table.CONSUMERS)
+                zero = mine - warpgroup
                 if masks or with_query:
                     pairs = [pair(number, r) for r in range(tokens)]
                 if masks:
@@ -158,9 +161,9 @@ def selected_key_gradients(
                 plgpu.barrier_wait(q_full.at[place])
 
                 def across(field):  # one number a row, for all keys
-                    mine = pl.ds(field * of_token, of_token)
+                    columns = pl.ds(field * of_token, of_token)
                     found = [
-                        plgpu.load(numbers_s.at[place, r, mine], layout=BY_COLUMN) for r in range(tokens)
+                        plgpu.load(numbers_s.at[place, r, columns], layout=BY_COLUMN) for r in range(tokens)
                     ]
                     return lax.broadcast_in_dim(rows_of(found), (KEYS, rows), [1])
 
@@ -170,53 +173,53 @@ def selected_key_gradients(
                     if weight is None:  # a start value saves the subtraction
                         shift = across(1)
                         form.accumulator(dp_acc, shift)
-                    plgpu.wgmma(logits_acc, k_s, q_s.at[place].T)
+                    plgpu.wgmma(logits_acc, k_s.at[zero], q_s.at[place].T)
                     plgpu.barrier_wait(do_full.at[place])
-                    plgpu.wgmma(dp_acc, v_s, do_s.at[place].T)
+                    plgpu.wgmma(dp_acc, v_s.at[zero], do_s.at[place].T)
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                     p = jnp.exp2(logits * factor - across(0))
                     if masks:
                         key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
                         p = jnp.where(key_row <= lax.broadcast_in_dim(last, (KEYS, rows), [1]), p, 0.0)
                     weighted = p if weight is None else p * across(2)
-                    form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[warpgroup, 0])
+                    form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[mine, 0])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     if weight is None:
                         ds = (p * form.accumulated(dp, shift)).astype(dtype)
                     else:
                         ds = (p * (dp * across(2) + across(1))).astype(dtype)
-                    form.multiply(dk_acc, ds, q_s.at[place], p_s and p_s.at[warpgroup, 1])
+                    form.multiply(dk_acc, ds, q_s.at[place], p_s and p_s.at[mine, 1])
                     if not with_query:
                         new_dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), dk)
                         return new_dk, form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), dv)
-                    store = functools.partial(store_query, ds, dk_acc, dv_acc, carry, place, pairs)
-                    return pl.run_scoped(store, *[plgpu.ACC((rows, PIECE), f32)] * pieces)
+                    dv_sum = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=1), dv)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the store of the step before
+                    ds_s[mine] = ds
+                    plgpu.commit_smem()
+
+                    def query_products(*dq_accs):
+                        for piece, acc in enumerate(dq_accs):
+                            columns = pl.ds(piece * PIECE, PIECE)
+                            plgpu.wgmma(acc, ds_s.at[mine].T, k_s.at[zero, :, columns])
+                        dk_sum = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=pieces), dk)
+                        form.arrive(free.at[place])
+                        for piece, acc in enumerate(dq_accs):
+                            dq = plgpu.wgmma_accumulator_load(acc, wait_n=pieces - 1 - piece)
+                            dq_s.at[mine, :, pl.ds(piece * PIECE, PIECE)][...] = dq.astype(dtype)
+                        return dk_sum
+
+                    dk_sum = pl.run_scoped(query_products, *[plgpu.ACC((rows, PIECE), f32)] * pieces)
+                    plgpu.commit_smem()
+                    for r, (at, code) in enumerate(pairs):
+                        part = dq_s.at[mine, pl.ds(r * of_token, of_token)]
+                        form.store_where(at < end, part, d_query_ref[0].at[b, code, heads_of])
+                    plgpu.commit_smem_to_gmem_group()
+                    return dk_sum, dv_sum
 
                 accumulators = [plgpu.ACC((KEYS, n), f32) for n in (rows, rows, key_dim, value_dim)]
                 dk, dv = pl.run_scoped(products, *accumulators)
                 if not with_query:
                     form.arrive(free.at[place])
-                return dk, dv
-
-            def store_query(ds, dk_acc, dv_acc, carry, place, pairs, *dq_accs):
-                """Computes the queries' part beside `dK` and starts its store."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the store of the step before
-                ds_s[warpgroup] = ds
-                plgpu.commit_smem()
-                for piece, acc in enumerate(dq_accs):
-                    plgpu.wgmma(acc, ds_s.at[warpgroup].T, k_s.at[:, pl.ds(piece * PIECE, PIECE)])
-                dk, dv = carry
-                dv = form.accumulated(plgpu.wgmma_accumulator_load(dv_acc, wait_n=1 + pieces), dv)
-                dk = form.accumulated(plgpu.wgmma_accumulator_load(dk_acc, wait_n=pieces), dk)
-                form.arrive(free.at[place])
-                for piece, acc in enumerate(dq_accs):
-                    dq = plgpu.wgmma_accumulator_load(acc, wait_n=pieces - 1 - piece)
-                    dq_s.at[warpgroup, :, pl.ds(piece * PIECE, PIECE)][...] = dq.astype(dtype)
-                plgpu.commit_smem()
-                for r, (at, code) in enumerate(pairs):
-                    mine = dq_s.at[warpgroup, pl.ds(r * of_token, of_token)]
-                    form.store_where(at < end, mine, d_query_ref[0].at[b, code, heads_of])
-                plgpu.commit_smem_to_gmem_group()
                 return dk, dv
 
             def steps_of(number):  # those of a consumer, of the first `number`
@@ -269,19 +272,19 @@ def selected_key_gradients(
             def _():
                 dv_s[...] = dv
                 meet()
-                add_up(dk, dk_s, float(scale), k_s, dk_rows_s, part_key_ref, d_key_ref)
+                add_up(dk, dk_s, float(scale), k_s.at[0], dk_rows_s, part_key_ref, d_key_ref)
 
             @pl.when(warpgroup == 1)
             def _():
                 dk_s[...] = dk
                 meet()
-                add_up(dv, dv_s, 1.0, v_s, dv_rows_s, part_value_ref, d_value_ref)
+                add_up(dv, dv_s, 1.0, v_s.at[0], dv_rows_s, part_value_ref, d_value_ref)
 
         def produce():
             if aligned:
                 box = pl.ds(pl.multiple_of(start, 8), KEYS)
-                plgpu.copy_gmem_to_smem(k_ref.at[b, box, head], k_s, held)
-                plgpu.copy_gmem_to_smem(v_ref.at[b, box, head], v_s, held)
+                plgpu.copy_gmem_to_smem(k_ref.at[b, box, head], k_s.at[0], held)
+                plgpu.copy_gmem_to_smem(v_ref.at[b, box, head], v_s.at[0], held)
 
             def step(i, codes):
                 place = lax.rem(i, stages)
@@ -337,8 +340,8 @@ def selected_key_gradients(
             (tile(stages, rows, key_dim), tile(stages, rows, value_dim)),
             (tile(KEYS, key_dim, of=f32), tile(KEYS, value_dim, of=f32), *unaligned),
         ),
-        k_s=tile(KEYS, key_dim),
-        v_s=tile(KEYS, value_dim),
+        k_s=tile(1, KEYS, key_dim),
+        v_s=tile(1, KEYS, value_dim),
         numbers_s=plgpu.SMEM((stages, tokens, sizes.numbers), f32),
         p_s=tile(table.CONSUMERS, 2, KEYS, rows) if form is Form.INTERPRETED else None,
         ds_s=tile(table.CONSUMERS, KEYS, rows) if with_query else None,
