@@ -12,15 +12,17 @@ the other those of the values, always in the same order. A block with one item i
 others store float32 partial sums, which are added in order elsewhere. No atomics, so every run gives the same
 bits. Queries that do not see the whole block come first; only their loop is masked.
 
-With `query_slots` the kernel also stores `dS K`, the part of a query's gradient that comes from this block.
+With `query_slots` the kernel also stores `dS K`, the part of a query's gradient that comes from this block:
+that product runs beside `dK`, and its store is waited for in the shadow of the next step's products.
 
 Why this order: both sums stay in registers, and no product is masked away. Items are ordered by KV head and
 block, and tokens ascend in an item, so programs that run at the same time read the same queries from L2.
 
-Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes, (164 KB for 128/128 at 4 stages
-of 64 rows: one program per multiprocessor). Registers of a consumer: `(H + V + 2 rows) / 2` floats a thread (192
-for 128/128), and as many numbers for the probabilities in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of
-64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB.
+Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes (162 KB for 128/128 at 4 stages
+of 64 rows: one program per multiprocessor), with `query_slots` `256 (64 + H)` more (48 KB). Registers of a
+consumer: `(H + V + 2 rows) / 2` floats a thread (192 for 128/128, also for 192/128 in steps of 32 rows), and as
+many numbers as a step has rows in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of 64, 64 heads, 128/128:
+4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB. With `query_slots` 5.5 TFLOP, 6.9 ms, and 17 GB to write.
 """
 
 import math
@@ -372,7 +374,7 @@ def selected_key_gradients(
 
 
 def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Float[Array, "B T+1 K numbers"]:
-    """For each token: its log-sum-exps in base 2, negative deltas and weights. One more token masks what does not exist."""
+    """For each token: its log-sum-exps in base 2, negative deltas and weights. One more masks."""
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(f32) * LOG2_E)
     fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
 
