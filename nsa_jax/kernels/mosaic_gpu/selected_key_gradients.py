@@ -90,12 +90,12 @@ def selected_key_gradients(
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
     assert not (with_query and block_size < KEYS), "the next block's keys would enter the queries' gradients"
     heads = num_heads // num_kv_heads
-    sizes = table.key_sizes(
-        key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query
-    )
+    sizes = table.key_sizes(key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query)
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
     parts, pieces = -(-block_size // KEYS), key_dim // PIECE
-    assert not (with_query and rows < table.ROWS), f"parts of the queries' gradients for dims {table.DIMS[:2]}"
+    assert not (with_query and rows < table.ROWS), (
+        f"parts of the queries' gradients for dims {table.DIMS[:2]}"
+    )
     height = min(block_size, KEYS)  # keys that a program writes
     factor = float(scale) * LOG2_E
     num_slots = max(items.num_slots, 1)
@@ -156,9 +156,7 @@ def selected_key_gradients(
                 if masks or with_query:
                     pairs = [pair(number, r) for r in range(tokens)]
                 if masks:
-                    last = [
-                        lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs
-                    ]
+                    last = [lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs]
                     last = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
                 plgpu.barrier_wait(q_full.at[place])
 
@@ -334,7 +332,7 @@ def selected_key_gradients(
                 produce()
 
     def tile(*shape, of=dtype):
-        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], of, most=rows))
+        return plgpu.SMEM(shape, of, transforms=swizzled(shape[-1], rows, of))
 
     unaligned = () if aligned else (plgpu.SMEM((KEYS, key_dim), dtype), plgpu.SMEM((KEYS, value_dim), dtype))
     scratch = dict(
