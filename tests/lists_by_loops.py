@@ -1,4 +1,4 @@
-"""The lists of `nsa_jax.kernels.lists` by plain loops over queries: for tests of the kernels and of the lists."""
+"""The lists of `nsa_jax.kernels.lists` by plain loops: for tests of the kernels and of the lists."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from nsa_jax.kernels.lists.ring import RingLists
 def ring_lists_by_loops(
     block_indices, row_starts, last_rows, *, block, keys, tokens, warpgroups, longest_gap
 ) -> RingLists:
-    """`ring_lists` in steps of `keys` keys, from block indices [B, T, K, R] and two numbers a query, [B, T]."""
+    """`ring_lists` in steps of `keys` keys, from blocks [B, T, K, R] and two numbers a query, [B, T]."""
     batch, length, kv_heads, slots = block_indices.shape
     tiles, steps, mine = -(-length // tokens), block // keys, tokens // warpgroups
     shape, size = (batch, kv_heads, tiles), tokens * slots * steps
@@ -45,17 +45,22 @@ def ring_lists_by_loops(
     return RingLists(*(x.astype(np.uint32).view(np.int32) for x in (fills, visits, counts)))
 
 
-def items_by_loops(block_indices, row_starts, last_rows, *, block, num_keys, item, packed) -> BlockItems:
+def items_by_loops(
+    block_indices, row_starts, last_rows, *, block, num_keys, item, packed, with_slots=False
+) -> BlockItems:
     """What the kernels of the keys' gradients read of `invert`, and `partials` as `add_items` wants them.
 
-    `partials` are (row, KV head, first key, limit, first slot, slots) of the blocks with several items.
+    With `with_slots`, `tokens` are `token R + slot`. `partials` are (row, KV head, first key, limit, first
+    slot, slots) of the blocks with several items.
     """
     batch, length, kv_heads, _ = block_indices.shape
     pairs: dict[tuple[int, int, int], list[int]] = {}
+    slot_of = {}
     for b, t, k, r in np.ndindex(*block_indices.shape):
         if block_indices[b, t, k, r] >= 0:
             start = int(row_starts[b, t] + block_indices[b, t, k, r] * block)
             pairs.setdefault((b, k, start), []).append(t)
+            slot_of[b, k, start, t] = r
     if not packed:
         for b, k, start in np.ndindex(batch, kv_heads, -(-num_keys // block)):
             pairs.setdefault((b, k, start * block), [])
@@ -79,6 +84,8 @@ def items_by_loops(block_indices, row_starts, last_rows, *, block, num_keys, ite
             slot = slots + i if count > 1 else -1
             items.append((b * kv_heads + k, start, limit, first, middle, end, slot))
         slots += count if count > 1 else 0
+        if with_slots:
+            order = [t * block_indices.shape[3] + slot_of[b, k, start, t] for t in order]
         tokens += order
     items.append((-1, 0, 0, 0, 0, 0, -1))
     empty = np.zeros(1, np.int32)

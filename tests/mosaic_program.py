@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernels of the selected branch in Pallas's interpreter: `python tests/mosaic_program.py CASE`.
+"""The Mosaic GPU kernels in Pallas's interpreter: `python tests/mosaic_program.py CASE`.
 
 Values and gradients against the oracle, with the interpreter's race detection. Rings are cut down to two
-places, so that each is filled several times over. Prints a line of JSON: the largest error of each result over
-what its budget allows, and what else is wrong.
+places, so that each is filled several times over. Prints a line of JSON: the largest error of each result
+over what its budget allows, and what else is wrong.
 """
 
 import json
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     item: int = 1000
     dtype: str = "bfloat16"
     processors: int = 1
-    form: str = "INTERPRETED"
+    parts: bool = False  # whether d_query also comes in parts, from the kernel of the keys' gradients
 
 
 CASES = {
@@ -58,6 +58,7 @@ CASES = {
     "packed": Case(60, packed=True, empty=True),
     "packed_blocks_of_64": Case(96, packed=True, block=64, heads=8, item=9),
     "wide_keys": Case(72, 136, dims=(192, 128), block=64, empty=True),
+    "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, parts=True),
     "blocks_of_128": Case(72, 264, dims=(128, 128), block=128, dtype="float16"),
 }
 
@@ -108,7 +109,8 @@ def main(case: Case) -> dict[str, float]:
         setattr(sizes, name, few_places(getattr(sizes, name)))
     tokens, aligned = sizes.tile_tokens(case.heads), not case.packed
     known = dict(
-        scale=-0.3 if case.packed else key_dim**-0.5, block_size=case.block, form=Form[case.form], aligned=aligned,
+        scale=-0.3 if case.packed else key_dim**-0.5, block_size=case.block, form=Form.INTERPRETED,
+        aligned=aligned,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     tiled = dict(one_block=placed.tile_in_one_block(tokens), processors=case.processors)
@@ -126,8 +128,8 @@ def main(case: Case) -> dict[str, float]:
     def exact(arrays, dtype):
         def both(query, key, value):
             out, lse = reference.selected_attention(
-                query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments, scale=known["scale"],
-                query_positions=None,
+                query, key, value, jnp.asarray(blocks), config=config, segment_ids=segments,
+                scale=known["scale"],
             )[:2]  # fmt: skip
             weighted = out if weight is None else out * weight[..., None].astype(out.dtype)
             return (weighted, lse), out
@@ -162,19 +164,28 @@ def main(case: Case) -> dict[str, float]:
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
         items = items_by_loops(
-            blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed
-        )
-        part_key, part_value, d_key, d_value = (
+            blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed,
+            with_slots=case.parts,
+        )  # fmt: skip
+        arrays = dict(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items))
+        part_key, part_value, d_key, d_value, *of_slots = (
             np.asarray(x, np.float64)
             for x in selected_key_gradients(
-                query, key, value, items._replace(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items)),
-                jnp.asarray(last), lse, delta, d_out, weight=weight, **known,
+                query, key, value, items._replace(**arrays),
+                jnp.asarray(last), lse, delta, d_out, weight=weight,
+                query_slots=case.slots if case.parts else None, **known,
             )
         )  # fmt: skip
         wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
     d_key = add_items(items, part_key, d_key, case.block)
     d_value = add_items(items, part_value, d_value, case.block)
     found = dict(out=out, lse=lse, d_query=d_query, d_key=d_key, d_value=d_value, products=products)
+    if case.parts:
+        shape = (batch, length, case.slots, kv_heads, case.heads, key_dim)
+        chosen = np.moveaxis(blocks >= 0, 2, 3)[..., None, None]
+        parts = np.where(chosen, of_slots[0].reshape(shape), 0).sum(2) * known["scale"]
+        found["d_query in parts"] = parts.reshape(query.shape)
+        expected["d_query in parts"], same["d_query in parts"] = expected["d_query"], same["d_query"]
     same["lse"] = expected["lse"]  # the kernels compute it in float32
     for name, x in found.items():
         eps = float(jnp.finfo("float32" if name == "lse" else case.dtype).eps)

@@ -26,7 +26,7 @@ SHAPES = {
 }
 OF_ATTENTION = tuple(name for name in dispatch.OPERATIONS if "decode" not in name)
 every_operation = pytest.mark.parametrize("operation", OF_ATTENTION)
-not_on_this_machine = pytest.mark.parametrize("implementation", ["triton"])
+not_on_this_machine = pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 
 
 def arrays(operation):
@@ -50,7 +50,7 @@ def test_operations_are_those_of_every_module():
         assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
     for name in dispatch.OPERATIONS:
         assert callable(getattr(dispatch._operations("xla"), name))
-    assert dispatch.IMPLEMENTATIONS == ("xla", "triton")
+    assert dispatch.IMPLEMENTATIONS == ("xla", "triton", "mosaic_gpu")
     assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
 
 

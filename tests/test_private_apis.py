@@ -26,9 +26,52 @@ UNSTABLE = (
 )
 
 TRITON, KERNELS = "nsa_jax/kernels/triton", ("nsa_jax/kernels/triton", "tests")
+LAUNCH, MOSAIC = "nsa_jax/kernels/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
+FORMS = ("nsa_jax/kernels/mosaic_gpu/unstable.py",)
+IN_KERNELS = "the language that the Mosaic GPU kernels are written in"
+PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
+PALLAS = (
+    *("ACC", "Barrier", "RefUnion", "SMEM", "barrier_arrive", "barrier_wait", "broadcasted_iota"),
+    *("commit_smem", "commit_smem_to_gmem_group", "copy_gmem_to_smem", "copy_smem_to_gmem", "layout_cast"),
+    *("load", "set_max_registers", "wait_smem_to_gmem", "wgmma", "wgmma_accumulator_load"),
+    *(
+        "CompilerParams",
+        "Layout.WGMMA",
+        "Layout.WGMMA.reduce",
+        "SwizzleTransform",
+        "TilingTransform",
+        "kernel",
+    ),
+)
+INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
 CHECKPOINT = ("nsa_jax/model/checkpoint.py",)
 # name: (where it is used, why)
 USED = {
+    "jax.experimental.pallas": (MOSAIC, IN_KERNELS),
+    **{
+        f"jax.experimental.pallas.{x}": (MOSAIC, IN_KERNELS)
+        for x in ("ds", "multiple_of", "run_scoped", "when")
+    },
+    "jax.experimental.pallas.mosaic_gpu": ((*MOSAIC, "tests"), IN_KERNELS),
+    **{f"jax.experimental.pallas.mosaic_gpu.{x}": (MOSAIC, IN_KERNELS) for x in PALLAS},
+    "jax.experimental.pallas.mosaic_gpu.InterpretGPUParams": (("tests",), "the kernels without a GPU"),
+    INTERPRETER: (("tests",), "whether the interpreter found a race"),
+    f"{INTERPRETER}.get_races": (("tests",), "whether the interpreter found a race"),
+    "jax.experimental.mosaic.gpu": (FORMS, PRIMITIVES),
+    "jax.experimental.mosaic.gpu.LoweringSemantics.Warpgroup": (FORMS, PRIMITIVES),
+    "jax._src.core": (FORMS, PRIMITIVES),
+    "jax._src.core.Primitive": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.core": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.core._memory_effect": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.lowering": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.lowering._ensure_ir_value": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.lowering.register_lowering_rule": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.primitives": (FORMS, PRIMITIVES),
+    "jax._src.pallas.mosaic_gpu.primitives._get_barrier_base_index": (FORMS, PRIMITIVES),
+    "jax._src.state.primitives": (FORMS, PRIMITIVES),
+    "jax._src.state.primitives.get_ref_and_transforms": (FORMS, PRIMITIVES),
+    "jax._src.tree_util": (FORMS, PRIMITIVES),
+    "jax._src.tree_util.tree_flatten": (FORMS, PRIMITIVES),
     "jax.experimental.checkify": (("nsa_jax/debug.py", "tests"), "value checks under jit; has no other home"),
     "jax.experimental.checkify.check": (("nsa_jax/debug.py",), "value checks under jit"),
     "jax.experimental.checkify.checkify": (("tests",), "value checks under jit"),
@@ -50,8 +93,8 @@ USED = {
     "jax.P": (("tests",), "the short name of PartitionSpec"),
     "jaxlib": (("benchmarks",), "its version"),
     "jaxlib.__version__": (("benchmarks",), "its version"),
-    "jax_triton": ((TRITON, "tests"), "the module itself"),
-    "jax_triton.triton_call": ((TRITON,), "launches the kernels; `input_output_aliases` is deprecated"),
+    "jax_triton": ((LAUNCH, TRITON, "tests"), "the module itself"),
+    "jax_triton.triton_call": ((LAUNCH,), "launches the kernels; `input_output_aliases` is deprecated"),
     "jax_triton.TensorDescriptor": ((TRITON,), "host-side TMA descriptors"),
     "jax_triton.TensorDescriptor.from_array": ((TRITON,), "host-side TMA descriptors"),
     "jax_triton.triton_lib": (KERNELS, "whether it could import its compiler; what it compiles for"),

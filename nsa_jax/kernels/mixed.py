@@ -64,9 +64,7 @@ def attend_blocks(
     num_keys, known = key.shape[1], _known(query, key, placement)
     tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     lists = _ring_lists(query, key, block_indices, placement, tile)
-    out, lse = selected_forward(
-        query, *_whole_rows(key, value), lists, last_rows(placement), scale=scale, **known
-    )
+    out, lse = selected_forward(query, key, value, lists, last_rows(placement), scale=scale, **known)
     visible = visible_in_blocks(block_indices, placement, num_keys)
     return recompute_forward(out, lse, query, key, value, visible, scale)
 
@@ -90,17 +88,17 @@ def block_gradients(
     num_keys, known = key.shape[1], _known(query, key, placement)
     tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     lists = _ring_lists(query, key, block_indices, placement, tile)
-    keys_values, last_keys = _whole_rows(key, value), last_rows(placement)
+    last_keys = last_rows(placement)
     d_query, products, delta = selected_query_gradient(
-        query, *keys_values, lists, last_keys, out, lse, d_out, d_lse,
+        query, key, value, lists, last_keys, out, lse, d_out, d_lse,
         weight=weight, previous=previous, scale=scale, **known,
     )  # fmt: skip
     del known["one_block"]
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
     parts = selected_key_gradients(
-        query, *keys_values, items, last_keys, lse, delta, d_out, weight=weight, scale=scale, **known
+        query, key, value, items, last_keys, lse, delta, d_out, weight=weight, scale=scale, **known
     )
-    d_key, d_value = join_items(items, *parts[:2], *(x[:, :num_keys] for x in parts[2:]))
+    d_key, d_value = join_items(items, *parts)
     visible = visible_in_blocks(block_indices, placement, num_keys)
     d_query = recompute_query_gradient(
         d_query, query, key, value, visible, lse, delta, d_out,
@@ -121,12 +119,6 @@ def _known(query: Array, key: Array, placement: Placement) -> dict[str, Any]:
         aligned=not placement.packed,
         one_block=placement.tile_in_one_block(tokens),
     )
-
-
-def _whole_rows(*arrays: Float[Array, "B S K _"]) -> list[Float[Array, "B S8 K _"]]:
-    """Keys and values with a multiple of 8 tokens, which tiled copies want."""
-    more = -arrays[0].shape[1] % 8
-    return [jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x for x in arrays]
 
 
 def _ring_lists(

@@ -171,14 +171,14 @@ class Ring:
         b, head, tile = self.tiles.at(x)
         visits = self.lists.counts[b, head, tile, 1 + 2 * self.warpgroup]
         masked = self.lists.counts[b, head, tile, 2 + 2 * self.warpgroup]
-        mine = self.lists.visits.at[b, head, tile, self.warpgroup]
+        mine: Ref = self.lists.visits.at[b, head, tile, self.warpgroup]
         return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
 
     def producer_reads(self, x: Array) -> tuple[Array, Array, Array]:
         """Number of fills of a tile, and the first two."""
         b, head, tile = self.tiles.at(x)
         count = self.lists.counts[b, head, tile, 0]
-        mine = self.lists.fills.at[b, head, tile]
+        mine: Ref = self.lists.fills.at[b, head, tile]
         return count, mine[0], mine[jnp.minimum(1, count - 1)]
 
     def fill(self, key: Ref, value: Ref, x: Array, fill: Array, read: tuple[Array, Array, Array]) -> Array:
@@ -268,8 +268,8 @@ def across(numbers: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(numbers, (ROWS, columns), [0])
 
 
-def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, aligned: bool) -> Array | None:
-    """Which keys of a box each row sees; None for all.
+def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, aligned: bool) -> Array:
+    """Which keys of a box each row sees, where it may not see all.
 
     Args:
       start: row index of the first key of the step.
@@ -277,15 +277,13 @@ def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, al
       sizes: of the kernel.
       aligned: whether the step begins at the first key of its box.
     """
-    if last is None and aligned:
-        return None
     column = plgpu.broadcasted_iota(i32, (ROWS, sizes.box), 1, layout=WGMMA)
-    if last is not None:
-        last = plgpu.load(last, layout=BY_ROW, optimized=False)
+    row = None if last is None else plgpu.load(last, layout=BY_ROW, optimized=False)
     if aligned:
-        return column + start <= across(last, sizes.box)
+        assert row is not None, "aligned boxes end at the last key of their block"
+        return column + start <= across(row, sizes.box)
     key = (column - start % 8).astype(jnp.uint32)  # of the step; those before it become large
-    if last is None:
+    if row is None:
         return key < sizes.keys
-    count = jnp.clip(last - start + 1, 0, sizes.keys)
+    count = jnp.clip(row - start + 1, 0, sizes.keys)
     return key < across(count, sizes.box).astype(jnp.uint32)

@@ -10,9 +10,9 @@ the block get a bias of -inf. Blocks that may need the causal mask come first.
 
 Shared memory: `256 H buffers + 2 keys (H + V) stages` bytes (224 KB for 128/128 at 5 stages of 64 keys: one
 program per multiprocessor). Registers of a consumer: outputs and logits, `(V + keys) / 2` floats a thread (96
-for 128/128), and as many numbers for probabilities in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of 64,
-64 heads, 128/128: 2.2 TFLOP if neighbours choose the same blocks, 2.7 ms at 800 TFLOP/s; from L2 18 GB where
-8 tokens share all 16 blocks, 110 GB where they share none.
+for 128/128), and as many numbers for probabilities in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of
+64, 64 heads, 128/128: 2.2 TFLOP if neighbours choose the same blocks, 2.7 ms at 800 TFLOP/s; from L2 18 GB
+where 8 tokens share all 16 blocks, 110 GB where they share none.
 """
 
 import math
@@ -68,7 +68,7 @@ def selected_forward(
     Returns:
       `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing.
     """
-    batch, num_keys, num_kv_heads, value_dim = value.shape
+    batch, _, num_kv_heads, value_dim = value.shape
     num_queries, key_dim = query.shape[1], query.shape[3]
     sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
@@ -230,7 +230,7 @@ def selected_forward(
         body, "nsa_selected_forward_mosaic", interpret,
         out_type=(jax.ShapeDtypeStruct(rows.shape(value_dim), dtype),
                   jax.ShapeDtypeStruct((batch, num_kv_heads, rows.padded), f32)),
-        grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1, thread_name="warpgroup",
-        scratch_types=scratch,
+        grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
+        thread_name="warpgroup", scratch_types=scratch,
     )(rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), *lists)  # fmt: skip
     return rows.restore(out, num_queries), rows.restore_numbers(lse, num_queries)

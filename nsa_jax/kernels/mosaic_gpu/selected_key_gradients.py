@@ -5,8 +5,8 @@ chose one block (`lists.items`), and a program takes one item and 64 keys of the
 warpgroups one gathers query tokens, with their output gradients, log-sum-exps and deltas, through the tensor
 memory accelerator (TMA) into a ring; two compute, each with every other step of the ring.
 
-Products of a step, all of them transposed, with keys as rows: logits `K Q^T` and `V dO^T`, then `dV += P^T dO`
-and `dK += dS^T Q` with their left operands in registers. So nothing that a consumer computes goes through
+Products of a step, all of them transposed, with keys as rows: logits `K Q^T` and `V dO^T`, then `dV += P^T
+dO` and `dK += dS^T Q` with their left operands in registers. So nothing that a consumer computes goes through
 shared memory. At the end the two exchange halves through what was the ring: one adds up the keys' gradients,
 the other those of the values, always in the same order. A block with one item is written at once; items of
 others store float32 partial sums, which are added in order elsewhere. No atomics, so every run gives the same
@@ -18,11 +18,12 @@ that product runs beside `dK`, and its store is waited for in the shadow of the 
 Why this order: both sums stay in registers, and no product is masked away. Items are ordered by KV head and
 block, and tokens ascend in an item, so programs that run at the same time read the same queries from L2.
 
-Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes (162 KB for 128/128 at 4 stages
-of 64 rows: one program per multiprocessor), with `query_slots` `256 (64 + H)` more (48 KB). Registers of a
-consumer: `(H + V + 2 rows) / 2` floats a thread (192 for 128/128, also for 192/128 in steps of 32 rows), and as
-many numbers as a step has rows in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of 64, 64 heads, 128/128:
-4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB. With `query_slots` 5.5 TFLOP, 6.9 ms, and 17 GB to write.
+Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes (162 KB for 128/128 at 4
+stages of 64 rows: one program per multiprocessor), with `query_slots` `256 (64 + H)` more (48 KB). Registers
+of a consumer: `(H + V + 2 rows) / 2` floats a thread (192 for 128/128, also for 192/128 in steps of 32 rows),
+and as many numbers as a step has rows in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of 64, 64 heads,
+128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB. With `query_slots` 5.5 TFLOP, 6.9 ms, and 17 GB to
+write.
 """
 
 import math
@@ -37,6 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.items import BlockItems
 from nsa_jax.kernels.mosaic_gpu import sizes as table
+from nsa_jax.kernels.mosaic_gpu.ring import whole_tiles
 from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
 
@@ -78,18 +80,19 @@ def selected_key_gradients(
       interpret: parameters of the interpreter; None on a GPU.
 
     Returns:
-      `(part_key [slots, block, H], part_value, d_key, d_value)`: float32 partial sums of the items with a slot,
-      and the gradients of the keys of all others. What no item writes is undefined. With `query_slots` a fifth,
-      `[B, T R, N, H]` in the query's dtype: by token and slot, the part of `d_query` without `scale`.
+      `(part_key [slots, block, H], part_value, d_key, d_value)`: float32 partial sums of the items with a
+      slot, and the gradients of the keys of all others. What no item writes is undefined. With `query_slots`
+      a fifth, `[B, T R, N, H]` in the query's dtype: by token and slot, the part of `d_query` without
+      `scale`.
     """
     batch, num_keys, num_kv_heads, value_dim = value.shape
-    num_queries, num_heads, key_dim = query.shape[1:]
+    num_queries, _, key_dim = query.shape[1:]
     dtype = query.dtype
     with_query = query_slots is not None
     assert block_size in (32, 64, 128), f"blocks of 32, 64 or 128 keys, got {block_size}"
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
-    assert not (with_query and block_size < KEYS), "the next block's keys would enter the queries' gradients"
-    heads = num_heads // num_kv_heads
+    assert not with_query or block_size == KEYS, "parts of the queries' gradients need blocks of 64"
+    heads = query.shape[2] // num_kv_heads
     sizes = table.key_sizes(key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query)
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
     parts, pieces = -(-block_size // KEYS), key_dim // PIECE
@@ -99,8 +102,12 @@ def selected_key_gradients(
     height = min(block_size, KEYS)  # keys that a program writes
     factor = float(scale) * LOG2_E
     num_slots = max(items.num_slots, 1)
-    if not aligned:  # then loads are not clipped at the end of the row
+    if aligned:
+        key, value = whole_tiles(key), whole_tiles(value)
+        written = key.shape[1]
+    else:  # then loads are not clipped at the end of the row
         key, value = (jnp.pad(x, ((0, 0), (0, KEYS), (0, 0), (0, 0))) for x in (key, value))
+        written = num_keys
 
     def body(
         q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
@@ -126,7 +133,7 @@ def selected_key_gradients(
             return at, tokens_ref[jnp.maximum(jnp.minimum(at, end - 1), 0)]
 
         def token_of(code):
-            return lax.div(code, query_slots) if with_query else code
+            return lax.div(code, query_slots or 1) if with_query else code
 
         def rows_of(numbers):
             """The numbers of a step's tokens, one after the other."""
@@ -157,7 +164,7 @@ def selected_key_gradients(
                     pairs = [pair(number, r) for r in range(tokens)]
                 if masks:
                     last = [lax.broadcast(last_ref[b, token_of(code)], (of_token,)) for _, code in pairs]
-                    last = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
+                    seen = rows_of([plgpu.layout_cast(x, BY_COLUMN) for x in last])
                 plgpu.barrier_wait(q_full.at[place])
 
                 def across(field):  # one number a row, for all keys
@@ -180,7 +187,7 @@ def selected_key_gradients(
                     p = jnp.exp2(logits * factor - across(0))
                     if masks:
                         key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
-                        p = jnp.where(key_row <= lax.broadcast_in_dim(last, (KEYS, rows), [1]), p, 0.0)
+                        p = jnp.where(key_row <= lax.broadcast_in_dim(seen, (KEYS, rows), [1]), p, 0.0)
                     weighted = p if weight is None else p * across(2)
                     form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[mine, 0])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -355,13 +362,13 @@ def selected_key_gradients(
     out_type = [
         jax.ShapeDtypeStruct((num_slots, block_size, key_dim), f32),
         jax.ShapeDtypeStruct((num_slots, block_size, value_dim), f32),
-        jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, key_dim), dtype),
-        jax.ShapeDtypeStruct((batch, num_keys, num_kv_heads, value_dim), dtype),
+        jax.ShapeDtypeStruct((batch, written, num_kv_heads, key_dim), dtype),
+        jax.ShapeDtypeStruct((batch, written, num_kv_heads, value_dim), dtype),
     ]
     if with_query:
-        shape = (batch, num_queries * query_slots, num_kv_heads * of_token, key_dim)
+        shape = (batch, num_queries * (query_slots or 1), num_kv_heads * of_token, key_dim)
         out_type.append(jax.ShapeDtypeStruct(shape, dtype))
-    return kernel(
+    part_key, part_value, d_key, d_value, *d_query = kernel(
         body, "nsa_selected_key_gradients_mosaic", interpret, out_type=tuple(out_type),
         grid=(items.items.shape[0] * parts,), grid_names=("program",),
         num_threads=table.CONSUMERS + 1, thread_name="warpgroup", scratch_types=scratch,
@@ -369,6 +376,7 @@ def selected_key_gradients(
         pad_heads(query, num_kv_heads, of_token), key, value, pad_heads(d_out, num_kv_heads, of_token),
         _numbers(lse, delta, weight, num_kv_heads, sizes), last_keys, items.tokens, items.items,
     )  # fmt: skip
+    return part_key, part_value, d_key[:, :num_keys], d_value[:, :num_keys], *d_query
 
 
 def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Float[Array, "B T+1 K numbers"]:
@@ -377,7 +385,7 @@ def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Fl
     fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
 
     def arrange(array, beyond):
-        batch, length, num_heads = array.shape
+        batch, length, _ = array.shape
         array = array.astype(f32).reshape(batch, length, num_kv_heads, -1)
         more = sizes.of_token - array.shape[-1]
         return jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, more)), constant_values=beyond)

@@ -9,7 +9,7 @@ MOST_KEYS = 64  # keys of a step
 MOST_HEADS = 16  # query heads of a KV head
 FEWEST_HEADS = 4  # a token has at least so many rows: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
-_RESERVE = 4 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
+_RESERVE = 3 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
 _BARRIERS = 1024  # all that the gradient of the queries holds beside matrices
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 _MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
@@ -87,7 +87,7 @@ class KeySizes(NamedTuple):
     Attributes:
       of_token: rows of a query token.
       tokens: query tokens of a step.
-      numbers: float32 numbers of a token, such as its log-sum-exps: whole lines of 128 bytes, as copies want them.
+      numbers: float32 numbers of a token, such as its log-sum-exps: whole lines of 128 bytes, as copies want.
       stages: steps whose rows fit into the ring; even, so that each place always has the same reader.
     """
 

@@ -38,8 +38,8 @@ def unsupported_reason(
     floats = floats[:3]
     if wrong := [x.dtype.name for x in floats if x.dtype.name not in DTYPES]:
         return (
-            f"the Mosaic GPU kernels support the dtypes {', '.join(DTYPES)}, got {wrong[0]}. Cast the arrays, "
-            "or use implementation='triton'."
+            f"the Mosaic GPU kernels support the dtypes {', '.join(DTYPES)}, got {wrong[0]}. Cast the "
+            "arrays, or use implementation='triton'."
         )
     if len(floats) == 3:
         query, key, value = floats

@@ -42,7 +42,7 @@ class Form(enum.Enum):
         return self is Form.PRIVATE
 
     def fill_barriers(self, stages: int) -> int:
-        """Barriers of a ring. Twice the stages, so that a phase that was skipped is not taken for the next."""
+        """Barriers of a ring. Twice the stages, so that a skipped phase is not taken for the next one."""
         return 2 * stages if self.skips else stages
 
     def fill_barrier(self, barriers: Ref, fill: Array, stages: int) -> Ref:
@@ -96,7 +96,7 @@ class Form(enum.Enum):
         return start + value if self is Form.INTERPRETED else value
 
     def multiply(self, ref: Ref, left: Array, right: Ref, scratch: Ref) -> None:
-        """Adds `left @ right` to an accumulator. `left` is in registers; the interpreter wants it in memory."""
+        """Adds `left @ right` to an accumulator; `left` is in registers, for the interpreter in `scratch`."""
         if self is Form.INTERPRETED:
             scratch[...] = left
             plgpu.commit_smem()
@@ -178,7 +178,9 @@ def swizzled(dim: int, summed: int | None = None, dtype: Any = jnp.bfloat16) -> 
     size, summed = jnp.dtype(dtype).itemsize, dim if summed is None else summed
     columns = (128 // size, 64 // size, 32 // size)
     columns = next(number for number in columns if dim % number == 0 and summed % number == 0)
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(size * columns)
+    tiling: Any = plgpu.TilingTransform  # mypy takes both for abstract
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, columns)), swizzle(size * columns)
 
 
 def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callable:
@@ -197,4 +199,3 @@ def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callabl
 WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)  # of one number for each row of such a tile
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # of one number for each column
-run_scoped = pl.run_scoped
