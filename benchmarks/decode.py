@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--implementation",
-        choices=dispatch.IMPLEMENTATIONS,
+        choices=records.IMPLEMENTATIONS[:2],
         default="xla",
         help="triton needs a GPU; default: %(default)s",
     )

@@ -129,7 +129,7 @@ def unsupported_reason(
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
-      implementation: "xla", "triton" or "mosaic_gpu".
+      implementation: "xla", "triton" or "mosaic_gpu"; the last is under way, and refuses every call.
       *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
         they are known.
       config: block structure, if it is known.

