@@ -52,17 +52,22 @@ def _float64_stays_local():
     assert jax is None or not jax.config.jax_enable_x64, "the test left jax_enable_x64 on for those after it"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session, exitstatus):
-    """Fails a run that asked for GPU tests and ran none: pytest calls it a success if all are skipped."""
-    if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
-        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+    """Writes the evidence, and fails a run that asked for GPU tests and ran none: pytest calls it a success.
+
+    The evidence comes first: a run that is cut off may not live through the end of its workers.
+    """
     evidence = session.config.getoption("--evidence", None)
     if evidence is not None and not hasattr(session.config, "workerinput"):
         import gpu_evidence
 
         passed = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("passed", [])
         gpu_evidence.write(evidence, {report.nodeid: report.duration for report in passed})
+    result = yield
+    if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+    return result
 
 
 def pytest_terminal_summary(terminalreporter, config):
