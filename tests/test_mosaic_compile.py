@@ -19,7 +19,8 @@ import triton_compile
 
 import nsa_jax
 from nsa_jax import NSAConfig, attention
-from nsa_jax.kernels.mosaic_gpu import support
+from nsa_jax.kernels import mixed
+from nsa_jax.kernels.mosaic_gpu import support, unstable
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,25 @@ def test_kernels_compile_without_spilling_or_serialising(name, capfd, monkeypatc
         assert spilled <= most, (kernel, spilled)
     serialised = [line for line in said.splitlines() if re.search(r"C75(0|1[0-8])", line)]
     assert not serialised, serialised
+
+
+@pytest.mark.slow
+def test_kernels_compile_with_the_public_api_alone(capfd, monkeypatch):
+    def renamed():
+        raise AttributeError("as if a new JAX had renamed it")
+
+    monkeypatch.setattr(unstable, "_private", renamed)
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    assert mixed.best_form() is unstable.Form.PUBLIC
+
+    function, arrays = program(64, 4, 64, 64, 64, length=1024)
+    triton_compile.compile_for_h100(function, *arrays)
+
+    assert set(_reports("".join(capfd.readouterr()))) == set(KERNELS)
+
+
+def test_this_jax_has_what_the_private_form_needs():
+    assert unstable.best_form() is unstable.Form.PRIVATE
 
 
 @pytest.mark.slow
