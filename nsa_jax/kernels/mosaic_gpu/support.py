@@ -9,7 +9,7 @@ from nsa_jax.kernels.mosaic_gpu.sizes import DIMS, MOST_HEADS
 PROVEN = False  # whether tests/test_gpu_mosaic.py has passed on a GPU with the kernels as they are
 DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
-_MOST_SELECTED = 128  # blocks of a query: their lists share the memory of a program with the ring
+_MOST_SELECTED = 128  # blocks of a query: those of up to 32 queries are sorted in a program's registers
 _USE = "Use implementation='triton'."
 
 
