@@ -47,11 +47,11 @@ def ring_lists_by_loops(
 
 def items_by_loops(
     block_indices, row_starts, last_rows, *, block, num_keys, item, packed, with_slots=False
-) -> BlockItems:
-    """What the kernels of the keys' gradients read of `invert`, and `partials` as `add_items` wants them.
+) -> tuple[BlockItems, list]:
+    """What the kernels of the keys' gradients read of `invert`; its other fields are empty.
 
-    With `with_slots`, `tokens` are `token R + slot`. `partials` are (row, KV head, first key, limit, first
-    slot, slots) of the blocks with several items.
+    With `with_slots`, `tokens` are `token R + slot`. The second result has, for each block with several
+    items, row of the batch, KV head, first key, limit of the keys, first slot and number of slots.
     """
     batch, length, kv_heads, _ = block_indices.shape
     pairs: dict[tuple[int, int, int], list[int]] = {}
@@ -88,20 +88,12 @@ def items_by_loops(
             order = [t * block_indices.shape[3] + slot_of[b, k, start, t] for t in order]
         tokens += order
     items.append((-1, 0, 0, 0, 0, 0, -1))
-    empty = np.zeros(1, np.int32)
-    return BlockItems(
-        np.array(tokens, np.int32),
-        np.array(items, np.int32),
-        empty,
-        np.array(partials),
-        empty,
-        empty,
-        None,
-        slots,
-    )
+    none = np.zeros(0, np.int32)
+    arrays = np.array(tokens, np.int32), np.array(items, np.int32)
+    return BlockItems(*arrays, none, none, none, none, None, slots), partials
 
 
-def add_items(items: BlockItems, part, gradient, block: int) -> np.ndarray:
+def add_items(items: BlockItems, partials: list, part, gradient, block: int) -> np.ndarray:
     """Gradient of all keys [B, S, K, D], by loops: 0 where no item wrote, sums where several did."""
     total = np.zeros(gradient.shape)
     for head, start, limit, _, _, _, slot in items.items:
@@ -109,7 +101,7 @@ def add_items(items: BlockItems, part, gradient, block: int) -> np.ndarray:
         if head >= 0 and slot < 0:
             end = min(limit, start + block)
             total[b, start:end, k] = gradient[b, start:end, k]
-    for b, k, start, limit, slot, count in items.partials:
+    for b, k, start, limit, slot, count in partials:
         end = min(limit, start + block)
         total[b, start:end, k] = part[slot : slot + count].sum(0)[: end - start]
     return total

@@ -163,7 +163,7 @@ def main(case: Case) -> dict[str, float]:
         )  # fmt: skip
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
-        items = items_by_loops(
+        items, partials = items_by_loops(
             blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed,
             with_slots=case.parts,
         )  # fmt: skip
@@ -177,8 +177,8 @@ def main(case: Case) -> dict[str, float]:
             )
         )  # fmt: skip
         wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
-    d_key = add_items(items, part_key, d_key, case.block)
-    d_value = add_items(items, part_value, d_value, case.block)
+    d_key = add_items(items, partials, part_key, d_key, case.block)
+    d_value = add_items(items, partials, part_value, d_value, case.block)
     found = dict(out=out, lse=lse, d_query=d_query, d_key=d_key, d_value=d_value, products=products)
     if case.parts:
         shape = (batch, length, case.slots, kv_heads, case.heads, key_dim)

@@ -3,7 +3,6 @@
 Held are registers, spills to local memory and warnings that the compiler serialises the matrix products.
 """
 
-import functools
 import os
 import re
 
@@ -60,7 +59,6 @@ def program(heads, kv_heads, key_dim, value_dim, block, *, packed=False, dtype="
     return gradients, (*arrays, jax.ShapeDtypeStruct((1, length), jnp.int32))
 
 
-@functools.cache
 def _reports(text: str) -> dict[str, tuple[int, int]]:
     """Registers and bytes spilled of each kernel, from what the assembler says."""
     found = {}

@@ -61,11 +61,14 @@ def attend_blocks(
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """As `triton.blocks.attend_blocks`."""
-    num_keys, known = key.shape[1], _known(query, key, placement)
+    known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
-    lists = _ring_lists(query, key, block_indices, placement, tile)
-    out, lse = selected_forward(query, key, value, lists, last_rows(placement), scale=scale, **known)
-    visible = visible_in_blocks(block_indices, placement, num_keys)
+    lists = _ring_lists(block_indices, placement, key.shape[1], tokens, tile)
+    out, lse = selected_forward(
+        query, key, value, lists, last_rows(placement), scale=scale,
+        one_block=placement.tile_in_one_block(tokens), **known,
+    )  # fmt: skip
+    visible = visible_in_blocks(block_indices, placement, key.shape[1])
     return recompute_forward(out, lse, query, key, value, visible, scale)
 
 
@@ -85,15 +88,15 @@ def block_gradients(
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     """As `triton.blocks.block_gradients`."""
-    num_keys, known = key.shape[1], _known(query, key, placement)
+    known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
-    lists = _ring_lists(query, key, block_indices, placement, tile)
-    last_keys = last_rows(placement)
+    num_keys, last_keys = key.shape[1], last_rows(placement)
+    lists = _ring_lists(block_indices, placement, num_keys, tokens, tile)
     d_query, products, delta = selected_query_gradient(
         query, key, value, lists, last_keys, out, lse, d_out, d_lse,
-        weight=weight, previous=previous, scale=scale, **known,
+        weight=weight, previous=previous, scale=scale,
+        one_block=placement.tile_in_one_block(tokens), **known,
     )  # fmt: skip
-    del known["one_block"]
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
     parts = selected_key_gradients(
         query, key, value, items, last_keys, lse, delta, d_out, weight=weight, scale=scale, **known
@@ -110,32 +113,26 @@ def block_gradients(
     return d_query, *d_keys, products
 
 
-def _known(query: Array, key: Array, placement: Placement) -> dict[str, Any]:
-    """What the kernels know of a call beside its arrays."""
-    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
-    return dict(
-        block_size=placement.config.selection_block_size,
-        form=best_form(),
-        aligned=not placement.packed,
-        one_block=placement.tile_in_one_block(tokens),
-    )
+def _known(placement: Placement) -> dict[str, Any]:
+    """What all kernels know of a call beside its arrays."""
+    size = placement.config.selection_block_size
+    return dict(block_size=size, form=best_form(), aligned=not placement.packed)
 
 
 def _ring_lists(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
-    tile: sizes.ForwardSizes | sizes.GradientSizes,
+    num_keys: int,
+    tokens: int,
+    tile: sizes.RingSizes,
 ) -> RingLists:
-    """The lists of all tiles, in steps of `tile.keys` keys."""
-    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
+    """The lists of tiles of `tokens` queries, in steps of `tile.keys` keys."""
     steps = placement.config.selection_block_size // tile.keys
     if steps > 1:  # a block is several steps: as if the query had chosen smaller blocks
         parts = block_indices[..., None] * steps + jnp.arange(steps, dtype=jnp.int32)
         parts = jnp.where(block_indices[..., None] >= 0, parts, -1)
         block_indices = parts.reshape(*block_indices.shape[:3], -1)
-    unions = union_lists(block_indices, placement, key.shape[1], tokens=tokens, block_size=tile.keys)
+    unions = union_lists(block_indices, placement, num_keys, tokens=tokens, block_size=tile.keys)
     return ring_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 

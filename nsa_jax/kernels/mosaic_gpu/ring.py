@@ -1,15 +1,17 @@
 """The loop of a program over tiles of queries, and its ring of keys and values in shared memory.
 
-Each program takes every so manyth tile, KV head by KV head, so that the keys of a head stay in L2. One
-warpgroup, the producer, fills the ring with the steps that `kernels.lists.ring` lists, through the tensor
-memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into the next tile. A
-consumer visits the places that its tokens chose. Fills are numbered from the first tile of a program on.
+Program `i` of `n` takes the tiles `i`, `i + n`, `i + 2 n`, ..., KV head by KV head, so that the keys of a
+head stay in L2. One warpgroup, the producer, fills the ring with the steps that `kernels.lists.ring` lists,
+through the tensor memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into
+the next tile. A consumer visits the places that its tokens chose. Fills are numbered from the first tile of a
+program on.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,18 +20,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.lists.ring import MEMBER_BITS, RingLists
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, ROWS, ForwardSizes, GradientSizes
-from nsa_jax.kernels.mosaic_gpu.unstable import (
-    BY_ROW,
-    WGMMA,
-    Form,
-    Ref,
-    num_processors,
-    swizzled,
-)
+from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, RingSizes
+from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
+from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
 
 PLACE = (1 << MEMBER_BITS) - 1
-i32 = jnp.int32
+H100_PROCESSORS = 132
+
+
+def num_processors() -> int:
+    """Multiprocessors of the GPU that a program is compiled for; those of an H100 if unknown."""
+    if jax.default_backend() == "gpu":
+        return jax.local_devices()[0].core_count
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(abstract, "num_cores", None) or H100_PROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Ring:
     warpgroup: Array
     program: Array
     tiles: Tiles
-    sizes: ForwardSizes | GradientSizes
+    sizes: RingSizes
     form: Form
     lists: RingLists
     k_s: Ref
@@ -114,7 +118,7 @@ class Ring:
 
     @staticmethod
     def scratch(
-        sizes: ForwardSizes | GradientSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
+        sizes: RingSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
     ) -> dict[str, Any]:
         """Shared memory and barriers of the ring, by the names of the attributes.
 
@@ -245,45 +249,3 @@ class Ring:
 
                 lax.fori_loop(jnp.maximum(fills - self.sizes.stages, 0), fills, drain_ring, None)
                 drain(turns)
-
-
-def whole_tiles(keys: Array) -> Array:
-    """Keys or values `[B, S, K, H]` with S a multiple of 8: copies need a whole number of tiles of 8 rows."""
-    return jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % 8), (0, 0), (0, 0)))
-
-
-def matrices(dtype: Any, *shape: int, summed: int | None = None) -> Ref:
-    """Matrices in shared memory, for products that sum over the last axis or over one of `summed` numbers."""
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], summed or shape[-1]))
-
-
-def chosen(visit: Array, token: Array) -> Array:
-    """Whether the token of each row chose the block of a visit."""
-    members = lax.shift_right_logical(visit, MEMBER_BITS)
-    return ((lax.broadcast(members, (ROWS,)) >> token) & 1) != 0
-
-
-def across(numbers: Array, columns: int) -> Array:
-    """One number a row, for all columns."""
-    return lax.broadcast_in_dim(numbers, (ROWS, columns), [0])
-
-
-def seen(start: Array, last: Ref | None, sizes: ForwardSizes | GradientSizes, aligned: bool) -> Array:
-    """Which keys of a box each row sees, where it may not see all.
-
-    Args:
-      start: row index of the first key of the step.
-      last: row index of the last key that each row sees; None where all are before it.
-      sizes: of the kernel.
-      aligned: whether the step begins at the first key of its box.
-    """
-    column = plgpu.broadcasted_iota(i32, (ROWS, sizes.box), 1, layout=WGMMA)
-    row = None if last is None else plgpu.load(last, layout=BY_ROW, optimized=False)
-    if aligned:
-        assert row is not None, "aligned boxes end at the last key of their block"
-        return column + start <= across(row, sizes.box)
-    key = (column - start % 8).astype(jnp.uint32)  # of the step; those before it become large
-    if row is None:
-        return key < sizes.keys
-    count = jnp.clip(row - start + 1, 0, sizes.keys)
-    return key < across(count, sizes.box).astype(jnp.uint32)

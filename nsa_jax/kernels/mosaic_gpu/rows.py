@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, ROWS, padded_rows, tile_tokens
+from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, FEWEST_GATHERED, ROWS, padded_rows, tile_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rows:
     @property
     def by_token(self) -> bool:
         """Whether a copy takes one token."""
-        return self.of_token >= 8
+        return self.of_token >= FEWEST_GATHERED
 
     @property
     def copies(self) -> int:
@@ -67,32 +67,29 @@ class Rows:
 
     def arrange(self, array: Float[Array, "B T N H"]) -> Array:
         """An array like the queries, as the kernel reads it."""
-        if self.by_token and self.heads == self.of_token:
-            return array
-        batch, tokens, _, dim = array.shape
-        array = array.reshape(batch, tokens, self.kv_heads, self.heads, dim)
-        more = 0 if self.by_token else self.padded // self.of_token - tokens
-        pad = [(0, 0), (0, more), (0, 0), (0, self.of_token - self.heads), (0, 0)]
-        array = jnp.pad(array, pad)
+        array = pad_heads(array, self.kv_heads, self.of_token)
         if self.by_token:
-            return array.reshape(batch, tokens, self.kv_heads * self.of_token, dim)
-        return array.swapaxes(1, 2).reshape(batch, self.kv_heads, self.padded, dim)
+            return array
+        dim, more = array.shape[3], self.padded // self.of_token - self.num_queries
+        array = array.reshape(self.batch, self.num_queries, self.kv_heads, self.of_token, dim)
+        array = jnp.pad(array.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+        return array.reshape(self.batch, self.kv_heads, self.padded, dim)
 
-    def restore(self, array: Array, num_queries: int) -> Float[Array, "B T N V"]:
+    def restore(self, array: Array) -> Float[Array, "B T N V"]:
         """The inverse of `arrange`, for what the kernel wrote."""
         dim, tokens = array.shape[-1], self.padded // self.of_token
         if self.by_token:
             array = array.reshape(self.batch, tokens, self.kv_heads, self.of_token, dim)
         else:
             array = array.reshape(self.batch, self.kv_heads, tokens, self.of_token, dim).swapaxes(1, 2)
-        array = array[:, :num_queries, :, : self.heads]
-        return array.reshape(self.batch, num_queries, self.kv_heads * self.heads, dim)
+        array = array[:, : self.num_queries, :, : self.heads]
+        return array.reshape(self.batch, self.num_queries, self.kv_heads * self.heads, dim)
 
-    def restore_numbers(self, array: Float[Array, "B K rows"], num_queries: int) -> Float[Array, "B T N"]:
+    def restore_numbers(self, array: Float[Array, "B K rows"]) -> Float[Array, "B T N"]:
         """The same for one number a row."""
         array = array.reshape(self.batch, self.kv_heads, -1, self.of_token).swapaxes(1, 2)
-        array = array[:, :num_queries, :, : self.heads]
-        return array.reshape(self.batch, num_queries, self.kv_heads * self.heads)
+        array = array[:, : self.num_queries, :, : self.heads]
+        return array.reshape(self.batch, self.num_queries, self.kv_heads * self.heads)
 
     def arrange_numbers(self, array: Float[Array, "B T N"], beyond: float) -> Float[Array, "B K rows"]:
         """The inverse of `restore_numbers`: `beyond` for rows without a head, and after the last token."""

@@ -1,6 +1,6 @@
 """Selected attention forward in warpgroups with roles: one loads, two compute.
 
-Source: Eq. 12. grid = (multiprocessors,): each program takes every so manyth tile. A tile is 128 rows: query
+Source: Eq. 12. grid = (multiprocessors,): `ring` says which tiles a program takes. A tile is 128 rows: query
 tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two consumers.
 
 The producer fills a ring of `stages` steps, `keys` keys and values each, see `ring`; the queries of the next
@@ -15,7 +15,6 @@ for 128/128), and as many numbers for probabilities in 16 bits; 240 are allowed.
 where 8 tokens share all 16 blocks, 110 GB where they share none.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -27,13 +26,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen, whole_tiles
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
+from nsa_jax.kernels.mosaic_gpu.tiles import (
+    LN_2,
+    LOG2_E,
+    across,
+    chosen,
+    f32,
+    i32,
+    matrices,
+    seen,
+    whole_tiles,
+)
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 
-LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 LOWEST = -1e30  # where a softmax begins: below any logit, and finite, so that differences are not NaN
-i32, f32 = jnp.int32, jnp.float32
 
 
 def selected_forward(
@@ -69,7 +77,7 @@ def selected_forward(
       `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing.
     """
     batch, _, num_kv_heads, value_dim = value.shape
-    num_queries, key_dim = query.shape[1], query.shape[3]
+    key_dim = query.shape[3]
     sizes = table.forward_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
@@ -81,12 +89,11 @@ def selected_forward(
     factor = float(scale) * LOG2_E
 
     def body(
-        q_ref, k_ref, v_ref, last_ref, fills_ref, visits_ref, counts_ref, out_ref, lse_ref,
+        q_ref, k_ref, v_ref, last_ref, lists, out_ref, lse_ref,
         *, q_s, out_s, lse_s, p_s, q_full, q_free, **in_ring,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
-        lists = RingLists(fills_ref, visits_ref, counts_ref)
         ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
 
         def consume(x, turn, fill, ahead, x_next):
@@ -131,7 +138,7 @@ def selected_forward(
 
             def visit(i, carry, masks):
                 out, largest, sum_, p, this, before = carry
-                then = visits_ref[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
+                then = lists.visits[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
                 place = this & PLACE
                 ring.pass_over(fill, before + 1, place)
                 slot, old_slot = ring.slot(fill + place), ring.slot(fill + before)
@@ -172,7 +179,7 @@ def selected_forward(
 
             out = pl.run_scoped(last_product, plgpu.ACC((table.ROWS, value_dim), f32))
             ring.free_values(slot)
-            fills = counts_ref[b, head, tile, 0]
+            fills = lists.counts[b, head, tile, 0]
             ring.pass_over(fill, before + 1, fills)
 
             sees = sum_ != 0  # also true where the sum is NaN
@@ -198,14 +205,8 @@ def selected_forward(
 
             for w in range(table.CONSUMERS):
                 buffer = number * table.CONSUMERS + w
-                rows.load(
-                    q_ref,
-                    b,
-                    head,
-                    (tile * table.CONSUMERS + w) * table.ROWS,
-                    q_s.at[buffer],
-                    q_full.at[buffer],
-                )
+                first_row = (tile * table.CONSUMERS + w) * table.ROWS
+                rows.load(q_ref, b, head, first_row, q_s.at[buffer], q_full.at[buffer])
 
             return ring.fill(k_ref, v_ref, x, fill, read), ahead
 
@@ -232,5 +233,5 @@ def selected_forward(
                   jax.ShapeDtypeStruct((batch, num_kv_heads, rows.padded), f32)),
         grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
         thread_name="warpgroup", scratch_types=scratch,
-    )(rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), *lists)  # fmt: skip
-    return rows.restore(out, num_queries), rows.restore_numbers(lse, num_queries)
+    )(rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), lists)  # fmt: skip
+    return rows.restore(out), rows.restore_numbers(lse)

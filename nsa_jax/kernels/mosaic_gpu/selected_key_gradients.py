@@ -1,7 +1,7 @@
 """Selected attention backward, gradients of keys and values: a block's keys stay, its queries pass by.
 
-Source: the gradients of Eq. 12. grid = (items x block / 64,): an item is up to so many of the queries that
-chose one block (`lists.items`), and a program takes one item and 64 keys of the block. Of its three
+Source: the gradients of Eq. 12. grid = (items x block / 64,): an item is a part of the queries that chose
+one block (`lists.items`), and a program takes one item and 64 keys of the block. Of its three
 warpgroups one gathers query tokens, with their output gradients, log-sum-exps and deltas, through the tensor
 memory accelerator (TMA) into a ring; two compute, each with every other step of the ring.
 
@@ -26,7 +26,6 @@ and as many numbers as a step has rows in 16 bits; 240 are allowed. Floor at 64k
 write.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -38,14 +37,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.items import BlockItems
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import whole_tiles
 from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
+from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32, whole_tiles
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
 
-LOG2_E = math.log2(math.e)
 KEYS = table.ROWS  # of a program: the height of a wgmma
 PIECE = 64  # columns of the part of a query's gradient that are computed at once, for want of registers
-i32, f32 = jnp.int32, jnp.float32
 
 
 def selected_key_gradients(
@@ -133,7 +130,7 @@ def selected_key_gradients(
             return at, tokens_ref[jnp.maximum(jnp.minimum(at, end - 1), 0)]
 
         def token_of(code):
-            return lax.div(code, query_slots or 1) if with_query else code
+            return lax.div(code, query_slots) if query_slots else code
 
         def rows_of(numbers):
             """The numbers of a step's tokens, one after the other."""
@@ -365,8 +362,8 @@ def selected_key_gradients(
         jax.ShapeDtypeStruct((batch, written, num_kv_heads, key_dim), dtype),
         jax.ShapeDtypeStruct((batch, written, num_kv_heads, value_dim), dtype),
     ]
-    if with_query:
-        shape = (batch, num_queries * (query_slots or 1), num_kv_heads * of_token, key_dim)
+    if query_slots:
+        shape = (batch, num_queries * query_slots, num_kv_heads * of_token, key_dim)
         out_type.append(jax.ShapeDtypeStruct(shape, dtype))
     part_key, part_value, d_key, d_value, *d_query = kernel(
         body, "nsa_selected_key_gradients_mosaic", interpret, out_type=tuple(out_type),

@@ -1,6 +1,6 @@
 """Selected attention backward, gradient of the queries: one warpgroup loads keys, two compute.
 
-Source: the gradient of Eq. 12. grid = (multiprocessors,): each program takes every so manyth tile. A tile is
+Source: the gradient of Eq. 12. grid = (multiprocessors,): `ring` says which tiles a program takes. A tile is
 128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two
 consumers, which loop over the blocks that their tokens chose, as the forward does. So the gradient stays in
 registers. `ring` has the producer. The probabilities are computed again from the stored log-sum-exp; a row
@@ -22,8 +22,7 @@ for 128/128), queries and `d_out`, `(H + V) / 4` (64); 240 are allowed. Floor at
 heads, 128/128: 3.3 TFLOP if neighbours choose the same blocks, 4.1 ms at 800 TFLOP/s.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +33,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles, across, chosen, matrices, seen, whole_tiles
+from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.sizes import GradientSizes
+from nsa_jax.kernels.mosaic_gpu.tiles import (
+    LOG2_E,
+    across,
+    chosen,
+    f32,
+    i32,
+    matrices,
+    seen,
+    whole_tiles,
+)
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 
-LOG2_E = math.log2(math.e)
-i32, f32 = jnp.int32, jnp.float32
+
+class RowNumbers(NamedTuple):
+    """What the gradient reads of each row, or references to it; None where it is 1 (weight) or 0 (d_lse)."""
+
+    lse: Float[Array, "B K rows"]
+    weight: Float[Array, "B K rows"] | None
+    d_lse: Float[Array, "B K rows"] | None
 
 
 def selected_query_gradient(
@@ -63,7 +76,6 @@ def selected_query_gradient(
     one_block: bool = False,
     interpret: Any = None,
     processors: int | None = None,
-    sizes: GradientSizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
@@ -77,15 +89,14 @@ def selected_query_gradient(
       d_lse: cotangent of `lse`; None for 0.
       weight: weight of each row in that output, 1 when None.
       previous: a gradient to add, in the queries' dtype.
-      sizes: tile sizes; None for those of `gradient_sizes`.
 
     Returns:
       `(d_query, products, delta)`: the gradient in the queries' dtype, where a query sees nothing `previous`;
       then `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32.
     """
     num_kv_heads, value_dim = value.shape[2:]
-    num_queries, key_dim = query.shape[1], query.shape[3]
-    sizes = sizes or table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
+    key_dim = query.shape[3]
+    sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
     rows = Rows.of(query, num_kv_heads)
     tiles = Tiles.of(rows, processors)
     assert lists.fills.shape[2] == rows.tiles, (
@@ -98,13 +109,12 @@ def selected_query_gradient(
     factor = float(scale) * LOG2_E
 
     def body(
-        q_ref, k_ref, v_ref, last_ref, fills_ref, visits_ref, counts_ref, out_ref, lse_ref, d_out_ref,
-        d_lse_ref, weight_ref, previous_ref, d_query_ref, products_ref, delta_ref,
+        q_ref, k_ref, v_ref, last_ref, lists, out_ref, d_out_ref, previous_ref, of_rows,
+        d_query_ref, products_ref, delta_ref,
         *, q_s, d_out_s, q_copy, d_out_copy, ds_s, q_full, d_out_full, **in_ring,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
-        lists = RingLists(fills_ref, visits_ref, counts_ref)
         ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
         q_of_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
         q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
@@ -137,9 +147,9 @@ def selected_query_gradient(
                 source = source.at[b, head, pl.ds(first_row, table.ROWS)]
                 return plgpu.load(source, layout=BY_ROW, optimized=False)
 
-            lse = numbers(lse_ref)
-            gate = None if weight_ref is None else numbers(weight_ref)
-            d_lse = None if d_lse_ref is None else numbers(d_lse_ref)
+            lse = numbers(of_rows.lse)
+            gate = None if of_rows.weight is None else numbers(of_rows.weight)
+            d_lse = None if of_rows.d_lse is None else numbers(of_rows.d_lse)
             lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
             def probabilities(logits, visit, masks):
@@ -186,7 +196,6 @@ def selected_query_gradient(
                 q = first
             else:
                 plgpu.barrier_wait(q_full)
-                q = None
             ring.wait_keys(fill)
 
             def first_products(logits_acc, dp_acc):
@@ -286,10 +295,7 @@ def selected_query_gradient(
     numbers = jax.ShapeDtypeStruct((rows.batch, num_kv_heads, rows.padded), f32)
     own_delta = weight is not None or d_lse is not None
 
-    def arranged(array):
-        return None if array is None else rows.arrange(array)
-
-    def arranged_numbers(array, beyond=0.0):
+    def numbers_of(array, beyond=0.0):
         return None if array is None else rows.arrange_numbers(array.astype(f32), beyond)
 
     d_query, products, delta = kernel(
@@ -298,10 +304,10 @@ def selected_query_gradient(
         grid=(tiles.programs,), grid_names=("program",), num_threads=table.CONSUMERS + 1,
         thread_name="warpgroup", scratch_types=scratch,
     )(
-        rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), *lists,
-        rows.arrange(out), arranged_numbers(lse, -jnp.inf), rows.arrange(d_out), arranged_numbers(d_lse),
-        arranged_numbers(weight), arranged(previous),
+        rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), lists,
+        rows.arrange(out), rows.arrange(d_out), None if previous is None else rows.arrange(previous),
+        RowNumbers(numbers_of(lse, -jnp.inf), numbers_of(weight), numbers_of(d_lse)),
     )  # fmt: skip
-    products = rows.restore_numbers(products, num_queries)
-    delta = rows.restore_numbers(delta, num_queries) if own_delta else products
-    return rows.restore(d_query, num_queries), products, delta
+    products = rows.restore_numbers(products)
+    delta = rows.restore_numbers(delta) if own_delta else products
+    return rows.restore(d_query), products, delta

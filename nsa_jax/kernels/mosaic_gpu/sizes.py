@@ -7,10 +7,10 @@ CONSUMERS = 2  # warpgroups that compute; one more loads
 ROWS = 64  # rows of a warpgroup: the height of a wgmma
 MOST_KEYS = 64  # keys of a step
 MOST_HEADS = 16  # query heads of a KV head
-FEWEST_HEADS = 4  # a token has at least so many rows: then the members of a warpgroup fit into 16 bits
+FEWEST_ROWS = 4  # of a query token: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
-_RESERVE = 3 * 1024  # log-sum-exps and barriers; each array is rounded up to 1 KB
-_BARRIERS = 1024  # all that the gradient of the queries holds beside matrices
+_RESERVE = 3 * 1024  # of the forward, for log-sum-exps and barriers; each array is rounded up to 1 KB
+_BARRIERS = 1024  # all that the gradients hold beside what is counted
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 _MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
 DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
@@ -37,9 +37,12 @@ class ForwardSizes(NamedTuple):
 
 
 class GradientSizes(NamedTuple):
-    """Sizes of the gradient of the queries; keys, box and stages as in `ForwardSizes`.
+    """Sizes of the gradient of the queries.
 
     Attributes:
+      keys, stages: as in `ForwardSizes`.
+      box: as there, but 16 keys more where a block begins elsewhere than at a multiple of 8: its products sum
+        over 16 keys at a time.
       query_in_registers: whether products read the queries from registers, and not from shared memory.
     """
 
@@ -49,9 +52,12 @@ class GradientSizes(NamedTuple):
     query_in_registers: bool
 
 
+type RingSizes = ForwardSizes | GradientSizes  # of the kernels that have a ring of keys
+
+
 def padded_rows(heads_per_kv_head: int) -> int:
     """Rows of a query token: its heads of a KV head, as a power of two."""
-    return max(FEWEST_HEADS, 1 << (heads_per_kv_head - 1).bit_length())
+    return max(FEWEST_ROWS, 1 << (heads_per_kv_head - 1).bit_length())
 
 
 def tile_tokens(heads_per_kv_head: int) -> int:
@@ -73,7 +79,7 @@ def forward_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: boo
 def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:
     """Sizes of the gradient of the queries; the ring takes what queries and cotangents leave."""
     keys = min(block_size, MOST_KEYS)
-    box = keys if aligned else keys + 16  # a product sums over 16 keys at a time, see `unstable.swizzled`
+    box = keys if aligned else keys + 16
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
     stages = (SHARED_BYTES - _BARRIERS - held) // (box * 2 * (key_dim + value_dim))
     registers = key_dim // 2 + box + (key_dim + value_dim) // 4  # gradient, products, operands
@@ -113,5 +119,5 @@ def key_sizes(
     if query_parts:
         held += CONSUMERS * 2 * rows * (ROWS + key_dim)
     step = 2 * rows * (key_dim + value_dim) + 4 * numbers * rows // of_token
-    stages = min((SHARED_BYTES - _RESERVE // 2 - held) // step, MOST_STAGES)
+    stages = min((SHARED_BYTES - _BARRIERS - held) // step, MOST_STAGES)
     return KeySizes(of_token, rows // of_token, numbers, stages // 2 * 2)
