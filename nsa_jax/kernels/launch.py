@@ -59,6 +59,9 @@ def launch(
     # Aliases of jax-triton 0.4.1 count results, new ones first: operands in place come after them.
     places = [i for i in range(in_place) if operands[i] is not None]
     aliases = {i: len(jax.tree.leaves(out)) + n for n, i in enumerate(places)}
+    if in_place:
+        # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
+        operands = (*jax.lax.optimization_barrier(operands[:in_place]), *operands[in_place:])
     with warnings.catch_warnings():
         # jax-triton recommends `jax.Ref`s. We keep the option: a Ref is state that one must make and freeze.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
