@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks import inputs, layers
 from benchmarks.inputs import LAYERS, Draw, Shape, abstract_arguments, key
+from benchmarks.records import COMPARED
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
 from nsa_jax.array_typing import Array, DType
@@ -27,9 +28,9 @@ def function(operation: str, implementation: str, config: NSAConfig, shape: Shap
         return lambda query, key, value: jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=cast(Any, implementation)
         )
-    if implementation == "one_token":
+    if implementation in COMPARED:
         if operation == "selected_attention":
-            module = importlib.import_module("benchmarks.one_token")  # needs Triton
+            module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
             return functools.partial(module.selected_attention, config=config)
         implementation = "triton"
     run = getattr(attention, operation)
@@ -64,10 +65,11 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
         if implementation == "cudnn" and (shape.dtype == "float32" or shape.key_dim % 8):
             return f"cuDNN needs 16-bit floats and dim % 8 = 0, got {shape.dtype} and {shape.key_dim}"
         return None
-    if implementation == "one_token":
-        if (operation, mode) != ("selected_attention", "fwd"):
-            return "one token a program is there for the forward of selected_attention alone"
-        implementation = "triton"
+    if implementation in COMPARED:
+        like, modes = COMPARED[implementation]
+        if operation != "selected_attention" or mode not in modes:
+            return f"{implementation} is there for selected_attention alone, in {', '.join(modes)}"
+        implementation = like
     arrays = abstract_arguments(operation, shape, config)
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
 

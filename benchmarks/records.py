@@ -23,7 +23,11 @@ from nsa_jax.config import NSAConfig
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 # The dense row that each whole operation is compared with.
 DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
-IMPLEMENTATIONS = ("xla", "triton", "one_token", "cudnn", "jax_nn")
+# Modules of this package with a selected attention to compare ours with: which implementation they need what
+# of, and their modes.
+COMPARED = {"one_token": ("triton", ("fwd",)), "mosaic_forward": ("mosaic_gpu", ("fwd", "bwd", "fwd_bwd"))}
+MEASURED = ("xla", "triton", "mosaic_gpu", *COMPARED)  # implementations of ours
+IMPLEMENTATIONS = (*MEASURED, "cudnn", "jax_nn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -34,7 +34,7 @@ OPERATIONS = (
     "decode_step",
     "dense_decode_step",
 )
-PREFERENCE = ("triton", "xla")  # the order in which `implementation=None` tries them
+PREFERENCE = ("mosaic_gpu", "triton", "xla")  # the order in which `implementation=None` tries them
 _forced = jax.make_user_context(default_value=None)
 
 
@@ -105,8 +105,8 @@ class Choice(NamedTuple):
     Attributes:
       implementation: name of the implementation.
       reason: why it was chosen, in one sentence.
-      refused: `(name, reason)` of each implementation that cannot run the call; empty if one was asked for by
-        name or forced.
+      refused: `(name, reason)` of each implementation that cannot run the call or would be slower; empty if
+        one was asked for by name or forced.
     """
 
     implementation: str
@@ -129,7 +129,7 @@ def unsupported_reason(
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
-      implementation: "xla", "triton" or "mosaic_gpu"; the last is under way, and refuses every call.
+      implementation: "xla", "triton" or "mosaic_gpu".
       *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
         they are known.
       config: block structure, if it is known.
@@ -178,8 +178,10 @@ def choose(
 
     1. the implementation that the caller asks for by name;
     2. the implementation that `use_implementation` forces;
-    3. the first of `nsa_jax.dispatch.PREFERENCE` (`"triton"`, then `"xla"`) for which `unsupported_reason`
-       finds no reason.
+    3. the first of `nsa_jax.dispatch.PREFERENCE` (`"mosaic_gpu"`, `"triton"`, `"xla"`) for which
+       `unsupported_reason` finds no reason. `"mosaic_gpu"` is left out where it would be slower: it has
+       kernels for the gradients of the selected branch, so only for operations with that branch, and for at
+       least 8 query heads of a KV head.
 
     The operations and their arrays:
 
@@ -223,10 +225,13 @@ def choose(
         by = "named by the caller" if implementation is not None else "forced by use_implementation"
         return Choice(named, f"{named} was {by}.", ())
     refused = [(name, reason) for name in IMPLEMENTATIONS if (reason := reason_against(name))]
+    slower = mosaic_support.slower_reason(operation, *arrays)
+    if slower and "mosaic_gpu" not in dict(refused):
+        refused.append(("mosaic_gpu", slower))
     for name in PREFERENCE:
         if name not in dict(refused):
             return Choice(
-                name, f"{name} is the first of {PREFERENCE} that supports this call.", tuple(refused)
+                name, f"{name} is the first of {PREFERENCE} that is good for this call.", tuple(refused)
             )
     raise NotImplementedError(
         f"{operation} needs an implementation that can run here, got {dict(refused)}. Use the CPU platform."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from parity.budget import Row
 
 DTYPES = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = ("xla", "triton", "reference")
+IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "reference")
 # Rough time of a case in float32 on 2 CPU cores; all others take about as long as one another.
 SECONDS = {
     "kernel_paper": 82,

@@ -74,7 +74,9 @@ def test_choice_works_on_shapes_and_explains_itself(operation):
     chosen = dispatch.choose(operation, *arrays(operation), config=CONFIG, platform="cpu")
 
     assert chosen.implementation == "xla"
-    assert chosen.reason.endswith("is the first of ('triton', 'xla') that supports this call.")
+    assert chosen.reason.endswith(
+        "is the first of ('mosaic_gpu', 'triton', 'xla') that is good for this call."
+    )
     assert dict(chosen.refused) == {
         name: dispatch.unsupported_reason(operation, name)
         for name in dispatch.IMPLEMENTATIONS

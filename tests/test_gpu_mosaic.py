@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 
 import nsa_jax
+from benchmarks import mosaic_forward
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu import support
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _proven(monkeypatch):
-    """These tests are the proof."""
-    monkeypatch.setattr(support, "PROVEN", True)
-
 
 # Tokens of the sequences of packed rows; padding is before, between and after them.
 SEGMENTS = np.repeat([0, 1, 2, 0, 3, 0], [3, 298, 216, 13, 460, 10])
@@ -99,15 +92,15 @@ def problem(
     return arrays, blocks, gradients
 
 
-def by(implementation):
-    return functools.partial(nsa_jax.selected_attention, implementation=implementation)
+triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
+mosaic = mosaic_forward.selected_attention  # both directions
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_equal_the_oracle(name):
     arrays, _, gradients = problem(**SHAPES[name])
     oracle = jax.jit(functools.partial(gradients, reference.selected_attention))
-    ours = jax.jit(functools.partial(gradients, by("mosaic_gpu")))
+    ours = jax.jit(functools.partial(gradients, mosaic))
 
     found, same = ours(*arrays), oracle(*arrays)
     exact = oracle(*(x.astype(jnp.float32) for x in arrays))
@@ -134,7 +127,7 @@ def test_long_rows_equal_triton_and_repeat_bitwise(length, distribution):
             found, pull_back = jax.vjp(both, *arrays)
             return *found, *pull_back(found)
 
-    ours, theirs = (jax.jit(functools.partial(gradients, by(x))) for x in ("mosaic_gpu", "triton"))
+    ours, theirs = (jax.jit(functools.partial(gradients, x)) for x in (mosaic, triton))
 
     found, other = ours(*arrays), theirs(*arrays)
 
@@ -173,7 +166,7 @@ def test_whole_operation_equals_triton():
 
 def test_what_is_not_a_number_reaches_only_those_who_see_it():
     (query, key, value), blocks, gradients = problem(length=2000)
-    ours = jax.jit(functools.partial(gradients, by("mosaic_gpu")))
+    ours = jax.jit(functools.partial(gradients, mosaic))
     bad = 1234
     finite = ours(query, key, value)
 

@@ -9,15 +9,9 @@ from test_triton_support import installed, shapes  # noqa: F401 (a fixture)
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
 CONFIG = NSAConfig()
-
-
-@pytest.fixture(autouse=True)
-def _proven(monkeypatch):
-    monkeypatch.setattr(mosaic_support, "PROVEN", True)
 
 
 def reason(arrays=None, config=CONFIG, operation="native_sparse_attention", **more):
@@ -74,12 +68,30 @@ def test_other_chips_are_named(installed, monkeypatch, capability, name):  # noq
     assert "implementation='triton'" in text
 
 
-def test_kernels_under_way_are_refused(installed, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(mosaic_support, "PROVEN", False)
+@pytest.mark.parametrize(
+    ("operation", "heads", "chosen", "part"),
+    [
+        ("native_sparse_attention", 32, "mosaic_gpu", None),
+        ("selected_attention", 16, "mosaic_gpu", None),
+        ("native_sparse_attention", 14, "triton", "fewer than 8 query heads of one KV head, got 14 / 2"),
+        ("window_attention", 32, "triton", "have the selected branch alone, got window_attention"),
+    ],
+)  # fmt: skip
+def test_choice_is_the_faster_one(installed, operation, heads, chosen, part):  # noqa: F811
+    arrays = shapes(heads=heads)
+    if operation != "native_sparse_attention":
+        arrays = (arrays[0], *arrays[3:5])
 
-    assert "need to pass their GPU tests first" in reason()
-    assert has_form(reason())
-    assert "mosaic_gpu" not in dispatch.PREFERENCE
+    choice = dispatch.choose(operation, *arrays, config=CONFIG, platform="cuda")
+
+    assert choice.implementation == chosen
+    refused = dict(choice.refused)
+    assert ("mosaic_gpu" in refused) == (part is not None)
+    if part is not None:
+        assert part in refused["mosaic_gpu"]
+        assert has_form(refused["mosaic_gpu"])
+    named = dispatch.choose(operation, *arrays, config=CONFIG, platform="cuda", implementation="mosaic_gpu")
+    assert named.implementation == "mosaic_gpu"
 
 
 def test_reads_are_not_counted(installed):  # noqa: F811

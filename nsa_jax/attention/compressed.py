@@ -70,7 +70,8 @@ def compressed_attention(
       segment_ids: sequence of each of the `S` tokens of the row: each non-zero id is one contiguous run,
         0 = padding. None if every row is one sequence.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
       return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:

@@ -50,7 +50,8 @@ def native_sparse_attention(
         row is one sequence.
       first_key_win: row index of the first window key, see `first_key` of `window_attention`.
       scale: factor of the logits of all branches, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
 
     Returns:
       The output, in the query's dtype; 0 for a padding query.

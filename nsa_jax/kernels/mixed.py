@@ -1,7 +1,9 @@
-"""The operations with the selected branch from `kernels.mosaic_gpu`, all else from `kernels.triton`.
+"""The operations with the gradients of the selected branch from `kernels.mosaic_gpu`, all else Triton's.
 
-This is what `implementation="mosaic_gpu"` means. The lists of blocks are Triton kernels, and so is what
-computes results again that are not finite.
+This is what `implementation="mosaic_gpu"` means: of each kernel the faster one. The lists of blocks are
+Triton kernels, and so is what computes results again that are not finite. The forward pass of the selected
+branch in Mosaic GPU is a little slower than Triton's (`docs/kernel_log.md`); `FORWARD_TOO`, both directions
+from Mosaic, is for tests and benchmarks.
 """
 
 from functools import partial
@@ -18,7 +20,7 @@ from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form
-from nsa_jax.kernels.triton import operations
+from nsa_jax.kernels.triton import blocks, operations
 from nsa_jax.kernels.triton.blocks.backward_key import join_items
 from nsa_jax.kernels.triton.nonfinite import (
     recompute_forward,
@@ -136,6 +138,7 @@ def _ring_lists(
     return ring_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-_KERNELS = BlockKernels(attend_blocks, block_gradients)
+_KERNELS = BlockKernels(blocks.attend_blocks, block_gradients)
+FORWARD_TOO = BlockKernels(attend_blocks, block_gradients)  # both directions from Mosaic
 selected_attention = partial(operations.selected_attention, kernels=_KERNELS)
 native_sparse_attention = partial(operations.native_sparse_attention, kernels=_KERNELS)

@@ -24,7 +24,8 @@ class Transformer(nnx.Module):
       config: widths, depth and kind of attention.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
         `nsa_jax.nn.NSAAttention`.
-      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:

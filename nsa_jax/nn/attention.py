@@ -126,7 +126,8 @@ class NSAAttention(CacheSteps):
         `{"heads": "tensor", "kv_heads": "tensor"}`. It becomes the `out_sharding` metadata of the kernels and
         biases of projections and gate; compressors and norms get none. Creating the layer then needs a
         mesh in context (`jax.set_mesh`).
-      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:

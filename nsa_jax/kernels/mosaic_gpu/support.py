@@ -6,10 +6,11 @@ from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.sizes import DIMS, MOST_HEADS
 
-PROVEN = False  # whether tests/test_gpu_mosaic.py has passed on a GPU with the kernels as they are
 DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
 _MOST_SELECTED = 128  # blocks of a query: those of up to 32 queries are sorted in a program's registers
+FEWEST_HEADS = 8  # query heads of a KV head from which on the gradients are faster than Triton's
+_OPERATIONS = ("selected_attention", "native_sparse_attention")  # those with the selected branch
 _USE = "Use implementation='triton'."
 
 
@@ -21,26 +22,19 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels of the selected branch cannot run, beyond what Triton needs; None if they can.
 
-    Until they are `PROVEN`, they run in tests only.
-
     Args:
-      operation: "selected_attention" or "native_sparse_attention"; other operations have no kernels here.
+      operation: one with the selected branch; the others have no kernels here, and run as Triton's.
       *arrays: see `nsa_jax.dispatch.unsupported_reason`.
       config: block structure, if it is known.
       capability: compute capability of the GPU, if it is known.
     """
-    if not PROVEN:
-        return f"the Mosaic GPU kernels need to pass their GPU tests first, got kernels under way. {_USE}"
-    if operation not in ("selected_attention", "native_sparse_attention"):
+    if operation not in _OPERATIONS:
         return None
     if capability is not None and capability[0] != 9:
         got = ".".join(map(str, capability))
         more = " Their matrix instruction, wgmma, does not exist on Blackwell." if capability[0] > 9 else ""
         return f"the Mosaic GPU kernels need compute capability 9.0 (Hopper), got {got}.{more} {_USE}"
-    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
-    if operation == "native_sparse_attention":  # query, then keys and values of the selected branch
-        floats = [floats[0], *floats[3:5]] if len(floats) >= 5 else floats[:1]
-    floats = floats[:3]
+    floats = _of_branch(operation, arrays)
     if wrong := [x.dtype.name for x in floats if x.dtype.name not in DTYPES]:
         return (
             f"the Mosaic GPU kernels support the dtypes {', '.join(DTYPES)}, got {wrong[0]}. Cast the "
@@ -71,3 +65,30 @@ def unsupported_reason(
                 f"{config.num_selected_blocks}. {_USE}"
             )
     return None
+
+
+def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why Triton's kernels are the better choice for a call that both can run; None if these are.
+
+    Args:
+      operation, *arrays: as for `unsupported_reason`.
+    """
+    if operation not in _OPERATIONS:
+        return f"the Mosaic GPU kernels have the selected branch alone, got {operation}. {_USE}"
+    floats = _of_branch(operation, arrays)
+    if len(floats) == 3 and floats[0].shape[2] < FEWEST_HEADS * floats[1].shape[2]:
+        return (
+            f"the Mosaic GPU kernels are slower with fewer than {FEWEST_HEADS} query heads of one KV head, "
+            f"got {floats[0].shape[2]} / {floats[1].shape[2]}. {_USE}"
+        )
+    return None
+
+
+def _of_branch(
+    operation: str, arrays: tuple[Array | jax.ShapeDtypeStruct, ...]
+) -> list[Array | jax.ShapeDtypeStruct]:
+    """Queries, keys and values of the selected branch, as far as they are among the arrays."""
+    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+    if operation == "native_sparse_attention":
+        floats = [floats[0], *floats[3:5]] if len(floats) >= 5 else floats[:1]
+    return floats[:3]
