@@ -67,16 +67,27 @@ def magnitude(scaling: Any) -> float:
 def rotate(x: Tensor, positions: Tensor, base: float, scaling: Any = None) -> Tensor:
     """Rotates heads `[B, X, heads, H]` at `positions` `[B, X]`, by half-split pairs.
 
-    If H is odd, the last dimension stays as it is. Frequencies are computed in float64 and rounded to
-    float32, and angles are float32 products. Both are correctly rounded, so every framework turns by the same
-    angle.
+    If H is odd, the last dimension stays as it is. Whole turns are left out of an angle before it is rounded,
+    so it is as exact at a million tokens as at ten.
     """
     half = x.shape[-1] // 2
-    frequencies = [frequency(i, half, base, scaling) for i in range(half)]
-    angle = positions[:, :, None, None].to(torch.float32) * torch.tensor(
-        frequencies, dtype=torch.float32, device=x.device
-    )
     wide = x.to(accumulation_dtype(x.dtype))
-    cos, sin = (magnitude(scaling) * function(angle.to(wide.dtype)) for function in (torch.cos, torch.sin))
+    frequencies = [frequency(i, half, base, scaling) for i in range(half)]
+    angle = _angles(positions, frequencies, wide.dtype)[:, :, None]
+    cos, sin = (magnitude(scaling) * function(angle) for function in (torch.cos, torch.sin))
     left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1).to(x.dtype)
+
+
+def _angles(positions: Tensor, frequencies: list[float], dtype: torch.dtype) -> Tensor:
+    """The angles `position * frequency` without whole turns, between about -pi and pi; one more axis.
+
+    A turn has 2^32 ticks. A frequency is a whole number of ticks and a rest of at most half a tick. Ticks are
+    multiplied in integers, so that what remains of the last turn is exact.
+    """
+    radians_per_tick = 2 * math.pi / 2**32
+    in_ticks = torch.tensor(frequencies, dtype=torch.float64, device=positions.device) / radians_per_tick
+    ticks = in_ticks.round()
+    rest = ((in_ticks - ticks) * radians_per_tick).float()
+    turned = (positions.long()[..., None] * ticks.long() % 2**32 + 2**31) % 2**32 - 2**31
+    return turned.to(dtype) * radians_per_tick + positions[..., None].to(dtype) * rest.to(dtype)

@@ -101,8 +101,9 @@ def compression(shape):
     for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
         shapes = ((size, dim), (size * dim, 2 * dim), (2 * dim,), (2 * dim, dim), (dim,))
         arrays[name] = ResidualMLP(*(jax.ShapeDtypeStruct(x, jnp.dtype(shape.dtype)) for x in shapes))
-    frequency, magnitude = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((shape.key_dim // 2,), ()))
-    return Compression(**arrays, rotation=Rotation(frequency, magnitude))
+    pairs = (shape.key_dim // 2,)
+    ticks, rest = (jax.ShapeDtypeStruct(pairs, dtype) for dtype in (jnp.int32, jnp.float32))
+    return Compression(**arrays, rotation=Rotation(ticks, rest, jax.ShapeDtypeStruct((), jnp.float32)))
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def mlp(size: int, dim: int, units: int, seed: int) -> ResidualMLP:
 
 def rotation(pairs: int) -> Rotation:
     """A `Rotation` whose last pairs turn slowly."""
-    return Rotation(np.float32(1000.0) ** (-np.arange(pairs, dtype=np.float32) / pairs), 1.25)
+    return Rotation.of(1000.0 ** (-np.arange(pairs) / pairs), 1.25)
 
 
 CASES = {

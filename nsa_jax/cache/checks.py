@@ -115,11 +115,13 @@ def _check_rotation(rotation: Any, key_dim: int) -> None:
             f"the rotation of a compression must be a Rotation or None, got {type(rotation).__name__}. Pass "
             "a function instead of the Compression."
         )
-    shape, dtype = jnp.shape(rotation.frequency), jnp.result_type(rotation.frequency)
-    if len(shape) != 1 or 2 * shape[0] > key_dim or dtype != jnp.float32:
+    shapes, dtypes = zip(*((jnp.shape(x), jnp.result_type(x).name) for x in rotation[:2]), strict=True)
+    shape, *_ = shapes
+    if len(set(shapes)) > 1 or len(shape) != 1 or 2 * shape[0] > key_dim or dtypes != ("int32", "float32"):
         raise ValueError(
-            f"a rotation must have at most {key_dim // 2} float32 frequencies for keys of width {key_dim}, "
-            f"got {dtype} of shape {shape}. Pass at most one for each pair of dimensions."
+            f"a rotation must have int32 ticks and a float32 rest of at most {key_dim // 2} pairs for keys "
+            f"of width {key_dim}, got {' and '.join(dtypes)} of shapes {shapes}. Make it with Rotation.of, "
+            "of at most one frequency for each pair of dimensions."
         )
 
 

@@ -39,8 +39,8 @@ def rotate(
       The rotated heads in the dtype of `x`.
 
     Numerics:
-      Frequencies and angles are rounded to float32 for every dtype of `x`, so that two frameworks turn by the
-      same angle. Sine, cosine and products are float32, or float64 for float64 inputs.
+      Angles are within 2e-6 rad of the exact ones at every int32 position, so that a million tokens turn as
+      precisely as ten do. Angles, sine, cosine and products are float32, or float64 for float64 inputs.
 
     Gradients:
       The cotangent rotated back, multiplied by the same magnitude.
@@ -71,7 +71,7 @@ class Rotary:
         magnitude = 1.0
         if self.scaling is not None:
             frequency, magnitude = self.scaling.scaled(frequency, self.base), self.scaling.magnitude
-        return Rotation(frequency.astype(np.float32), magnitude)
+        return Rotation.of(frequency, magnitude)
 
 
 def rotary_function(

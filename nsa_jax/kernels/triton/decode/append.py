@@ -128,7 +128,7 @@ def _form(arrays, forming, found, tokens, b, kv_head, block, j, D):
     one = tl.zeros([1], tl.int32) + place
     store_at(found.key, one * H, k, one >= 0, KEY)
     store_at(found.value, one * (VALUE.D0 + VALUE.D1), v, one >= 0, VALUE)
-    if forming.turning.frequency is not None:
+    if forming.turning.ticks is not None:
         tl.debug_barrier()
         k = turned(found.key + place * H, block * D.STRIDE, forming.turning, KEY, D.PAIRS)
         tl.debug_barrier()

@@ -21,7 +21,7 @@ def first_kernel(
     key_slc, value_slc, key_raw, value_raw, key_win, value_win,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
-    value_bias_in, value_kernel_out, value_bias_out, frequency, magnitude, query, key_cmp, value_cmp,
+    value_bias_in, value_kernel_out, value_bias_out, ticks, rest, magnitude, query, key_cmp, value_cmp,
     out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, arrivals,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -53,7 +53,7 @@ def first_kernel(
         )  # fmt: skip
         forming = Forming(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),
-            OutputLayer(value_bias_in, value_kernel_out, value_bias_out), Turning(frequency, magnitude),
+            OutputLayer(value_bias_in, value_kernel_out, value_bias_out), Turning(ticks, rest, magnitude),
         )  # fmt: skip
         found = Appended(placed, block_key, block_value, block_logits, out, sums, arrivals)
         bk = pid - attending

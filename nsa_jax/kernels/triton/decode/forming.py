@@ -11,10 +11,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_jax.compression import RADIANS_PER_TICK
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.pieces import Pieces
 
 WEIGHTS_AT_ONCE: tl.constexpr = tl.constexpr(4096)  # of an output layer: 32 registers, 8 or 16 KB a stage
+TICK: tl.constexpr = tl.constexpr(RADIANS_PER_TICK)
 
 
 class OutputLayer(NamedTuple):
@@ -26,9 +28,10 @@ class OutputLayer(NamedTuple):
 
 
 class Turning(NamedTuple):
-    """The frequency of each pair and the magnitude of all pairs; both None without a rotation."""
+    """A `Rotation`: ticks and rest of each pair, and the magnitude of all; all None without a rotation."""
 
-    frequency: tl.tensor | None
+    ticks: tl.tensor | None
+    rest: tl.tensor | None
     magnitude: tl.tensor | None
 
 
@@ -109,8 +112,10 @@ def _turned_columns(key, position, turning, FIRST: tl.constexpr, NUMBER: tl.cons
     column = FIRST + tl.arange(0, NUMBER)
     left = column < PAIRS
     turns = column < 2 * PAIRS
-    frequency = tl.load(turning.frequency + tl.where(left, column, column - PAIRS), mask=turns, other=0.0)
-    angle = position.to(tl.float32) * frequency
+    pair = tl.where(left, column, column - PAIRS)
+    ticks = tl.load(turning.ticks + pair, mask=turns, other=0)
+    rest = tl.load(turning.rest + pair, mask=turns, other=0.0)
+    angle = (position * ticks).to(tl.float32) * TICK + position.to(tl.float32) * rest
     magnitude = tl.load(turning.magnitude)
     x = tl.load(key + column).to(tl.float32)
     y = tl.load(key + tl.where(left, column + PAIRS, column - PAIRS), mask=turns, other=0.0).to(tl.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import triton
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.dims import split_dim
@@ -58,12 +58,13 @@ class _Formed(NamedTuple):
     value_bias_in: Float[Array, " F"] | None = None
     value_kernel_out: Float[Array, "F V"] | None = None
     value_bias_out: Float[Array, " V"] | None = None
-    frequency: Float[Array, " pairs"] | None = None
+    ticks: Int32[Array, " pairs"] | None = None
+    rest: Float32[Array, " pairs"] | None = None
     magnitude: Float[Array, " 1"] | None = None
 
     def constants(self) -> dict[str, int]:
         """The sizes of these arrays, as constants of the kernel."""
-        sizes = {"KEY_UNITS": self.key_bias_in, "VALUE_UNITS": self.value_bias_in, "PAIRS": self.frequency}
+        sizes = {"KEY_UNITS": self.key_bias_in, "VALUE_UNITS": self.value_bias_in, "PAIRS": self.rest}
         return {name: 0 if x is None else x.shape[0] for name, x in sizes.items()}
 
 
@@ -238,7 +239,7 @@ class _Step:
         if rotation is not None:
             magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
             formed = formed._replace(
-                frequency=jnp.asarray(rotation.frequency, jnp.float32), magnitude=magnitude
+                ticks=jnp.asarray(rotation.ticks), rest=jnp.asarray(rotation.rest), magnitude=magnitude
             )
         return formed
 
