@@ -74,7 +74,9 @@ def check(
     check_dtypes(annotations, arrays)
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
-    check_first_key(first_key_win, sizes)
+        check_halo(query_positions, first_key_win, sizes, config)
+    if not isinstance(query_positions, layout.Runs) or query_positions.halo is None:
+        check_first_key(first_key_win, sizes)
     # `_row_length` adds the number of tokens to it, which would overflow a narrow integer type.
     known = isinstance(first_key_win, numbers.Integral)
     first_key_win = int(first_key_win) if known else jnp.asarray(first_key_win, jnp.int32)
@@ -82,7 +84,7 @@ def check(
         config,
         batch=sizes["B"],
         num_queries=sizes["T"],
-        num_keys=_row_length(sizes, config, query_positions is not None, first_key_win),
+        num_keys=_row_length(sizes, config, query_positions, first_key_win),
         query_positions=_as_given(query_positions),
         segment_ids=_as_given(segment_ids),
         first_keys=layout.FirstKeys(win=layout.Index(first_key_win)),
@@ -253,6 +255,31 @@ def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
         _check_row_number("num_queries", runs.num_queries, sizes["B"], scalar=False)
 
 
+def check_halo(
+    runs: layout.Runs, first_key: int | Array, sizes: Mapping[str, int], config: NSAConfig
+) -> None:
+    """Raises ValueError unless a halo is as long as the window needs, and the window's arrays hold it."""
+    halo = runs.halo
+    if halo is None:
+        return
+    if not isinstance(halo, int) or halo < config.window_size - 1:
+        raise ValueError(
+            f"halo must be an int of at least window_size - 1 = {config.window_size - 1}, got {halo!r}. Give "
+            "each run all keys that its first query sees."
+        )
+    if not is_zero(first_key):
+        raise ValueError(
+            "first_key must be left out if runs have a halo, got both. Leave it out: the runs say where "
+            "their keys begin."
+        )
+    expected = sizes["T"] + len(runs.runs) * halo
+    if sizes.get("W", expected) != expected:
+        raise ValueError(
+            f"the window's keys must be {halo} tokens and then its own for each of {len(runs.runs)} runs, "
+            f"{expected} in all, got W = {sizes['W']}. Pass one stretch of keys for each run."
+        )
+
+
 def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
     """Raises unless `first_key` is an int, a scalar or one int per row, and fits the length of the arrays.
 
@@ -303,12 +330,18 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
     return float(scale)
 
 
-def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first_key: int | Array) -> Any:
+def _row_length(
+    sizes: Mapping[str, int],
+    config: NSAConfig,
+    query_positions: Array | layout.Runs | None,
+    first_key: int | Array,
+) -> Any:
     """Number of tokens of a row, as far as the call tells: from `S`, the window's or the compressed keys.
 
     If only compressed keys are given, the row has as many tokens as there are queries. With positions given,
-    it has as many tokens as a row of `C` blocks can have at most.
+    it has as many tokens as a row of `C` blocks can have at most. Window keys in stretches do not tell.
     """
+    placed = query_positions is not None
     length: Any
     if "C" in sizes and ("S" in sizes or not placed):
         length = sizes.get("S", sizes["T"])
@@ -317,6 +350,8 @@ def _row_length(sizes: Mapping[str, int], config: NSAConfig, placed: bool, first
         length = layout.longest_length(sizes["C"], config)
     elif "S" in sizes:
         length = sizes["S"]
+    elif isinstance(query_positions, layout.Runs) and query_positions.halo is not None:
+        length = jnp.iinfo(jnp.int32).max
     else:
         length = first_key + sizes["W"]
     held = sizes.get("S" if "C" in sizes else "W", length)

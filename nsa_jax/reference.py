@@ -132,7 +132,9 @@ def window_attention(
 ) -> Attended:
     """Attention over the last `w` tokens, the query's own included (section 3.3.3)."""
     num_keys = key_win.shape[1]
-    placed = _place(query, num_keys, config, query_positions, segment_ids, first_key)
+    stretched = isinstance(query_positions, Runs) and query_positions.halo is not None
+    length = jnp.iinfo(jnp.int32).max if stretched else num_keys
+    placed = _place(query, length, config, query_positions, segment_ids, first_key)
     visible = _in_range(placed.window_range(num_keys), num_keys)
     return _attend(query, key_win, value_win, visible[:, :, None], scale)
 

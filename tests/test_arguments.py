@@ -370,6 +370,26 @@ def test_first_keys_that_make_no_sense(first, error, rule):
     refused(error, "^" + rule, "native_sparse_attention", dict(first_key_win=first))
 
 
+HALO = CONFIG.window_size
+
+
+@pytest.mark.parametrize(
+    ("halo", "keys", "first", "rule"),
+    [
+        (HALO - 2, T + HALO - 2, 0, "halo must be an int of at least window_size - 1 = 511, got 510"),
+        (5.0, T, 0, "halo must be an int of at least window_size - 1 = 511, got 5.0"),
+        (HALO, T + HALO, 3, "first_key must be left out if runs have a halo, got both"),
+        (HALO, T, 0, "the window's keys must be 512 tokens and then its own for each of 1 runs, 582 in all"),
+    ],
+    ids=["short", "float", "first_key", "keys"],
+)
+def test_halos_that_make_no_sense(halo, keys, first, rule):
+    changed = {name: array(name, (B, keys, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
+    for operation, name in (("window_attention", "first_key"), ("native_sparse_attention", "first_key_win")):
+        options = {"query_positions": Runs((Run(T, 0),), halo=halo), name: first}
+        refused(ValueError, "^" + rule, operation, options, **changed)
+
+
 def test_window_keys_of_another_number_need_their_first():
     changed = {name: array(name, (B, S + 3, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
     rule = "^the window's keys must cover all S = 70 tokens unless first_key is given, got W = 73"

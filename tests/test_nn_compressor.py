@@ -8,8 +8,8 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn import Compressor
-from nsa_jax.nn.compressor import first_tokens, token_windows
 
 CONFIGS = {
     "overlapping": NSAConfig(

@@ -33,6 +33,7 @@ CHECKS = {
             "case runs_one",
             "case runs_of_odd_length",
             "case runs_ring",
+            "case runs_stretches",
             "case runs_strides",
             "case runs_strides_part",
             "case nothing",

@@ -154,3 +154,34 @@ def test_window_keys_that_begin_anywhere_are_those_of_the_row(operation, row, ru
 
     assert disagreements(found, expected) == {}
     assert found["key_win"].any()
+
+
+@pytest.mark.parametrize("operation", ["window_attention", "native_sparse_attention"])
+@pytest.mark.parametrize("row", CASES)
+def test_a_stretch_of_window_keys_for_each_run_is_as_good_as_all_keys(operation, row):
+    """Places outside the row hold huge numbers."""
+    case, halo = CASES[row], OVERLAPPING.window_size + 2
+    runs = Runs((Run(7, np.array([20, 5])), Run(4, np.array([50, 37]))), halo=halo)
+    operands = case.draw()._asdict()
+    if operation == "window_attention":
+        operands = {name: operands[name] for name in WINDOW}
+    token = np.concatenate(
+        [run.first[:, None] + np.arange(-halo, run.length)[None] for run in runs.runs], axis=1
+    )
+    inside, at = (token >= 0)[..., None, None], np.maximum(token, 0)[..., None, None]
+    stretches = {
+        name: np.where(inside, np.take_along_axis(operands[name], at, axis=1), 1e6) for name in WINDOW[1:]
+    }
+
+    attend = functools.partial(with_gradients, getattr(attention, operation), case)
+    found = attend(arrays=operands | stretches, query_positions=runs)
+    expected = attend(arrays=operands, query_positions=dataclasses.replace(runs, halo=None))
+
+    for name in WINDOW[1:]:  # a token may be in both stretches: its gradient is their sum
+        total = np.zeros_like(expected[name])
+        for b in range(case.batch):
+            np.add.at(total[b], at[b, :, 0, 0], np.where(inside[b], found[name][b], 0))
+        assert not found[name][~np.broadcast_to(inside, found[name].shape)].any()
+        found[name] = total
+    assert disagreements(found, expected) == {}
+    assert found["key_win"].any()

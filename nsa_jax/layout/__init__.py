@@ -26,7 +26,13 @@ from nsa_jax.layout.placement import (
     place,
     positions_of,
 )
-from nsa_jax.layout.sequences import compression_block_starts, sequence_positions, sequence_starts
+from nsa_jax.layout.sequences import (
+    blocks_ended,
+    compression_block_starts,
+    sequence_positions,
+    sequence_starts,
+)
+from nsa_jax.layout.windows import first_tokens, token_windows, windows_at
 
 __all__ = [
     "DenseCache",
@@ -38,10 +44,12 @@ __all__ = [
     "Run",
     "Runs",
     "TokenKeysValues",
+    "blocks_ended",
     "blocks_of_step",
     "compression_block_starts",
     "default_runs",
     "distinct_blocks",
+    "first_tokens",
     "is_forced",
     "longest_length",
     "max_selection_blocks",
@@ -52,4 +60,6 @@ __all__ = [
     "positions_of",
     "sequence_positions",
     "sequence_starts",
+    "token_windows",
+    "windows_at",
 ]

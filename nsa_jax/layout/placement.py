@@ -71,6 +71,10 @@ class Runs:
         selection block. It is not checked; `nsa_jax.debug.check_runs` does that.
       num_queries: how many of the `T` queries of each row are real, counted from the first; the others are
         padding. None if all are real.
+      halo: says that the keys of the window branch are not those of a whole row, but one stretch for each
+        run: the `halo` tokens before its first query, then the tokens of its queries. The stretches lie one
+        after another, so `W` is `T` and `halo` for each run. It is at least `window_size - 1`. Tokens before
+        the row are not seen.
 
     Examples:
       Two shards of a row of 4096 tokens, 1024 queries each:
@@ -82,20 +86,22 @@ class Runs:
     runs: tuple[Run, ...]
     divisor: int = 1
     num_queries: Int[Array, " B"] | None = None
+    halo: int | None = None
 
     def tree_flatten(self):
-        """Makes lengths, divisor and first indices that are ints part of the tree structure."""
+        """Makes lengths, divisor, halo and first indices that are ints part of the tree structure."""
         ints = tuple(isinstance(run.first, numbers.Integral) for run in self.runs)
         firsts = tuple(int(run.first) if i else None for run, i in zip(self.runs, ints, strict=True))
         arrays = tuple(None if i else run.first for run, i in zip(self.runs, ints, strict=True))
-        return (arrays, self.num_queries), (tuple(run.length for run in self.runs), firsts, self.divisor)
+        lengths = tuple(run.length for run in self.runs)
+        return (arrays, self.num_queries), (lengths, firsts, self.divisor, self.halo)
 
     @classmethod
     def tree_unflatten(cls, known, arrays):
         """The inverse."""
-        (lengths, firsts, divisor), (traced, num_queries) = known, arrays
+        (lengths, firsts, divisor, halo), (traced, num_queries) = known, arrays
         ends = (x if first is None else first for x, first in zip(traced, firsts, strict=True))
-        return cls(tuple(map(Run, lengths, ends)), divisor, num_queries)
+        return cls(tuple(map(Run, lengths, ends)), divisor, num_queries, halo)
 
 
 class FirstKeys(NamedTuple):
@@ -136,6 +142,10 @@ class Placement:
       run_queries: how many queries of each run are real; those after them are padding. None if all are real.
       divisor: a number that divides the key index of the first query of every run.
       first_keys: row index of the first key of each branch.
+      halo: tokens before each run in the arrays of the window branch if these hold one stretch of keys for
+        each run, see `Runs`; else None.
+      before_stretch: with a `halo`, for each query, the row index of a key of its stretch minus the index of
+        that key in the arrays.
     """
 
     config: NSAConfig = dataclasses.field(metadata={"static": True})
@@ -148,6 +158,8 @@ class Placement:
     run_queries: Int32[Array, "B runs"] | None
     divisor: int = dataclasses.field(metadata={"static": True})
     first_keys: FirstKeys
+    halo: int | None = dataclasses.field(metadata={"static": True})
+    before_stretch: Int32[Array, "B T"] | None
 
     def window_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
         """Range of the window's keys, `max(0, t-w+1) .. t`, in the array of the window branch.
@@ -160,8 +172,15 @@ class Placement:
         """
         end = self.position + 1
         start = jnp.maximum(end - self.config.window_size, 0)
-        shift = self.sequence_start - _by_row(self.first_keys.win)
+        before = _by_row(self.first_keys.win) if self.before_stretch is None else self.before_stretch
+        shift = self.sequence_start - before
         return _within(start + shift, end + shift, num_keys)
+
+    def stretches(self) -> tuple[int, ...]:
+        """With a `halo`, where the first query of each run is in the arrays of the window branch."""
+        assert self.halo is not None
+        lengths = (0, *self.run_lengths[:-1])
+        return tuple(sum(lengths[: i + 1]) + (i + 1) * self.halo for i in range(len(lengths)))
 
     def compression_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
         """Range of the visible compression blocks, `i d + l - 1 <= t`, in the array of compressed keys.
@@ -235,12 +254,14 @@ def place(
     length = _index(num_keys, batch)
     if query_positions is None:
         query_positions = default_runs(num_queries, length.value)
-    run_queries, divisor = None, 1
+    run_queries, divisor, halo, before_stretch = None, 1, None, None
     runs: tuple[Run, ...] = ()
     if isinstance(query_positions, Runs):
-        runs, divisor = query_positions.runs, query_positions.divisor
+        runs, divisor, halo = query_positions.runs, query_positions.divisor, query_positions.halo
         positions = positions_of(query_positions, batch)
         run_queries = _run_queries(query_positions, batch, length)
+        if halo is not None:
+            before_stretch = _before_stretch(runs, halo, batch)
         if all(isinstance(run.first, numbers.Integral) for run in runs):
             divisor = gcd(*(int(run.first) for run in runs)) or _ANY  # 0 if every run begins at 0
     else:
@@ -255,6 +276,8 @@ def place(
         run_queries=run_queries,
         divisor=divisor,
         first_keys=FirstKeys(*(_index(first.value, batch) for first in first_keys)),
+        halo=halo,
+        before_stretch=before_stretch,
     )
     if segment_ids is None:
         zero = jnp.zeros_like(positions)
@@ -293,6 +316,18 @@ def positions_of(runs: Runs, batch: int) -> Int32[Array, "B T"]:
         return positions
     real = jnp.arange(positions.shape[1], dtype=jnp.int32)[None] < runs.num_queries.astype(jnp.int32)[:, None]
     return jnp.where(real, positions, -1)
+
+
+def _before_stretch(runs: tuple[Run, ...], halo: int, batch: int) -> Int32[Array, "B T"]:
+    """For each query, the row index of a key minus its index among the stretches of all runs."""
+    past, parts = 0, []
+    for run in runs:
+        past += halo
+        parts.append(
+            jnp.broadcast_to((_index(run.first, batch).of_rows(batch) - past)[:, None], (batch, run.length))
+        )
+        past += run.length
+    return jnp.concatenate(parts, axis=1)
 
 
 def _run_queries(runs: Runs, batch: int, num_keys: Index) -> Int32[Array, "B runs"] | None:

@@ -1,7 +1,8 @@
 """Flax NNX layers: Native Sparse Attention and its parts, and dense and window attention to compare with."""
 
+from nsa_jax.layout import token_windows
 from nsa_jax.nn.attention import NSAAttention, Operands, Selection
-from nsa_jax.nn.compressor import Compressor, token_windows
+from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parameters import load_weights, weights

@@ -12,7 +12,8 @@ from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn.compressor import CompressionMode, Compressor, first_tokens, token_windows
+from nsa_jax.layout import first_tokens, token_windows
+from nsa_jax.nn.compressor import CompressionMode, Compressor
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (

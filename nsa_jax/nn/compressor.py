@@ -1,14 +1,11 @@
 """The compression phi of Eq. 7: one compressed key (or value) for each block of `l` tokens."""
 
-import functools
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import layout
-from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.compression import ResidualMLP
 from nsa_jax.config import NSAConfig
 
@@ -119,88 +116,3 @@ class Compressor(nnx.Module):
         return nnx.nn.dtypes.promote_dtype(
             (windows, *(parameter[...] for parameter in parameters)), dtype=self.dtype
         )
-
-
-def token_windows(
-    x: Float[Array, "B S K H"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
-) -> Float[Array, "B C l K H"]:
-    """Gathers the `l` tokens of each compression block.
-
-    Args:
-      x: keys or values of the tokens of each row.
-      config: block structure.
-      segment_ids: sequence of each token; None if every row is one sequence.
-
-    Returns:
-      The tokens of each block in the order of the row, in the dtype of `x`; zeros in the unused block slots
-      at the end of a packed row.
-
-    Gradients:
-      Deterministic, like the forward pass: neither of them scatters.
-    """
-    if segment_ids is not None:
-        return _packed_windows(x, segment_ids, config)
-    batch, length, *rest = x.shape
-    stride = config.compression_stride
-    num_blocks = layout.num_compression_blocks(length, config)
-    strides = x[:, : length // stride * stride].reshape(batch, length // stride, stride, *rest)
-    parts = range(config.compression_block_size // stride)
-    return jnp.concatenate([strides[:, j : j + num_blocks] for j in parts], axis=2)
-
-
-def first_tokens(
-    per_token: Int[Array, "B S"], config: NSAConfig, segment_ids: Int[Array, "B S"] | None = None
-) -> Int[Array, "B C"]:
-    """Picks the entry of the first token of each compression block."""
-    if segment_ids is not None:
-        starts, _ = layout.compression_block_starts(segment_ids, config)
-        return jnp.take_along_axis(per_token, starts, axis=1)
-    num_blocks = layout.num_compression_blocks(per_token.shape[1], config)
-    return per_token[:, : num_blocks * config.compression_stride : config.compression_stride]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _packed_windows(x, segment_ids, config):
-    starts, exists = layout.compression_block_starts(segment_ids, config)
-    batch, num_blocks = starts.shape
-    size = config.compression_block_size
-    tokens = starts[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
-    windows = jax.vmap(lambda row, index: row[index])(x, tokens.reshape(batch, -1))
-    windows = windows.reshape(batch, num_blocks, size, *x.shape[2:])
-    return jnp.where(exists[:, :, None, None, None], windows, 0)
-
-
-def _packed_windows_forward(x, segment_ids, config):
-    return _packed_windows(x, segment_ids, config), segment_ids
-
-
-def _packed_windows_backward(config, segment_ids, cotangent):
-    """Adds, for each token, the cotangents at its places in the blocks, by gathers.
-
-    A scatter-add would sum them in no fixed order.
-    """
-    batch, length = segment_ids.shape
-    num_blocks = cotangent.shape[1]
-    if num_blocks == 0:
-        return jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype), None
-    size, stride = config.compression_block_size, config.compression_stride
-    rows = jnp.arange(length, dtype=jnp.int32)[None]
-    placed = layout.place(  # every token as a query
-        config, batch=batch, num_queries=length, num_keys=length, segment_ids=segment_ids
-    )
-    starts, exists = layout.compression_block_starts(segment_ids, config)
-    places = cotangent.reshape(batch, num_blocks * size, *cotangent.shape[3:])
-    total = jnp.zeros((batch, length, *cotangent.shape[3:]), cotangent.dtype)
-    for j in range(size // stride):
-        local = placed.position // stride - j
-        offset = placed.position % stride + j * stride
-        block = jnp.clip(placed.compression_start + local, 0, num_blocks - 1)
-        # A number beyond the last block of a sequence names a block of the next sequence. Its start differs.
-        held = jnp.take_along_axis(jnp.where(exists, starts, -size), block, axis=1) + offset == rows
-        held &= (placed.position >= 0) & (local >= 0)
-        gathered = jax.vmap(lambda row, index: row[index])(places, block * size + offset)
-        total += jnp.where(held[:, :, None, None], gathered, 0)
-    return total, None
-
-
-_packed_windows.defvjp(_packed_windows_forward, _packed_windows_backward)

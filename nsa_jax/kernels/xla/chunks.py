@@ -44,22 +44,26 @@ class ChunkPlaces(NamedTuple):
     Attributes:
       first: first position of each chunk if the positions of a chunk are consecutive, else None.
       arrays: otherwise the positions and, for packed rows, where the sequences start.
+      before_stretch: that of the placement.
     """
 
     first: Int32[Array, " chunks"] | None
     arrays: tuple[Int32[Array, "chunks B tokens"], ...]
+    before_stretch: Int32[Array, "chunks B tokens"] | None
 
     @classmethod
     def of(cls, placement: Placement, tokens: int) -> "ChunkPlaces":
         """Cuts a placement into chunks of `tokens` queries; those that fill up the last chunk see nothing."""
         num_queries = placement.position.shape[1]
+        before = placement.before_stretch
+        before = None if before is None else split_tokens(before, tokens)
         if (first := placement.first_position) is not None:
-            return cls(jnp.arange(first, first + num_queries, tokens, dtype=jnp.int32), ())
+            return cls(jnp.arange(first, first + num_queries, tokens, dtype=jnp.int32), (), before)
         arrays = split_tokens(placement.position, tokens, fill=-1)
         if not placement.packed:
-            return cls(None, (arrays,))
+            return cls(None, (arrays,), before)
         starts = placement.sequence_start, placement.compression_start
-        return cls(None, (arrays, *(split_tokens(x, tokens) for x in starts)))
+        return cls(None, (arrays, *(split_tokens(x, tokens) for x in starts)), before)
 
     def placement(self, whole: Placement, tokens: int) -> Placement:
         """The placement of one chunk, given the places of that chunk and the placement of the whole call."""
@@ -75,7 +79,7 @@ class ChunkPlaces(NamedTuple):
         sequence_start, compression_start = starts or [jnp.zeros_like(position)] * 2
         return dataclasses.replace(
             whole, position=position, sequence_start=sequence_start, compression_start=compression_start,
-            run_lengths=(), run_firsts=(), run_queries=None,
+            run_lengths=(), run_firsts=(), run_queries=None, before_stretch=self.before_stretch,
         )  # fmt: skip
 
 

@@ -126,26 +126,37 @@ def compression_ranges(placement: Placement, num_keys: int) -> KeyRanges:
 def window_ranges(placement: Placement, num_keys: int) -> KeyRanges:
     """The range of each query in the array of the window branch, which holds `num_keys` keys."""
     edges = Edges("window", window=placement.config.window_size)
-    return _ranges(placement, placement.window_range(num_keys), edges, placement.first_keys.win)
+    origin = placement.first_keys.win if placement.halo is None else None
+    return _ranges(placement, placement.window_range(num_keys), edges, origin)
 
 
-def _ranges(placement: Placement, limits: tuple[Array, Array], edges: Edges, origin: Index) -> KeyRanges:
-    if placement.first_position is not None and origin.known == 0:
+def _ranges(
+    placement: Placement, limits: tuple[Array, Array], edges: Edges, origin: Index | None
+) -> KeyRanges:
+    """Ranges, and what is known of them; `origin` is None for an array with a stretch of keys for each run.
+
+    To the kernels such stretches are one row. No window reaches from one into another, because the halo is at
+    least the window less one.
+    """
+    if placement.first_position is not None and origin is not None and origin.known == 0:
         return KeyRanges(*limits, None, edges._replace(first_position=placement.first_position))
     lengths = set(placement.run_lengths)
     if placement.packed or len(lengths) != 1:
         return KeyRanges(*limits, None, edges)
     (length,) = lengths
     batch = limits[0].shape[0]
-    first_key = origin.of_rows(batch)
     firsts = jnp.stack([first.of_rows(batch) for first in placement.run_firsts], axis=1)
+    if origin is None:
+        assert placement.halo is not None
+        positions = jnp.broadcast_to(jnp.asarray(placement.stretches(), jnp.int32), firsts.shape)
+        lowest = positions - jnp.minimum(firsts, placement.halo)
+    else:
+        first_key = origin.of_rows(batch)[:, None]
+        positions = firsts - first_key * edges.stride
+        lowest = jnp.broadcast_to(jnp.maximum(-first_key, 0), firsts.shape)
     real = placement.run_queries
-    runs = (
-        firsts - first_key[:, None] * edges.stride,
-        jnp.broadcast_to(jnp.maximum(-first_key, 0)[:, None], firsts.shape),
-        jnp.full_like(firsts, length) if real is None else real,
-    )
-    known = edges._replace(run_length=length, clipped=origin.known != 0)
+    runs = positions, lowest, jnp.full_like(firsts, length) if real is None else real
+    known = edges._replace(run_length=length, clipped=origin is None or origin.known != 0)
     return KeyRanges(*limits, jnp.stack(runs, axis=-1), known)
 
 
