@@ -34,14 +34,13 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
       checkify.JaxRuntimeError: a non-zero id occurs in two separate runs. Under `checkify` inside `jit`, the
         error is returned instead.
     """
-    is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
-    runs = jnp.sort(jnp.where(is_first, segment_ids, 0), axis=1)
-    repeated = (runs[:, 1:] == runs[:, :-1]) & (runs[:, 1:] != 0)
+    returning = layout.returning_ids(segment_ids)
+    repeated = returning != 0
     checkify.check(
         ~repeated.any(),
         "each non-zero segment id must be one contiguous run, got id {id} in several runs. Renumber the "
         "sequences.",
-        id=jnp.max(runs[:, 1:], where=repeated, initial=jnp.iinfo(runs.dtype).min),
+        id=jnp.max(returning, where=repeated, initial=jnp.iinfo(returning.dtype).min),
     )
 
 

@@ -26,6 +26,7 @@ FLOORS = (
     ("nsa_jax.arguments",),
     ("nsa_jax.attention",),
     ("nsa_jax.debug", "nsa_jax.convert"),
+    ("nsa_jax.parallel",),
     ("nsa_jax.cache",),
     ("nsa_jax.nn",),
     ("nsa_jax.model",),

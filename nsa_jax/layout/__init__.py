@@ -29,6 +29,7 @@ from nsa_jax.layout.placement import (
 from nsa_jax.layout.sequences import (
     blocks_ended,
     compression_block_starts,
+    returning_ids,
     sequence_positions,
     sequence_starts,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "overlap_weights",
     "place",
     "positions_of",
+    "returning_ids",
     "sequence_positions",
     "sequence_starts",
     "token_windows",

@@ -44,5 +44,12 @@ def compression_block_starts(
     return jnp.where(exists, last - (config.compression_block_size - 1), 0), exists
 
 
+def returning_ids(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S_minus_1"]:
+    """The ids that have several runs in their row, which none but 0 may have; in no order, among zeros."""
+    is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+    runs = jnp.sort(jnp.where(is_first, segment_ids, 0), axis=1)
+    return jnp.where(runs[:, 1:] == runs[:, :-1], runs[:, 1:], 0)
+
+
 def _row_index(segment_ids: Int[Array, "B S"]) -> Int32[Array, "1 S"]:
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]

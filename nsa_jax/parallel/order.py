@@ -1,0 +1,133 @@
+"""The order in which the tokens of a row lie on the devices."""
+
+from typing import Literal, get_args
+
+import jax
+import numpy as np
+
+from nsa_jax.array_typing import Array
+from nsa_jax.config import NSAConfig
+
+type Order = Literal["zigzag", "contiguous"]
+
+_ORDERS: tuple[str, ...] = get_args(Order.__value__)
+
+
+def to_zigzag(array: Array | np.ndarray, num_devices: int, *, axis: int = 1) -> Array:
+    """Puts the tokens of rows into zigzag order.
+
+    A row is cut into `2 P` chunks of equal length. Chunks `i` and `2 P - 1 - i` become neighbours, those of
+    device 0 first.
+
+    Args:
+      array: tokens, labels, positions, segment ids, or any other array with a token axis. Labels are made
+        before: the token that follows another stands elsewhere afterwards.
+      num_devices: `P`, number of devices along the context axis of the mesh.
+      axis: the token axis.
+
+    Returns:
+      The array in zigzag order, of the same kind: NumPy's, or JAX's with the same sharding.
+
+    Raises:
+      ValueError: the number of tokens is not a multiple of `2 P`.
+
+    Examples:
+      >>> to_zigzag(np.arange(8), 2, axis=0)
+      array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    return _reorder(array, _chunks(num_devices), axis)
+
+
+def from_zigzag(array: Array | np.ndarray, num_devices: int, *, axis: int = 1) -> Array:
+    """Puts tokens in zigzag order back into the order of the row; arguments as in `to_zigzag`."""
+    return _reorder(array, np.argsort(_chunks(num_devices)), axis)
+
+
+def token_indices(length: int, num_devices: int, order: Order = "zigzag") -> np.ndarray:
+    """The index in its row of each token, in the given order; the default rotary positions of a plain row.
+
+    Args:
+      length: number of tokens of a row.
+      num_devices: number of devices along the context axis.
+      order: "zigzag" or "contiguous".
+
+    Returns:
+      `[length]` int32.
+
+    Raises:
+      ValueError: the length does not divide, or the order is unknown.
+    """
+    check_order(order)
+    index = np.arange(length, dtype=np.int32)
+    return index if order == "contiguous" else np.asarray(to_zigzag(index, num_devices, axis=0))
+
+
+def padded_length(length: int, num_devices: int, config: NSAConfig, order: Order = "zigzag") -> int:
+    """The number of tokens to pad a row to, so that context parallelism can split it.
+
+    Pad rows at their end, before `to_zigzag`, with any tokens. No earlier token sees them, so it is enough to
+    leave them out of the loss.
+
+    Args:
+      length: number of tokens of a row.
+      num_devices: number of devices along the context axis.
+      config: block structure.
+      order: "zigzag" or "contiguous".
+
+    Returns:
+      The smallest number, not below `length`, that is whole chunks of allowed length for every device.
+
+    Raises:
+      ValueError: the order is unknown.
+
+    Examples:
+      >>> padded_length(100_000, 8, NSAConfig())
+      100096
+    """
+    runs = num_devices * runs_per_device(order)
+    chunk = max(-(-length // runs), shortest_chunk(config))
+    return runs * (-(-chunk // config.compression_stride) * config.compression_stride)
+
+
+def shortest_chunk(config: NSAConfig) -> int:
+    """The fewest tokens of a chunk: no window and no compression block reaches beyond the chunk before."""
+    return max(config.window_size, config.compression_block_size) - 1
+
+
+def runs_per_device(order: Order) -> int:
+    """How many runs of consecutive tokens a device holds."""
+    check_order(order)
+    return 2 if order == "zigzag" else 1
+
+
+def check_order(order: Order) -> None:
+    """Raises ValueError if the order is unknown."""
+    if order not in _ORDERS:
+        raise ValueError(f"order must be one of {_ORDERS}, got {order!r}. Choose one of them.")
+
+
+def _chunks(num_devices: int) -> np.ndarray:
+    """The chunks of a row in zigzag order."""
+    first = np.arange(num_devices)
+    return np.stack([first, 2 * num_devices - 1 - first], axis=1).reshape(-1)
+
+
+def _reorder(array, chunks: np.ndarray, axis: int):
+    shape, axis = array.shape, axis % array.ndim
+    if shape[axis] % len(chunks):
+        raise ValueError(
+            f"zigzag order needs whole chunks for each of {len(chunks) // 2} devices, so a multiple of "
+            f"{len(chunks)} tokens, got {shape[axis]}. Pad the end of the rows, see padded_length."
+        )
+
+    def reorder(x):
+        cut = x.reshape(*shape[:axis], len(chunks), -1, *shape[axis + 1 :])
+        taken = cut[(slice(None),) * axis + (chunks,)]
+        return taken.reshape(shape)
+
+    if not isinstance(array, jax.Array):
+        return reorder(np.asarray(array))
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.are_all_axes_auto or sharding.mesh.empty:
+        return reorder(array)
+    return jax.sharding.auto_axes(reorder, out_sharding=sharding)(array)

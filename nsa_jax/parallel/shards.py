@@ -1,0 +1,170 @@
+"""The part of a row that a device holds, and how it gets what it needs from the other devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.config import NSAConfig
+from nsa_jax.layout import Run, Runs
+from nsa_jax.parallel.order import Order, runs_per_device, shortest_chunk
+
+
+class Shards(NamedTuple):
+    """How a row lies on the devices of an axis of the mesh.
+
+    A run is a chunk of the row: consecutive tokens that lie together. Runs are counted in the order of the
+    row, from 0 to `num_runs - 1`.
+
+    Attributes:
+      axis: name of the axis.
+      order: which runs a device holds.
+      num_devices: number of devices.
+      chunk: tokens of a run.
+    """
+
+    axis: str
+    order: Order
+    num_devices: int
+    chunk: int
+
+    @classmethod
+    def of(cls, axis: str, order: Order, num_tokens: int, config: NSAConfig) -> "Shards":
+        """Describes rows of which each device has `num_tokens` tokens.
+
+        Raises:
+          ValueError: the call is not inside a `shard_map` over the axis, or the chunks are too short or do
+            not divide.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if axis not in mesh.manual_axes:
+            raise ValueError(
+                "context parallelism must run inside jax.shard_map over its axis, got the axis "
+                f"{axis!r} where {mesh.manual_axes or 'no axis'} is mapped. Call it inside "
+                "jax.shard_map(..., axis_names={axis}), or use a layer with context_axis."
+            )
+        runs = runs_per_device(order)
+        chunk, stride, shortest = num_tokens // runs, config.compression_stride, shortest_chunk(config)
+        if num_tokens % runs or chunk % stride:
+            raise ValueError(
+                f"the tokens of a device must be {runs} {'chunks' if runs > 1 else 'chunk'} of a multiple of "
+                f"compression_stride = {stride} tokens, got {num_tokens} tokens. Pad the end of the rows to "
+                "padded_length."
+            )
+        if chunk < shortest:
+            raise ValueError(
+                "a chunk must have at least max(window_size, compression_block_size) - 1 = "
+                f"{shortest} tokens, got {chunk}. Use fewer devices, or pad the rows to padded_length."
+            )
+        return cls(axis, order, mesh.shape[axis], chunk)
+
+    @property
+    def runs_here(self) -> int:
+        """Number of runs of each device."""
+        return runs_per_device(self.order)
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs of a row."""
+        return self.num_devices * self.runs_here
+
+    def numbers(self) -> Int32[Array, " runs"]:
+        """The numbers of the runs of this device."""
+        first = jax.lax.axis_index(self.axis).astype(jnp.int32)
+        if self.runs_here == 1:
+            return first[None]
+        return jnp.stack([first, self.num_runs - 1 - first])
+
+    def runs(self, halo: int | None = None) -> Runs:
+        """Where the tokens of this device stand in the row, as `query_positions`."""
+        firsts = self.numbers() * self.chunk
+        runs = tuple(Run(self.chunk, firsts[run]) for run in range(self.runs_here))
+        return Runs(runs, divisor=self.chunk, halo=halo)
+
+    def split(self, x: Array) -> Array:
+        """Cuts an array `[B, entries, ...]` of this device into equal parts, one for each run."""
+        return x.reshape(x.shape[0], self.runs_here, x.shape[1] // self.runs_here, *x.shape[2:])
+
+    def gather(self, x: Array) -> Array:
+        """Gathers an array with the same number of entries for each run, in the order of the row.
+
+        The transpose is a reduce-scatter.
+
+        Args:
+          x: `[B, runs, entries, ...]`, the entries of the runs of this device.
+
+        Returns:
+          `[B, num_runs * entries, ...]`, on every device.
+        """
+        every = jax.lax.all_gather(x, self.axis)  # [P, B, runs, entries, ...]
+        in_order = every[:, :, 0]
+        if self.runs_here == 2:
+            in_order = jnp.concatenate([in_order, every[::-1, :, 1]])
+        in_order = jnp.moveaxis(in_order, 0, 1)
+        return in_order.reshape(x.shape[0], self.num_runs * x.shape[2], *x.shape[3:])
+
+    def stretches(
+        self, pairs: Sequence[tuple[tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]], int]]
+    ) -> list[tuple[Float[Array, "B runs halo+chunk K H"], Float[Array, "B runs halo+chunk K V"]]]:
+        """Puts the last tokens of the run before in front of each run of this device.
+
+        Args:
+          pairs: `((keys, values), halo)`: how many tokens of the run before each pair of arrays needs.
+
+        Returns:
+          Keys and values of the halo and of the run; zeros in the halo of the first run of the row.
+        """
+        split = [(self.split(key), self.split(value), halo) for (key, value), halo in pairs]
+        # One message for each direction: keys beside values, the halos of all pairs one after another.
+        tails = [
+            jnp.concatenate([x[:, :, self.chunk - halo :] for x in (key, value)], axis=-1)
+            for key, value, halo in split
+        ]
+        received, found = self._from_the_run_before(jnp.concatenate(tails, axis=2)), []
+        for key, value, halo in split:
+            before, received = received[:, :, :halo], received[:, :, halo:]
+            width = key.shape[-1]
+            longer_key = jnp.concatenate([before[..., :width], key], axis=2)
+            longer_value = jnp.concatenate([before[..., width:], value], axis=2)
+            found.append((longer_key, longer_value))
+        return found
+
+    def _from_the_run_before(self, x: Array) -> Array:
+        """What the device that holds the run before has in the place of each run; zeros for the first run."""
+        if x.shape[2] == 0:
+            return x
+        last = self.num_devices - 1
+        up = [(i, i + 1) for i in range(last)]
+        before_first = jax.lax.ppermute(x[:, 0], self.axis, up)
+        if self.runs_here == 1:
+            return before_first[:, None]
+        # The second runs count down: that of the last device follows its own first run.
+        down = [(after, before) for before, after in up]
+        before_second = jax.lax.ppermute(x[:, 1], self.axis, down)
+        at_turn = jax.lax.axis_index(self.axis) == last
+        return jnp.stack([before_first, jnp.where(at_turn, x[:, 0], before_second)], axis=1)
+
+
+def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    """Runs a function of arrays `[B, T, ...]` on the shards of their tokens, over the mesh in context.
+
+    Raises:
+      ValueError: there is no mesh in context, it lacks the axis, or a `shard_map` has mapped it already.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"context_axis must be an axis of the mesh in context, got {axis!r} and "
+            f"{f'the axes {mesh.axis_names}' if mesh.axis_names else 'no mesh'}. Set a mesh with this axis: "
+            "jax.set_mesh(mesh)."
+        )
+    if axis in mesh.manual_axes:
+        raise ValueError(
+            f"a layer with context_axis opens a shard_map of its own, got {axis!r} inside of one over this "
+            "axis. Call the layer outside, or nsa_jax.parallel.context_attention inside."
+        )
+    tokens = PartitionSpec(None, axis)
+    return jax.shard_map(function, in_specs=tokens, out_specs=tokens, axis_names={axis})

@@ -1,0 +1,206 @@
+"""Run by test_parallel with eight host devices, in float64: rows on several devices against one device.
+
+Prints the name of each check that passed.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from cases import OVERLAPPING, PACKED
+from cases import Runs as Sequences
+from jax.experimental import checkify
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from programs import disagreements
+
+from nsa_jax import attention, layout
+from nsa_jax.compression import Compression, ResidualMLP, Rotation, compress_blocks
+from nsa_jax.parallel import (
+    context_attention,
+    context_selection,
+    from_zigzag,
+    padded_length,
+    to_zigzag,
+)
+from nsa_jax.parallel.order import Order
+
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
+TOKENS = PartitionSpec(None, "context")
+CONFIG = OVERLAPPING
+BATCH, HEADS, KV_HEADS, DIMS = 2, 4, 2, dict(key=4, value=6)
+ROTATION = Rotation(np.array([1.0, 0.1], np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows and the devices that share them.
+
+    Attributes:
+      devices: number of devices.
+      length: tokens of a row, before they are padded.
+      order: order of the tokens.
+      sequences: those of packed rows; None if every row is one sequence.
+      shift: the first rotary position, if positions are passed; else None.
+    """
+
+    devices: int
+    length: int
+    order: Order = "zigzag"
+    sequences: tuple[Sequences, ...] | None = None
+    shift: int | None = None
+
+    def index_arrays(self) -> dict[str, np.ndarray]:
+        found = {}
+        if self.sequences is not None:
+            found["segment_ids"] = np.array(
+                [[i for i, n in row for _ in range(n)] for row in self.sequences], np.int32
+            )
+        if self.shift is not None:
+            positions = np.arange(self.length, dtype=np.int32)[None].repeat(BATCH, axis=0)
+            if self.sequences is not None:
+                positions = np.asarray(layout.sequence_positions(found["segment_ids"]))
+            found["positions"] = positions + np.int32(self.shift)
+        return found
+
+    def spread(self, x: np.ndarray) -> np.ndarray:
+        """Pads the rows and puts their tokens in order."""
+        missing = padded_length(self.length, self.devices, CONFIG, self.order) - self.length
+        x = np.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+        return x if self.order == "contiguous" else to_zigzag(x, self.devices)
+
+    def collect(self, x) -> np.ndarray:
+        x = np.asarray(x)
+        return (x if self.order == "contiguous" else from_zigzag(x, self.devices))[:, : self.length]
+
+
+def draw(length: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(length)
+    operands = dict(query=random.standard_normal((BATCH, length, HEADS, DIMS["key"])))
+    for branch in ("cmp", "slc", "win"):
+        for kind, dim in DIMS.items():
+            operands[f"{kind}_{branch}"] = random.standard_normal((BATCH, length, KV_HEADS, dim))
+    gates = random.uniform(size=(BATCH, length, HEADS, 3))
+    return operands | dict(
+        gates=gates, cotangent=random.standard_normal((BATCH, length, HEADS, DIMS["value"]))
+    )
+
+
+def draw_weights() -> tuple[ResidualMLP, ResidualMLP]:
+    random, size = np.random.default_rng(0), CONFIG.compression_block_size
+
+    def mlp(dim: int) -> ResidualMLP:
+        shapes = (size, dim), (size * dim, 5), (5,), (5, dim), (dim,)
+        return ResidualMLP(*(0.3 * random.standard_normal(shape) for shape in shapes))
+
+    return mlp(DIMS["key"]), mlp(DIMS["value"])
+
+
+def on_one_device(weights, operands, index_arrays):
+    operands, ids = dict(operands), index_arrays.get("segment_ids")
+    windows = [layout.token_windows(operands.pop(x), CONFIG, ids) for x in ("key_cmp", "value_cmp")]
+    length = operands["query"].shape[1]
+    positions = np.arange(length, dtype=np.int32)[None].repeat(BATCH, axis=0)
+    positions = positions if ids is None else layout.sequence_positions(ids)
+    first = layout.first_tokens(index_arrays.get("positions", positions), CONFIG, ids)
+    key_cmp, value_cmp = compress_blocks(Compression(*weights, ROTATION), *windows, first)
+    settings = dict(config=CONFIG, segment_ids=ids, query_positions=layout.default_runs(length, length))
+    out = attention.native_sparse_attention(key_cmp=key_cmp, value_cmp=value_cmp, **operands, **settings)
+    return out, attention.select_blocks(operands["query"], key_cmp, **settings)
+
+
+def on_many_devices(rows: Rows, weights, operands, index_arrays):
+    def local(weights, operands, index_arrays):
+        compress = Compression(*weights, ROTATION)
+        settings = dict(compress=compress, config=CONFIG, axis="context", order=rows.order, **index_arrays)
+        to_select = (operands[x] for x in ("query", "key_cmp", "value_cmp"))
+        return context_attention(**operands, **settings), context_selection(*to_select, **settings)
+
+    mesh = Mesh(np.array(jax.devices()[: rows.devices]), ("context",), axis_types=(AxisType.Auto,))
+    specs = PartitionSpec(), TOKENS, TOKENS
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=TOKENS)(weights, operands, index_arrays)
+
+
+def program(attend):
+    def run(weights, operands, index_arrays):
+        operands, cotangent = dict(operands), operands["cotangent"]
+        del operands["cotangent"]
+        out, pull_back, blocks = jax.vjp(lambda *x: attend(*x, index_arrays), weights, operands, has_aux=True)
+        return blocks, dict(out=out), *pull_back(cotangent)
+
+    return jax.jit(run, compiler_options=FAST_TO_COMPILE)
+
+
+_one_device = program(on_one_device)
+
+
+def check_rows(rows: Rows) -> None:
+    """Values, selections and every gradient equal those of one device, and repeat bit for bit."""
+    weights, operands, index_arrays = draw_weights(), draw(rows.length), rows.index_arrays()
+    expected = _one_device(weights, operands, index_arrays)
+    run = program(functools.partial(on_many_devices, rows))
+    spread = jax.tree.map(rows.spread, (operands, index_arrays))
+    found, again = (run(weights, *spread) for _ in range(2))
+
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    blocks, out, d_weights, d_operands = found
+    np.testing.assert_array_equal(rows.collect(blocks), expected[0])
+    by_token = {name: rows.collect(x) for name, x in (out | d_operands).items()}
+    assert disagreements(by_token, expected[1] | expected[3]) == {}
+    named = [
+        {str(path): x for path, x in jax.tree.leaves_with_path(tree)} for tree in (d_weights, expected[2])
+    ]
+    assert disagreements(*named) == {}
+    assert all(np.any(x) for x in (*by_token.values(), *named[0].values()))
+
+
+def check_order_is_what_was_declared() -> None:
+    """Under checkify, tokens in another order than the declared one are an error; otherwise nothing is."""
+    rows = Rows(2, 48, sequences=(((1, 30), (2, 18)),) * BATCH, shift=5)
+    x = np.ones((BATCH, 48, 1, 2))
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST_TO_COMPILE)
+    @checkify.checkify
+    def select(declared: Order, index_arrays):
+        def local(x, index_arrays):
+            settings = dict(config=CONFIG, axis="context", order=declared)
+            return context_selection(x, x, x, compress=Compression(), **settings, **index_arrays)
+
+        mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
+        return jax.shard_map(local, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS)(x, index_arrays)
+
+    def told(order: Order, declared: Order, *names: str) -> str | None:
+        spread = dataclasses.replace(rows, order=order).spread
+        error, _ = select(declared, {name: spread(rows.index_arrays()[name]) for name in names})
+        return error.get()
+
+    positions = "positions must count the tokens of each sequence one by one in {} order, got a step of"
+    ids = "each non-zero segment id must be one contiguous run of a row in {} order, got id"
+    assert positions.format("zigzag") in told("contiguous", "zigzag", "positions")
+    assert positions.format("contiguous") in told("zigzag", "contiguous", "positions")
+    assert ids.format("zigzag") in told("contiguous", "zigzag", "segment_ids", "positions")
+    assert told("zigzag", "zigzag", "segment_ids", "positions") is None
+    assert told("zigzag", "zigzag", "positions") is not None  # they begin anew with the second sequence
+
+
+CHECKS = {
+    **{f"{p} devices": functools.partial(check_rows, Rows(p, 192)) for p in (1, 2, 4, 8)},
+    "contiguous": functools.partial(check_rows, Rows(4, 53, "contiguous", shift=3)),
+    "packed": functools.partial(check_rows, Rows(2, 75, sequences=PACKED)),
+    "packed, contiguous": functools.partial(
+        check_rows, Rows(8, 192, "contiguous", (((3, 5), (2, 187)), ((1, 100), (0, 9), (5, 83))), shift=-4)
+    ),
+    "declared order": check_order_is_what_was_declared,
+}
+
+
+def main() -> None:
+    with jax.enable_x64(True):
+        for name, check in CHECKS.items():
+            check()
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

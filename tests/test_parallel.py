@@ -1,0 +1,136 @@
+"""Rows whose tokens lie on several devices: orders, errors, and a program of its own with eight devices."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from messages import has_form
+
+from nsa_jax.compression import Compression
+from nsa_jax.config import NSAConfig
+from nsa_jax.parallel import (
+    context_attention,
+    context_selection,
+    from_zigzag,
+    padded_length,
+    to_zigzag,
+    token_indices,
+)
+
+CONFIG = NSAConfig()
+CHECKS = (
+    *("1 devices", "2 devices", "4 devices", "8 devices", "contiguous", "packed", "packed, contiguous"),
+    "declared order",
+)
+
+
+@pytest.mark.slow
+def test_rows_on_several_devices_equal_those_on_one():
+    program = pathlib.Path(__file__).with_name("context_program.py")
+    root = program.parent.parent
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines() == list(CHECKS)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_zigzag_order_pairs_the_first_chunk_with_the_last(num_devices, axis):
+    chunks = 2 * num_devices
+    x = np.moveaxis(np.arange(4 * chunks * 3 * 2).reshape(3, 4 * chunks, 2), 1, axis)
+
+    found = to_zigzag(x, num_devices, axis=axis)
+
+    shards = np.split(found, num_devices, axis=axis)
+    parts = np.split(x, chunks, axis=axis)
+    for i, shard in enumerate(shards):
+        np.testing.assert_array_equal(shard, np.concatenate([parts[i], parts[chunks - 1 - i]], axis=axis))
+    np.testing.assert_array_equal(from_zigzag(found, num_devices, axis=axis), x)
+    np.testing.assert_array_equal(jax.jit(lambda x: to_zigzag(x, num_devices, axis=axis))(x), found)
+
+
+def test_the_indices_of_tokens_are_those_of_the_order():
+    assert token_indices(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert token_indices(8, 2, "contiguous").tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("length", "devices", "order", "padded"),
+    [
+        (65536, 2, "zigzag", 65536),
+        (65537, 2, "zigzag", 65536 + 64),
+        (65537, 2, "contiguous", 65536 + 32),
+        (100, 2, "zigzag", 4 * 512),  # the shortest chunk that holds a window
+        (4096, 4, "zigzag", 4096),
+    ],
+)
+def test_padding_to_whole_chunks(length, devices, order, padded):
+    assert padded_length(length, devices, CONFIG, order) == padded
+
+
+def call(tokens=2048, axis="context", mapped="context", operation=context_attention, **settings):
+    """Traces the operation on two devices; nothing runs."""
+    mesh = AbstractMesh((2, 2), ("data", "context"), (AxisType.Auto,) * 2)
+    shapes = [(1, tokens, 4, 16), *[(1, tokens, 2, 16)] * 6, (1, tokens, 4, 3)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    operands = operands[: 8 if operation is context_attention else 3]
+
+    def local(*operands):
+        given = dict(compress=Compression(), config=CONFIG, axis=axis) | settings
+        return operation(*operands, **given)
+
+    spec = PartitionSpec(None, mapped)
+    return jax.eval_shape(
+        jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={mapped}), *operands
+    )
+
+
+INSIDE = r"must run inside jax\.shard_map over its axis, got the axis "
+ERRORS = {
+    "unmapped axis": (dict(mapped="data"), INSIDE + "'context'"),
+    "unknown axis": (dict(axis="tensor"), INSIDE + "'tensor'"),
+    "unknown order": (dict(order="ring"), r"order must be one of .*, got 'ring'"),
+    "short chunks": (dict(tokens=1024), "at least max.* - 1 = 511 tokens, got 256"),
+    "odd chunks": (dict(tokens=2052), "2 chunks of a multiple of compression_stride = 16 tokens, got 1026"),
+    "a wrong scale": (dict(scale=float("inf")), "scale must be finite, got inf"),
+}
+
+
+@pytest.mark.parametrize("operation", [context_attention, context_selection])
+@pytest.mark.parametrize(("settings", "rule"), ERRORS.values(), ids=ERRORS)
+def test_calls_that_make_no_sense(settings, rule, operation):
+    with pytest.raises(ValueError, match=rule) as raised:
+        call(operation=operation, **settings)
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+def test_calls_outside_of_a_shard_map():
+    x = jnp.ones((1, 1024, 1, 8))
+    with pytest.raises(ValueError, match=rf"{INSIDE}'context' where no axis is mapped") as raised:
+        context_selection(x, x, x, compress=Compression(), config=CONFIG, axis="context")
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+def test_shapes_of_a_call():
+    assert call().shape == (1, 2048, 4, 16)
+    assert call(operation=context_selection).shape == (1, 2048, 2, 16)
+
+
+def test_tokens_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"a multiple of 4 tokens, got 6\. Pad") as raised:
+        to_zigzag(np.arange(6), 2, axis=0)
+    assert has_form(str(raised.value)), str(raised.value)
