@@ -1,0 +1,74 @@
+"""Run by test_processes as two processes with two host devices each: trains and decodes, in float64.
+
+Arguments: port of the coordinator, number of this process. The processes share a mesh of four devices, batch
+over one axis, heads over the other. Prints the losses and the tokens.
+"""
+
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.generate import generate
+from nsa_jax.model import Transformer, TransformerConfig
+
+STEPS, BATCH, LENGTH = 2, 4, 48
+CONFIG = TransformerConfig(
+    vocab_size=64, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2,
+    nsa=NSAConfig(
+        compression_block_size=8, compression_stride=4, selection_block_size=8, num_selected_blocks=4,
+        window_size=8,
+    ),
+    dtype="float64", param_dtype="float64",
+)  # fmt: skip
+SHARDING = {"model": None} | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
+
+
+def train_and_decode(sharding, place) -> tuple[list[float], list[list[int]]]:
+    """The losses of two steps of gradient descent, and what the model then generates."""
+    model = nnx.jit(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0), sharding=sharding))()
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), np.int32)
+    rows = place(tokens)
+
+    @nnx.jit
+    def step(model, rows):
+        def loss(model):
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(rows[:, :-1]), rows[:, 1:])
+            return losses.mean()
+
+        value, gradient = nnx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(lambda x, dx: x - 0.1 * dx, nnx.state(model, nnx.Param), gradient))
+        return value
+
+    losses = [float(step(model, rows)) for _ in range(STEPS)]
+    found, _ = generate(model, place(tokens[:, :20]), max_new_tokens=6)
+    everywhere = jax.jit(lambda x: x, out_shardings=place(None))(found)
+    return losses, np.asarray(everywhere).tolist()
+
+
+def main(port: int, process: int) -> None:
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(rows):
+        """Rows divided among the devices; without rows, where all devices have all of an array."""
+        if rows is None:
+            return NamedSharding(mesh, P())
+        divided = NamedSharding(mesh, P("data"))
+        return jax.make_array_from_callback(rows.shape, divided, lambda index: rows[index])
+
+    with jax.set_mesh(mesh):
+        losses, tokens = train_and_decode(SHARDING, place)
+    print("losses", *map(repr, losses))
+    print("tokens", *tokens)
+    print("devices", len(jax.devices()), len(jax.local_devices()))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
