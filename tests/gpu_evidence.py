@@ -32,7 +32,10 @@ ROOMS = {
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
     "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py", "nsa_jax/kernels/mixed.py"),
-    "shared": (f"{TRITON}/*.py", "nsa_jax/kernels/launch.py", "nsa_jax/kernels/dims.py"),
+    "shared": (
+        f"{TRITON}/*.py",
+        *(f"nsa_jax/kernels/{name}.py" for name in ("launch", "partition", "dims")),
+    ),
     "calls": (
         "nsa_jax/attention/**/*.py",
         "nsa_jax/layout/**/*.py",

@@ -27,6 +27,7 @@ UNSTABLE = (
 
 TRITON, KERNELS = "nsa_jax/kernels/triton", ("nsa_jax/kernels/triton", "tests")
 LAUNCH, MOSAIC = "nsa_jax/kernels/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
+PARTITION, DIVIDES = ("nsa_jax/kernels/partition.py",), "lets XLA divide kernels; nothing public does"
 FORMS = ("nsa_jax/kernels/mosaic_gpu/unstable.py",)
 IN_KERNELS = "the language that the Mosaic GPU kernels are written in"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
@@ -72,6 +73,16 @@ USED = {
     "jax._src.state.primitives.get_ref_and_transforms": (FORMS, PRIMITIVES),
     "jax._src.tree_util": (FORMS, PRIMITIVES),
     "jax._src.tree_util.tree_flatten": (FORMS, PRIMITIVES),
+    **{
+        f"jax.experimental.custom_partitioning.{x}": (PARTITION, DIVIDES)
+        for x in ("ArrayMapping", "CompoundFactor", "SdyShardingRule", "custom_partitioning")
+    },
+    "jax._src.sharding_impls.parse_flatten_op_sharding": (
+        PARTITION,
+        "which axes an array is sharded over: inside of shard_map, `custom_partitioning` does not say",
+    ),
+    "jax.interpreters.mlir": (PARTITION, "makes each program of `custom_partitioning` unlike all others"),
+    "jax.interpreters.mlir.ir_constant": (PARTITION, "as above"),
     "jax.experimental.checkify": (("nsa_jax/debug.py", "tests"), "value checks under jit; has no other home"),
     "jax.experimental.checkify.check": (("nsa_jax/debug.py",), "value checks under jit"),
     "jax.experimental.checkify.checkify": (("tests",), "value checks under jit"),
@@ -129,6 +140,7 @@ USED = {
 THROUGH_VARIABLES = {
     "jax.stages.Compiled.memory_analysis": "peak memory, in benchmarks and tests",
     "orbax.checkpoint.JsonCheckpointHandler.async_save": "tests: a disk that is full",
+    "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
     "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.triton.gpu: what it compiles for",

@@ -20,6 +20,7 @@ from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.launch import folds_vmap
+from nsa_jax.kernels.partition import partitioned
 from nsa_jax.kernels.triton import gated_sum as gating
 from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
@@ -187,7 +188,7 @@ def _decode_step(config: NSAConfig, scale: float):
     def step(compress, cache, query, tokens, gates, num_tokens):
         return steps.decode_step(cache, query, tokens, gates, num_tokens, compress, config, scale)
 
-    by_blocks, by_weights = folds_vmap(step), folds_vmap(step, alike=1)
+    by_blocks, by_weights = _divisible(step), _divisible(step, alike=1)
 
     @jax.jit
     def run(compress, *operands):
@@ -219,7 +220,7 @@ def dense_decode_step(
 @functools.cache
 def _dense_decode_step(window_size: int | None, scale: float):
     step = partial(dense_steps.dense_decode_step, window_size=window_size, scale=scale)
-    return jax.jit(folds_vmap(step))
+    return jax.jit(_divisible(step))
 
 
 def _compress(cache, tokens, num_tokens, compress, config):
@@ -238,6 +239,11 @@ def _compress(cache, tokens, num_tokens, compress, config):
     return GivenBlocks(*compress_blocks(compress, key_windows, value_windows, first_positions))
 
 
+def _divisible(function, *, alike=0):
+    """Lets `vmap` and a mesh divide a function that launches kernels, by batch rows and KV heads."""
+    return folds_vmap(partitioned(function, alike=alike), alike=alike)
+
+
 def _counts_nothing(count_reads: bool) -> None:
     assert not count_reads, "dispatch refuses return_reads for these kernels"
 
@@ -247,11 +253,11 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def _attend_ranges(query, key, value, ranges, scale, others=None):
-    return folds_vmap(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
+    return _divisible(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
 
 
 def _attend_blocks(query, key, value, block_indices, placement, scale, kernels):
-    return folds_vmap(partial(kernels.attend, scale=scale))(query, key, value, block_indices, placement)
+    return _divisible(partial(kernels.attend, scale=scale))(query, key, value, block_indices, placement)
 
 
 def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, previous=None):
@@ -260,7 +266,7 @@ def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, pr
     def of_arrays(operands, saved, cotangents, weight, previous):
         return gradients(*operands, *saved, *cotangents, weight=weight, previous=previous, scale=scale)
 
-    return folds_vmap(of_arrays)(operands, saved, cotangents, weight, previous)
+    return _divisible(of_arrays)(operands, saved, cotangents, weight, previous)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -308,13 +314,13 @@ _block_attention.defvjp(_block_forward, _block_backward)
 
 def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
-    blocks = folds_vmap(partial(choose_blocks, scale=scale))(*fixed, placement)
+    blocks = _divisible(partial(choose_blocks, scale=scale))(*fixed, placement)
     return checkpoint_name(blocks, _BLOCK_INDICES)
 
 
 @jax.custom_vjp
 def _gated_sum(out_cmp, out_slc, out_win, gates):
-    return folds_vmap(gating.gated_sum)(out_cmp, out_slc, out_win, gates)
+    return _divisible(gating.gated_sum)(out_cmp, out_slc, out_win, gates)
 
 
 def _gated_sum_forward(*operands):
@@ -323,7 +329,7 @@ def _gated_sum_forward(*operands):
 
 def _gated_sum_backward(operands, d_out):
     gates = operands[3].astype(jnp.float32)
-    d_gates = folds_vmap(gating.gate_gradients)(*operands, d_out)
+    d_gates = _divisible(gating.gate_gradients)(*operands, d_out)
     d_branches = (gates[..., branch, None] * d_out.astype(jnp.float32) for branch in range(3))
     return *(d_branch.astype(d_out.dtype) for d_branch in d_branches), d_gates
 
@@ -344,7 +350,7 @@ def _native_forward(query, keys_values, gates, block_indices, placement, scale, 
         query, keys_values, block_indices, placement, scale, kernels
     )
     win = _saved(*_window(query, keys_values, placement, scale))
-    out = folds_vmap(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
+    out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return out, (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 

@@ -90,15 +90,15 @@ class KeyRanges:
 
     Attributes:
       start, end: indices in the array of keys; a query sees nothing where `start >= end`.
-      runs: three numbers of each run: the position of its first query, counted from the first token of the
-        array's key 0; the index of the first key that exists; and how many of its queries are real. None if
-        nothing is known about runs.
+      runs: three numbers of each run, one run after the other: the position of its first query, counted from
+        the first token of the array's key 0; the index of the first key that exists; and how many of its
+        queries are real. None if nothing is known about runs.
       edges: what is known about the ranges while tracing.
     """
 
     start: Int32[Array, "B T"]
     end: Int32[Array, "B T"]
-    runs: Int32[Array, "B runs 3"] | None = None
+    runs: Int32[Array, "B numbers"] | None = None
     edges: Edges = dataclasses.field(default=Edges(), metadata={"static": True})
 
     @property
@@ -157,7 +157,7 @@ def _ranges(
     real = placement.run_queries
     runs = positions, lowest, jnp.full_like(firsts, length) if real is None else real
     known = edges._replace(run_length=length, clipped=origin is None or origin.known != 0)
-    return KeyRanges(*limits, jnp.stack(runs, axis=-1), known)
+    return KeyRanges(*limits, jnp.stack(runs, axis=-1).reshape(batch, -1), known)
 
 
 class Ranges(NamedTuple):
