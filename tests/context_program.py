@@ -29,7 +29,7 @@ FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}
 TOKENS = PartitionSpec(None, "context")
 CONFIG = OVERLAPPING
 BATCH, HEADS, KV_HEADS, DIMS = 2, 4, 2, dict(key=4, value=6)
-ROTATION = Rotation(np.array([1.0, 0.1], np.float32))
+ROTATION = Rotation.of(np.array([1.0, 0.1], np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
