@@ -5,17 +5,22 @@ Prints the name of each check that passed.
 
 import dataclasses
 import functools
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from cases import OVERLAPPING, PACKED
 from cases import Runs as Sequences
+from flax import nnx
 from jax.experimental import checkify
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from programs import disagreements
 
 from nsa_jax import attention, layout
 from nsa_jax.compression import Compression, ResidualMLP, Rotation, compress_blocks
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import NSAAttention
 from nsa_jax.parallel import (
     context_attention,
     context_selection,
@@ -184,23 +189,113 @@ def check_order_is_what_was_declared() -> None:
     assert told("zigzag", "zigzag", "positions") is not None  # they begin anew with the second sequence
 
 
-CHECKS = {
-    **{f"{p} devices": functools.partial(check_rows, Rows(p, 192)) for p in (1, 2, 4, 8)},
-    "contiguous": functools.partial(check_rows, Rows(4, 53, "contiguous", shift=3)),
-    "packed": functools.partial(check_rows, Rows(2, 75, sequences=PACKED)),
-    "packed, contiguous": functools.partial(
-        check_rows, Rows(8, 192, "contiguous", (((3, 5), (2, 187)), ((1, 100), (0, 9), (5, 83))), shift=-4)
+def out_and_gradients(call, module, per_token, cotangent):
+    graph, state = nnx.split(module)
+
+    @functools.partial(jax.jit, compiler_options=FAST_TO_COMPILE)
+    def run(state, per_token, cotangent):
+        out, pull_back = jax.vjp(lambda state: call(nnx.merge(graph, state), per_token), state)
+        return out, pull_back(cotangent)[0]
+
+    return run(state, per_token, cotangent)
+
+
+@functools.cache
+def module_alone(make, call):
+    """Arrays of tokens, a cotangent, and output and gradients of the module on one device."""
+    random, length = np.random.default_rng(0), 48
+    sequences = ((1, 20), (2, 28)), ((5, 33), (0, 2), (1, 13))
+    per_token = dict(
+        x=random.standard_normal((BATCH, length, 12)),
+        tokens=random.integers(0, 7, (BATCH, length)),
+        segment_ids=Rows(1, length, sequences=sequences).index_arrays()["segment_ids"],
+    )
+    module = make()
+    cotangent = random.standard_normal(nnx.eval_shape(call, module, per_token).shape)
+    return per_token, cotangent, *out_and_gradients(call, module, per_token, cotangent)
+
+
+def check_module(make, call, axis_type: AxisType, order: Order, **axes: int) -> None:
+    """A module with a context axis gives the values and gradients that it gives on one device.
+
+    Args:
+      make: called with options of the module.
+      call: `(module, per_token) -> out` on arrays by name.
+      axis_type: type of the axes of the mesh.
+      order: order of the tokens.
+      **axes: sizes of the axes.
+    """
+    per_token, cotangent, out, gradients = module_alone(make, call)
+    rows = Rows(axes["context"], cotangent.shape[1], order)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
+    by_heads = dict(heads="tensor", kv_heads="tensor") if "tensor" in axes else None
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, PartitionSpec("data" if "data" in axes else None, "context"))
+        arrays = jax.tree.map(lambda x: jax.device_put(rows.spread(x), where), (per_token, cotangent))
+        module = make(sharding=by_heads, context_axis="context", context_order=order)
+        found, found_gradients = out_and_gradients(call, module, *arrays)
+
+    results = {"out": rows.collect(found)}, {"out": out}
+    for named, state in zip(results, (found_gradients, gradients), strict=True):
+        named |= {str(path): np.asarray(x.get_value()) for path, x in nnx.to_flat_state(state)}
+    assert disagreements(*results) == {}
+    assert np.any(results[0]["out"])
+
+
+def make_attention(**options):
+    layer = NSAAttention(
+        4, 12, num_kv_heads=2, head_dim=4, value_dim=3, config=CONFIG, param_dtype=jnp.float64, use_bias=True,
+        normalize_qk=True, rngs=nnx.Rngs(0), **options,
+    )  # fmt: skip
+    for compressor in (layer.compressor_key, layer.compressor_value):  # it begins at 0
+        compressor.kernel_out.set_value(0.1 + compressor.kernel_out.get_value())
+    return layer
+
+
+def make_model(**options):
+    config = TransformerConfig(
+        vocab_size=7, num_layers=1, model_dim=12, num_heads=2, num_kv_heads=1, nsa=CONFIG, remat=True,
+        dtype="float64", param_dtype="float64", share_keys_values=True,
+    )  # fmt: skip
+    return Transformer(config, rngs=nnx.Rngs(0), **options)
+
+
+def attend_packed(layer, per_token):
+    return layer(per_token["x"], segment_ids=per_token["segment_ids"])
+
+
+SEQUENCES = ((3, 5), (2, 187)), ((1, 100), (0, 9), (5, 83))
+ROWS = {
+    "1 device": Rows(1, 192),
+    "4 devices, odd length": Rows(4, 53, shift=3),
+    "8 devices": Rows(8, 192),
+    "packed": Rows(2, 75, sequences=PACKED),
+    "packed, contiguous": Rows(8, 192, "contiguous", SEQUENCES, shift=-4),
+}
+MODULES = {
+    "layer on three axes": functools.partial(
+        check_module, make_attention, attend_packed, AxisType.Auto, "zigzag", data=2, context=2, tensor=2
     ),
-    "declared order": check_order_is_what_was_declared,
+    "layer on an explicit axis": functools.partial(
+        check_module, make_attention, attend_packed, AxisType.Explicit, "contiguous", context=2
+    ),
+    "model": functools.partial(
+        check_module, make_model, lambda model, x: model(x["tokens"]), AxisType.Auto, "zigzag", context=2
+    ),
+}
+CHECKS = {
+    "rows": {name: functools.partial(check_rows, rows) for name, rows in ROWS.items()}
+    | {"declared order": check_order_is_what_was_declared},
+    "modules": MODULES,
 }
 
 
-def main() -> None:
+def main(topic: str) -> None:
     with jax.enable_x64(True):
-        for name, check in CHECKS.items():
+        for name, check in CHECKS[topic].items():
             check()
             print(name, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from messages import has_form
 
 from nsa_jax.compression import Compression
 from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import NSAAttention
 from nsa_jax.parallel import (
     context_attention,
     context_selection,
@@ -24,14 +27,18 @@ from nsa_jax.parallel import (
 )
 
 CONFIG = NSAConfig()
-CHECKS = (
-    *("1 devices", "2 devices", "4 devices", "8 devices", "contiguous", "packed", "packed, contiguous"),
-    "declared order",
-)
+CHECKS = {  # every check that the program must report
+    "rows": (
+        *("1 device", "4 devices, odd length", "8 devices", "packed", "packed, contiguous"),
+        "declared order",
+    ),
+    "modules": ("layer on three axes", "layer on an explicit axis", "model"),
+}
 
 
 @pytest.mark.slow
-def test_rows_on_several_devices_equal_those_on_one():
+@pytest.mark.parametrize("topic", CHECKS)
+def test_tokens_on_several_devices_give_what_one_device_gives(topic):
     program = pathlib.Path(__file__).with_name("context_program.py")
     root = program.parent.parent
     environment = os.environ | {
@@ -40,11 +47,16 @@ def test_rows_on_several_devices_equal_those_on_one():
         "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
     }
     done = subprocess.run(
-        [sys.executable, str(program)], env=environment, cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, str(program), topic],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.splitlines() == list(CHECKS)
+    assert tuple(done.stdout.splitlines()) == CHECKS[topic]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -133,4 +145,54 @@ def test_shapes_of_a_call():
 def test_tokens_that_do_not_divide():
     with pytest.raises(ValueError, match=r"a multiple of 4 tokens, got 6\. Pad") as raised:
         to_zigzag(np.arange(6), 2, axis=0)
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+def layer(**options):
+    sizes = dict(num_kv_heads=1, head_dim=8, config=CONFIG)
+    return nnx.eval_shape(lambda: NSAAttention(2, 16, **sizes, **options, rngs=nnx.Rngs(0)))
+
+
+def apply(layer, mesh):
+    """Traces a call of the layer with a mesh in context, or none."""
+    graph, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((1, 2048, 16), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh or AbstractMesh((), ())):
+        return jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
+
+
+def test_a_layer_finds_its_axis_in_the_mesh():
+    mesh = AbstractMesh((2, 2), ("data", "context"), (AxisType.Auto,) * 2)
+
+    assert apply(layer(context_axis="context"), mesh).shape == (1, 2048, 16)
+    for given, got in ((None, "no mesh"), (mesh, r"the axes \('data', 'context'\)")):
+        rule = f"must be an axis of the mesh in context, got 'seq' and {got}"
+        with pytest.raises(ValueError, match=rule) as raised:
+            apply(layer(context_axis="seq"), given)
+        assert has_form(str(raised.value)), str(raised.value)
+
+
+def test_a_layer_opens_its_own_shard_map():
+    mesh, spec = AbstractMesh((2,), ("context",), (AxisType.Auto,)), PartitionSpec(None, "context")
+    graph, state = nnx.split(layer(context_axis="context"))
+
+    def call(state, x):
+        return jax.shard_map(nnx.merge(graph, state), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    with pytest.raises(ValueError, match="opens a shard_map of its own, got 'context' inside") as raised:
+        jax.eval_shape(call, state, jnp.zeros((1, 2048, 16)))
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+def test_what_a_layer_with_a_context_axis_does_not_offer():
+    with pytest.raises(NotImplementedError, match=r"operands are those of whole rows") as raised:
+        layer(context_axis="context").operands(jnp.zeros((1, 2048, 16)))
+    assert has_form(str(raised.value)), str(raised.value)
+    with pytest.raises(ValueError, match=r"order must be one of .*, got 'ring'"):
+        layer(context_axis="context", context_order="ring")
+    dense = TransformerConfig(
+        vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, attention="dense"
+    )
+    with pytest.raises(NotImplementedError, match="context_axis needs NSA layers, got") as raised:
+        Transformer(dense, context_axis="context", rngs=nnx.Rngs(0))
     assert has_form(str(raised.value)), str(raised.value)

@@ -38,10 +38,24 @@ def compression_block_starts(
     """
     length = segment_ids.shape[1]
     ended = blocks_ended(segment_ids, config)
-    ordinal = jnp.arange(1, num_compression_blocks(length, config) + 1, dtype=jnp.int32)
-    last = jax.vmap(lambda row: jnp.searchsorted(row, ordinal))(ended).astype(jnp.int32)
+    ordinal = jnp.arange(1, num_compression_blocks(length, config) + 1, dtype=jnp.int32)[None]
+    last = count_below(ended, ordinal)
     exists = last < length
     return jnp.where(exists, last - (config.compression_block_size - 1), 0), exists
+
+
+def count_below(ascending: Int32[Array, "B S"], limits: Int32[Array, "#B n"]) -> Int32[Array, "B n"]:
+    """For each limit, how many entries of its ascending row are less.
+
+    `jnp.searchsorted` does the same, but JAX 0.11 fails on it inside a `shard_map` over some of the axes.
+    """
+    length = ascending.shape[1]
+    count = jnp.zeros_like(ascending, shape=(ascending.shape[0], limits.shape[1]))
+    for bit in reversed(range(length.bit_length())):
+        more = count + (1 << bit)
+        last = jnp.take_along_axis(ascending, jnp.minimum(more, length) - 1, axis=1)
+        count = jnp.where((more <= length) & (last < limits), more, count)
+    return count
 
 
 def returning_ids(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S_minus_1"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout.blocks import num_compression_blocks
-from nsa_jax.layout.sequences import compression_block_starts
+from nsa_jax.layout.sequences import compression_block_starts, count_below
 
 
 def token_windows(
@@ -86,7 +86,7 @@ def _windows_backward(config, residuals, cotangent):
     if num_blocks == 0:
         return total, None, None
     starts = jnp.where(exists, starts, length)
-    begun = jax.vmap(lambda row: jnp.searchsorted(row, token, side="right"))(starts).astype(jnp.int32)
+    begun = count_below(starts, token[None] + 1)
     places = cotangent.reshape(batch, num_blocks * size, *rest)
     for j in range(1, size // config.compression_stride + 1):
         block = jnp.maximum(begun - j, 0)

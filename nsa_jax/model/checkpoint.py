@@ -17,6 +17,7 @@ from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, sharding_of
 from nsa_jax.nn.projections import Sharding
 from nsa_jax.nn.rope_scaling import as_plain, from_plain
+from nsa_jax.parallel import Order
 
 # These fields change how a model computes, not which parameters it has or what they mean.
 FREE_FIELDS = ("dtype", "remat", "dropout_rate")
@@ -68,6 +69,8 @@ def restore(
     config: TransformerConfig | None = None,
     *,
     sharding: Sharding | None = None,
+    context_axis: str | None = None,
+    context_order: Order = "zigzag",
     implementation: Implementation | None = None,
 ) -> Transformer:
     """Reads a model that `save` wrote.
@@ -78,6 +81,8 @@ def restore(
         `dropout_rate` may differ from that.
       sharding: mesh axes of named dimensions, see `Transformer`. The parameters are read into this sharding
         of the mesh in context.
+      context_axis: mesh axis over which the tokens of a row are spread, see `Transformer`.
+      context_order: order of the tokens on the devices, see `Transformer`.
       implementation: "xla", "triton" or None, see `Transformer`.
 
     Returns:
@@ -97,8 +102,9 @@ def restore(
         config = saved_config if config is None else config
         _check_same(config, saved_config)
         make = lambda: Transformer(  # noqa: E731
-            config, sharding=sharding, implementation=implementation, rngs=nnx.Rngs(0)
-        )
+            config, sharding=sharding, context_axis=context_axis, context_order=context_order,
+            implementation=implementation, rngs=nnx.Rngs(0),
+        )  # fmt: skip
         abstract = nnx.as_abstract(nnx.eval_shape(make)) if sharding else nnx.eval_shape(make)
         wanted = jax.tree.map(_placed, _parameters(abstract))
         args = orbax.args.Composite(model=orbax.args.StandardRestore(wanted))

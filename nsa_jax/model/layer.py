@@ -12,6 +12,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention
 from nsa_jax.nn.projections import Sharding, sharding_metadata
+from nsa_jax.parallel import Order
 
 type LayerCache = NSACache | DenseCache
 
@@ -50,6 +51,8 @@ class DecoderLayer(nnx.Module):
         config: TransformerConfig,
         *,
         sharding: Sharding | None,
+        context_axis: str | None,
+        context_order: Order,
         implementation: Implementation | None,
         rngs: nnx.Rngs,
     ):
@@ -81,6 +84,8 @@ class DecoderLayer(nnx.Module):
                 compression=config.compression,
                 compressor=config.compressor,
                 gate=config.gate,
+                context_axis=context_axis,
+                context_order=context_order,
                 **arguments,
             )
         else:

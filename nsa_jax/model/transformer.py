@@ -12,6 +12,7 @@ from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
+from nsa_jax.parallel import Order
 
 
 class Transformer(nnx.Module):
@@ -24,12 +25,16 @@ class Transformer(nnx.Module):
       config: widths, depth and kind of attention.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
         `nsa_jax.nn.NSAAttention`.
+      context_axis: mesh axis over which the tokens of a row are spread, see `nsa_jax.nn.NSAAttention`; for
+        `attention="nsa"` only.
+      context_order: order of the tokens on the devices, "zigzag" or "contiguous".
       implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
         `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: `sharding` names an unknown dimension.
+      NotImplementedError: there is a `context_axis`, and the attention is not "nsa".
+      ValueError: `sharding` names an unknown dimension, or `context_order` is unknown.
 
     Examples:
       >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
@@ -41,10 +46,17 @@ class Transformer(nnx.Module):
         config: TransformerConfig,
         *,
         sharding: Sharding | None = None,
+        context_axis: str | None = None,
+        context_order: Order = "zigzag",
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         check_sharding(sharding)
+        if context_axis is not None and config.attention != "nsa":
+            raise NotImplementedError(
+                f"context_axis needs NSA layers, got attention={config.attention!r}. "
+                'Build the model with attention="nsa".'
+            )
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size,
@@ -54,7 +66,10 @@ class Transformer(nnx.Module):
             embedding_metadata=sharding_metadata(sharding, "vocab", "model"),
             rngs=rngs,
         )
-        arguments: dict[str, Any] = dict(sharding=sharding, implementation=implementation, rngs=rngs)
+        arguments: dict[str, Any] = dict(
+            sharding=sharding, context_axis=context_axis, context_order=context_order,
+            implementation=implementation, rngs=rngs,
+        )  # fmt: skip
         self.layers = nnx.List([DecoderLayer(config, **arguments) for _ in range(config.num_layers)])
         self.final_norm = norm(config, rngs)
         if not config.tie_embeddings:

@@ -14,6 +14,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn.compressor import CompressionMode, Compressor
+from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
@@ -28,6 +29,7 @@ from nsa_jax.nn.projections import (
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
+from nsa_jax.parallel import Order, context_attention, context_selection
 
 # Middle parts of the names of projections and norms, as in `key_cmp_proj`.
 BRANCHES = ("_cmp", "_slc", "_win")
@@ -127,15 +129,20 @@ class NSAAttention(CacheSteps):
         `{"heads": "tensor", "kv_heads": "tensor"}`. It becomes the `out_sharding` metadata of the kernels and
         biases of projections and gate; compressors and norms get none. Creating the layer then needs a
         mesh in context (`jax.set_mesh`).
+      context_axis: mesh axis over which the tokens of a row are spread. The layer then attends inside a
+        `jax.shard_map` of its own over this axis of the mesh in context (`jax.set_mesh`), and its calls and
+        `inspect` need such a mesh. `prefill` and `decode_step` take whole rows, as without it.
+      context_order: order of the tokens on the devices, "zigzag" (see `nsa_jax.parallel.to_zigzag`) or
+        "contiguous".
       implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
         `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `compression` or a name in
-        `sharding` is unknown; or `rotary` or `compressor` is given together with the options that it
-        replaces.
+      ValueError: head counts or widths do not divide; a number is out of range; `compression`,
+        `context_order` or a name in `sharding` is unknown; or `rotary` or `compressor` is given together with
+        the options that it replaces.
 
     Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -174,6 +181,8 @@ class NSAAttention(CacheSteps):
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),  # noqa: B008 (pure)
         sharding: Sharding | None = None,
+        context_axis: str | None = None,
+        context_order: Order = "zigzag",
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -182,6 +191,7 @@ class NSAAttention(CacheSteps):
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
         self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
         self.config, self.implementation, self.dtype = config, implementation, dtype
+        self.context = ContextAxis.given(context_axis, context_order)
         self.scale = arguments.resolve_scale(scale, head_dim)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
 
@@ -235,8 +245,8 @@ class NSAAttention(CacheSteps):
 
         Args:
           x: layer input.
-          positions: rotary position of each token, by default its index in its sequence. Positions only
-            affect the rotation; causality, blocks and windows count tokens.
+          positions: rotary position of each token, by default its index in its sequence, whatever the
+            `context_order`. Positions only affect the rotation; causality, blocks and windows count tokens.
           segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
             0 = padding.
           block_indices: a selection to use instead of choosing one, in the form that `inspect` returns.
@@ -250,20 +260,31 @@ class NSAAttention(CacheSteps):
         Raises:
           TypeError: `block_indices` is not an array of integers.
           ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
-            does not fit `x`.
+            does not fit `x`. With a `context_axis` also: there is no mesh in context, it lacks the axis, or
+            the tokens do not divide into chunks of allowed length, see `nsa_jax.parallel.context_attention`.
 
         Gradients:
           No gradient flows through the selection, as in the paper. The compressors and projections of the
           compressed branch learn through the output of that branch.
         """
-        out = attention.native_sparse_attention(
-            *self.operands(x, positions=positions, segment_ids=segment_ids),
-            config=self.config,
-            block_indices=block_indices,
-            segment_ids=segment_ids,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
+        index_arrays = dict(positions=positions, segment_ids=segment_ids)
+        if self.context is None:
+            out = attention.native_sparse_attention(
+                *self.operands(x, **index_arrays),
+                block_indices=block_indices,
+                segment_ids=segment_ids,
+                **self._operation_settings(),
+            )
+        else:
+            query, tokens, gates = self._project_in_context(x, **index_arrays)
+            out = self.context.run(
+                context_attention,
+                (query, *_of_all_branches(tokens), gates),
+                index_arrays | dict(block_indices=block_indices),
+                (self.compressor_key, self.compressor_value),
+                self.rotary,
+                **self._operation_settings(),
+            )
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def operands(
@@ -284,8 +305,14 @@ class NSAAttention(CacheSteps):
           Rotated queries and keys, values, compressed keys and values, and gates.
 
         Raises:
+          NotImplementedError: the layer has a `context_axis`: no device has the arguments of whole rows.
           ValueError: as in `__call__`.
         """
+        if self.context is not None:
+            raise NotImplementedError(
+                "operands are those of whole rows on one device, got a layer with context_axis="
+                f"{self.context.name!r}. Build the layer without it."
+            )
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
@@ -295,9 +322,7 @@ class NSAAttention(CacheSteps):
             token_windows(tokens.value_cmp, self.config, segment_ids),
             first_tokens(positions, self.config, segment_ids),
         )
-        _, _, key_slc, value_slc, key_win, value_win = tokens
-        if key_win is None or value_win is None:
-            key_win, value_win = key_slc, value_slc
+        _, _, key_slc, value_slc, key_win, value_win = _of_all_branches(tokens)
         return Operands(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
 
     def inspect(
@@ -320,16 +345,37 @@ class NSAAttention(CacheSteps):
         Raises:
           ValueError: as in `__call__`.
         """
-        operands = self.operands(x, positions=positions, segment_ids=segment_ids)
-        block_indices = attention.select_blocks(
-            operands.query,
-            operands.key_cmp,
-            config=self.config,
-            segment_ids=segment_ids,
-            scale=self.scale,
-            implementation=self.implementation,
+        index_arrays = dict(positions=positions, segment_ids=segment_ids)
+        if self.context is None:
+            operands = self.operands(x, **index_arrays)
+            block_indices = attention.select_blocks(
+                operands.query, operands.key_cmp, segment_ids=segment_ids, **self._operation_settings()
+            )
+            return Selection(block_indices, operands.gates)
+        query, tokens, gates = self._project_in_context(x, **index_arrays)
+        block_indices = self.context.run(
+            context_selection,
+            (query, tokens.key_cmp, tokens.value_cmp),
+            index_arrays,
+            (self.compressor_key, self.compressor_value),
+            self.rotary,
+            **self._operation_settings(),
         )
-        return Selection(block_indices, operands.gates)
+        return Selection(block_indices, gates)
+
+    def _operation_settings(self) -> dict[str, Any]:
+        return dict(config=self.config, scale=self.scale, implementation=self.implementation)
+
+    def _project_in_context(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple[Array, TokenKeysValues, Array]:
+        """`_project` of tokens in the order of the context axis."""
+        assert self.context is not None
+        check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
+        return self._project(x, self.context.positions(x, segment_ids) if positions is None else positions)
 
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -348,3 +394,11 @@ class NSAAttention(CacheSteps):
         """Keys of a branch, normalised and not rotated, and its values."""
         key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
         return key, getattr(self, f"value{branch}_proj")(x)
+
+
+def _of_all_branches(tokens: TokenKeysValues) -> tuple[Array, ...]:
+    """Keys and values of cmp, slc and win; the latter two may share theirs."""
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tokens
+    if key_win is None or value_win is None:
+        key_win, value_win = key_slc, value_slc
+    return key_cmp, value_cmp, key_slc, value_slc, key_win, value_win

@@ -1,5 +1,6 @@
 """The order in which the tokens of a row lie on the devices."""
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -106,6 +107,14 @@ def check_order(order: Order) -> None:
         raise ValueError(f"order must be one of {_ORDERS}, got {order!r}. Choose one of them.")
 
 
+def on_whole_rows(function: Callable[[Array], Array], array: Array) -> Array:
+    """Applies a function that keeps shapes, also to tokens that are spread over explicit axes of a mesh."""
+    sharding = jax.typeof(array).sharding
+    if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
+        return function(array)
+    return jax.sharding.auto_axes(function, out_sharding=sharding)(array)
+
+
 def _chunks(num_devices: int) -> np.ndarray:
     """The chunks of a row in zigzag order."""
     first = np.arange(num_devices)
@@ -125,9 +134,4 @@ def _reorder(array, chunks: np.ndarray, axis: int):
         taken = cut[(slice(None),) * axis + (chunks,)]
         return taken.reshape(shape)
 
-    if not isinstance(array, jax.Array):
-        return reorder(np.asarray(array))
-    sharding = jax.typeof(array).sharding
-    if sharding.mesh.are_all_axes_auto or sharding.mesh.empty:
-        return reorder(array)
-    return jax.sharding.auto_axes(reorder, out_sharding=sharding)(array)
+    return on_whole_rows(reorder, array) if isinstance(array, jax.Array) else reorder(np.asarray(array))

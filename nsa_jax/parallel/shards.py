@@ -99,12 +99,10 @@ class Shards(NamedTuple):
         Returns:
           `[B, num_runs * entries, ...]`, on every device.
         """
-        every = jax.lax.all_gather(x, self.axis)  # [P, B, runs, entries, ...]
-        in_order = every[:, :, 0]
+        every = jax.lax.all_gather(x, self.axis, axis=1, tiled=True)  # the runs of device 0 first
         if self.runs_here == 2:
-            in_order = jnp.concatenate([in_order, every[::-1, :, 1]])
-        in_order = jnp.moveaxis(in_order, 0, 1)
-        return in_order.reshape(x.shape[0], self.num_runs * x.shape[2], *x.shape[3:])
+            every = jnp.concatenate([every[:, ::2], every[:, ::-2]], axis=1)
+        return every.reshape(x.shape[0], self.num_runs * x.shape[2], *x.shape[3:])
 
     def stretches(
         self, pairs: Sequence[tuple[tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]], int]]
@@ -149,7 +147,26 @@ class Shards(NamedTuple):
 
 
 def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
-    """Runs a function of arrays `[B, T, ...]` on the shards of their tokens, over the mesh in context.
+    """Runs a function on the shards of tokens, in a `shard_map` over an axis of the mesh in context.
+
+    Its first argument, any arrays, is the same on every device. All others, and its results, are arrays
+    `[B, T, ...]`, of which each device has some tokens.
+
+    Raises:
+      ValueError: as in `devices_along`.
+    """
+    devices_along(axis)
+    tokens = PartitionSpec(None, axis)
+
+    def call(same, *spread):
+        specs = (PartitionSpec(), *[tokens] * len(spread))
+        return jax.shard_map(function, in_specs=specs, out_specs=tokens, axis_names={axis})(same, *spread)
+
+    return call
+
+
+def devices_along(axis: str) -> int:
+    """The number of devices along an axis of the mesh in context.
 
     Raises:
       ValueError: there is no mesh in context, it lacks the axis, or a `shard_map` has mapped it already.
@@ -166,5 +183,4 @@ def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
             f"a layer with context_axis opens a shard_map of its own, got {axis!r} inside of one over this "
             "axis. Call the layer outside, or nsa_jax.parallel.context_attention inside."
         )
-    tokens = PartitionSpec(None, axis)
-    return jax.shard_map(function, in_specs=tokens, out_specs=tokens, axis_names={axis})
+    return mesh.shape[axis]
