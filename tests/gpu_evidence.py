@@ -54,6 +54,7 @@ ROOMS_OF_TESTS = {
     "tests/test_gpu_dense_decode.py::": ("decode", "shared", "calls"),
     "tests/test_gpu_mosaic.py::": ("mosaic", *(room for room in OF_TRITON if room != "decode")),
     "tests/test_gpu_generate.py::": OF_TRITON,
+    "tests/test_gpu_parallel.py::": OF_TRITON,
     "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": OF_TRITON,
     f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
     f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),

@@ -7,15 +7,18 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from nsa_jax.kernels.partition import partitioned
 
-CHECKS = 18
+CHECKS = {"partition": 18, "sharded_decoding": 1}
 
 
-def test_devices_run_a_function_for_their_rows_and_heads():
+@pytest.mark.slow
+@pytest.mark.parametrize("topic", CHECKS)
+def test_eight_devices_do_what_one_does(topic):
     """In a process of its own, in which the host has eight devices."""
-    program = pathlib.Path(__file__).with_name("partition_program.py")
+    program = pathlib.Path(__file__).with_name(f"{topic}_program.py")
     root = program.parent.parent
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -27,7 +30,7 @@ def test_devices_run_a_function_for_their_rows_and_heads():
     )
 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count(": ok") == CHECKS
+    assert done.stdout.count(": ok") == CHECKS[topic]
 
 
 def test_the_program_of_one_device_is_that_of_the_function():

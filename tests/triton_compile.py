@@ -5,6 +5,7 @@ Needs `jax-cuda13-plugin` (its compiler, no GPU) and the environment variables `
 """
 
 import functools
+import math
 
 import jax
 from jax.experimental import topologies
@@ -48,7 +49,7 @@ def lower(function, *arguments, capability: int = 90):
 
 def compile_for_h100(function, *arguments, **options):
     """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s and options of XLA."""
-    mesh = _mesh()
+    mesh = mesh_of_h100s(x=1)
     whole = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -56,7 +57,19 @@ def compile_for_h100(function, *arguments, **options):
     return lowered.compile(compiler_options=options)
 
 
+def compile_on(mesh, function, *arguments, **options):
+    """The executable of `function` for all GPUs of `mesh_of_h100s`; options are those of `jax.jit`.
+
+    The arguments are `jax.ShapeDtypeStruct`s with their shardings.
+    """
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # XLA asks for kernels while it compiles
+        return jax.jit(function, **options).lower(*arguments).compile()
+
+
 @functools.cache
-def _mesh():
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
-    return topologies.make_mesh(topology, (1,), ("x",))
+def mesh_of_h100s(**axes):
+    """A mesh of H100s that are not there, by the sizes of its axes."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H100, topology=f"1x1x{math.prod(axes.values())}"
+    )
+    return topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))

@@ -97,7 +97,7 @@ class _Division(NamedTuple):
             ArrayMapping(*(factor(array, axis, size) for axis, size in enumerate(shape)))
             for array, shape in enumerate(shapes)
         )
-        sizes = {"g": num_heads // kv_heads} if "g" in whole else {}
+        sizes: dict[str, Any] = {"g": num_heads // kv_heads} if "g" in whole else {}
         split = len(operands)
         return SdyShardingRule(arrays[:split], arrays[split:], need_replication_factors=tuple(whole), **sizes)
 

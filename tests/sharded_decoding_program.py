@@ -1,0 +1,72 @@
+"""Run by test_partition with eight host devices: decoding by plain `jit` on `xla`, against one device.
+
+Rows are sharded over `data`; heads, the inner width of the MLP and the vocabulary over `tensor`. Everything
+is in float64, so that no rounding decides between two tokens or two blocks.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.generate import generate
+from nsa_jax.model import Transformer, TransformerConfig
+
+NSA = NSAConfig(
+    compression_block_size=4, compression_stride=2, selection_block_size=8, num_selected_blocks=4,
+    window_size=8,
+)  # fmt: skip
+SHARDING = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+BOTH, ROWS = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
+BATCH, VOCAB, PROMPT, NEW = 4, 64, 40, 24
+
+
+def main() -> None:
+    config = TransformerConfig(
+        vocab_size=VOCAB, model_dim=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, mlp_dim=32,
+        nsa=NSA, dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    whole = Transformer(config, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        model = Transformer(config, sharding=SHARDING, rngs=nnx.Rngs(0))
+    spread = {
+        x.sharding.spec for x in jax.tree.leaves(nnx.state(model)) if not x.sharding.is_fully_replicated
+    }
+    assert len(spread) > 3, spread
+
+    def place(x):
+        return jax.device_put(x, NamedSharding(mesh, BOTH if x.ndim > 2 else ROWS))
+
+    rng = np.random.default_rng(0)
+    prompts = jnp.asarray(rng.integers(0, VOCAB, (BATCH, PROMPT)), jnp.int32)
+    lengths = jnp.asarray((PROMPT, 13, 3, 29), jnp.int32)
+    settings = dict(max_new_tokens=NEW, temperature=0.7, key=5)
+    expected = generate(whole, prompts, lengths=lengths, **settings)
+    found = generate(model, place(prompts), lengths=place(lengths), **settings)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.lengths, expected.lengths)
+    assert len(np.unique(expected.tokens)) > NEW // 2, "too few tokens to tell right from wrong"
+
+    step = nnx.jit(Transformer.decode_step)
+    held = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape)) if x.ndim > 2 else x,
+        whole.init_cache(BATCH, PROMPT),
+    )
+    held = tuple(x._replace(lengths=lengths - 2) for x in held)
+    new = prompts[:, :2]
+    logits, after = step(whole, new, held)
+    ours, ours_after = step(model, place(new), jax.tree.map(place, held))
+    # About 200 terms of order 1 are added on the way to a logit, in another order: 200 eps.
+    np.testing.assert_allclose(ours, logits, rtol=0, atol=200 * np.finfo(np.float64).eps)
+    for x, y in zip(jax.tree.leaves(ours_after), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=200 * np.finfo(np.float64).eps)
+        assert x.sharding.spec == (BOTH if x.ndim > 2 else ROWS), x.sharding
+    print("decoding: ok")
+
+
+if __name__ == "__main__":
+    with jax.enable_x64(True):
+        main()
