@@ -31,7 +31,11 @@ ROOMS = {
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
-    "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py", "nsa_jax/kernels/mixed.py"),
+    "mosaic": (
+        "nsa_jax/kernels/mosaic_gpu/**/*.py",
+        "nsa_jax/kernels/gradients_in_parts.py",
+        "nsa_jax/kernels/mixed.py",
+    ),
     "shared": (
         f"{TRITON}/*.py",
         *(f"nsa_jax/kernels/{name}.py" for name in ("launch", "partition", "dims")),

@@ -46,14 +46,15 @@ def ring_lists_by_loops(
 
 
 def items_by_loops(
-    block_indices, row_starts, last_rows, *, block, num_keys, item, packed, with_slots=False
+    block_indices, row_starts, last_rows, *, block, num_keys, item, packed, range_queries=None
 ) -> tuple[BlockItems, list]:
     """What the kernels of the keys' gradients read of `invert`; its other fields are empty.
 
-    With `with_slots`, `tokens` are `token R + slot`. The second result has, for each block with several
-    items, row of the batch, KV head, first key, limit of the keys, first slot and number of slots.
+    With `range_queries`, `tokens` are `token R + slot`, and the items of each range of queries follow each
+    other. The second result has, for each block with several items, row of the batch, KV head, first key,
+    limit of the keys, first slot and number of slots.
     """
-    batch, length, kv_heads, _ = block_indices.shape
+    batch, length, kv_heads, slots_of_query = block_indices.shape
     pairs: dict[tuple[int, int, int], list[int]] = {}
     slot_of = {}
     for b, t, k, r in np.ndindex(*block_indices.shape):
@@ -64,7 +65,8 @@ def items_by_loops(
     if not packed:
         for b, k, start in np.ndindex(batch, kv_heads, -(-num_keys // block)):
             pairs.setdefault((b, k, start * block), [])
-    tokens, items, slots, partials = [], [], 0, []
+    ranges = -(-length // (range_queries or length))
+    cut, slots, partials = {}, 0, []
     for (b, k, start), queries in sorted(pairs.items()):
         ends = [
             last_rows[b, t] + 1
@@ -72,25 +74,30 @@ def items_by_loops(
             if queries and row_starts[b, t] == row_starts[b, queries[0]]
         ]
         limit = min(start + block, int(max(ends))) if packed else num_keys
-        order = sorted(queries, key=lambda t: (last_rows[b, t] >= start + block - 1, t))
-        masked = sum(last_rows[b, t] < start + block - 1 for t in queries)
-        count = max(1, -(-len(order) // item))
-        if count > 1:
-            partials.append((b, k, start, limit, slots, count))
-        for i in range(count):
-            first = len(tokens) + i * item
-            end = min(first + item, len(tokens) + len(order))
-            middle = min(max(len(tokens) + masked, first), end)
-            slot = slots + i if count > 1 else -1
-            items.append((b * kv_heads + k, start, limit, first, middle, end, slot))
-        slots += count if count > 1 else 0
-        if with_slots:
-            order = [t * block_indices.shape[3] + slot_of[b, k, start, t] for t in order]
-        tokens += order
+        pieces = []
+        for r in range(ranges):
+            mine = [t for t in queries if t // (range_queries or length) == r]
+            order = sorted(mine, key=lambda t: (last_rows[b, t] >= start + block - 1, t))
+            pieces += [(r, order[i : i + item]) for i in range(0, len(order), item)]
+        several = len(pieces) > 1
+        if several:
+            partials.append((b, k, start, limit, slots, len(pieces)))
+        for r, piece in pieces or [(0, [])]:
+            cut.setdefault((b, k, r), []).append((start, limit, piece, slots if several else -1))
+            slots += several
+    tokens, items, bounds = [], [], [0]
+    for b, k, r in np.ndindex(batch, kv_heads, ranges):
+        for start, limit, piece, slot in cut.get((b, k, r), ()):
+            first = len(tokens)
+            masked = sum(last_rows[b, t] < start + block - 1 for t in piece)
+            items.append((b * kv_heads + k, start, limit, first, first + masked, first + len(piece), slot))
+            coded = [t * slots_of_query + slot_of[b, k, start, t] for t in piece]
+            tokens += piece if range_queries is None else coded
+        bounds.append(len(items))
     items.append((-1, 0, 0, 0, 0, 0, -1))
     none = np.zeros(0, np.int32)
     arrays = np.array(tokens, np.int32), np.array(items, np.int32)
-    return BlockItems(*arrays, none, none, none, none, None, slots), partials
+    return BlockItems(*arrays, none, none, none, none, None, slots, np.array(bounds, np.int32)), partials
 
 
 def add_items(items: BlockItems, partials: list, part, gradient, block: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from lists_by_loops import add_items, items_by_loops, ring_lists_by_loops
 
 from nsa_jax import NSAConfig, layout, reference
 from nsa_jax.kernels.mosaic_gpu import sizes
+from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
@@ -47,7 +48,7 @@ class Case(NamedTuple):
     item: int = 1000
     dtype: str = "bfloat16"
     processors: int = 1
-    parts: bool = False  # whether d_query also comes in parts, from the kernel of the keys' gradients
+    range: int | None = None  # queries whose parts of d_query the kernel of the keys stores in a call
 
 
 CASES = {
@@ -58,7 +59,8 @@ CASES = {
     "packed": Case(60, packed=True, empty=True),
     "packed_blocks_of_64": Case(96, packed=True, block=64, heads=8, item=9),
     "wide_keys": Case(72, 136, dims=(192, 128), block=64, empty=True),
-    "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, parts=True),
+    "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, range=40),
+    "packed_parts": Case(70, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=70),
     "blocks_of_128": Case(72, 264, dims=(128, 128), block=128, dtype="float16"),
 }
 
@@ -165,32 +167,48 @@ def main(case: Case) -> dict[str, float]:
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
         items, partials = items_by_loops(
             blocks, starts, last, block=case.block, num_keys=num_keys, item=case.item, packed=case.packed,
-            with_slots=case.parts,
+            range_queries=case.range,
         )  # fmt: skip
-        arrays = dict(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items))
-        part_key, part_value, d_key, d_value, *of_slots = (
-            np.asarray(x, np.float64)
-            for x in selected_key_gradients(
-                query, key, value, items._replace(**arrays),
-                jnp.asarray(last), lse, delta, d_out, weight=weight,
-                query_slots=case.slots if case.parts else None, **known,
-            )
-        )  # fmt: skip
+        items = items._replace(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items))
+        arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=aligned)
+        if case.range is None:
+            sums = selected_key_gradients(arrays, items, jnp.asarray(last), **known)
+        else:
+            sums, found_in_parts = in_ranges(case, arrays, items, jnp.asarray(last), blocks, known)
+        part_key, part_value, d_key, d_value = (np.asarray(x, np.float64) for x in sums)
         wrong["races of d_key"] = float(gpu_callbacks.get_races().races_found)
     d_key = add_items(items, partials, part_key, d_key, case.block)
     d_value = add_items(items, partials, part_value, d_value, case.block)
     found = dict(out=out, lse=lse, d_query=d_query, d_key=d_key, d_value=d_value, products=products)
-    if case.parts:
-        shape = (batch, length, case.slots, kv_heads, case.heads, key_dim)
-        chosen = np.moveaxis(blocks >= 0, 2, 3)[..., None, None]
-        parts = np.where(chosen, of_slots[0].reshape(shape), 0).sum(2) * known["scale"]
-        found["d_query in parts"] = parts.reshape(query.shape)
+    if case.range is not None:
+        more = 0 if previous is None else np.asarray(previous, np.float64)
+        found["d_query in parts"] = found_in_parts + more
         expected["d_query in parts"], same["d_query in parts"] = expected["d_query"], same["d_query"]
     same["lse"] = expected["lse"]  # the kernels compute it in float32
     for name, x in found.items():
         eps = float(jnp.finfo("float32" if name == "lse" else case.dtype).eps)
         wrong[name] = distance(x, expected[name]) / allowance(same[name], expected[name], eps)
     return wrong
+
+
+def in_ranges(case: Case, arrays: KeyArrays, items, last, blocks, known) -> tuple[KeySums, np.ndarray]:
+    """The sums, and d_query from its parts: a call for each KV head and range of queries."""
+    of_blocks = dict(block_size=case.block, aligned=known["aligned"])
+    sums = tuple(jax.new_ref(jnp.full(x.shape, jnp.nan, x.dtype)) for x in arrays.sums(items, **of_blocks))
+    heads, key_dim = case.heads * case.kv_heads, case.dims[0]
+    d_query = np.zeros((case.batch, case.queries, heads, key_dim))
+    ranges = -(-case.queries // case.range)
+    for lane, (begin, end) in enumerate(zip(items.bounds[:-1], items.bounds[1:], strict=True)):
+        both, first = lane // ranges, lane % ranges * case.range
+        at = QueryParts(case.slots, 1, case.range, jnp.asarray([both, first], jnp.int32), sums)
+        mine = items._replace(items=items.items[begin:end])
+        parts = np.asarray(*selected_key_gradients(arrays, mine, last, parts=at, **known), np.float64)
+        b, k = divmod(both, case.kv_heads)
+        rows = slice(k * case.heads, (k + 1) * case.heads)
+        for t in range(first, min(first + case.range, case.queries)):
+            for slot in np.flatnonzero(blocks[b, t, k] >= 0):
+                d_query[b, t, rows] += parts[0, (t - first) * case.slots + slot, : case.heads]
+    return KeySums(*(jax.freeze(x) for x in sums)), d_query
 
 
 if __name__ == "__main__":

@@ -12,8 +12,25 @@ import nsa_jax
 from benchmarks import mosaic_forward
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import gradients_in_parts
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """A function that forces the queries' gradients to come in parts, or not to."""
+
+    def force(forced: bool, part_bytes: int = gradients_in_parts.PART_BYTES):
+        monkeypatch.setattr(gradients_in_parts, "FEWEST_PAIRS", 0)
+        monkeypatch.setattr(gradients_in_parts, "MOST_SHARED", np.inf if forced else 0)
+        monkeypatch.setattr(gradients_in_parts, "PART_BYTES", part_bytes)
+        jax.clear_caches()
+
+    yield force
+    monkeypatch.undo()
+    jax.clear_caches()
+
 
 # Tokens of the sequences of packed rows; padding is before, between and after them.
 SEGMENTS = np.repeat([0, 1, 2, 0, 3, 0], [3, 298, 216, 13, 460, 10])
@@ -96,8 +113,35 @@ triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
 mosaic = mosaic_forward.selected_attention  # both directions
 
 
+# Shapes whose queries' gradients may come in parts, with most bytes of a chunk. A query of 16 slots and 16
+# heads takes 64 KB: so 2^24 bytes are 256 queries of a KV head, and 2^26 three heads of 333 queries.
+IN_PARTS = {
+    "plain": (2**31, 2**24),
+    "odd_lengths": (2**26, 2**23),
+    "last_queries": (2**31,),
+    "twelve_heads": (2**24,),
+    "dims_of_64": (2**23,),
+    "float16": (2**24,),
+    "forty_blocks": (2**27,),
+    "packed": (2**31, 2**24),
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_values_and_gradients_equal_the_oracle(name):
+def test_values_and_gradients_equal_the_oracle(name, in_parts):
+    in_parts(False)
+    check_against_oracle(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "part_bytes"), [(name, x) for name, several in IN_PARTS.items() for x in several]
+)
+def test_gradients_in_parts_equal_the_oracle(name, part_bytes, in_parts):
+    in_parts(True, part_bytes)
+    check_against_oracle(name)
+
+
+def check_against_oracle(name):
     arrays, _, gradients = problem(**SHAPES[name])
     oracle = jax.jit(functools.partial(gradients, reference.selected_attention))
     ours = jax.jit(functools.partial(gradients, mosaic))
@@ -115,7 +159,9 @@ def test_values_and_gradients_equal_the_oracle(name):
 
 @pytest.mark.parametrize("length", [65536, 131072])
 @pytest.mark.parametrize("distribution", ["random", "alike"])
-def test_long_rows_equal_triton_and_repeat_bitwise(length, distribution):
+@pytest.mark.parametrize("forced", [True, False], ids=["in_parts", "by_two_kernels"])
+def test_long_rows_equal_triton_and_repeat_bitwise(length, distribution, forced, in_parts):
+    in_parts(forced)
     arrays, blocks, gradients = problem(length=length, kv_heads=1)
     if distribution == "alike":  # 32 neighbours choose the same blocks
         blocks = jnp.repeat(blocks[:, ::32], 32, axis=1)
@@ -141,6 +187,30 @@ def test_long_rows_equal_triton_and_repeat_bitwise(length, distribution):
         assert all(bool((x == y).all()) for x, y in zip(found, again, strict=True))
 
 
+def test_the_run_time_choice_gives_what_it_chose(in_parts, monkeypatch):
+    """Bitwise: in parts where neighbours choose at random, by two kernels where they choose alike."""
+    arrays, blocks, _ = problem(length=4096, kv_heads=1)
+    alike = jnp.repeat(blocks[:, ::32], 32, axis=1)
+    cotangent = jax.random.normal(jax.random.key(8), arrays[0].shape, "bfloat16")
+
+    def gradients(query, key, value, blocks):
+        def attend(*arrays):
+            return by("mosaic_gpu")(*arrays, blocks, config=NSAConfig()).out
+
+        return jax.vjp(attend, query, key, value)[1](cotangent)
+
+    found = {}
+    for forced, most_shared in (("yes", np.inf), ("no", 0), ("neither", gradients_in_parts.MOST_SHARED)):
+        in_parts(True)
+        monkeypatch.setattr(gradients_in_parts, "MOST_SHARED", most_shared)
+        run = jax.jit(lambda *x: gradients(*x))
+        found[forced] = [run(*arrays, x) for x in (blocks, alike)]
+
+    for i, expected in enumerate(("yes", "no")):
+        assert all((x == y).all() for x, y in zip(found["neither"][i], found[expected][i], strict=True))
+    assert not all((x == y).all() for x, y in zip(found["yes"][0], found["no"][0], strict=True))
+
+
 def test_whole_operation_equals_triton():
     config, length = NSAConfig(), 1500
     keys = jax.random.split(jax.random.key(0), 9)
@@ -164,7 +234,9 @@ def test_whole_operation_equals_triton():
         assert budget.distance(x, y) <= 2 * 8 * float(jnp.finfo("bfloat16").eps) * budget.size(y)
 
 
-def test_what_is_not_a_number_reaches_only_those_who_see_it():
+@pytest.mark.parametrize("forced", [True, False], ids=["in_parts", "by_two_kernels"])
+def test_what_is_not_a_number_reaches_only_those_who_see_it(forced, in_parts):
+    in_parts(forced)
     (query, key, value), blocks, gradients = problem(length=2000)
     ours = jax.jit(functools.partial(gradients, mosaic))
     bad = 1234
@@ -182,6 +254,7 @@ def test_what_is_not_a_number_reaches_only_those_who_see_it():
         rows = slice(16 * head, 16 * head + 16)
         others = ~sees[:, :, head]  # computed again, so in another order
         assert budget.distance(found[0][:, :, rows][others], finite[0][:, :, rows][others]) <= 0.05
+        assert jnp.isfinite(found[2][:, :, rows][others]).all()
         assert not np.asarray(jnp.isfinite(found[0][:, :, rows]).all((2, 3)))[sees[:, :, head]].any()
 
 

@@ -21,6 +21,7 @@ FLOORS = (
     ("nsa_jax.kernels.dims", "nsa_jax.kernels.launch", "nsa_jax.kernels.partition"),
     ("nsa_jax.kernels.lists",),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
+    ("nsa_jax.kernels.gradients_in_parts",),
     ("nsa_jax.kernels.mixed",),
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),

@@ -53,7 +53,9 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 }
 
 
-OF_MOSAIC = {"nsa_ring_lists"}  # compiled in test_mosaic_compile
+OF_MOSAIC = {  # compiled in test_mosaic_compile
+    *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
+}
 
 
 class Shape(NamedTuple):

@@ -23,7 +23,9 @@ from nsa_jax.kernels.lists.ring import ring_lists
 from nsa_jax.kernels.lists.unions import union_lists
 from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
 from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
+from nsa_jax.kernels.triton.blocks.deltas import row_deltas
 from nsa_jax.kernels.triton.blocks.forward import attend_blocks
+from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.tiles import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
@@ -223,16 +225,39 @@ def check_ring_lists(case: Case) -> None:
                 assert (np.asarray(found.visits)[at][w, :count] == expected.visits[at][w, :count]).all()
 
 
-def check_items(case: Case) -> None:
-    """Every pair lies in one item, in order, and every item, slot and block fits the static sizes."""
+def check_items(case: Case, range_queries: int | None = None) -> None:
+    """Every pair lies in one item, in order, and every item, slot and block fits the static sizes.
+
+    With ranges: the items of each KV head and range follow each other, and hold codes of token and slot.
+    """
     (_, _, _, indices), placed, *_ = inputs(case)
 
     @jax.jit
     def turned(indices):
-        return invert(indices, placed, case.num_keys, item=case.item)
+        return invert(indices, placed, case.num_keys, item=case.item, range_queries=range_queries)
 
     with interpreted():
         found = turned(indices)
+    if range_queries is not None:
+        codes = np.asarray(found.tokens)
+        found = found._replace(tokens=codes // case.slots)
+        ranges = -(-indices.shape[1] // range_queries)
+        assert len(found.bounds) == case.batch * case.kv_heads * ranges + 1
+        for number, (head, start, _, first, _, end, _) in enumerate(np.asarray(found.items)):
+            if head < 0:
+                assert number >= found.bounds[-1]
+                continue
+            lane = np.searchsorted(np.asarray(found.bounds), number, side="right") - 1
+            b, k = divmod(int(head), case.kv_heads)
+            assert lane // ranges == head
+            for code in codes[first:end]:
+                t, slot = divmod(int(code), case.slots)
+                assert t // range_queries == lane % ranges
+                assert placed.sequence_start[b, t] + indices[b, t, k, slot] * case.block == start
+        slots, partials = np.asarray(found.slots).ravel(), np.asarray(found.partials).ravel()
+        taken = [s + i for s, n in zip(slots, partials, strict=True) for i in range(n)]
+        assert taken == list(range(len(taken)))
+        assert (partials != 1).all()
     rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
     expected = {
         (b * case.kv_heads + k, int(placed.sequence_start[b, t]) + int(indices[b, t, k, r]) * case.block, t)
@@ -253,6 +278,45 @@ def check_items(case: Case) -> None:
     assert set(got) == expected
     assert sorted(slots) == list(range(len(slots)))
     assert len(slots) <= found.num_slots
+
+
+def check_parts(case: Case) -> None:
+    """The parts of visible slots are added up in place, and nothing else is read or written."""
+    (query, _, _, indices), placed, (d_out, d_lse), weight, previous, _ = inputs(case)
+    heads, (batch, length, _, dim) = case.batch * case.kv_heads, query.shape
+    random = np.random.default_rng(3)
+    rows = placed.sequence_start + placed.position
+    starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
+    sees = (np.asarray(indices) >= 0) & (starts <= np.asarray(rows)[:, :, None, None])
+    sees &= (np.asarray(placed.position) >= 0)[:, :, None, None]
+    padded = max(8, 1 << (case.heads - 1).bit_length())
+    for lanes, queries, first in ((heads, length, (0, 0)), (2, -(-length // 2), (heads - 1, length // 2))):
+        parts = np.full((lanes, queries, case.slots, padded, dim), np.nan, np.float32)
+        before = random.standard_normal(query.shape).astype(np.float32)
+        expected = before.astype(np.float64)
+        for lane, q in np.ndindex(lanes, queries):
+            (b, k), t = divmod(first[0] + lane, case.kv_heads), first[1] + q
+            if b >= batch or t >= length:
+                continue
+            slots = np.flatnonzero(sees[b, t, k])
+            parts[lane, q, slots, : case.heads] = random.standard_normal((len(slots), case.heads, dim))
+            total = parts[lane, q, slots, : case.heads].astype(np.float64).sum(0)
+            mine = slice(k * case.heads, (k + 1) * case.heads)
+            more = 0 if previous is None else np.asarray(previous, np.float64)[b, t, mine]
+            expected[b, t, mine] = total + more
+        with interpreted():
+            found = add_query_parts(
+                jnp.asarray(before), jnp.asarray(parts.reshape(lanes, -1, padded, dim)),
+                jnp.asarray(first, jnp.int32), indices, placed, previous,
+            )  # fmt: skip
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2 * case.slots * EPS * 4)
+    out = jnp.asarray(random.standard_normal(d_out.shape), jnp.float32)
+    with interpreted():
+        products, delta = row_deltas(out, d_out, d_lse, weight=weight)
+    exact = (np.asarray(out, np.float64) * np.asarray(d_out)).sum(-1)
+    np.testing.assert_allclose(products, exact, rtol=0, atol=out.shape[-1] * EPS * 8)
+    exact = exact * (1 if weight is None else np.asarray(weight)) - np.asarray(d_lse)
+    np.testing.assert_allclose(delta, exact, rtol=0, atol=out.shape[-1] * EPS * 8)
 
 
 def check_blocks_named_twice() -> None:
@@ -276,6 +340,8 @@ def main() -> None:
         check_lists(case)
         check_ring_lists(case)
         check_items(case)
+        check_items(case, range_queries=10)
+        check_parts(case)
         errors = check_case(case)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)

@@ -9,13 +9,16 @@ from Mosaic, is for tests and benchmarks.
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.kernels.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
 from nsa_jax.kernels.lists.items import invert
 from nsa_jax.kernels.lists.ring import RingLists, ring_lists
 from nsa_jax.kernels.lists.unions import last_rows, union_lists
 from nsa_jax.kernels.mosaic_gpu import sizes
+from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
@@ -90,7 +93,48 @@ def block_gradients(
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     """As `triton.blocks.block_gradients`."""
-    known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
+    arrays = query, key, value, block_indices, placement, out, lse, d_out, d_lse
+    more = dict(weight=weight, previous=previous, scale=scale, **_known(placement))
+
+    def by_kernels():
+        return _gradients_by_kernels(*arrays, **more)
+
+    if can_form_parts(query, value, block_indices, placement):
+        tokens = sizes.tile_tokens(query.shape[2] // key.shape[2]) // sizes.CONSUMERS
+        few = shares_little(block_indices, tokens)
+        found = jax.lax.cond(few, lambda: gradients_in_parts(*arrays, **more), by_kernels)
+    else:
+        found = by_kernels()
+    d_query, d_key, d_value, products, delta = found
+    visible = visible_in_blocks(block_indices, placement, key.shape[1])
+    d_query = recompute_query_gradient(
+        d_query, query, key, value, visible, lse, delta, d_out,
+        weight=weight, previous=previous, scale=scale,
+    )  # fmt: skip
+    d_keys = recompute_key_gradients(
+        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
+    )
+    return d_query, *d_keys, products
+
+
+def _gradients_by_kernels(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    d_out: Float[Array, "B T N V"],
+    d_lse: Float[Array, "B T N"] | None,
+    *,
+    weight: Float[Array, "B T N"] | None,
+    previous: Float[Array, "B T N H"] | None,
+    scale: float,
+    **known: Any,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`(d_query, d_key, d_value, products, delta)`, by a kernel for the queries and one for the keys."""
+    tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     num_keys, last_keys = key.shape[1], last_rows(placement)
     lists = _ring_lists(block_indices, placement, num_keys, tokens, tile)
@@ -100,19 +144,9 @@ def block_gradients(
         one_block=placement.tile_in_one_block(tokens), **known,
     )  # fmt: skip
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
-    parts = selected_key_gradients(
-        query, key, value, items, last_keys, lse, delta, d_out, weight=weight, scale=scale, **known
-    )
-    d_key, d_value = join_items(items, *parts)
-    visible = visible_in_blocks(block_indices, placement, num_keys)
-    d_query = recompute_query_gradient(
-        d_query, query, key, value, visible, lse, delta, d_out,
-        weight=weight, previous=previous, scale=scale,
-    )  # fmt: skip
-    d_keys = recompute_key_gradients(
-        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
-    )
-    return d_query, *d_keys, products
+    arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=known["aligned"])
+    sums = selected_key_gradients(arrays, items, last_keys, scale=scale, **known)
+    return d_query, *join_items(items, *sums), products, delta
 
 
 def _known(placement: Placement) -> dict[str, Any]:

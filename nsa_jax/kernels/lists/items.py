@@ -8,6 +8,9 @@ Each block has a number in its row of the batch. In a plain row that is its inde
 sequence may begin at any token, it is `start // l'` plus the number of sequences that begin before it, so
 numbers ascend with the blocks; some are unused.
 
+On request the queries of a row are also cut into ranges, and the pairs of a range are sorted on their own: KV
+head, then range, then block. So a kernel can work through the items of one range at a time.
+
 Bytes: 16 a pair while sorting (67 MB at 64k), 4 of them kept.
 """
 
@@ -33,7 +36,8 @@ class BlockItems(NamedTuple):
     A block is identified by its row of the batch, KV head and number. Ends and limits are exclusive.
 
     Attributes:
-      tokens: the query of each pair, in order of the blocks, see `_Groups`.
+      tokens: the query of each pair, in order of the blocks, see `_Groups`. With ranges, its code instead:
+        `token R + slot` of the block among the R of the query.
       items: for each item: `b K + k` of row `b` and KV head `k` (-1: no item), row index of the block's first
         key, limit of the keys to write, first pair, end of the pairs that need the causal mask, end of the
         pairs, slot for the partial sums or -1.
@@ -43,6 +47,7 @@ class BlockItems(NamedTuple):
       limits: limit of the keys of each block that may be written, as a row index.
       written: keys whose gradient is written; None where all are.
       num_slots: slots to allocate; 0 where no block has several items.
+      bounds: with ranges, first item of each KV head and range, and at last the number of items; else None.
     """
 
     tokens: Int32[Array, " pairs"]
@@ -53,6 +58,7 @@ class BlockItems(NamedTuple):
     limits: Int32[Array, "B blocks"]
     written: Bool[Array, "B S K"] | None
     num_slots: int
+    bounds: Int32[Array, " head_ranges_and_1"] | None = None
 
 
 class _Numbering(NamedTuple):
@@ -64,10 +70,11 @@ class _Numbering(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """The pairs of a query and a block that it sees, sorted by block: those of one block are a group.
+    """The pairs of a query and a block that it sees, sorted: those of one block and range are a group.
 
     Attributes:
-      tokens: query of each pair; in a group those that need the causal mask first, each part ascending.
+      tokens: query of each pair, or its code; in a group those that need the causal mask first, each part
+        ascending.
       first: first pair of each group.
       masked: end (exclusive) of its pairs that need the causal mask.
       end: end (exclusive) of its pairs.
@@ -85,8 +92,15 @@ def invert(
     num_keys: int,
     *,
     item: int,
+    range_queries: int | None = None,
 ) -> BlockItems:
     """Sorts the pairs by block, and cuts the pairs of each block into items.
+
+    Args:
+      block_indices, placement: sequence-local blocks of each query, and where each query stands.
+      num_keys: keys of a row.
+      item: most pairs of an item.
+      range_queries: queries of a range; None does without ranges and codes.
 
     Raises:
       NotImplementedError: too many pairs or blocks for 32-bit integers.
@@ -96,49 +110,64 @@ def invert(
     numbering = (_number_packed if packed else _number_plain)(placement, num_keys)
     num_blocks = numbering.starts.shape[1]
     heads = batch * num_kv_heads
-    num_pairs, num_groups = block_indices.size, heads * num_blocks
+    ranges = 1 if range_queries is None else max(1, triton.cdiv(num_queries, range_queries))
+    num_pairs, num_groups = block_indices.size, heads * ranges * num_blocks
     if max(2 * num_groups + 2, num_pairs) >= 2**31:
         raise NotImplementedError(
             f"the Triton kernels need fewer than 2^31 pairs of a query and a block, got {num_pairs} pairs "
             f"and {num_groups} blocks. Split the batch or the heads, or use implementation='xla'."
         )
 
-    groups = _sort_pairs(block_indices, placement, numbering)
-    several = num_queries > item
-    if not several:  # a block has at most T pairs, so one item takes them all
+    groups = _sort_pairs(block_indices, placement, numbering, range_queries, ranges)
+    several = num_queries > item or ranges > 1
+    if num_queries <= item:  # a block has at most T pairs, so one item takes them all
         item = max(num_pairs, 1)
     count = -(-(groups.end - groups.first) // item)  # items of each group
-    chosen = count.reshape(batch, num_kv_heads, num_blocks) > 0
-    partials = jnp.where(count > 1, count, 0)
-    slots = jnp.cumsum(partials, dtype=jnp.int32) - partials
+    count = count.reshape(heads, ranges, num_blocks)
+    total = count.sum(axis=1, dtype=jnp.int32)  # of each block
+    partials = jnp.where(total > 1, total, 0)
+    slots = (jnp.cumsum(partials, dtype=jnp.int32) - partials.reshape(-1)).reshape(partials.shape)
+    slot_of = slots[:, None] + jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
+    slot_of = jnp.where(total[:, None] > 1, slot_of, -1)
     if not packed:  # a block that nobody chose gets an item too, which writes zeros
-        count = jnp.maximum(count, 1)
+        first_range = jnp.arange(ranges)[:, None] == 0
+        count = jnp.where(first_range & (total == 0)[:, None], 1, count)
     num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
-    slot_of = jnp.where(partials > 0, slots, -1)
-    items = _item_table(groups, count, slot_of, numbering, num_kv_heads, item, num_items)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    items = _item_table(groups, count, ends, slot_of, numbering, num_kv_heads, item, num_items)
+    chosen = total.reshape(batch, num_kv_heads, num_blocks) > 0
     written = _written(numbering, chosen, num_keys, size) if packed else None
-    # A block with c > 1 items has more than (c - 1) item >= c item / 2 pairs.
-    num_slots = max(min(num_items, 2 * num_pairs // item), 1) if several else 0
-    slots, partials = (x.reshape(heads, num_blocks) for x in (slots, partials))
+    bounds = None if range_queries is None else jnp.pad(ends[num_blocks - 1 :: num_blocks], (1, 0))
+    # In one range, a block with c > 1 items has more than (c - 1) item >= c item / 2 pairs.
+    most = min(num_items, 2 * num_pairs // item) if ranges == 1 else num_items
     return BlockItems(
-        groups.tokens, items, slots, partials, numbering.starts, numbering.limits, written, num_slots
-    )
+        groups.tokens, items, slots, partials, numbering.starts, numbering.limits, written,
+        max(most, 1) if several else 0, bounds,
+    )  # fmt: skip
 
 
 def _sort_pairs(
-    block_indices: Int[Array, "B T K R"], placement: layout.Placement, numbering: _Numbering
+    block_indices: Int[Array, "B T K R"],
+    placement: layout.Placement,
+    numbering: _Numbering,
+    range_queries: int | None,
+    ranges: int,
 ) -> _Groups:
-    batch, num_queries, num_kv_heads, _ = block_indices.shape
+    batch, num_queries, num_kv_heads, of_query = block_indices.shape
     size, num_blocks = placement.config.selection_block_size, numbering.starts.shape[1]
-    num_groups = batch * num_kv_heads * num_blocks
+    num_groups = batch * num_kv_heads * ranges * num_blocks
     row = last_rows(placement)[:, :, None, None]
     start = placement.sequence_start[:, :, None, None] + block_indices * size
     exists = (block_indices >= 0) & (start <= row)
     head = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
+    query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
+    if range_queries is not None:
+        head = head * ranges + query // range_queries
     group = head * num_blocks + numbering.first[:, :, None, None] + block_indices
     needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
     place = jnp.where(exists, 2 * group + needs_no_mask, 2 * num_groups)
-    query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
+    if range_queries is not None:
+        query = query * of_query + jnp.arange(of_query, dtype=jnp.int32)
     query = jnp.broadcast_to(query, block_indices.shape)
     place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
     bounds = _count_below(place, 0, 2 * num_groups + 1)
@@ -147,22 +176,23 @@ def _sort_pairs(
 
 def _item_table(
     groups: _Groups,
-    count: Int32[Array, " groups"],
-    slot_of: Int32[Array, " groups"],
+    count: Int32[Array, "heads ranges blocks"],
+    ends: Int32[Array, " groups"],
+    slot_of: Int32[Array, "heads ranges blocks"],
     numbering: _Numbering,
     num_kv_heads: int,
     item: int,
     num_items: int,
 ) -> Int32[Array, "items 7"]:
-    """`BlockItems.items`: for each group in turn, its `count` items."""
-    num_groups, num_blocks = count.shape[0], numbering.starts.shape[1]
-    ends = jnp.cumsum(count, dtype=jnp.int32)
+    """`BlockItems.items`: for each group in turn, its `count` items, up to number `ends`."""
+    _, ranges, num_blocks = count.shape
+    num_groups, count, slot_of = count.size, count.reshape(-1), slot_of.reshape(-1)
     number = jnp.arange(num_items, dtype=jnp.int32)
     group = jnp.minimum(_count_below(ends, 1, num_items), num_groups - 1)
     index = number - (ends - count)[group]  # among the items of the group
     first = groups.first[group] + index * item
     end = jnp.minimum(first + item, groups.end[group])
-    head, block = group // num_blocks, group % num_blocks
+    head, block = group // (ranges * num_blocks), group % num_blocks
     b = head // num_kv_heads
     fields = (
         jnp.where(number < ends[-1], head, -1), numbering.starts[b, block], numbering.limits[b, block], first,

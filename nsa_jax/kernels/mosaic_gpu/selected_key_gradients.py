@@ -12,17 +12,17 @@ the other those of the values, always in the same order. A block with one item i
 others store float32 partial sums, which are added in order elsewhere. No atomics, so every run gives the same
 bits. Queries that do not see the whole block come first; only their loop is masked.
 
-With `query_slots` the kernel also stores `dS K`, the part of a query's gradient that comes from this block:
-that product runs beside `dK`, and its store is waited for in the shadow of the next step's products.
+With `parts` the kernel also stores `dS K`, the part of a query's gradient that comes from this block: that
+product runs beside `dK`, and its store is waited for in the shadow of the next step's products.
 
 Why this order: both sums stay in registers, and no product is masked away. Items are ordered by KV head and
 block, and tokens ascend in an item, so programs that run at the same time read the same queries from L2.
 
 Shared memory: `128 (H + V) + stages (2 rows (H + V) + 4 numbers tokens)` bytes (162 KB for 128/128 at 4
-stages of 64 rows: one program per multiprocessor), with `query_slots` `256 (64 + H)` more (48 KB). Registers
+stages of 64 rows: one program per multiprocessor), with `parts` `256 (64 + H)` more (48 KB). Registers
 of a consumer: `(H + V + 2 rows) / 2` floats a thread (192 for 128/128, also for 192/128 in steps of 32 rows),
 and as many numbers as a step has rows in 16 bits; 240 are allowed. Floor at 64k, 16 blocks of 64, 64 heads,
-128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB. With `query_slots` 5.5 TFLOP, 6.9 ms, and 17 GB to
+128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; from L2 34 GB. With `parts` 5.5 TFLOP, 6.9 ms, and 17 GB to
 write.
 """
 
@@ -34,11 +34,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, Int32
 from nsa_jax.kernels.lists.items import BlockItems
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
-from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32, whole_tiles
+from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
+from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
 
 KEYS = table.ROWS  # of a program: the height of a wgmma
@@ -46,68 +46,54 @@ PIECE = 64  # columns of the part of a query's gradient that are computed at onc
 
 
 def selected_key_gradients(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
+    arrays: KeyArrays,
     items: BlockItems,
     last_keys: Int32[Array, "B T"],
-    lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
     *,
-    weight: Float[Array, "B T N"] | None,
     scale: float,
     block_size: int,
     form: Form,
     aligned: bool = True,
-    query_slots: int | None = None,
+    parts: QueryParts | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Gradients of the keys and values of every item.
 
     Args:
-      query, key, value, lse, delta, d_out, weight, scale: see `triton.blocks.backward_key`; 16-bit numbers.
+      arrays: of 16-bit numbers.
       items: the queries of each block.
       last_keys: row index of the last key that each query sees, -1 where it sees nothing.
+      scale: factor of the logits.
       block_size: tokens of a selection block.
       form: by which means the kernel waits, see `unstable`.
       aligned: whether every block begins at a multiple of 8 keys.
-      query_slots: selected blocks R of a query. With it `items.tokens` are `token R + slot`, and the parts of
-        the queries' gradients are stored. None stores none.
+      parts: which parts of the queries' gradients are stored; None for none.
       interpret: parameters of the interpreter; None on a GPU.
 
     Returns:
-      `(part_key [slots, block, H], part_value, d_key, d_value)`: float32 partial sums of the items with a
-      slot, and the gradients of the keys of all others. What no item writes is undefined. With `query_slots`
-      a fifth, `[B, T R, N, H]` in the query's dtype: by token and slot, the part of `d_query` without
-      `scale`.
+      `KeySums`. With `parts`, which has references to these, instead the parts of the queries' gradients
+      alone, `[heads, queries R, rows, H]` in the queries' dtype: by query and slot, for all `rows` that the
+      kernel gives to a query. What belongs to no pair of the items is undefined.
     """
-    batch, num_keys, num_kv_heads, value_dim = value.shape
-    num_queries, _, key_dim = query.shape[1:]
-    dtype = query.dtype
-    with_query = query_slots is not None
+    num_queries, _, key_dim = arrays.query.shape[1:]
+    num_kv_heads, value_dim = arrays.value.shape[2:]
+    dtype = arrays.query.dtype
+    weighted_rows, with_query = arrays.weighted, parts is not None
     assert block_size in (32, 64, 128), f"blocks of 32, 64 or 128 keys, got {block_size}"
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
     assert not with_query or block_size == KEYS, "parts of the queries' gradients need blocks of 64"
-    heads = query.shape[2] // num_kv_heads
-    sizes = table.key_sizes(key_dim, value_dim, heads, weighted=weight is not None, query_parts=with_query)
+    sizes = table.key_sizes(key_dim, value_dim, arrays.heads, weighted=weighted_rows, query_parts=with_query)
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
-    parts, pieces = -(-block_size // KEYS), key_dim // PIECE
+    cuts, pieces = -(-block_size // KEYS), key_dim // PIECE
     assert not (with_query and rows < table.ROWS), (
         f"parts of the queries' gradients for dims {table.DIMS[:2]}"
     )
     height = min(block_size, KEYS)  # keys that a program writes
     factor = float(scale) * LOG2_E
-    num_slots = max(items.num_slots, 1)
-    if aligned:
-        key, value = whole_tiles(key), whole_tiles(value)
-        written = key.shape[1]
-    else:  # then loads are not clipped at the end of the row
-        key, value = (jnp.pad(x, ((0, 0), (0, KEYS), (0, 0), (0, 0))) for x in (key, value))
-        written = num_keys
+    sums = arrays.sums(items, block_size=block_size, aligned=aligned)
 
     def body(
-        q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref,
+        q_ref, k_ref, v_ref, do_ref, numbers_ref, last_ref, tokens_ref, items_ref, parts_from_ref,
         part_key_ref, part_value_ref, d_key_ref, d_value_ref, *d_query_ref,
         shared, k_s, v_s, numbers_s, p_s, ds_s, dq_s, held, q_full, do_full, free, joined,
     ):  # fmt: skip
@@ -115,14 +101,16 @@ def selected_key_gradients(
         dk_rows_s, dv_rows_s = rows_s or (None, None)
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
-        fields = items_ref.at[lax.div(program, parts)]
+        fields = items_ref.at[lax.div(program, cuts)]
         both, limit, slot = fields[0], fields[2], fields[6]
         first, masked, end = fields[3], fields[4], fields[5]
-        within = lax.rem(program, parts) * KEYS
+        within = lax.rem(program, cuts) * KEYS
         start = fields[1] + within
         b, head = lax.div(both, num_kv_heads), lax.rem(both, num_kv_heads)
         heads_of = pl.ds(head * of_token, of_token)
         steps = lax.div(end - first + tokens - 1, tokens)
+        if parts is not None:
+            part_head, first_code = both - parts_from_ref[0], parts_from_ref[1] * parts.slots
 
         def pair(step, r):
             """The pair of a step's token `r`, and its code; in place of pairs beyond the last, the last."""
@@ -130,7 +118,7 @@ def selected_key_gradients(
             return at, tokens_ref[jnp.maximum(jnp.minimum(at, end - 1), 0)]
 
         def token_of(code):
-            return lax.div(code, query_slots) if query_slots else code
+            return code if parts is None else lax.div(code, parts.slots)
 
         def rows_of(numbers):
             """The numbers of a step's tokens, one after the other."""
@@ -174,7 +162,7 @@ def selected_key_gradients(
                 def products(logits_acc, dp_acc, dk_acc, dv_acc):
                     form.accumulator(dv_acc, dv)
                     form.accumulator(dk_acc, dk)
-                    if weight is None:  # a start value saves the subtraction
+                    if not weighted_rows:  # a start value saves the subtraction
                         shift = across(1)
                         form.accumulator(dp_acc, shift)
                     plgpu.wgmma(logits_acc, k_s.at[zero], q_s.at[place].T)
@@ -185,10 +173,10 @@ def selected_key_gradients(
                     if masks:
                         key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
                         p = jnp.where(key_row <= lax.broadcast_in_dim(seen, (KEYS, rows), [1]), p, 0.0)
-                    weighted = p if weight is None else p * across(2)
+                    weighted = p if not weighted_rows else p * across(2)
                     form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[mine, 0])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    if weight is None:
+                    if not weighted_rows:
                         ds = (p * form.accumulated(dp, shift)).astype(dtype)
                     else:
                         ds = (p * (dp * across(2) + across(1))).astype(dtype)
@@ -209,14 +197,16 @@ def selected_key_gradients(
                         form.arrive(free.at[place])
                         for piece, acc in enumerate(dq_accs):
                             dq = plgpu.wgmma_accumulator_load(acc, wait_n=pieces - 1 - piece)
-                            dq_s.at[mine, :, pl.ds(piece * PIECE, PIECE)][...] = dq.astype(dtype)
+                            dq_s.at[mine, :, pl.ds(piece * PIECE, PIECE)][...] = (dq * float(scale)).astype(
+                                dtype
+                            )
                         return dk_sum
 
                     dk_sum = pl.run_scoped(query_products, *[plgpu.ACC((rows, PIECE), f32)] * pieces)
                     plgpu.commit_smem()
                     for r, (at, code) in enumerate(pairs):
                         part = dq_s.at[mine, pl.ds(r * of_token, of_token)]
-                        form.store_where(at < end, part, d_query_ref[0].at[b, code, heads_of])
+                        form.store_where(at < end, part, d_query_ref[0].at[part_head, code - first_code])
                     plgpu.commit_smem_to_gmem_group()
                     return dk_sum, dv_sum
 
@@ -356,36 +346,20 @@ def selected_key_gradients(
         free=plgpu.Barrier(num_barriers=stages),
         joined=plgpu.Barrier(num_arrivals=table.CONSUMERS),
     )
-    out_type = [
-        jax.ShapeDtypeStruct((num_slots, block_size, key_dim), f32),
-        jax.ShapeDtypeStruct((num_slots, block_size, value_dim), f32),
-        jax.ShapeDtypeStruct((batch, written, num_kv_heads, key_dim), dtype),
-        jax.ShapeDtypeStruct((batch, written, num_kv_heads, value_dim), dtype),
-    ]
-    if query_slots:
-        shape = (batch, num_queries * query_slots, num_kv_heads * of_token, key_dim)
-        out_type.append(jax.ShapeDtypeStruct(shape, dtype))
-    part_key, part_value, d_key, d_value, *d_query = kernel(
-        body, "nsa_selected_key_gradients_mosaic", interpret, out_type=tuple(out_type),
-        grid=(items.items.shape[0] * parts,), grid_names=("program",),
+    of_parts = parts and jax.ShapeDtypeStruct(
+        (parts.heads, parts.queries * parts.slots, of_token, key_dim), dtype
+    )
+    found = kernel(
+        body, "nsa_selected_key_gradients_mosaic", interpret,
+        out_type=tuple(sums) if parts is None else (of_parts,),
+        grid=(items.items.shape[0] * cuts,), grid_names=("program",),
         num_threads=table.CONSUMERS + 1, thread_name="warpgroup", scratch_types=scratch,
     )(
-        pad_heads(query, num_kv_heads, of_token), key, value, pad_heads(d_out, num_kv_heads, of_token),
-        _numbers(lse, delta, weight, num_kv_heads, sizes), last_keys, items.tokens, items.items,
+        arrays.query, arrays.key, arrays.value, arrays.d_out, arrays.numbers, last_keys,
+        items.tokens, items.items,
+        *((None,) if parts is None else (parts.first, *parts.into)),
     )  # fmt: skip
-    return part_key, part_value, d_key[:, :num_keys], d_value[:, :num_keys], *d_query
-
-
-def _numbers(lse, delta, weight, num_kv_heads: int, sizes: table.KeySizes) -> Float[Array, "B T+1 K numbers"]:
-    """For each token: its log-sum-exps in base 2, negative deltas and weights. One more masks."""
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(f32) * LOG2_E)
-    fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
-
-    def arrange(array, beyond):
-        batch, length, _ = array.shape
-        array = array.astype(f32).reshape(batch, length, num_kv_heads, -1)
-        more = sizes.of_token - array.shape[-1]
-        return jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, more)), constant_values=beyond)
-
-    array = jnp.concatenate([arrange(*field) for field in fields], axis=-1)
-    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, sizes.numbers - array.shape[-1])))
+    if parts is not None:
+        return found
+    part_key, part_value, d_key, d_value = found
+    return KeySums(part_key, part_value, d_key[:, : arrays.num_keys], d_value[:, : arrays.num_keys])

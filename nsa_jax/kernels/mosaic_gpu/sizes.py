@@ -60,6 +60,16 @@ def padded_rows(heads_per_kv_head: int) -> int:
     return max(FEWEST_ROWS, 1 << (heads_per_kv_head - 1).bit_length())
 
 
+def gathered_rows(heads_per_kv_head: int) -> int:
+    """Rows of a query token that is copied alone."""
+    return max(FEWEST_GATHERED, padded_rows(heads_per_kv_head))
+
+
+def row_numbers(of_token: int, weighted: bool) -> int:
+    """Float32 numbers of a token, 2 or 3 a row: whole lines of 128 bytes, as copies want."""
+    return -(-(2 + weighted) * of_token // 32) * 32
+
+
 def tile_tokens(heads_per_kv_head: int) -> int:
     """Query tokens of a tile, all consumers together."""
     return CONSUMERS * ROWS // padded_rows(heads_per_kv_head)
@@ -93,7 +103,7 @@ class KeySizes(NamedTuple):
     Attributes:
       of_token: rows of a query token.
       tokens: query tokens of a step.
-      numbers: float32 numbers of a token, such as its log-sum-exps: whole lines of 128 bytes, as copies want.
+      numbers: float32 numbers of a token, such as its log-sum-exps.
       stages: steps whose rows fit into the ring; even, so that each place always has the same reader.
     """
 
@@ -112,9 +122,9 @@ def key_sizes(
     key_dim: int, value_dim: int, heads_per_kv_head: int, *, weighted: bool, query_parts: bool
 ) -> KeySizes:
     """Sizes of the gradients of keys and values; the ring takes what the keys leave of the shared memory."""
-    of_token = max(FEWEST_GATHERED, padded_rows(heads_per_kv_head))
+    of_token = gathered_rows(heads_per_kv_head)
     rows = ROWS if key_dim + value_dim <= 256 else ROWS // 2  # more than that does not fit into the registers
-    numbers = -(-(2 + weighted) * of_token // 32) * 32
+    numbers = row_numbers(of_token, weighted)
     held = 2 * ROWS * (key_dim + value_dim)
     if query_parts:
         held += CONSUMERS * 2 * rows * (ROWS + key_dim)

@@ -1,0 +1,84 @@
+"""Selected attention backward: adds up the parts of the queries' gradients, one for each chosen block.
+
+grid = (queries, heads): one program per query and KV head, `[rows, H]`. It reads the part of each slot that
+holds a block which the query sees, in the order of the slots, and adds in float32; the parts of other slots
+were never written. It only moves memory: `R rows H itemsize` bytes a query and KV head, and the gradient
+once, or twice with `previous`. At 64k tokens, 64 heads, H = 128, R = 16 and 16 bits that is 18 GB, 4.2 ms at
+4.3 TB/s.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.kernels.dims import split_dim
+from nsa_jax.kernels.launch import launch, named
+from nsa_jax.kernels.lists.unions import last_rows
+from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.pieces import Dim, added, zeros
+from nsa_jax.layout import Placement
+
+SLOTS_AT_ONCE = 8  # whose loads are in flight together
+
+
+def add_query_parts(
+    d_query: Float[Array, "B T N H"],
+    parts: Float[Array, "heads queries*R rows H"],
+    first: Int32[Array, " 2"],
+    block_indices: Int[Array, "B T K R"],
+    placement: Placement,
+    previous: Float[Array, "B T N H"] | None,
+) -> Float[Array, "B T N H"]:
+    """Writes the gradients of some KV heads and a range of queries into `d_query`, and returns it.
+
+    Args:
+      d_query: the gradients; those of other heads and queries stay.
+      parts: by query and slot, for `rows` heads of a KV head, of which those that exist count.
+      first: the first `b K + k` of the parts, and the first query.
+      block_indices, placement: see `lists.items.invert`.
+      previous: a gradient to add; None for 0.
+    """
+    batch, num_queries, num_kv_heads, slots = block_indices.shape
+    heads, (h0, h1) = d_query.shape[2] // num_kv_heads, split_dim(d_query.shape[3])
+    (d_query,), () = launch(
+        add_query_parts_kernel, d_query, parts, first, block_indices, last_rows(placement),
+        placement.sequence_start, previous, out=(), in_place=1,
+        grid=(parts.shape[1] // slots, parts.shape[0]),
+        num_queries=num_queries, all_heads=batch * num_kv_heads, KV_HEADS=num_kv_heads, G=heads,
+        ROWS=parts.shape[2], SLOTS=slots, AT_ONCE=min(slots, SLOTS_AT_ONCE),
+        BLOCK=placement.config.selection_block_size, H0=h0, H1=h1,
+    )  # fmt: skip
+    return d_query
+
+
+@triton.jit(repr=named("nsa_selected_add_query_parts"))
+def add_query_parts_kernel(
+    d_query, parts, first, block_indices, last_keys, sequence_starts, previous, num_queries, all_heads,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one query and KV head."""
+    KEY: tl.constexpr = Dim(H0, H1)
+    both = tl.load(first) + tl.program_id(1)
+    query = tl.load(first + 1) + tl.program_id(0)
+    if (both >= all_heads) | (query >= num_queries):
+        return
+    at = (both // KV_HEADS).to(tl.int64) * num_queries + query
+    head = both % KV_HEADS
+    start = tl.load(sequence_starts + at)
+    row = tl.load(last_keys + at)
+    chosen = block_indices + (at * KV_HEADS + head) * SLOTS
+    g = tl.arange(0, ROWS)
+    stored = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (SLOTS * ROWS)
+    dq = zeros(ROWS, KEY)
+    for some in tl.range(0, SLOTS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            slot = some + i
+            block = tl.load(chosen + slot, mask=slot < SLOTS, other=-1)
+            sees = (block >= 0) & (start + block * BLOCK <= row)
+            part = load_rows(parts, Rows(stored + slot * ROWS, g, (g < G) & sees), KEY)
+            dq = added(dq, part)
+    mine = Rows((at * KV_HEADS + head) * G, g, g < G)
+    if previous is not None:
+        dq = added(dq, load_rows(previous, mine, KEY))
+    store_rows(d_query, mine, dq, KEY)
