@@ -1,0 +1,197 @@
+"""When the gradients of the queries come in parts, into which chunks they are cut, and what that needs."""
+
+import os
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "jax_triton", reason="the lists are Triton kernels; installed by `tox -e test`", exc_type=ImportError
+)
+
+import test_mosaic_compile
+import triton_compile
+import triton_kernels
+
+from nsa_jax import layout
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import gradients_in_parts, mixed
+from nsa_jax.kernels.gradients_in_parts import Chunks, can_form_parts, shares_little
+from nsa_jax.kernels.mosaic_gpu import support
+
+LENGTH = 65536
+
+
+@pytest.fixture(autouse=True)
+def _proven(monkeypatch):
+    monkeypatch.setattr(support, "PROVEN", True)
+
+
+def random_blocks(length, tokens_alike=1, slots=16, batch=1, kv_heads=2):
+    """Blocks of 64 tokens before each token, the same for some neighbours; some slots are empty."""
+    random = np.random.default_rng(1)
+    most = np.arange(length).repeat(kv_heads).reshape(length, kv_heads) // 64 + 1
+    most = most[::tokens_alike, :, None].repeat(tokens_alike, axis=0)[:length]
+    share = random.random((batch, length // tokens_alike, kv_heads, slots)).repeat(tokens_alike, axis=1)
+    return np.where(share < 0.9, (share * most / 0.9).astype(np.int32), -1)
+
+
+def abstract(length=LENGTH, heads=64, kv_heads=4, dims=(128, 128), slots=16, batch=1, dtype="bfloat16"):
+    """Query, values and blocks."""
+    query = jax.ShapeDtypeStruct((batch, length, heads, dims[0]), dtype)
+    value = jax.ShapeDtypeStruct((batch, length, kv_heads, dims[1]), dtype)
+    return query, value, jax.ShapeDtypeStruct((batch, length, kv_heads, slots), jnp.int32)
+
+
+def test_few_share_a_block_where_neighbours_choose_at_random():
+    assert shares_little(random_blocks(32768), 4)
+
+
+@pytest.mark.parametrize("tokens_alike", [2, 4, 32])
+def test_many_share_a_block_where_neighbours_choose_alike(tokens_alike):
+    assert not shares_little(random_blocks(32768, tokens_alike), 4)
+
+
+def test_mean_over_the_tiles_decides():
+    """By loops: pairs of a query and a block for each block that a tile of 4 tokens chose."""
+    blocks = random_blocks(4000)
+    pairs = distinct = 0
+    tiles = range(0, 1000, 3)  # every third tile is looked at
+    for tile in tiles:
+        for k in range(2):
+            mine = blocks[0, 4 * tile : 4 * tile + 4, k]
+            pairs += (mine >= 0).sum()
+            distinct += len(set(mine[mine >= 0]))
+    ratio = pairs / distinct
+
+    for more in (0.99, 1.01):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradients_in_parts, "MOST_SHARED", ratio * more)
+            assert shares_little(blocks, 4) == (more > 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, Chunks(heads=1, queries=32768, ranges=2, number=8)),
+        (dict(length=65537), Chunks(1, 21846, 3, 12)),
+        (dict(length=8192, batch=3), Chunks(4, 8192, 1, 3)),
+        (dict(length=10000, batch=3), Chunks(3, 10000, 1, 4)),
+        (dict(length=1000), Chunks(4, 1000, 1, 1)),
+        (dict(heads=36), Chunks(1, 32768, 2, 8)),  # 9 heads of a KV head are stored as 16
+        (dict(slots=128), Chunks(1, 4096, 16, 64)),
+    ],
+    ids=["64k", "odd", "batch", "not_a_divisor", "short", "nine_heads", "many_slots"],
+)
+def test_chunks_fit(shape, expected):
+    query, _, blocks = abstract(**shape)
+    found = Chunks.of(query, blocks.shape[2], blocks.shape[3])
+
+    assert found == expected
+    assert found.heads * found.queries * blocks.shape[3] * 16 * 128 * 2 <= gradients_in_parts.PART_BYTES
+    assert found.ranges == 1 or found.heads == 1
+    assert found.ranges * found.queries >= query.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "possible"),
+    [
+        ({}, 64, True),
+        (dict(dims=(64, 64), heads=48), 64, True),
+        ({}, 32, False),
+        (dict(dims=(192, 128)), 64, False),
+        (dict(heads=32), 64, False),
+        (dict(length=8192), 64, False),
+        (dict(length=2**21), 64, True),
+        (dict(length=2**21, slots=256), 64, False),
+    ],
+    ids=["paper", "smaller", "block", "dims", "heads", "short", "long", "codes"],
+)
+def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possible):
+    query, value, blocks = abstract(**shape)
+    config = NSAConfig(selection_block_size=block)
+    placed = layout.place(config, batch=1, num_queries=8, num_keys=8)
+
+    assert can_form_parts(query, value, blocks, placed) == possible
+
+
+def found_in(jaxpr, inside=()):
+    """For each launch of the kernel that adds up the parts: the primitives that it is inside of."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if equation.params.get("name") == "nsa_selected_add_query_parts":
+            yield inside
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from found_in(inner, (*inside, name))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
+def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
+    """`lax.cond` would run both under `vmap`, if the mapped axis were not part of the batch."""
+    monkeypatch.setattr(gradients_in_parts, "FEWEST_PAIRS", 0)
+    function, arrays = test_mosaic_compile.program(64, 4, 128, 128, 64, length=512)
+    if mapped:
+        function = jax.vmap(function)
+        arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
+
+    jax.clear_caches()
+    with triton_compile.device(90):
+        launches = list(found_in(jax.make_jaxpr(function)(*arrays).jaxpr))
+    jax.clear_caches()
+
+    assert len(launches) == 1
+    assert launches[0].count("cond") == 1
+
+
+@pytest.mark.slow
+def test_memory_at_64k_tokens_is_bounded_and_little_spills(capfd, monkeypatch):
+    """A chunk of parts, the partial sums of the keys, and less than a gradient of queries for the rest."""
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    query, value, blocks = abstract()
+    number = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+
+    def gradients(query, key, value, blocks, out, lse, d_out, d_lse, weight, previous):
+        placed = layout.place(NSAConfig(), batch=1, num_queries=LENGTH, num_keys=LENGTH)
+        return mixed.block_gradients(
+            query, key, value, blocks, placed, out, lse, d_out, d_lse, weight=weight, previous=previous,
+            scale=0.1,
+        )  # fmt: skip
+
+    operands = query, value, value, blocks, query, number, query, number, number, query
+    compiled = triton_compile.compile_for_h100(gradients, *operands)
+
+    partials = (LENGTH * 4 * 16 // 1024 + 8 * 1024) * 64 * 256 * 4
+    found = compiled.memory_analysis().temp_size_in_bytes
+    assert found <= gradients_in_parts.PART_BYTES + partials + query.size
+    text = compiled.as_text()
+    assert "conditional(" in text
+    assert not re.findall(r"bf16\[1,65536,64,128\]\S* copy\(", text)  # nor is a gradient copied
+    reports = test_mosaic_compile.reports("".join(capfd.readouterr()))
+    assert len(reports) == 3, reports
+    for name, registers, spilled in reports:
+        assert spilled <= 12, (name, spilled)  # as measured, with weights and parts
+        assert registers <= 168, (name, registers)
+
+
+def test_kernels_that_move_memory_load_whole_vectors():
+    query, _, blocks = abstract(length=512)
+    parts = jax.ShapeDtypeStruct((2, 256 * 16, 16, 128), query.dtype)
+    number = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+
+    def both(d_query, parts, first, blocks, previous, number):
+        placed = layout.place(NSAConfig(), batch=1, num_queries=512, num_keys=512)
+        total = gradients_in_parts.add_query_parts(d_query, parts, first, blocks, placed, previous)
+        return total, gradients_in_parts.row_deltas(d_query, previous, number, weight=number)
+
+    first = jax.ShapeDtypeStruct((2,), jnp.int32)
+    found = triton_kernels.compiled(both, query, parts, first, blocks, query, number, capability=90)
+
+    assert {x.name for x in found} == {"nsa_selected_add_query_parts", "nsa_selected_deltas"}
+    for kernel in found:
+        assert kernel.spill_bytes == 0
+        assert "ld.global.v4.b32" in kernel.ptx
+        assert kernel.registers <= 64
