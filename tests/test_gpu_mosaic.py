@@ -195,7 +195,7 @@ def test_the_run_time_choice_gives_what_it_chose(in_parts, monkeypatch):
 
     def gradients(query, key, value, blocks):
         def attend(*arrays):
-            return by("mosaic_gpu")(*arrays, blocks, config=NSAConfig()).out
+            return mosaic(*arrays, blocks, config=NSAConfig()).out
 
         return jax.vjp(attend, query, key, value)[1](cotangent)
 

@@ -19,14 +19,7 @@ import triton_compile
 import nsa_jax
 from nsa_jax import NSAConfig, attention
 from nsa_jax.kernels import mixed
-from nsa_jax.kernels.mosaic_gpu import support, unstable
-
-
-@pytest.fixture(autouse=True)
-def _proven(monkeypatch):
-    """These tests are the proof."""
-    monkeypatch.setattr(support, "PROVEN", True)
-
+from nsa_jax.kernels.mosaic_gpu import unstable
 
 KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("forward", "query_gradient", "key_gradients"))
 # Shape: query heads, KV heads, dims, block, options. Bytes spilled by forward, d_query and d_key at most.
