@@ -20,6 +20,7 @@ from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton import support as triton_support
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
+from nsa_jax.sharding import PerShard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
@@ -271,12 +272,13 @@ def running(
 ) -> Iterator[Operations]:
     """Returns a context that gives the chosen implementation.
 
-    The operations lowered inside carry the names of the implementation and of the operation, for profiles.
+    Its operations run where their operands lie, see `nsa_jax.sharding`. What is lowered inside carries the
+    names of the implementation and of the operation, for profiles.
     """
     settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     chosen = choose(operation, *arrays, **settings).implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-        yield _operations(chosen)
+        yield cast(Operations, PerShard(_operations(chosen)))
 
 
 def _operations(implementation: str) -> Operations:

@@ -23,6 +23,7 @@ FLOORS = (
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
     ("nsa_jax.kernels.gradients_in_parts",),
     ("nsa_jax.kernels.mixed",),
+    ("nsa_jax.sharding",),
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),
     ("nsa_jax.attention",),

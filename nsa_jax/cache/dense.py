@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch
+from nsa_jax import arguments, attention, dispatch, sharding
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig
@@ -120,10 +120,22 @@ def dense_prefill(
       With respect to `query`, `key` and `value`.
     """
     _check_operands(dense_prefill, cache, query, key, value, window_size, num_tokens)
+    checks.check_room(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
+    operands = jax.tree.map(jnp.asarray, (cache, query, key, value, num_tokens))
+    return DenseStep(*sharding.per_shard(_prefill, *operands, window_size, scale, implementation))
+
+
+def _prefill(
+    cache: DenseCache,
+    query: Array,
+    key: Array,
+    value: Array,
+    num_tokens: Array | None,
+    window_size: int | None,
+    scale: float | None,
+    implementation: Implementation | None,
+) -> tuple[Array, DenseCache]:
     max_length, num_new = cache.max_length(window_size), query.shape[1]
-    checks.check_room(cache.lengths, max_length, num_new, num_tokens)
-    operands = cache, query, key, value, num_tokens
-    cache, query, key, value, num_tokens = jax.tree.map(jnp.asarray, operands)
     new = slots.admit(cache.lengths, max_length, num_new, num_tokens)
     window, where = cache.ring_window(window_size), dict[str, Any]()
     written = append_dense(cache, key, value, new)
@@ -145,7 +157,7 @@ def dense_prefill(
         implementation=implementation,
         **where,
     )
-    return DenseStep(attended.out, written)
+    return attended.out, written
 
 
 def dense_decode_step(

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch
+from nsa_jax import arguments, attention, dispatch, sharding
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import CountedStep, Step
@@ -71,6 +71,21 @@ def prefill(
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
     )
+    operands = cache, query, tokens, gates, num_tokens, compress, config, scale, implementation
+    return Step(*sharding.per_shard(_prefill, *operands))
+
+
+def _prefill(
+    cache: NSACache,
+    query: Array,
+    tokens: TokenKeysValues,
+    gates: Array,
+    num_tokens: Array | None,
+    compress: Compress,
+    config: NSAConfig,
+    scale: float | None,
+    implementation: Implementation | None,
+) -> tuple[Array, NSACache]:
     num_new = query.shape[1]
     new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
     written, recent = {}, {}
@@ -92,7 +107,7 @@ def prefill(
     history = config.window_size - 1
     window = window_tokens(cache, recent, new, num_new, history)
     win = attention.window_attention(query, *window, first_key=new.start - history, **where)
-    return Step(attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache)
+    return attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache
 
 
 @overload

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nsa_jax import sharding
 from nsa_jax.array_typing import Array, Bool, Int, Int32, PRNGKeyArray
 from nsa_jax.generate import buckets, checks
 from nsa_jax.generate.sampling import sample
@@ -204,12 +205,13 @@ def _run(
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model = nnx.merge(graphdef, state)
+    prompts, lengths, keys = sharding.alike(prompts=prompts, lengths=lengths, keys=keys)
     batch = prompts.shape[0]
 
     def draw(loop: _Loop, cache: Any, logits: Array) -> _Loop:
         """Draws the next token from `logits` and adds it to the rows that have not ended."""
         keys_now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.step)
-        token = sample(logits, keys_now, **sampling._asdict())
+        token = sample(sharding.by_rows(logits), keys_now, **sampling._asdict())
         lengths = loop.lengths + ~loop.done
         done = loop.done | (lengths >= max_new_tokens)
         if eos_id is not None:
@@ -224,12 +226,13 @@ def _run(
         return draw(loop, cache, logits[:, -1])
 
     logits, cache = _prefill(model, prompts, lengths, model.init_cache(batch, max_length), prefill_chunk)
+    none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     start = _Loop(
         cache=cache,
-        token=jnp.zeros(batch, jnp.int32),
-        tokens=jnp.zeros((batch, max_length), jnp.int32),
-        lengths=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
+        token=none,
+        tokens=jnp.broadcast_to(none[:, None], (batch, max_length)),
+        lengths=none,
+        done=none > 0,
         step=jnp.zeros((), jnp.int32),
     )
     end = jax.lax.while_loop(
@@ -254,7 +257,8 @@ def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array
         return first + chunk, jnp.where(has_last[:, None], logits, last_logits), cache
 
     longest = lengths.max()
-    logits, _ = jax.eval_shape(lambda: model.prefill(prompts[:, :chunk], cache, num_tokens=lengths))
-    start = jnp.zeros((), jnp.int32), jnp.zeros(logits.shape, logits.dtype), cache
+    logits, extended = jax.eval_shape(lambda: model.prefill(prompts[:, :chunk], cache, num_tokens=lengths))
+    cache = jax.tree.map(sharding.like, cache, extended)
+    start = jnp.zeros((), jnp.int32), jnp.zeros_like(logits), cache
     _, logits, cache = jax.lax.while_loop(lambda carry: carry[0] < longest, extend, start)
     return logits, cache

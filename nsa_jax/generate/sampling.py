@@ -62,7 +62,7 @@ def truncate(
     vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True).astype(jnp.int32)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
-    kept = jnp.full(logits.shape[:-1], logits.shape[-1], jnp.int32)
+    kept = jnp.full_like(order[..., 0], logits.shape[-1])
     if top_k is not None:
         kept = jnp.minimum(kept, top_k)
     if top_p is not None:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.array_typing import Array, Bool, Int, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout.blocks import blocks_of_step, num_compression_blocks
+from nsa_jax.layout.cache import NSACache, TokenKeysValues
 
 
 class Admitted(NamedTuple):
@@ -104,6 +105,23 @@ def block_windows(
     first = blocks.number * config.compression_stride - start[:, None] + size - 1
     token = jnp.clip(first, 0, num_new - 1)[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     return recent.at[_rows(recent)[:, :, None], token].get(mode="promise_in_bounds")
+
+
+def windows_of_step(
+    cache: NSACache, tokens: TokenKeysValues, num_tokens: Int[Array, " B"] | None, config: NSAConfig
+) -> tuple[Float[Array, "B blocks l K H"], Float[Array, "B blocks l K V"], Int32[Array, "B blocks"]]:
+    """The keys and values of the blocks that a step may complete, and the first position of each block."""
+    num_new, history = tokens.key_slc.shape[1], config.compression_block_size - 1
+    new = admit(cache.lengths, cache.max_length, num_new, num_tokens)
+    blocks = completed_blocks(new, num_new, config)
+
+    def windows(ring, token):
+        recent = jnp.concatenate([read_ring(ring, new.start - history, history), token], axis=1)
+        return block_windows(recent, blocks, new.start, config)
+
+    key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
+    value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
+    return key_windows, value_windows, blocks.number * config.compression_stride
 
 
 def _rows(array: Array) -> Int32[Array, "B 1"]:

@@ -10,7 +10,7 @@ from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
-from nsa_jax.nn import DenseAttention, NSAAttention
+from nsa_jax.nn import DenseAttention, NSAAttention, products
 from nsa_jax.nn.projections import Sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
@@ -29,13 +29,16 @@ class SwiGLU(nnx.Module):
             nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
         inward = sharding_metadata(sharding, "model", "mlp")
-        self.gate_proj = project(width, inner, kernel_metadata=inward)
-        self.up_proj = project(width, inner, kernel_metadata=inward)
+        into = functools.partial(project, kernel_metadata=inward, promote_dtype=products.promote_columns)
+        self.gate_proj = into(width, inner)
+        self.up_proj = into(width, inner)
         self.down_proj = project(
             inner,
             width,
             kernel_init=_residual_init(config),
             kernel_metadata=sharding_metadata(sharding, "mlp", "model"),
+            promote_dtype=products.promote_rows,
+            dot_general=products.add_rows,
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -10,7 +10,7 @@ from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
-from nsa_jax.nn import Selection
+from nsa_jax.nn import Selection, products
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
@@ -274,7 +274,7 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         self._check_tokens(tokens)
-        return self.embed(tokens)
+        return self.embed(tokens, out_sharding=products.of_tokens(tokens))
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -287,4 +287,5 @@ class Transformer(nnx.Module):
         x = self.final_norm(x)
         kernel = self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
         logits_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=logits_dtype)
+        kernel, _ = products.columns(x, kernel.astype(x.dtype))
+        return jnp.matmul(x, kernel, preferred_element_type=logits_dtype)

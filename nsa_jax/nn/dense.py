@@ -23,6 +23,7 @@ from nsa_jax.nn.projections import (
 )
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
+from nsa_jax.sharding import per_shard
 
 
 class DenseAttention(DenseCacheSteps):
@@ -162,23 +163,27 @@ class DenseAttention(DenseCacheSteps):
                 scale=self.scale,
                 implementation=self.implementation,
             )
-        elif segment_ids is None:
-            implementation = choose_implementation(query)
-            out = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, implementation=implementation
-            )
         else:
-            same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-            out = jax.nn.dot_product_attention(
-                query, key, value, mask=same_sequence, is_causal=True, scale=self.scale
-            )
-            # Padding attends to padding here, so that no row is empty. The result is dropped.
-            out = jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
+            out = per_shard(_attend, query, key, value, segment_ids, self.scale)
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
         query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
         return query, turn(self.rotary, self.key_norm(self.key_proj(x)), positions), self.value_proj(x)
+
+
+def _attend(
+    query: Array, key: Array, value: Array, segment_ids: Int[Array, "B T"] | None, scale: float
+) -> Float[Array, "B T N V"]:
+    if segment_ids is None:
+        implementation = choose_implementation(query)
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, implementation=implementation
+        )
+    same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    out = jax.nn.dot_product_attention(query, key, value, mask=same_sequence, is_causal=True, scale=scale)
+    # Padding attends to padding here, so that no row is empty. The result is dropped.
+    return jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:

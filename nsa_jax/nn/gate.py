@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_typing import Array, DType, Float
+from nsa_jax.nn.products import columns
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 
 MIN_HIDDEN_DIM = 8
@@ -74,7 +75,9 @@ class Gate(nnx.Module):
         x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
             (x, *(parameter[...] for parameter in parameters)), dtype=self.dtype
         )
+        kernel_in, bias_in = columns(x, kernel_in, bias_in)
         hidden = jax.nn.silu(jnp.matmul(x, kernel_in, precision=self.precision) + bias_in)
+        kernel_out, bias_out = columns(hidden, kernel_out, bias_out)
         return jax.nn.sigmoid(
             jnp.einsum("btf,fng->btng", hidden, kernel_out, precision=self.precision) + bias_out
         )

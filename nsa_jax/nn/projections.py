@@ -9,6 +9,7 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
+from nsa_jax.nn import products
 
 # The dimensions that can be sharded: "model" is D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU,
 # "vocab" the vocabulary. All others are replicated.
@@ -49,6 +50,7 @@ def projection(
 ) -> nnx.LinearGeneral:
     """Makes a projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
     check_sharding(sharding)
+    by_rows = dimensions[-1] == "model"
     in_rank = len(in_features) if isinstance(in_features, tuple) else 1
     return nnx.LinearGeneral(
         in_features,
@@ -56,6 +58,8 @@ def projection(
         axis=tuple(range(-in_rank, 0)),
         kernel_metadata=sharding_metadata(sharding, *dimensions),
         bias_metadata=sharding_metadata(sharding, *dimensions[in_rank:]),
+        promote_dtype=products.promote_rows if by_rows else products.promote_columns,
+        dot_general=products.add_rows if by_rows else None,
         **arguments,
     )
 

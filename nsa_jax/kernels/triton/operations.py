@@ -177,9 +177,11 @@ def decode_step(
 ) -> tuple[Float[Array, "B T N V"], NSACache, None]:
     """Appends the tokens, compresses the blocks they complete, then attends."""
     _counts_nothing(count_reads)
+    forming: Compress | GivenBlocks = compress
     if not _is_known(compress):
-        compress = _compress(cache, tokens, num_tokens, compress, config)
-    step = _decode_step(config, float(scale))(compress, cache, query, tokens, gates, num_tokens)
+        windows = slots.windows_of_step(cache, tokens, num_tokens, config)
+        forming = GivenBlocks(*compress_blocks(compress, *windows))
+    step = _decode_step(config, float(scale))(forming, cache, query, tokens, gates, num_tokens)
     return step.out, step.cache, None
 
 
@@ -221,22 +223,6 @@ def dense_decode_step(
 def _dense_decode_step(window_size: int | None, scale: float):
     step = partial(dense_steps.dense_decode_step, window_size=window_size, scale=scale)
     return jax.jit(_divisible(step))
-
-
-def _compress(cache, tokens, num_tokens, compress, config):
-    """Keys and values of the blocks that the tokens may complete, computed by XLA."""
-    num_new, history = tokens.key_slc.shape[1], config.compression_block_size - 1
-    new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
-    blocks = slots.completed_blocks(new, num_new, config)
-
-    def windows(ring, token):
-        recent = jnp.concatenate([slots.read_ring(ring, new.start - history, history), token], axis=1)
-        return slots.block_windows(recent, blocks, new.start, config)
-
-    key_windows = windows(cache.key_raw_ring, tokens.key_cmp)
-    value_windows = windows(cache.value_raw_ring, tokens.value_cmp)
-    first_positions = blocks.number * config.compression_stride
-    return GivenBlocks(*compress_blocks(compress, key_windows, value_windows, first_positions))
 
 
 def _divisible(function, *, alike=0):

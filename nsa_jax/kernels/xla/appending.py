@@ -75,7 +75,7 @@ def _compress(recent, blocks, new, num_new, config, compress):
         return compress_blocks(compress, keys, values, blocks.number * config.compression_stride)
 
     def run_if_any(*key_value):
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *key_value)]
+        zeros = [jnp.zeros_like(x) for x in jax.eval_shape(run, *key_value)]
         return jax.lax.cond(blocks.complete.any(), run, lambda *_: tuple(zeros), *key_value)
 
     key_value = recent["key_raw_ring"], recent["value_raw_ring"]

@@ -1,0 +1,216 @@
+"""Run by test_explicit_axes with eight host devices: what runs on explicit axes equals what one device gives.
+
+The mesh is that of `jax.make_mesh`: batch rows over `data`, heads over `tensor`, parameters over `fsdp`.
+"""
+
+import dataclasses
+import functools
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import OVERLAPPING, Case
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from modules import MODEL, abstract, randomised
+from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, random
+
+from nsa_jax import attention
+from nsa_jax.generate import generate
+from nsa_jax.model import Transformer
+from nsa_jax.nn import DenseAttention
+
+RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
+CASE = Case(name="explicit", num_keys=24, runs=RUNS, num_heads=4, key_dim=4, value_dim=3)
+SHARDING = {"model": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+TOLERANCE = 1e-10  # float64 sums of at most a few hundred terms, in another order
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def put(tree, *spec):
+    """Arrays on the mesh; each is sharded as far as it has so many axes."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(mesh, P(*spec[: jnp.ndim(x)]))), tree)
+
+
+def agree(found, expected):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def specs(tree):
+    return [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+
+
+def values_and_gradients(positions, segment_ids, cotangents, *operands):
+    def attend(*operands):
+        query, key_cmp, value_cmp, *_ = operands
+        shared = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
+        out = attention.native_sparse_attention(*operands, **shared)
+        return out, *attention.compressed_attention(query, key_cmp, value_cmp, **shared)
+
+    results, pull_back = jax.vjp(attend, *operands)
+    return results, pull_back(cotangents)
+
+
+def drawn():
+    operands = tuple(map(jnp.asarray, CASE.draw()))
+    shapes = ((2, 24, 4, 3), (2, 24, 4, 3), (2, 24, 4))
+    cotangents = tuple(jnp.asarray(random(*shape, seed=i)) for i, shape in enumerate(shapes))
+    return jnp.asarray(CASE.query_positions), jnp.asarray(CASE.segment_ids), cotangents, *operands
+
+
+@functools.cache
+def whole():
+    """The values and gradients of one device."""
+    return jit(values_and_gradients)(*drawn())
+
+
+def operations() -> None:
+    """Values and gradients of packed rows; the same types where only queries are sharded."""
+    found = jit(values_and_gradients)(*put(drawn(), "data", None, "tensor"))
+    agree(found, whole())
+    assert {spec[2] for spec in specs(found)} == {"tensor"}
+    assert {spec[0] for spec in specs(found)} == {"data"}
+    positions, segment_ids, cotangents, query, *others = put(drawn())
+    by_heads = put((cotangents, query), None, None, "tensor")
+    results, gradients = jax.eval_shape(values_and_gradients, positions, segment_ids, *by_heads, *others)
+    assert {x.sharding.spec[2] for x in (*results, gradients[0])} == {"tensor"}
+    assert {x.sharding.spec[2] for x in gradients[1:]} == {None}
+
+
+def shared_keys() -> None:
+    """Inside `shard_map`, keys that all devices hold get the sum of the gradients that the devices find."""
+    positions, segment_ids, cotangents, query, *keys_values, gates = drawn()
+
+    def in_shards(queries, positions_spec):
+        operands = (queries, *[P()] * len(keys_values), queries)
+        return jax.shard_map(
+            values_and_gradients,
+            mesh=jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]),
+            in_specs=(positions_spec, P(), queries, *operands),
+            out_specs=(queries, operands),
+        )
+
+    by_tokens = in_shards(P(None, "x"), P(None, "x"))
+    agree(jit(by_tokens)(positions, segment_ids, cotangents, query, *keys_values, gates), whole())
+    of_one_head = (x[:, :, :1] for x in keys_values)
+    by_heads = in_shards(P(None, None, "x"), P())  # its out_specs say that no device has gradients of its own
+    jax.eval_shape(by_heads, positions, segment_ids, cotangents, query, *of_one_head, gates)
+
+
+def layers() -> None:
+    """A layer whose compressor is a function to the cache, and a dense layer, in packed rows and in steps."""
+    x, ids = random(ROWS, 14, WIDTH), np.array([[1] * 5 + [0] + [2] * 8] * ROWS)
+
+    @jit
+    def run(layer, x, ids):
+        held = layer.init_cache(ROWS, 16)
+        first, held = layer.prefill(x[:, :9], held, num_tokens=jnp.array([9, 4, 0, 7]))
+        step, held = layer.decode_step(x[:, 9:12], held)
+        return layer(x, segment_ids=ids), first, step, held
+
+    def on_mesh(layer):
+        def by_heads(x):
+            if x.ndim < 3:
+                return put(x)
+            return put(x, "tensor") if x.shape[-1] == WIDTH else put(x, None, "tensor")
+
+        graph, state = nnx.split(layer)
+        return nnx.merge(graph, jax.tree.map(by_heads, state)), put(x, "data"), put(ids, "data")
+
+    nsa = make_layer(jnp.float64, compressor=WeightedSum)
+    own = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+    dense = randomised(abstract(DenseAttention, HEADS, WIDTH, num_kv_heads=KV_HEADS, **own))
+    with jax.set_mesh(mesh):
+        found = run(*on_mesh(nsa))
+        *outputs, held = jax.eval_shape(run, *on_mesh(dense))
+    agree(found, run(nsa, x, ids))
+    assert [x.sharding.spec for x in outputs] == [P("data", None, None)] * 3
+    assert held.key.sharding.spec == P("data", None, "tensor", None)
+
+
+def model(**changes):
+    """A model on one device, and the same on the mesh with parameters sharded as `SHARDING` says."""
+    config = dataclasses.replace(
+        MODEL, vocab_size=12, model_dim=16, dtype="float64", param_dtype="float64", num_layers=1, **changes
+    )
+    plain = randomised(abstract(Transformer, config), 0.3)
+    with jax.set_mesh(mesh):
+        places = nnx.state(nnx.eval_shape(lambda: Transformer(config, sharding=SHARDING, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(plain)
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(places), strict=True)
+    sharded = [jax.device_put(x, jax.NamedSharding(mesh, place.sharding.spec)) for x, place in leaves]
+    return plain, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), sharded))
+
+
+def training() -> None:
+    """The loss of a model and the gradient of every parameter, sharded as the parameter is."""
+    plain, sharded = model(tie_embeddings=False)
+    tokens = np.random.default_rng(0).integers(0, 12, (4, 17))
+
+    @jit
+    def loss_and_gradient(state, tokens):
+        graph = nnx.graphdef(plain)
+
+        def loss(state):
+            return -(jax.nn.log_softmax(nnx.merge(graph, state)(tokens[:, :-1])) ** 3).mean()
+
+        return jax.value_and_grad(loss)(state)
+
+    expected = loss_and_gradient(nnx.state(plain), tokens)
+    state = nnx.state(sharded)
+    with jax.set_mesh(mesh):
+        found = loss_and_gradient(state, put(tokens, ("data", "fsdp")))
+        _, gradient = jax.eval_shape(loss_and_gradient, state, put(tokens, "data"))
+    agree(found, expected)
+    assert specs(found[1]) == specs(state)
+    assert [x.sharding.spec for x in jax.tree.leaves(gradient)] == specs(state)
+
+
+def decoding() -> None:
+    """Prefill and steps leave a cache where it is, and `generate` gives the same tokens."""
+    plain, sharded = model()
+    tokens = np.random.default_rng(0).integers(0, 12, (4, 9))
+    on_mesh = put(tokens, "data")
+
+    def begin(model, tokens):
+        return model.prefill(tokens[:, :8], model.init_cache(4, 512))[1]
+
+    @jit
+    def step(model, tokens, held):
+        return model.decode_step(tokens[:, 8:], held)
+
+    with jax.set_mesh(mesh):
+        held = jax.eval_shape(begin, sharded, on_mesh)
+        compiled = step.lower(sharded, on_mesh, held).compile()
+    assert {x.sharding.spec[2] for x in jax.tree.leaves(held) if x.ndim == 4} == {"tensor"}
+    assert {x.sharding.spec[0] for x in jax.tree.leaves(held)} == {"data"}
+    # A kernel is gathered (FSDP), a cache never: the smallest of its arrays is larger than any kernel.
+    gathers = re.findall(r"f64\[([\d,]+)\]\S* all-(?:gather|to-all)", compiled.as_text())
+    gathered = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathers]
+    largest = max(x.size for x in jax.tree.leaves(nnx.state(sharded)))
+    assert gathered
+    assert max(gathered) <= largest < held[0].key_cmp.size // 8
+    given = dict(max_new_tokens=9, lengths=np.array([7, 2, 9, 5]), prefill_chunk=3, eos_id=3)
+    given |= dict(temperature=1.0, top_k=5, top_p=0.9)
+    with jax.set_mesh(mesh):
+        found = generate(sharded, on_mesh, **given)
+    agree(found, generate(plain, tokens, **given))
+
+
+def main() -> int:
+    jax.config.update("jax_enable_x64", True)
+    for check in (operations, shared_keys, layers, training, decoding):
+        start = time.perf_counter()
+        check()
+        print(f"{check.__name__}: ok, {time.perf_counter() - start:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
