@@ -22,7 +22,10 @@ LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Documents that are read in the repository, where the site does not check them.
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The reference documents the `__all__` of these packages, and the names in MORE.
-PUBLIC = ("nsa_jax", "nsa_jax.nn", "nsa_jax.model", "nsa_jax.generate", "nsa_jax.cache", "nsa_torch_ref")
+PUBLIC = (
+    *("nsa_jax", "nsa_jax.nn", "nsa_jax.model", "nsa_jax.generate", "nsa_jax.cache", "nsa_jax.parallel"),
+    "nsa_torch_ref",
+)
 MORE = {
     *("nsa_jax.array_typing.Attended", "nsa_jax.array_typing.AttendedReads", "nsa_jax.dispatch.Choice"),
     "nsa_jax.remat.SAVED_NAMES",

@@ -87,7 +87,7 @@ def context_attention(
     )  # fmt: skip
     shards = _shards(context_attention, arrays, axis, order, config)
     # The longest message comes first, so that the compressed branch can compute while it is under way.
-    key_rows, value_rows = (shards.gather(shards.split(x)) for x in (key_slc, value_slc))
+    key_rows, value_rows = shards.gather(shards.split(key_slc), shards.split(value_slc))
     rows = _rows(shards, positions, segment_ids)
     block_halo, halo = halo_of_blocks(config, segment_ids is not None), config.window_size - 1
     pairs = ((key_cmp, value_cmp), block_halo), ((key_win, value_win), halo)
@@ -166,7 +166,7 @@ def context_selection(
 
 
 def _rows(shards: Shards, positions: Array | None, segment_ids: Array | None) -> Rows:
-    rows = Rows(*(None if x is None else shards.gather(shards.split(x)) for x in (positions, segment_ids)))
+    rows = Rows(*(None if x is None else shards.gather(shards.split(x))[0] for x in (positions, segment_ids)))
     check_declared(*rows, shards.order)
     return rows
 

@@ -91,7 +91,7 @@ def gather_compressed(
     first_positions = first if positions is None else jnp.take_along_axis(positions, first, axis=1)
     key_windows, value_windows = (x.reshape(batch, runs * per_run, size, *x.shape[4:]) for x in windows)
     compressed = compress_blocks(compress, key_windows, value_windows, first_positions)
-    key, value = (shards.gather(shards.split(x)) for x in compressed)
+    key, value = shards.gather(*map(shards.split, compressed))
     if slots is not None:
         return _compact(key, slots), _compact(value, slots)
     missing = size // config.compression_stride - 1  # blocks that would begin before the row

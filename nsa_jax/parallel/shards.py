@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from nsa_jax.array_typing import Array, Float, Int32
@@ -88,21 +89,27 @@ class Shards(NamedTuple):
         """Cuts an array `[B, entries, ...]` of this device into equal parts, one for each run."""
         return x.reshape(x.shape[0], self.runs_here, x.shape[1] // self.runs_here, *x.shape[2:])
 
-    def gather(self, x: Array) -> Array:
-        """Gathers an array with the same number of entries for each run, in the order of the row.
+    def gather(self, *arrays: Array) -> tuple[Array, ...]:
+        """Gathers arrays with the same number of entries for each run, in the order of the row.
 
-        The transpose is a reduce-scatter.
+        They travel side by side in one message, because XLA has one gather under way at a time. The transpose
+        is one reduce-scatter.
 
         Args:
-          x: `[B, runs, entries, ...]`, the entries of the runs of this device.
+          *arrays: `[B, runs, entries, ..., X]`, the entries of the runs of this device; alike but for `X`.
 
         Returns:
-          `[B, num_runs * entries, ...]`, on every device.
+          `[B, num_runs * entries, ..., X]` for each, on every device.
         """
-        every = jax.lax.all_gather(x, self.axis, axis=1, tiled=True)  # the runs of device 0 first
+        mine = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        every = jax.lax.all_gather(mine, self.axis, axis=1, tiled=True)  # the runs of device 0 first
         if self.runs_here == 2:
             every = jnp.concatenate([every[:, ::2], every[:, ::-2]], axis=1)
-        return every.reshape(x.shape[0], self.num_runs * x.shape[2], *x.shape[3:])
+        every = every.reshape(every.shape[0], -1, *every.shape[3:])
+        if len(arrays) == 1:
+            return (every,)
+        ends = np.cumsum([x.shape[-1] for x in arrays])[:-1]
+        return tuple(jnp.split(every, ends, axis=-1))
 
     def stretches(
         self, pairs: Sequence[tuple[tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]], int]]
