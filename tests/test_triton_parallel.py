@@ -33,7 +33,7 @@ ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 def compiled(num_devices: int) -> str:
     """The program of a forward and a backward pass, for as many H100s."""
-    mesh = triton_compile.devices(num_devices, "context")
+    mesh = triton_compile.mesh_of_h100s(context=num_devices)
     length = 2 * num_devices * CHUNK
 
     def tokens(*rest: int):

@@ -124,8 +124,10 @@ class _Division(NamedTuple):
 
 def _head_counts(shapes: Iterable[tuple[int, ...]]) -> tuple[int, int]:
     """The numbers of KV heads and of query heads; the same where arrays have but one of them."""
-    numbers = [shape[HEADS] for shape in shapes if len(shape) > HEADS]
-    return min(numbers), max(numbers)
+    numbers = {shape[HEADS] for shape in shapes if len(shape) > HEADS}
+    few, many = min(numbers), max(numbers)
+    assert numbers <= {few, many} and many % few == 0, f"axis 2 must be heads, got {numbers}"
+    return few, many
 
 
 def _mesh_and_spec(x: jax.ShapeDtypeStruct) -> tuple[AbstractMesh, PartitionSpec]:
