@@ -126,7 +126,8 @@ def _head_counts(shapes: Iterable[tuple[int, ...]]) -> tuple[int, int]:
     """The numbers of KV heads and of query heads; the same where arrays have but one of them."""
     numbers = {shape[HEADS] for shape in shapes if len(shape) > HEADS}
     few, many = min(numbers), max(numbers)
-    assert numbers <= {few, many} and many % few == 0, f"axis 2 must be heads, got {numbers}"
+    assert numbers <= {few, many}, f"axis 2 must be KV heads or query heads, got {numbers}"
+    assert many % few == 0, f"query heads must be those of all KV heads, got {numbers}"
     return few, many
 
 
