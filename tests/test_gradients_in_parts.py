@@ -21,14 +21,8 @@ from nsa_jax import layout
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import gradients_in_parts, mixed
 from nsa_jax.kernels.gradients_in_parts import Chunks, can_form_parts, shares_little
-from nsa_jax.kernels.mosaic_gpu import support
 
 LENGTH = 65536
-
-
-@pytest.fixture(autouse=True)
-def _proven(monkeypatch):
-    monkeypatch.setattr(support, "PROVEN", True)
 
 
 def random_blocks(length, tokens_alike=1, slots=16, batch=1, kv_heads=2):
