@@ -181,8 +181,8 @@ def choose(
     2. the implementation that `use_implementation` forces;
     3. the first of `nsa_jax.dispatch.PREFERENCE` (`"mosaic_gpu"`, `"triton"`, `"xla"`) for which
        `unsupported_reason` finds no reason. `"mosaic_gpu"` is left out where it would be slower: it has
-       kernels for the gradients of the selected branch, so only for operations with that branch, and for at
-       least 8 query heads of a KV head.
+       kernels for the gradients of the selected branch, so only for operations with that branch, and for
+       more than 8 query heads of a KV head.
 
     The operations and their arrays:
 

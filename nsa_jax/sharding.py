@@ -18,7 +18,7 @@ from nsa_jax.array_typing import Array, Float
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.layout import slots
 
-BATCH, HEADS = 0, 2  # of every operand, as far as it has so many axes
+BATCH, TOKENS, HEADS = 0, 1, 2  # of every operand, as far as it has so many axes
 
 
 class PerShard:
@@ -42,7 +42,7 @@ def per_shard(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
         of heads do not divide the KV heads.
     """
     operands = inspect.signature(operation).bind(*args, **options).arguments
-    axes = _Axes.of({name: x for name, x in operands.items() if name != "compress"})
+    axes = Axes.of({name: x for name, x in operands.items() if name != "compress"})
     if axes is None:
         return operation(**(operands if "cache" in operands else _varying_alike(operands)))
     results: Any = axes.spec(HEADS + 1)
@@ -75,7 +75,7 @@ def _varying_alike(operands: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def alike(**operands: Any) -> tuple[Any, ...]:
     """Shards operands that are sharded less than others like those. Raises ValueError as `per_shard`."""
-    axes = _Axes.of(operands)
+    axes = Axes.of(operands)
     return tuple(x if axes is None else axes.place(x, axes.specs(x)) for x in operands.values())
 
 
@@ -103,7 +103,7 @@ class _Formed(NamedTuple):
         return self
 
 
-def _formed(axes: "_Axes", compress: Compress, operands: Mapping[str, Any]) -> _Formed:
+def _formed(axes: "Axes", compress: Compress, operands: Mapping[str, Any]) -> _Formed:
     """Forms the blocks of a step. A function may hold arrays, which `shard_map` takes as operands only."""
     given = {name: operands[name] for name in ("cache", "tokens", "num_tokens", "config")}
     windows = PartitionSpec(axes.batch, None, None, axes.heads)
@@ -111,21 +111,23 @@ def _formed(axes: "_Axes", compress: Compress, operands: Mapping[str, Any]) -> _
     return _Formed(*compress_blocks(compress, *found))
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """The explicit axes over which the operands of a call are sharded.
 
     Attributes:
       mesh: their mesh.
       batch: axes of batch rows, as in a `PartitionSpec`.
       heads: axes of heads.
+      tokens: axis over which a context-parallel call spreads tokens; None in all other calls.
     """
 
     mesh: jax.sharding.AbstractMesh
     batch: Any
     heads: Any
+    tokens: str | None
 
     @classmethod
-    def of(cls, operands: Mapping[str, Any]) -> "_Axes | None":
+    def of(cls, operands: Mapping[str, Any], *, tokens: str | None = None) -> "Axes | None":
         """Finds the axes; None if no operand is sharded explicitly. Raises ValueError as `per_shard`."""
         mesh, found = None, dict[int, tuple[str, Any]]()
         leaves = [(name, x) for name, operand in operands.items() for x in jax.tree.leaves(operand)]
@@ -135,6 +137,8 @@ class _Axes(NamedTuple):
                 if names is None:
                     continue
                 mesh = array.sharding.mesh
+                if axis == TOKENS and names == tokens:
+                    continue
                 if axis not in (BATCH, HEADS):
                     raise ValueError(
                         "operands must be sharded by batch rows and heads only, got "
@@ -149,7 +153,7 @@ class _Axes(NamedTuple):
         if mesh is None:
             return None
         batch, heads = (found.get(axis, (None, None))[1] for axis in (BATCH, HEADS))
-        axes = cls(mesh, batch, heads)
+        axes = cls(mesh, batch, heads, tokens)
         for name, array in sharded:
             if heads is not None and array.ndim > HEADS and array.shape[HEADS] % axes.size(heads):
                 raise ValueError(
@@ -166,7 +170,7 @@ class _Axes(NamedTuple):
 
     def spec(self, rank: int) -> PartitionSpec:
         """How an operand or a result with `rank` axes is sharded."""
-        return PartitionSpec(*(self.batch, None, self.heads)[:rank])
+        return PartitionSpec(*(self.batch, self.tokens, self.heads)[:rank])
 
     def specs(self, operand: Any) -> Any:
         """How the arrays of an operand are sharded. Those of a compression belong to all rows and heads."""

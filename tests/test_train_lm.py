@@ -329,8 +329,8 @@ right = training._compile_update
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def compiled(settings):
-    graph, update = right(settings)
+def compiled(settings, mesh):
+    graph, update = right(settings, mesh)
     done = 0
 
     def interrupted(*arguments):

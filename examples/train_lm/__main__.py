@@ -19,6 +19,7 @@ except ImportError as missing:
 import jax
 
 from examples.train_lm import report, run_folder, sampling, text, training
+from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from examples.train_lm.run_folder import RunFolder
 from examples.train_lm.settings import Settings
 from nsa_jax.model import Transformer
@@ -29,6 +30,7 @@ PROGRAM = "examples.train_lm"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     options = _parser().parse_args(arguments)
+    options.mesh = options.mesh or ONE_DEVICE
     folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{options.attention}")
     try:
         run(options, folder)
@@ -47,13 +49,29 @@ def run(options: argparse.Namespace, folder: RunFolder) -> None:
     settings = Settings(**{name: value for name, value in vars(options).items() if name in fields})
     if options.stop_at is not None and options.stop_at < 1:
         raise InputError(f"--stop-at must be at least 1, got {options.stop_at}. Pass a step.")
+    options.mesh.check(
+        batch=settings.batch, kv_heads=settings.kv_heads, length=settings.length, nsa=settings.nsa
+    )
     corpus = text.load(options.data, settings.length)
     prompt = sampling.choose_prompt(options.prompt, corpus, settings.length)
     identity = run_folder.identity(settings, corpus)
     (folder.open_again if options.resume else folder.open_new)(identity)
     _introduce(settings, corpus, folder)
+    with options.mesh.in_context():
+        _train_and_report(options, settings, corpus, prompt, folder, started)
 
-    trained = training.train(settings, corpus, folder, resume=options.resume, stop_at=options.stop_at)
+
+def _train_and_report(
+    options: argparse.Namespace,
+    settings: Settings,
+    corpus: text.Corpus,
+    prompt: bytes,
+    folder: RunFolder,
+    started: float,
+) -> None:
+    trained = training.train(
+        settings, corpus, folder, mesh=options.mesh, resume=options.resume, stop_at=options.stop_at
+    )
     if trained.step < settings.steps:
         print(f"stopped at step {trained.step} of {settings.steps}; --resume goes on")
         return
@@ -138,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="STEP",
         help="save a checkpoint after this step and stop, default: the last step",
+    )
+    add(
+        "--mesh",
+        type=MeshSizes.parse,
+        metavar="AXIS=SIZE,...",
+        help="devices that share batches (data), batches and parameters (fsdp), heads (tensor) and tokens "
+        "of a sequence (context), default: one device",
     )
     add("--prompt", help="text to continue and to draw; default: the start of the held-out text")
     return parser

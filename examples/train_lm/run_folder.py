@@ -10,6 +10,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import InputError
+from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from examples.train_lm.settings import Settings
 from examples.train_lm.text import Corpus
 from nsa_jax.model import Transformer, restore, restore_training, save
@@ -106,7 +107,7 @@ class RunFolder:
         return f"step {self.saved} is saved; --resume goes on from there"
 
     def load(
-        self, settings: Settings, moments: Any
+        self, settings: Settings, moments: Any, mesh: MeshSizes = ONE_DEVICE
     ) -> tuple[nnx.State, Any, int, list[dict[str, Any]]] | None:
         """Parameters, optimizer state like `moments`, step and curve of the last checkpoint, if there is one.
 
@@ -114,7 +115,7 @@ class RunFolder:
           InputError: the checkpoint is one of another configuration.
         """
         try:
-            model = restore(self.checkpoint, settings.model)
+            model = restore(self.checkpoint, settings.model, **mesh.arguments)
             training = restore_training(self.checkpoint, {"moments": moments, "step": 0})
         except FileNotFoundError:
             return None

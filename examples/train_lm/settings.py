@@ -6,6 +6,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from benchmarks.command_line import InputError
+from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 
@@ -93,14 +94,18 @@ class Settings:
             nsa=self.nsa,
         )
 
-    def new_model(self) -> Transformer:
-        """The model before its first step."""
+    def new_model(self, mesh: MeshSizes = ONE_DEVICE) -> Transformer:
+        """The model before its first step, on the devices of the mesh in context."""
         # One program instead of one for each parameter, which takes longer to compile.
-        return nnx.jit(lambda: Transformer(self.model, rngs=nnx.Rngs(self.seed)))()
+        return nnx.jit(lambda: self._make(mesh))()
 
-    def abstract_model(self) -> Transformer:
-        """The shapes of `new_model` without the numbers."""
-        return nnx.eval_shape(lambda: Transformer(self.model, rngs=nnx.Rngs(self.seed)))
+    def abstract_model(self, mesh: MeshSizes = ONE_DEVICE) -> Transformer:
+        """The shapes of `new_model`, and where its parameters lie, without the numbers."""
+        model = nnx.eval_shape(lambda: self._make(mesh))
+        return model if mesh == ONE_DEVICE else nnx.as_abstract(model)
+
+    def _make(self, mesh: MeshSizes) -> Transformer:
+        return Transformer(self.model, rngs=nnx.Rngs(self.seed), **mesh.arguments)
 
     def sparsity(self) -> str:
         """How much of a sequence one query reads, in words."""

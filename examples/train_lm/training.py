@@ -19,6 +19,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from benchmarks.command_line import progress
+from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from examples.train_lm.run_folder import RunFolder
 from examples.train_lm.settings import Settings
 from examples.train_lm.text import Corpus
@@ -44,6 +45,7 @@ def train(
     corpus: Corpus,
     folder: RunFolder,
     *,
+    mesh: MeshSizes = ONE_DEVICE,
     resume: bool = False,
     stop_at: int | None = None,
     evaluations: int = 5,
@@ -52,19 +54,19 @@ def train(
     """Trains from the start or the last checkpoint to the last step, or to `stop_at` if that comes first.
 
     The state is checkpointed every `checkpoint_every` steps and at the end. Held-out loss is measured
-    `evaluations` times, evenly spread, the last time after the last step.
+    `evaluations` times, evenly spread, the last time after the last step. A mesh of several devices must be
+    in context; a checkpoint does not depend on it.
 
     Raises:
       KeyboardInterrupt: after Ctrl-C, once the step under way is finished and saved; at once after a second.
     """
-    saved = folder.load(settings, zero_moments(settings)) if resume else None
+    saved = folder.load(settings, zero_moments(settings, mesh), mesh) if resume else None
     progress("compiling the training step")
     started = time.perf_counter()
-    graph, update = _compile_update(settings)
+    graph, update = _compile_update(settings, mesh)
     compile_seconds = time.perf_counter() - started
     if saved is None:
-        parameters = nnx.state(settings.new_model())
-        saved = parameters, make_optimizer(settings).init(parameters), 0, []
+        saved = nnx.state(settings.new_model(mesh)), zero_moments(settings, mesh), 0, []
     parameters, moments, step, curve = saved
 
     sizes = dict(batch=settings.batch, length=settings.length, seed=settings.seed)
@@ -76,7 +78,7 @@ def train(
     with _delayed_interrupt() as interrupted, tqdm(**bar_options) as bar:
         while step < last:
             started = time.perf_counter()
-            parameters, moments, loss = update(parameters, moments, corpus.batch(step, **sizes))
+            parameters, moments, loss = update(parameters, moments, mesh.place(corpus.batch(step, **sizes)))
             bits = float(loss) / math.log(2)
             elapsed = time.perf_counter() - started
             step, seconds = step + 1, seconds + elapsed
@@ -88,7 +90,7 @@ def train(
             )
             bar.update()
             if step in evaluate_at:
-                row["held_out"] = evaluate(nnx.merge(graph, parameters), held_out)
+                row["held_out"] = evaluate(nnx.merge(graph, parameters), held_out, mesh)
                 bar.write(f"step {step}: held-out {row['held_out']:.4f} bits/byte")
             stop = interrupted.is_set()
             if stop or step % checkpoint_every == 0 or step == last:
@@ -119,7 +121,7 @@ def _delayed_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"]) -> float:
+def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"], mesh: MeshSizes = ONE_DEVICE) -> float:
     """Mean bits per byte over sequences; each byte after the first is predicted from those before it."""
     graph, parameters = nnx.split(model)
     total = 0.0
@@ -127,7 +129,9 @@ def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"]) -> float:
         batch = rows[first : first + EVALUATION_BATCH]
         # The last batch is filled up, so that there is one shape and one compilation.
         filled = np.pad(batch, ((0, EVALUATION_BATCH - len(batch)), (0, 0)))
-        total += np.asarray(_row_losses(graph, parameters, filled), np.float64)[: len(batch)].sum()
+        total += np.asarray(_row_losses(graph, parameters, mesh.place(filled)), np.float64)[
+            : len(batch)
+        ].sum()
     return total / len(rows) / math.log(2)
 
 
@@ -178,24 +182,37 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def zero_moments(settings: Settings) -> Any:
-    """A tree like the optimizer's state, to read a checkpoint into."""
-    parameters = nnx.state(settings.abstract_model())
-    moments = jax.eval_shape(make_optimizer(settings).init, parameters)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), moments)
+def zero_moments(settings: Settings, mesh: MeshSizes = ONE_DEVICE) -> Any:
+    """The optimizer's state before the first step, which is zeros; also a tree to read a checkpoint into."""
+    moments = _abstract_moments(settings, nnx.state(settings.abstract_model(mesh)))
+    zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), moments)
+    return jax.jit(zeros, out_shardings=mesh.where(moments))()
+
+
+def _abstract_moments(settings: Settings, parameters: nnx.State) -> Any:
+    """Shapes of the optimizer's state, each moment where its parameter lies."""
+    optimizer = make_optimizer(settings)
+    moments = jax.eval_shape(optimizer.init, parameters)
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda moment, parameter: moment.update(sharding=parameter.sharding), moments, parameters
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _compile_update(settings: Settings) -> tuple[nnx.GraphDef, Any]:
+def _compile_update(settings: Settings, mesh: MeshSizes) -> tuple[nnx.GraphDef, Any]:
     """The model's structure and the compiled step, which takes parameters, optimizer state and sequences."""
-    graph, parameters = nnx.split(settings.abstract_model())
-    moments = jax.eval_shape(make_optimizer(settings).init, parameters)
-    rows = jax.ShapeDtypeStruct((settings.batch, settings.length + 1), np.int32)
-    return graph, _update.lower(graph, parameters, moments, rows, settings).compile()
+    graph, parameters = nnx.split(settings.abstract_model(mesh))
+    moments = _abstract_moments(settings, parameters)
+    rows = mesh.place(np.zeros((settings.batch, settings.length + 1), np.int32))
+    step = jax.jit(
+        functools.partial(_update, graph, settings),
+        out_shardings=(*mesh.where((parameters, moments)), None),
+        donate_argnums=(0, 1),
+    )
+    return graph, step.lower(parameters, moments, rows).compile()
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "settings"), donate_argnames=("parameters", "moments"))
-def _update(graph, parameters, moments, rows, settings):
+def _update(graph, settings, parameters, moments, rows):
     def objective(parameters):
         return _losses(graph, parameters, rows).mean()
 
@@ -209,6 +226,7 @@ def _row_losses(graph, parameters, rows) -> Float[Array, " rows"]:
     return _losses(graph, parameters, rows).mean(axis=1)
 
 
-def _losses(graph, parameters, rows: Int[Array, "rows T+1"]) -> Float[Array, "rows T"]:
-    logits = nnx.merge(graph, parameters)(rows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
+def _losses(graph, parameters, rows: tuple[Int[Array, "rows T"], ...]) -> Float[Array, "rows T"]:
+    inputs, labels = rows
+    logits = nnx.merge(graph, parameters)(inputs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -26,6 +26,7 @@ from nsa_jax.kernels.lists.unions import last_rows
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
+from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.triton.blocks.backward_key import join_items
 from nsa_jax.kernels.triton.blocks.deltas import row_deltas
 from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
@@ -34,7 +35,6 @@ from nsa_jax.layout import Placement
 PART_BYTES = 2**31  # most bytes of the parts of a chunk
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys
-FEWEST_HEADS = 9  # of a KV head: with fewer, tiles hold more tokens, and lists and sums weigh more
 FEWEST_PAIRS = 2**20  # of a query and a block: with fewer, the choice costs about what it gains
 MOST_SHARED = 1.5  # pairs of a query and a block for each block that some neighbours chose
 SAMPLED_TILES = 256  # of neighbours in a row of the batch, from which the choice is made

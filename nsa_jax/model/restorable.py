@@ -15,8 +15,8 @@ from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, differences, listed
 
 SETTINGS = bool | int | float | str | tuple | NSAConfig | None
-# Settings that change how a module computes, not what. `restore` sets them again.
-FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic")
+# Settings that change how and where a module computes, not what. `restore` sets them again.
+FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic", "context")
 _REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
 
 

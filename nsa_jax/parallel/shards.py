@@ -12,6 +12,7 @@ from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import Run, Runs
 from nsa_jax.parallel.order import Order, runs_per_device, shortest_chunk
+from nsa_jax.sharding import HEADS, Axes
 
 
 class Shards(NamedTuple):
@@ -156,16 +157,24 @@ class Shards(NamedTuple):
 def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     """Runs a function on the shards of tokens, in a `shard_map` over an axis of the mesh in context.
 
-    Its first argument, any arrays, is the same on every device. All others, and its results, are arrays
-    `[B, T, ...]`, of which each device has some tokens.
+    Its first argument, any arrays, is the same on every device. All others, and its result, are arrays
+    `[B, T, ...]`, of which each device has some tokens; on explicit axes also the batch rows and heads that
+    it holds.
 
     Raises:
-      ValueError: as in `devices_along`.
+      ValueError: as in `devices_along` and `nsa_jax.sharding.per_shard`.
     """
     devices_along(axis)
     tokens = PartitionSpec(None, axis)
 
     def call(same, *spread):
+        axes = Axes.of({"operands": spread}, tokens=axis)
+        if axes is not None:
+            results = axes.spec(HEADS + 1)
+            specs = (jax.tree.map(lambda _: PartitionSpec(), same), *(axes.specs(x) for x in spread))
+            names = {axis, *axes.mesh.explicit_axes}
+            run = jax.shard_map(function, in_specs=specs, out_specs=results, axis_names=names)
+            return run(*axes.place((same, *spread), specs))
         specs = (PartitionSpec(), *[tokens] * len(spread))
         return jax.shard_map(function, in_specs=specs, out_specs=tokens, axis_names={axis})(same, *spread)
 

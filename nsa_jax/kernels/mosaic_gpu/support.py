@@ -9,7 +9,7 @@ from nsa_jax.kernels.mosaic_gpu.sizes import DIMS, MOST_HEADS
 DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
 _MOST_SELECTED = 128  # blocks of a query: those of up to 32 queries are sorted in a program's registers
-FEWEST_HEADS = 8  # query heads of a KV head from which on the gradients are faster than Triton's
+FEWEST_HEADS = 9  # query heads of a KV head from which on the gradients are faster than Triton's
 _OPERATIONS = ("selected_attention", "native_sparse_attention")  # those with the selected branch
 _USE = "Use implementation='triton'."
 
@@ -78,7 +78,7 @@ def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str 
     floats = _of_branch(operation, arrays)
     if len(floats) == 3 and floats[0].shape[2] < FEWEST_HEADS * floats[1].shape[2]:
         return (
-            f"the Mosaic GPU kernels are slower with fewer than {FEWEST_HEADS} query heads of one KV head, "
+            f"the Mosaic GPU kernels are no faster with fewer than {FEWEST_HEADS} query heads of a KV head, "
             f"got {floats[0].shape[2]} / {floats[1].shape[2]}. {_USE}"
         )
     return None

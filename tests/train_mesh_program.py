@@ -1,0 +1,81 @@
+"""Run by test_train_mesh with eight host devices: the example's training on meshes, in float64.
+
+Argument: an empty folder. Prints one line for each check that passed.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+
+from examples.train_lm import text, training
+from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
+from examples.train_lm.run_folder import RunFolder
+from examples.train_lm.settings import Settings
+from nsa_jax.config import NSAConfig
+
+STEPS = 20
+SMALL = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    window_size=8,
+)
+
+
+class Settings64(Settings):
+    """Settings whose model computes in float64."""
+
+    @property
+    def model(self):
+        return dataclasses.replace(super().model, dtype="float64", param_dtype="float64")
+
+
+SETTINGS = Settings64(
+    steps=STEPS, batch=4, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=2, nsa=SMALL
+)
+
+
+def train(folder: RunFolder, mesh: MeshSizes, **options) -> tuple[list[float], list[np.ndarray]]:
+    """Losses of all steps in bits, and the parameters at the end."""
+    corpus = text.load(None, SETTINGS.length)
+    with mesh.in_context():
+        trained = training.train(
+            SETTINGS, corpus, folder, mesh=mesh, evaluations=0, checkpoint_every=STEPS, **options
+        )
+    losses = [row["bits_per_byte"] for row in trained.curve]
+    return losses, [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param))]
+
+
+def main(root: pathlib.Path) -> None:
+    jax.config.update("jax_enable_x64", True)
+    mesh = MeshSizes.parse("data=2,tensor=2,context=2")
+    whole = train(RunFolder(root / "whole"), mesh)
+    half = RunFolder(root / "half")
+    train(half, mesh, stop_at=STEPS // 2)
+    shutil.copytree(half.path, root / "elsewhere")
+
+    resumed = train(half, mesh, resume=True)
+    assert resumed[0] == whole[0]
+    assert all((x == y).all() for x, y in zip(resumed[1], whole[1], strict=True))
+    print("resumed bit for bit")
+
+    elsewhere = train(RunFolder(root / "elsewhere"), MeshSizes(fsdp=2, tensor=2), resume=True)
+    np.testing.assert_allclose(elsewhere[0], whole[0], rtol=0, atol=1e-10)
+    for x, y in zip(elsewhere[1], whole[1], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-9)
+    print("resumed on another mesh")
+
+    one = train(RunFolder(root / "one"), ONE_DEVICE)
+    np.testing.assert_allclose(whole[0], one[0], rtol=0, atol=1e-10)
+    assert one[0][-1] < one[0][0] - 0.1
+    print("equal to one device")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
