@@ -10,7 +10,7 @@ A layer is compared with its own projections, compressors and gates around dense
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def check_small(operation: str, implementation: str, mode: str, shape: Shape, co
         cotangent_dtype=shape.dtype, shape=shape,
     )  # fmt: skip
     got = got if mode == "bwd" else got[1]
-    return _compare(dict(zip(named, got, strict=True)), gradients, named, shape.dtype)
+    return compare(dict(zip(named, got, strict=True)), gradients, named, shape.dtype)
 
 
 def sample_positions(length: int) -> np.ndarray:
@@ -113,7 +113,7 @@ def _check_layer_rows(
     blocks = None if draw.block_indices is None else draw.block_indices[:, positions]
     settings = dict(operation=operation, config=config, shape=shape)
     dense = functools.partial(_rows, positions=positions, blocks=blocks, **settings)
-    verdict = _compare({"out": rows}, dense, operands, shape.dtype)
+    verdict = compare({"out": rows}, dense, operands, shape.dtype)
     if operation == "layer":
         made = jax.jit(lambda x: _layer_operands(x, shape, config))(operands)
         of_selection = {"query": made.query[:, positions], "key_cmp": made.key_cmp}
@@ -132,7 +132,7 @@ def compare_rows(
 ) -> Verdict:
     """Compares `(out,)` or `(out, lse)` of the queries at `positions`, given those queries and all keys."""
     dense = functools.partial(_rows, positions=positions, blocks=blocks, operation=operation, config=config)
-    return _compare(dict(zip(("out", "lse"), rows, strict=False)), dense, operands, rows[0].dtype.name)
+    return compare(dict(zip(("out", "lse"), rows, strict=False)), dense, operands, rows[0].dtype.name)
 
 
 def _named(operation: str, operands: tuple[Array, ...], shape: Shape, config: NSAConfig) -> dict[str, Array]:
@@ -143,7 +143,7 @@ def _named(operation: str, operands: tuple[Array, ...], shape: Shape, config: NS
     return named
 
 
-def _in_both(dense: Callable[..., Any], operands: dict[str, Array], dtype: str) -> tuple[Any, Any]:
+def _in_both(dense: Callable[..., Any], operands: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
     """`dense`, compiled, in the input's own precision and in float64, both as float64 arrays of NumPy."""
     results = []
     for computed_in in (dtype, "float64"):
@@ -153,7 +153,8 @@ def _in_both(dense: Callable[..., Any], operands: dict[str, Array], dtype: str) 
     return tuple(results)
 
 
-def _compare(got: dict[str, Array], dense: Any, operands: dict[str, Array], dtype: str) -> Verdict:
+def compare(got: Mapping[str, Any], dense: Any, operands: Mapping[str, Any], dtype: str) -> Verdict:
+    """Compares results by name with those of `dense`, a function of arrays by name, by the budget above."""
     same, exact = _in_both(dense, operands, dtype)
     worst = Verdict(0.0, "nothing")
     for name, x in got.items():

@@ -210,8 +210,54 @@ class GenerateRow:
         )
 
 
-type AnyRow = Row | TrainingRow | GenerateRow
-ROWS: dict[str, type[AnyRow]] = {"training": TrainingRow, "generate": GenerateRow}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelRow:
+    """One measurement: attention spread over devices. `peak_bytes` is the temporary memory of each device."""
+
+    run_id: str
+    benchmark: str
+    strategy: str
+    mesh: str
+    implementation: str
+    mode: str
+    distribution: str
+    batch: int
+    length: int
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    compile_s: float
+    peak_bytes: int
+    adjacent_share: float | None
+    mean_union_4: float | None
+    noise: float | None
+    config: dict[str, int]
+    device: str
+    jax: str
+    jaxlib: str
+    triton: str | None
+    commit: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.strategy:10}{self.mesh:11}{self.implementation:8}{self.mode:8}{self.distribution:9} "
+            f"T={self.length:<8}{self.median_ms:10.3f} ms [{self.p20_ms:.3f}, {self.p80_ms:.3f}]  "
+            f"{self.samples:3} samples  temp {self.peak_bytes / 1e6:.1f} MB  compile {self.compile_s:.1f} s"
+        )
+
+
+type AnyRow = Row | TrainingRow | GenerateRow | ParallelRow
+ROWS: dict[str, type[AnyRow]] = {
+    "training": TrainingRow,
+    "generate": GenerateRow,
+    "parallel": ParallelRow,
+}
 
 
 def environment() -> Environment:

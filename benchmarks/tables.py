@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import records
 from benchmarks.command_line import InputError, Parser, command
-from benchmarks.records import AnyRow, GenerateRow, Row, TrainingRow
+from benchmarks.records import AnyRow, GenerateRow, ParallelRow, Row, TrainingRow
 
 
 def one_run(rows: Sequence[AnyRow], run_id: str | None = None) -> list[AnyRow]:
@@ -32,6 +32,8 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     """Tables of one run: the whole operation beside dense attention, then single operations; or its steps."""
     if written := [row for row in rows if isinstance(row, GenerateRow)]:
         return _of_generation(written)
+    if spread := [row for row in rows if isinstance(row, ParallelRow)]:
+        return _of_strategies(spread)
     steps = [row for row in rows if isinstance(row, TrainingRow)]
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
@@ -113,6 +115,38 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
     return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
 
 
+def _of_strategies(rows: Sequence[ParallelRow]) -> str:
+    first = rows[0]
+
+    def setting(row: ParallelRow) -> tuple[object, ...]:
+        return row.length, row.mode, row.distribution
+
+    def faster(row: ParallelRow) -> str:
+        return f"**{one[setting(row)] / row.median_ms:.2f}**" if setting(row) in one else "-"
+
+    one = {setting(row): row.median_ms for row in rows if row.strategy == "one"}
+    cells = (
+        {
+            "T": f"{row.length}",
+            "mode": row.mode,
+            "selection": row.distribution,
+            "strategy": row.strategy.replace("heads_jit", "heads, plain jit"),
+            "mesh": row.mesh,
+            "ms (p20-p80)": _milliseconds(row),
+            "one device / this": f"**{one[setting(row)] / row.median_ms:.2f}**"
+            if setting(row) in one
+            else "-",
+            "MB of each device": f"{row.peak_bytes / 1e6:.1f}",
+        }
+        for row in sorted(rows, key=setting)
+    )
+    heads = (
+        f"{first.query_heads} query heads, {first.kv_heads} KV heads, dim {first.key_dim}/{first.value_dim}"
+    )
+    sizes = f"{first.implementation}, {first.dtype}, batch {first.batch}, {heads}"
+    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+
+
 def whole_cells(row: Row, dense: Row) -> dict[str, str]:
     """The whole operation against dense attention."""
     time, memory = records.ratio(row, dense)
@@ -147,7 +181,7 @@ def _where(row: Row) -> dict[str, str]:
     return {"T": f"{row.length}", "mode": row.mode, "distribution": row.distribution}
 
 
-def _milliseconds(row: Row | TrainingRow) -> str:
+def _milliseconds(row: Row | TrainingRow | ParallelRow) -> str:
     short = isinstance(row, Row) and row.gb_per_s is not None and row.median_ms < 1
     digits = 5 if short else 1 if row.median_ms >= 10 else 3
     return f"{row.median_ms:.{digits}f} ({row.p20_ms:.{digits}f}-{row.p80_ms:.{digits}f})"

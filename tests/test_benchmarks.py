@@ -24,9 +24,11 @@ from benchmarks import (
     gate,
     generate,
     inputs,
+    parallel,
     plot,
     records,
     roofline,
+    strategies,
     tables,
     timing,
     token_parts,
@@ -806,6 +808,40 @@ def test_training_writes_a_row_of_each_attention(tmp_path, capsys):
     assert "| 70 | nsa (xla) | " in tables.markdown(records.read(path))
     ratio = rows[1]["median_ms"] / rows[0]["median_ms"]
     assert summary["dense_over_nsa"]["70"] == pytest.approx(ratio, abs=1e-3)
+
+
+PARALLEL = ["--lengths", "256", "--distributions", "random", "--modes", "fwd", "--kv-heads", "1"]
+
+
+def test_parallel_writes_a_row_of_each_strategy(monkeypatch, tmp_path, capsys):
+    """On one device all strategies are the same; the program of context parallelism still runs."""
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(strategies, "check", lambda *_: gate.Verdict(0.5, "out"))  # compiles as much again
+    chosen = ["--strategies", "one", "context"]
+
+    status = parallel.main([*PARALLEL, *chosen, *SIZES, "--output", str(path)], SMALL)
+
+    _, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert [(row["strategy"], row["mesh"]) for row in rows] == [("one", "one"), ("context", "context=1")]
+    assert all(row["peak_bytes"] > 0 and row["adjacent_share"] > 0 for row in rows)
+    (faster,) = summary["faster_than_one_device"]
+    assert faster["times"] == pytest.approx(rows[0]["median_ms"] / rows[1]["median_ms"], abs=1e-3)
+    assert f"**{rows[0]['median_ms'] / rows[1]['median_ms']:.2f}**" in tables.markdown(records.read(path))
+
+
+def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
+    attend = strategies.context_attention
+    monkeypatch.setattr(strategies, "context_attention", lambda **arrays: 1.001 * attend(**arrays))
+
+    status = parallel.main([*PARALLEL, "--strategies", "context", *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert summary["red"] == ["context"]
+    assert summary["rows"] == 0
+    assert "gate context: RED" in printed
 
 
 GENERATE = [

@@ -23,6 +23,7 @@ COMMANDS = {
     "benchmarks.decode": "benchmarks.decode",
     "benchmarks.decode_summary": "benchmarks.decode_summary",
     "benchmarks.generate": "benchmarks.generate",
+    "benchmarks.parallel": "benchmarks.parallel",
     "benchmarks.plot": "benchmarks.plot",
     "benchmarks.tables": "benchmarks.tables",
     "benchmarks.training": "benchmarks.training",
@@ -31,7 +32,10 @@ COMMANDS = {
     "examples.train_lm.report": "examples.train_lm.report",
 }
 ROWS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h100_training.jsonl")
-MEASURING = ("benchmarks.attention", "benchmarks.decode", "benchmarks.generate", "benchmarks.training")
+MEASURING = (
+    *("benchmarks.attention", "benchmarks.decode", "benchmarks.generate", "benchmarks.parallel"),
+    "benchmarks.training",
+)
 
 
 def exit_code(name: str, arguments: list[str]) -> int | str | None:
@@ -50,6 +54,7 @@ BAD = [
     *((name, ["--output", "{file}/rows.jsonl"], "must name a file that") for name in MEASURING),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),
     ("benchmarks.generate", ["--new-tokens=8"], "--new-tokens must be 1 plus a multiple of 8"),
+    ("benchmarks.parallel", ["--devices=999"], "--devices must be at most the [0-9]+ of this machine"),
     ("benchmarks.decode_summary", ["{none}"], "got '.*none' .FileNotFoundError"),
     ("benchmarks.decode_summary", ["{file}"], "CSV must be a file that benchmarks.decode --csv wrote"),
     ("benchmarks.decode_summary", ["{empty}"], "CSV must hold at least one length"),

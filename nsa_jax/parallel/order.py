@@ -14,7 +14,7 @@ type Order = Literal["zigzag", "contiguous"]
 _ORDERS: tuple[str, ...] = get_args(Order.__value__)
 
 
-def to_zigzag(array: Array | np.ndarray, num_devices: int, *, axis: int = 1) -> Array:
+def to_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: int = 1) -> X:
     """Puts the tokens of rows into zigzag order.
 
     A row is cut into `2 P` chunks of equal length. Chunks `i` and `2 P - 1 - i` become neighbours, those of
@@ -39,7 +39,7 @@ def to_zigzag(array: Array | np.ndarray, num_devices: int, *, axis: int = 1) -> 
     return _reorder(array, _chunks(num_devices), axis)
 
 
-def from_zigzag(array: Array | np.ndarray, num_devices: int, *, axis: int = 1) -> Array:
+def from_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: int = 1) -> X:
     """Puts tokens in zigzag order back into the order of the row; arguments as in `to_zigzag`."""
     return _reorder(array, np.argsort(_chunks(num_devices)), axis)
 
@@ -60,7 +60,7 @@ def token_indices(length: int, num_devices: int, order: Order = "zigzag") -> np.
     """
     check_order(order)
     index = np.arange(length, dtype=np.int32)
-    return index if order == "contiguous" else np.asarray(to_zigzag(index, num_devices, axis=0))
+    return index if order == "contiguous" else to_zigzag(index, num_devices, axis=0)
 
 
 def padded_length(length: int, num_devices: int, config: NSAConfig, order: Order = "zigzag") -> int:

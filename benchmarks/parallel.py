@@ -1,0 +1,207 @@
+"""How much faster is attention on several devices, and what memory does each of them need?
+
+`python -m benchmarks.parallel` measures the whole operation, with the compression of its keys and values, on
+one device and spread over several (`strategies.py`). On a machine without GPUs, `--devices` of the CPU come
+from `XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks import records, strategies, timing
+from benchmarks.command_line import (
+    InputError,
+    Parser,
+    check_heads,
+    check_writable,
+    command,
+    positive,
+    positive_seconds,
+    progress,
+)
+from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape
+from benchmarks.strategies import STRATEGIES, Strategy
+from nsa_jax.config import NSAConfig
+
+MODES = ("fwd", "fwd_bwd")
+
+
+class Run:
+    """One run of the benchmark: its options, the verdicts, and the rows so far."""
+
+    def __init__(self, options: argparse.Namespace, config: NSAConfig):
+        self.options, self.config = options, config
+        self.environment = records.environment()
+        self.environment.print()
+        print(f"{options.devices} devices, config {config}", flush=True)
+        self.rows: list[records.ParallelRow] = []
+        self.red: list[str] = []
+        self.green: set[Strategy] = set()
+
+    def measure(self, length: int, distribution: str) -> None:
+        """Measures all strategies at one length; those of one mode take turns."""
+        options = self.options
+        shape = Shape(
+            batch=options.batch, length=length, query_heads=options.heads, kv_heads=options.kv_heads,
+            key_dim=options.key_dim, value_dim=options.value_dim, dtype=options.dtype,
+        )  # fmt: skip
+        chosen = [self._strategy(name) for name in options.strategies]
+        chosen = [strategy for strategy in chosen if self._is_possible(strategy, shape)]
+        if not chosen:
+            return
+        try:
+            draw, arrays = strategies.draw(distribution, options.implementation, shape, self.config)
+        except NotCoherent as reason:
+            print(f"refused: {distribution} T={length}: {reason}")
+            return
+        there = {strategy: strategy.put(arrays) for strategy in chosen}
+        for mode in options.modes:
+            programs = {}
+            for strategy in chosen:
+                progress(f"compiling {strategy.name} {mode} {distribution} T={length}")
+                program = strategy.compiled(mode, there[strategy], options.implementation, self.config)
+                if program.peak_bytes > records.memory_bytes():
+                    print(f"refused: {strategy.name} {mode} T={length}: {program.peak_bytes / 1e9:.1f} GB")
+                else:
+                    programs[strategy] = program
+            progress(f"measuring {len(programs)} programs of {mode} at T={length}")
+            sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
+            runs = {strategy.name: program.start for strategy, program in programs.items()}
+            timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s) if runs else {}
+            rows = [
+                self._row(strategy, mode, draw, shape, program, timings[strategy.name])
+                for strategy, program in programs.items()
+            ]
+            records.append(options.output, rows)
+            self.rows += rows
+            for row in rows:
+                print(row, flush=True)
+
+    def finish(self) -> int:
+        """Prints, as the last line, a summary in JSON. Returns the exit status."""
+
+        def setting(row: records.ParallelRow) -> tuple[object, ...]:
+            return row.mode, row.distribution, row.length
+
+        one = {setting(row): row for row in self.rows if row.strategy == "one"}
+        faster = [
+            dict(strategy=row.strategy, mode=row.mode, distribution=row.distribution, length=row.length)
+            | dict(times=round(one[setting(row)].median_ms / row.median_ms, 3))
+            for row in self.rows
+            if row.strategy != "one" and setting(row) in one
+        ]
+        summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
+        print(json.dumps(summary | {"faster_than_one_device": faster}))
+        return 1 if self.red else 0
+
+    def _strategy(self, name: str) -> Strategy:
+        return Strategy(name, 1 if name == "one" else self.options.devices)
+
+    def _is_possible(self, strategy: Strategy, shape: Shape) -> bool:
+        """Whether the shape can be spread, and the gate is green; says so if not."""
+        if reason := strategy.refusal(shape, self.config):
+            print(f"refused: {strategy.name} T={shape.length}: {reason}")
+            return False
+        if strategy not in self.green and strategy.name not in self.red:
+            progress(f"gate {strategy.name}: compiling and comparing with one device in float64")
+            verdict = strategies.check(strategy, self.options.implementation, shape, self.config)
+            print(f"gate {strategy.name}: {verdict}", flush=True)
+            if verdict.green:
+                self.green.add(strategy)
+            else:
+                self.red.append(strategy.name)
+        return strategy in self.green
+
+    def _row(
+        self, strategy: Strategy, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,
+        taken: timing.Timing,
+    ) -> records.ParallelRow:  # fmt: skip
+        sizes = dataclasses.asdict(shape)
+        del sizes["model_dim"]
+        assert draw.overlap is not None
+        return records.ParallelRow(
+            **dataclasses.asdict(self.environment), **sizes, benchmark="parallel", strategy=strategy.name,
+            mesh=strategy.mesh_name, implementation=self.options.implementation, mode=mode,
+            distribution=draw.distribution, median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
+            p80_ms=taken.percentile_ms(80), samples=len(taken.samples_ms), compile_s=program.compile_s,
+            peak_bytes=program.peak_bytes, adjacent_share=draw.overlap.adjacent_share,
+            mean_union_4=draw.overlap.mean_union_4, noise=draw.noise, config=dataclasses.asdict(self.config),
+        )  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = Parser(prog="python -m benchmarks.parallel", description=__doc__)
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        default=[4096],
+        metavar="T",
+        help="tokens of a row; default: 4096",
+    )
+    for name, choices, default, meaning in (
+        ("strategies", STRATEGIES, STRATEGIES, "how attention is spread; default: all"),
+        ("modes", MODES, MODES, "forward, or forward and backward in one program; default: both"),
+        ("distributions", DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn; default: both"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(default), help=meaning)
+    parser.add_argument(
+        "--devices", type=positive, default=jax.device_count(), help="devices to spread over; default: all"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=records.IMPLEMENTATIONS[:2],
+        default="xla",
+        help="triton needs GPUs; default: xla",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of all inputs; default: %(default)s",
+    )
+    for name, size, meaning in (
+        ("batch", 1, "rows"),
+        ("heads", 4, "query heads"),
+        ("kv-heads", 2, "KV heads; must divide --heads"),
+        ("key-dim", 64, "dimension of queries and keys"),
+        ("value-dim", 64, "dimension of values"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=size, help=f"{meaning}; default: {size}")
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    options = parser.parse_args(argv)
+    check_heads(options.heads, options.kv_heads)
+    check_writable(options.output, "--output")
+    if options.devices > jax.device_count():
+        raise InputError(
+            f"--devices must be at most the {jax.device_count()} of this machine, got {options.devices}. "
+            "Pass a smaller number."
+        )
+    return options
+
+
+@command("benchmarks.parallel")
+def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
+    """Runs the benchmark; `config` other than the paper's is for tests."""
+    options = parse(argv)
+    run = Run(options, config or NSAConfig())
+    for length in options.lengths:
+        for distribution in options.distributions:
+            run.measure(length, distribution)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

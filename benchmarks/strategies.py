@@ -1,0 +1,177 @@
+"""Ways to spread one attention over devices: nothing, KV heads, or the tokens of a row.
+
+All compute the same from the same arrays: the compressed keys and values, as means, and the whole operation.
+`one` runs on one device. `heads` spreads KV heads by `jax.shard_map`; `heads_jit` gives arrays that are
+spread in the same way to plain `jit`. `context` is `nsa_jax.parallel.context_attention` in zigzag order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import gate, programs, timing
+from benchmarks.inputs import Draw, Shape, draw_queries, key, tensor, tensor_shape
+from nsa_jax import attention, layout
+from nsa_jax.array_typing import Array
+from nsa_jax.compression import Compression, compress_blocks
+from nsa_jax.config import NSAConfig
+from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
+
+STRATEGIES = ("one", "heads", "heads_jit", "context")
+KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
+
+type Arrays = Mapping[str, np.ndarray]  # by name, on the host, in the order of the row
+
+
+class Strategy(NamedTuple):
+    """A way to run the attention.
+
+    Attributes:
+      name: one of STRATEGIES.
+      num_devices: devices that it uses.
+    """
+
+    name: str
+    num_devices: int
+
+    @property
+    def mesh_name(self) -> str:
+        """What rows say of the mesh."""
+        return "one" if self.name == "one" else f"{self.name.partition('_')[0]}={self.num_devices}"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, of one axis."""
+        devices = np.array(jax.devices()[: self.num_devices])
+        return Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How each array lies on the mesh: tokens are axis 1, heads axis 2."""
+        if self.name == "one":
+            return PartitionSpec()
+        tokens, heads = PartitionSpec(None, "devices"), PartitionSpec(None, None, "devices")
+        return tokens if self.name == "context" else heads
+
+    def refusal(self, shape: Shape, config: NSAConfig) -> str | None:
+        """Why this shape cannot be spread in this way; None if it can."""
+        if self.name.startswith("heads") and shape.kv_heads % self.num_devices:
+            return f"{shape.kv_heads} KV heads do not divide by {self.num_devices} devices"
+        if self.name == "context" and shape.length != padded_length(shape.length, self.num_devices, config):
+            return f"{shape.length} tokens are not whole chunks for {self.num_devices} devices"
+        return None
+
+    def put(self, arrays: Arrays) -> dict[str, Array]:
+        """Puts arrays on the devices."""
+        there = NamedSharding(self.mesh, self.spec)
+        ordered = to_zigzag if self.name == "context" else lambda x, _: x
+        return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
+
+    def take(self, x: Array) -> np.ndarray:
+        """An array of tokens in the order of the row, on the host."""
+        here = np.asarray(x)
+        return from_zigzag(here, self.num_devices) if self.name == "context" else here
+
+    def function(self, implementation: str, config: NSAConfig) -> Callable[..., Array]:
+        """The attention as a function of arrays by name."""
+        settings: dict[str, Any] = dict(config=config, implementation=implementation)
+        if self.name in ("one", "heads_jit"):
+            return functools.partial(compress_and_attend, **settings)
+        if self.name == "context":
+            compress = Compression()
+            attend = functools.partial(context_attention, compress=compress, axis="devices", **settings)
+        else:
+            attend = functools.partial(compress_and_attend, **settings)
+
+        def run(**arrays: Array) -> Array:
+            local = lambda arrays: attend(**arrays)  # noqa: E731
+            return jax.shard_map(local, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec)(arrays)
+
+        return run
+
+    def compiled(
+        self, mode: str, arrays: dict[str, Array], implementation: str, config: NSAConfig
+    ) -> timing.Compiled:
+        """Compiles the forward (`fwd`), or forward and backward with all gradients (`fwd_bwd`)."""
+        run = self.function(implementation, config)
+        operands = {name: x for name, x in arrays.items() if name != "cotangent"}
+        if mode == "fwd":
+            return timing.compile_for(lambda operands: run(**operands), (operands,))
+
+        def with_gradients(operands, cotangent):
+            fixed = {name: x for name, x in operands.items() if name == "block_indices"}
+            floats = {name: x for name, x in operands.items() if name not in fixed}
+            out, pull_back = jax.vjp(lambda floats: run(**floats, **fixed), floats)
+            return dict(out=out, **pull_back(cotangent)[0])
+
+        return timing.compile_for(with_gradients, (operands, arrays["cotangent"]))
+
+
+def compressed(key_cmp: Array, value_cmp: Array, config: NSAConfig) -> tuple[Array, Array]:
+    """Keys and values of the blocks: the means of their tokens."""
+    key_windows, value_windows = (layout.token_windows(x, config) for x in (key_cmp, value_cmp))
+    first = layout.first_tokens(jnp.arange(key_cmp.shape[1])[None], config)
+    return compress_blocks(Compression(), key_windows, value_windows, first)
+
+
+def compress_and_attend(
+    *, key_cmp: Array, value_cmp: Array, config: NSAConfig, implementation: Any, **arrays: Any
+) -> Array:
+    """Compresses whole rows, then attends by all branches."""
+    key_blocks, value_blocks = compressed(key_cmp, value_cmp, config)
+    return attention.native_sparse_attention(
+        key_cmp=key_blocks, value_cmp=value_blocks, **arrays, config=config, implementation=implementation
+    )
+
+
+def draw(
+    distribution: str, implementation: str, shape: Shape, config: NSAConfig
+) -> tuple[Draw, dict[str, np.ndarray]]:
+    """Queries of a distribution, and all arrays on the host, among them a cotangent of the output."""
+    arrays = {name: _tokens(name, shape, config) for name in KEYS_VALUES}
+    arrays["gates"] = tensor("gates", shape, config)
+    arrays["cotangent"] = programs.cotangent_like(_out(shape), jnp.dtype(shape.dtype))
+    key_blocks, _ = jax.jit(compressed, static_argnums=2)(arrays["key_cmp"], arrays["value_cmp"], config)
+    choose = jax.jit(programs.function("select_blocks", implementation, config))
+    drawn = draw_queries(shape, config, distribution, lambda query, _: choose(query, key_blocks))
+    arrays["query"] = drawn.query
+    return drawn, {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def check(strategy: Strategy, implementation: str, shape: Shape, config: NSAConfig) -> gate.Verdict:
+    """Compares output and gradients at a small length with one device in float64, for one selection."""
+    small = dataclasses.replace(gate.gate_shape(shape, config), kv_heads=shape.kv_heads)
+    length = padded_length(small.length, strategy.num_devices, config)
+    small = dataclasses.replace(small, length=length, query_heads=shape.query_heads)
+    drawn, arrays = draw("random", implementation, small, config)
+    arrays["block_indices"] = np.asarray(drawn.block_indices)
+    program = strategy.compiled("fwd_bwd", strategy.put(arrays), implementation, config)
+    got = {name: strategy.take(x) for name, x in program.run().items()}
+    blocks = arrays.pop("block_indices")
+
+    def on_one_device(x):
+        fixed = jnp.asarray(blocks)
+        run = functools.partial(compress_and_attend, block_indices=fixed, config=config, implementation="xla")
+        floats = {name: jnp.asarray(value) for name, value in x.items() if name != "cotangent"}
+        out, pull_back = jax.jit(lambda floats: jax.vjp(lambda floats: run(**floats), floats))(floats)
+        return dict(out=out, **pull_back(jnp.asarray(x["cotangent"]))[0])
+
+    return gate.compare(got, on_one_device, arrays, shape.dtype)
+
+
+def _tokens(name: str, shape: Shape, config: NSAConfig) -> Array:
+    """Keys or values of every token; the mean of a block of compressed keys is standard normal."""
+    size = tensor_shape(name.replace("cmp", "slc"), shape, config)
+    scale = config.compression_block_size**0.5 if name == "key_cmp" else 1.0
+    return (scale * jax.random.normal(key(name), size)).astype(shape.dtype)
+
+
+def _out(shape: Shape) -> jax.ShapeDtypeStruct:
+    size = shape.batch, shape.length, shape.query_heads, shape.value_dim
+    return jax.ShapeDtypeStruct(size, shape.dtype)
