@@ -62,7 +62,7 @@ def compile_on(mesh, function, *arguments, **options):
 
     The arguments are `jax.ShapeDtypeStruct`s with their shardings.
     """
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # XLA asks for kernels while it compiles
+    with jax.set_mesh(mesh):  # XLA asks for kernels while it compiles, and these for the kind of device
         return jax.jit(function, **options).lower(*arguments).compile()
 
 
