@@ -44,7 +44,7 @@ def per_shard(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     operands = inspect.signature(operation).bind(*args, **options).arguments
     axes = Axes.of({name: x for name, x in operands.items() if name != "compress"})
     if axes is None:
-        return operation(**(operands if "cache" in operands else _varying_alike(operands)))
+        return operation(**_varying_alike(operands))
     results: Any = axes.spec(HEADS + 1)
     if "cache" in operands:
         counted = (results,) if operation.__name__ == "decode_step" else ()
@@ -59,8 +59,11 @@ def _varying_alike(operands: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inside `shard_map`, makes floating-point operands vary over every axis over which one of them varies.
 
     So the gradient of an operand that the devices share, such as the keys of queries that are sharded by
-    their tokens, is the sum of what the devices find: the transpose of the cast is that sum.
+    their tokens, is the sum of what the devices find: the transpose of the cast is that sum. The operands of
+    a step through a cache are left as they are, because a cache must come out as it went in.
     """
+    if "cache" in operands:
+        return operands
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
@@ -184,7 +187,7 @@ class Axes(NamedTuple):
         others = {name: x for name, x in operands.items() if name not in arrays}
         specs = {name: self.specs(x) for name, x in arrays.items()}
         run = jax.shard_map(
-            lambda shards: operation(**shards, **others),
+            lambda shards: operation(**_varying_alike({**shards, **others})),
             mesh=self.mesh,
             in_specs=(specs,),
             out_specs=results,

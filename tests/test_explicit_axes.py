@@ -12,11 +12,21 @@ from cases import OVERLAPPING
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import has_form
+from small_layer import WIDTH, make_layer
 
 from nsa_jax import attention
 
 MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
 HEADS = P("data", None, "tensor")
+
+
+def test_a_layer_refuses_sharded_tokens():
+    layer = make_layer()
+    x = jax.ShapeDtypeStruct((4, 8, WIDTH), jnp.float32, sharding=NamedSharding(MESH, P("data", "tensor")))
+    with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ValueError, match="batch rows only") as refused:
+        jax.eval_shape(lambda x: layer(x), x)
+
+    assert has_form(str(refused.value))
 
 
 def test_sharded_equals_whole():

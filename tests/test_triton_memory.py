@@ -44,8 +44,8 @@ def operands(length=LENGTH, batch=1):
     return array(length, HEADS, DIM), *keys, array(length, HEADS, 3)
 
 
-def attend(*operands):
-    return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
+def attend(*operands, **places):
+    return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton", **places)
 
 
 def forward_and_backward(function, d_out, *operands):
@@ -214,6 +214,58 @@ def test_shards_of_kv_heads_exchange_nothing(check_vma):
     assert f"tensor<1x4096x{HEADS // 2}x{DIM}xbf16>" in text
     exchanges = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_scatter)"
     assert not re.findall(exchanges, text)
+
+
+COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
+
+
+def collectives(function, mesh, *arguments) -> list[str]:
+    """What moves between devices in what JAX traces, for which no kernel must be compiled."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = list(equations(jax.make_jaxpr(function)(*arguments).jaxpr))
+    assert "triton_kernel_call" in {x.primitive.name for x in program}
+    return [x.primitive.name for x in program if x.primitive.name in COLLECTIVES or gathers(x)]
+
+
+def gathers(equation) -> bool:
+    """Whether an array is resharded so that an axis is no longer split as it was."""
+    if equation.primitive.name != "reshard":
+        return False
+    before, after = (x.aval.sharding.spec for x in (*equation.invars, *equation.outvars))
+    return any(x is not None and x != y for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["query heads", "query tokens"])
+def test_shards_of_queries_share_keys(tokens):
+    """The devices add up the gradients of keys and values that all of them hold."""
+    device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
+    shard, whole = PartitionSpec(None, *[None] * (not tokens), "x"), PartitionSpec()
+    query, *keys_values, gates = operands(4096)
+    keys_values = [jax.ShapeDtypeStruct((1, x.shape[1], 1, DIM), x.dtype) for x in keys_values]
+    specs = (shard, *[whole] * 6, shard)
+
+    def run(positions, d_out, *operands):
+        return forward_and_backward(functools.partial(attend, query_positions=positions), d_out, *operands)
+
+    in_shards = jax.shard_map(
+        run, mesh=mesh, in_specs=(shard if tokens else whole, shard, *specs), out_specs=(shard, specs)
+    )
+    positions = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    found = collectives(in_shards, mesh, positions, query, query, *keys_values, gates)
+
+    assert found == ["psum_invariant"] * 6
+
+
+def test_explicit_axes_exchange_nothing():
+    """Plain `jit` on a mesh of `jax.make_mesh`: batch rows over one axis, heads over the other."""
+    device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
+    mesh = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2, abstract_device=device)
+    place = jax.NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in operands(4096, batch=2)]
+
+    assert collectives(jax.jit(with_gradients), mesh, arguments[0], *arguments) == []
 
 
 def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():

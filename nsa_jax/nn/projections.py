@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -110,11 +111,19 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
 
 
 def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
-    """Raises ValueError unless `x` is `[B, T, in_features]` and the other arrays are integers `[B, T]`."""
+    """Raises ValueError unless `x` is `[B, T, in_features]` and the other arrays are integers `[B, T]`.
+
+    Tokens and features of `x` must not be sharded over explicit axes of a mesh.
+    """
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(
             f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
             "Add the missing axis, or create the layer with this width as in_features."
+        )
+    if any(names is not None for names in jax.typeof(x).sharding.spec[1:]):
+        raise ValueError(
+            "x must be sharded by batch rows only on explicit axes of a mesh, got an input of type "
+            f"{jax.typeof(x)}. Use jax.reshard to replicate its tokens and features."
         )
     for name, value in per_token.items():
         if value is None:
