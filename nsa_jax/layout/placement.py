@@ -322,11 +322,9 @@ def _before_stretch(runs: tuple[Run, ...], halo: int, batch: int) -> Int32[Array
     """For each query, the row index of a key minus its index among the stretches of all runs."""
     past, parts = 0, []
     for run in runs:
-        past += halo
-        parts.append(
-            jnp.broadcast_to((_index(run.first, batch).of_rows(batch) - past)[:, None], (batch, run.length))
-        )
-        past += run.length
+        shift = _index(run.first, batch).of_rows(batch) - (past + halo)
+        parts.append(jnp.broadcast_to(shift[:, None], (batch, run.length)))
+        past += halo + run.length
     return jnp.concatenate(parts, axis=1)
 
 
