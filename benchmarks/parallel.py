@@ -156,9 +156,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--implementation",
-        choices=records.IMPLEMENTATIONS[:2],
+        choices=records.IMPLEMENTATIONS[:3],
         default="xla",
-        help="triton needs GPUs; default: xla",
+        help="all but xla need GPUs; default: xla",
     )
     parser.add_argument(
         "--dtype",
