@@ -16,6 +16,7 @@ pytest.importorskip(
 import test_mosaic_compile
 import triton_compile
 import triton_kernels
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
@@ -139,6 +140,24 @@ def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
 
     assert len(launches) == 1
     assert launches[0].count("cond") == 1
+
+
+@pytest.mark.slow
+def test_shards_of_kv_heads_choose_on_their_own():
+    """Under plain `jit` on sharded arrays; `custom_partitioning` refuses what has effects."""
+    mesh = triton_compile.mesh_of_h100s(x=2)
+    function, arrays = test_mosaic_compile.program(64, 4, 64, 64, 64, length=32768)
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    shardings = [heads] * 4 + [NamedSharding(mesh, PartitionSpec())]
+    arrays = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(arrays, shardings, strict=True)
+    ]
+
+    text = triton_compile.compile_on(mesh, function, *arrays).as_text()
+
+    assert text.count("conditional(") == 1
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ there).
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,6 +26,7 @@ from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
+from nsa_jax.kernels.mosaic_gpu.unstable import loop_with_references
 from nsa_jax.kernels.triton.blocks.backward_key import join_items
 from nsa_jax.kernels.triton.blocks.deltas import row_deltas
 from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
@@ -127,9 +127,8 @@ def gradients_in_parts(
     products, delta = row_deltas(out, d_out, d_lse, weight=weight)
     arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=known["aligned"])
     shapes = arrays.sums(items, block_size=known["block_size"], aligned=known["aligned"])
-    sums = tuple(jax.new_ref(lax.empty(x.shape, x.dtype)) for x in shapes)
 
-    def chunk(number, d_query):
+    def chunk(number, d_query, *sums):
         lane = number * chunks.heads
         first = jnp.stack([lane // chunks.ranges, lane % chunks.ranges * chunks.queries])
         (parts,) = selected_key_gradients(
@@ -138,8 +137,9 @@ def gradients_in_parts(
         )  # fmt: skip
         return add_query_parts(d_query, parts, first, block_indices, placement, previous)
 
-    d_query = lax.fori_loop(0, chunks.number, chunk, lax.empty(query.shape, query.dtype))
-    part_key, part_value, d_key, d_value = (jax.freeze(x) for x in sums)
+    d_query, part_key, part_value, d_key, d_value = loop_with_references(
+        chunks.number, chunk, lax.empty(query.shape, query.dtype), shapes
+    )
     d_key, d_value = join_items(items, part_key, part_value, d_key[:, :num_keys], d_value[:, :num_keys])
     return d_query, d_key, d_value, products, delta
 

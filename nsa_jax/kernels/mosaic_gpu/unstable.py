@@ -15,7 +15,7 @@ value. The forms differ in the functions of this file and nowhere else.
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -185,6 +185,30 @@ def kernel(body: Callable, name: str, interpret: Any, **options: Any) -> Callabl
     body.__name__ = name
     more = {} if interpret is None else dict(interpret=interpret)
     return plgpu.kernel(body, compiler_params=parameters, **options, **more)
+
+
+def loop_with_references(
+    turns: int, body: Callable[..., Array], carry: Array, shapes: Iterable[Any]
+) -> tuple[Array, ...]:
+    """`lax.fori_loop` whose body may give kernels references to arrays that all turns write to.
+
+    `jax.new_ref` would do, but `custom_partitioning` refuses a function with its effect.
+
+    Args:
+      turns: how often the body runs.
+      body: takes the turn's number, the carry, and the references; returns the new carry.
+      carry: the first one.
+      shapes: `jax.ShapeDtypeStruct`s of the arrays, which begin undefined.
+
+    Returns:
+      The last carry, and the arrays.
+    """
+
+    def run(references):
+        carried, *others = references
+        carried[...] = lax.fori_loop(0, turns, lambda i, x: body(i, x, *others), carried[...])
+
+    return pl.run_state(run)((carry, *(lax.empty(x.shape, x.dtype) for x in shapes)))
 
 
 WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
