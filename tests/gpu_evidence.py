@@ -45,6 +45,7 @@ ROOMS = {
         "nsa_jax/layout/**/*.py",
         "nsa_jax/arguments.py",
         "nsa_jax/dispatch.py",
+        "nsa_jax/sharding.py",
     ),
 }
 ALWAYS = ("nonfinite", "shared", "calls")
