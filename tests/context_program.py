@@ -276,8 +276,8 @@ MODULES = {
     "layer on three axes": functools.partial(
         check_module, make_attention, attend_packed, AxisType.Auto, "zigzag", data=2, context=2, tensor=2
     ),
-    "layer on an explicit axis": functools.partial(
-        check_module, make_attention, attend_packed, AxisType.Explicit, "contiguous", context=2
+    "layer on explicit axes": functools.partial(
+        check_module, make_attention, attend_packed, AxisType.Explicit, "contiguous", data=2, context=2
     ),
     "model": functools.partial(
         check_module, make_model, lambda model, x: model(x["tokens"]), AxisType.Auto, "zigzag", context=2

@@ -32,7 +32,7 @@ CHECKS = {  # every check that the program must report
         *("1 device", "4 devices, odd length", "8 devices", "packed", "packed, contiguous"),
         "declared order",
     ),
-    "modules": ("layer on three axes", "layer on an explicit axis", "model"),
+    "modules": ("layer on three axes", "layer on explicit axes", "model"),
 }
 
 

@@ -374,7 +374,8 @@ class NSAAttention(CacheSteps):
     ) -> tuple[Array, TokenKeysValues, Array]:
         """`_project` of tokens in the order of the context axis."""
         assert self.context is not None
-        check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
+        where = dict(positions=positions, segment_ids=segment_ids)
+        check_inputs(x, self.in_features, context_axis=self.context.name, **where)
         return self._project(x, self.context.positions(x, segment_ids) if positions is None else positions)
 
     def _project(

@@ -110,20 +110,24 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
     return in_features // num_heads if head_dim is None else head_dim
 
 
-def check_inputs(x: Array, in_features: int, **per_token: Array | None) -> None:
+def check_inputs(
+    x: Array, in_features: int, *, context_axis: str | None = None, **per_token: Array | None
+) -> None:
     """Raises ValueError unless `x` is `[B, T, in_features]` and the other arrays are integers `[B, T]`.
 
-    Tokens and features of `x` must not be sharded over explicit axes of a mesh.
+    On explicit axes of a mesh, features of `x` must not be sharded, and tokens over the context axis only.
     """
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(
             f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
             "Add the missing axis, or create the layer with this width as in_features."
         )
-    if any(names is not None for names in jax.typeof(x).sharding.spec[1:]):
+    tokens, features = (*jax.typeof(x).sharding.spec, None, None)[1:3]
+    if features is not None or tokens not in (None, context_axis):
         raise ValueError(
-            "x must be sharded by batch rows only on explicit axes of a mesh, got an input of type "
-            f"{jax.typeof(x)}. Use jax.reshard to replicate its tokens and features."
+            "x must be sharded by batch rows only on explicit axes of a mesh, and by tokens over a "
+            f"context_axis, got an input of type {jax.typeof(x)}. Use jax.reshard to replicate its tokens "
+            "and features."
         )
     for name, value in per_token.items():
         if value is None:
