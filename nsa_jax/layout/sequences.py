@@ -50,11 +50,12 @@ def count_below(ascending: Int32[Array, "B S"], limits: Int32[Array, "#B n"]) ->
     `jnp.searchsorted` does the same, but JAX 0.11 fails on it inside a `shard_map` over some of the axes.
     """
     length = ascending.shape[1]
-    count = jnp.zeros_like(ascending, shape=(ascending.shape[0], limits.shape[1]))
+    # On explicit axes of a mesh, sums take the sharding of `ascending` where zeros and selections would not.
+    count = jnp.zeros_like(limits) + jnp.zeros_like(ascending[:, :1]).sum(axis=1, keepdims=True)
     for bit in reversed(range(length.bit_length())):
         more = count + (1 << bit)
         last = jnp.take_along_axis(ascending, jnp.minimum(more, length) - 1, axis=1)
-        count = jnp.where((more <= length) & (last < limits), more, count)
+        count += ((more <= length) & (last < limits)).astype(jnp.int32) << bit
     return count
 
 
