@@ -12,6 +12,7 @@ import pytest
 import nsa_jax
 from nsa_jax import attention, layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import gpu
 
 pytestmark = pytest.mark.gpu
 CONFIG = NSAConfig()
@@ -72,9 +73,10 @@ def assert_same_maths(found, other):
 
 def test_the_kernels_are_what_runs_by_default():
     arrays = operands(300)
-    assert nsa_jax.choose("native_sparse_attention", *arrays, config=CONFIG).implementation == "triton"
+    chosen = nsa_jax.choose("native_sparse_attention", *arrays, config=CONFIG).implementation
+    assert chosen == ("mosaic_gpu" if gpu.capability() == (9, 0) else "triton")
     text = jax.jit(functools.partial(attend, implementation=None)).lower(*arrays).as_text(debug_info=True)
-    assert "nsa_jax.triton.native_sparse_attention" in text
+    assert f"nsa_jax.{chosen}.native_sparse_attention" in text
     assert "triton_kernel_call_ffi" in text
 
 

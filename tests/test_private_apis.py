@@ -51,7 +51,7 @@ USED = {
     "jax.experimental.pallas": (MOSAIC, IN_KERNELS),
     **{
         f"jax.experimental.pallas.{x}": (MOSAIC, IN_KERNELS)
-        for x in ("ds", "multiple_of", "run_scoped", "when")
+        for x in ("ds", "multiple_of", "run_scoped", "run_state", "when")
     },
     "jax.experimental.pallas.mosaic_gpu": ((*MOSAIC, "tests"), IN_KERNELS),
     **{f"jax.experimental.pallas.mosaic_gpu.{x}": (MOSAIC, IN_KERNELS) for x in PALLAS},
