@@ -105,8 +105,11 @@ USED = {
     "jax.core.Tracer": (("nsa_jax", "tests"), "whether values are known: checked where they are"),
     "jax.make_user_context": (("nsa_jax/dispatch.py",), "use_implementation reaches what is traced already"),
     "jax.sharding.get_abstract_mesh": (("nsa_jax", "tests"), "the platform of a program, and its mesh"),
-    "jax.sharding.get_mesh": (("nsa_jax/nn",), "where abstract parameters are to lie"),
-    "jax.set_mesh": (("tests",), "the mesh in context, which flax wants for sharded parameters"),
+    "jax.sharding.get_mesh": (("nsa_jax/nn", "examples/train_lm"), "where abstract parameters are to lie"),
+    "jax.set_mesh": (
+        ("tests", "examples/train_lm"),
+        "the mesh in context, which flax wants for sharded parameters",
+    ),
     "jax.enable_x64": (("benchmarks", "tests"), "float64 in one block; younger than the global switch"),
     "jax.P": (("tests",), "the short name of PartitionSpec"),
     "jaxlib": (("benchmarks",), "its version"),
