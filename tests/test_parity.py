@@ -1,6 +1,7 @@
 """`python -m parity`: it passes where it must, and it fails where something is wrong."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -156,6 +157,7 @@ def test_rejects_a_missing_gate_gradient(replace):
 def test_rejects_a_missing_lse_gradient(replace):
     right = xla_operations.compressed_attention
 
+    @functools.wraps(right)
     def blocked(*args, **kwargs):
         found = right(*args, **kwargs)
         return found._replace(lse=lax.stop_gradient(found.lse))

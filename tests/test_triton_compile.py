@@ -255,7 +255,7 @@ def test_dispatch_accepts_the_gpus(capability):
         chosen = dispatch.choose("native_sparse_attention", *operands(MAIN), config=CONFIG)
 
     assert reasons == {None}
-    assert chosen.implementation == "triton"
+    assert chosen.implementation == ("mosaic_gpu" if capability == 90 else "triton")
 
 
 @pytest.mark.parametrize("operation", [name for name in dispatch.OPERATIONS if "decode" not in name])
@@ -268,7 +268,8 @@ def test_operation_launches_kernels(operation):
 
     text = triton_compile.lower(run, *calls()[operation]).as_text(debug_info=True)
 
-    assert f"nsa_jax.triton.{operation}" in text
+    selects = operation in ("selected_attention", "native_sparse_attention")
+    assert f"nsa_jax.{'mosaic_gpu' if selects else 'triton'}.{operation}" in text
     assert "triton_kernel_call_ffi" in text
 
 

@@ -20,11 +20,13 @@ import triton.language as tl
 
 from nsa_jax import attention, cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues
+from nsa_jax.compression import compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.launch import launch
-from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.parts import ranks
+from nsa_jax.kernels.triton.decode.step import GivenBlocks
+from nsa_jax.layout import slots
 
 PLAIN = NSAConfig(
     compression_block_size=8, compression_stride=4, selection_block_size=16, num_selected_blocks=4,
@@ -163,7 +165,8 @@ def by_kernels(case: Case, operands):
     with interpreted(), mock.patch.object(steps, "MERGED_AT_ONCE", case.merged_at_once):
         compress = case.compress
         if not isinstance(compress, Compression):
-            compress = operations._compress(held, tokens, number, compress, case.config)
+            windows = slots.windows_of_step(held, tokens, number, case.config)
+            compress = GivenBlocks(*compress_blocks(compress, *windows))
 
         def step(held, query, tokens, gates, number):
             scale = case.key_dim**-0.5
