@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import pathlib
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -17,11 +16,13 @@ import jax
 from benchmarks import gate, layers, programs, records, roofline, timing
 from benchmarks.command_line import (
     Parser,
+    add_dtype,
+    add_sampling,
+    add_sizes,
     check_heads,
     check_writable,
     command,
     positive,
-    positive_seconds,
     progress,
 )
 from benchmarks.inputs import (
@@ -267,31 +268,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["xla"],
         help="all but xla need a GPU; one_token and mosaic_forward are for comparison; default: xla",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of all inputs; default: %(default)s",
-    )
-    for name, default, meaning in (
+    add_dtype(parser, "float32", "of all inputs")
+    add_sizes(
+        parser,
         ("batch", 1, "sequences"),
         ("heads", 4, "query heads"),
         ("kv-heads", 1, "KV heads; must divide --heads"),
         ("key-dim", 64, "dimension of queries and keys"),
         ("value-dim", 64, "dimension of values"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
-        )
+    )
     parser.add_argument(
         "--model-dim", type=positive, help="width of a layer's input; default: --heads times --key-dim"
     )
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
-    )
+    add_sampling(parser)
     longest = LARGEST_DENSE_ON_CPU if jax.default_backend() == "cpu" else 1 << 20
     parser.add_argument(
         "--dense-up-to",
@@ -299,7 +288,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=longest,
         help="longest sequence for dense attention, in tokens; default: %(default)s",
     )
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")

@@ -64,6 +64,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog.removeprefix('python -m ')}: {message.rstrip('.')}.\n")
 
 
+def add_sizes(parser: argparse.ArgumentParser, *sizes: tuple[str, int, str]) -> None:
+    """Adds an option for each `(name, default, meaning)`: whole numbers of at least 1."""
+    for name, default, meaning in sizes:
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
+        )
+
+
+def add_dtype(parser: argparse.ArgumentParser, default: str, of: str) -> None:
+    """Adds `--dtype`; `of` says what has it."""
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default=default, help=f"{of}; default: {default}")
+
+
+def add_sampling(parser: argparse.ArgumentParser, of: str = "row") -> None:
+    """Adds `--budget-s`, the time for each `of`, and `--output`."""
+    parser.add_argument(
+        "--budget-s",
+        type=positive_seconds,
+        default=5.0,
+        help=f"seconds of samples for each {of}, at least 3 samples; default: %(default)s",
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+
+
 def positive(text: str) -> int:
     """Reads a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:

@@ -24,11 +24,12 @@ import numpy as np
 from benchmarks import programs, records, roofline, timing
 from benchmarks.command_line import (
     Parser,
+    add_dtype,
+    add_sampling,
     check_heads,
     check_writable,
     command,
     positive,
-    positive_seconds,
     progress,
 )
 from benchmarks.decode_gate import check
@@ -86,12 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("mean", "mlp"),
         help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of all inputs and caches; default: %(default)s",
-    )
+    add_dtype(parser, "float32", "of all inputs and caches")
     parser.add_argument("--batch", type=positive, default=1, help="sequences; default: %(default)s")
     parser.add_argument(
         "--new-tokens", type=positive, default=1, metavar="T", help="tokens of a step; default: %(default)s"
@@ -112,13 +108,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=positive,
         help="layers in the body of the loop; default: 4; on a GPU 8 for batch 1, 2 from batch 32 on",
     )
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
-    )
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    add_sampling(parser)
     parser.add_argument(
         "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
     )

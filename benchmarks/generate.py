@@ -9,7 +9,6 @@ compiled loop, with the bytes that it reads. Rows go to a JSONL file of their ow
 import argparse
 import dataclasses
 import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +18,13 @@ from flax import nnx
 from benchmarks import records, timing, token_parts
 from benchmarks.command_line import (
     Parser,
+    add_dtype,
+    add_sampling,
+    add_sizes,
     check_heads,
     check_writable,
     command,
     positive,
-    positive_seconds,
     progress,
 )
 from nsa_jax.config import NSAConfig
@@ -50,13 +51,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["nsa", "dense"],
         help="models to measure; default: both",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="bfloat16",
-        help="of parameters and activations; default: %(default)s",
-    )
-    for name, default, meaning in (
+    add_dtype(parser, "bfloat16", "of parameters and activations")
+    add_sizes(
+        parser,
         ("new-tokens", 257, "tokens to write for each prompt: 1 plus a multiple of 8"),
         ("batch", 8, "prompts"),
         ("layers", 18, "decoder layers"),
@@ -65,17 +62,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("kv-heads", 4, "KV heads; must divide --heads"),
         ("head-dim", 128, "dimension of queries, keys and values"),
         ("vocab", 32768, "size of the vocabulary"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
-        )
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help="seconds of samples for each timing, at least 3 samples; default: %(default)s",
     )
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    add_sampling(parser, "timing")
     options = parser.parse_args(argv)
     if options.new_tokens < 2 or options.new_tokens % 8 != 1:
         parser.error(

@@ -8,7 +8,6 @@ from `XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` 
 import argparse
 import dataclasses
 import json
-import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -17,15 +16,18 @@ from benchmarks import records, strategies, timing
 from benchmarks.command_line import (
     InputError,
     Parser,
+    add_dtype,
+    add_sampling,
+    add_sizes,
     check_heads,
     check_writable,
     command,
     positive,
-    positive_seconds,
     progress,
 )
 from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape
 from benchmarks.strategies import STRATEGIES, Strategy
+from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "fwd_bwd")
@@ -156,31 +158,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--implementation",
-        choices=records.IMPLEMENTATIONS[:3],
+        choices=dispatch.IMPLEMENTATIONS,
         default="xla",
         help="all but xla need GPUs; default: xla",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of all inputs; default: %(default)s",
-    )
-    for name, size, meaning in (
+    add_dtype(parser, "float32", "of all inputs")
+    add_sizes(
+        parser,
         ("batch", 1, "rows"),
         ("heads", 4, "query heads"),
         ("kv-heads", 2, "KV heads; must divide --heads"),
         ("key-dim", 64, "dimension of queries and keys"),
         ("value-dim", 64, "dimension of values"),
-    ):
-        parser.add_argument(f"--{name}", type=positive, default=size, help=f"{meaning}; default: {size}")
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
     )
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    add_sampling(parser)
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")

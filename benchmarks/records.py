@@ -23,8 +23,8 @@ from nsa_jax.config import NSAConfig
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 # The dense row that each whole operation is compared with.
 DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
-# Modules of this package with a selected attention to compare ours with: which implementation they need what
-# of, and their modes.
+# Modules of this package with a selected attention to compare ours with: the implementation of ours whose
+# limits are theirs, and the modes that they have.
 COMPARED = {"one_token": ("triton", ("fwd",)), "mosaic_forward": ("mosaic_gpu", ("fwd", "bwd", "fwd_bwd"))}
 MEASURED = ("xla", "triton", "mosaic_gpu", *COMPARED)  # implementations of ours
 IMPLEMENTATIONS = (*MEASURED, "cudnn", "jax_nn")
@@ -113,7 +113,7 @@ class Row:
             moved += f"  dense / this {self.dense_over_this:.2f}"
         digits = 3 if self.median_ms >= 1 else 5
         return (
-            f"{self.operation:24}{self.implementation:7}{self.mode:12}{self.distribution:9} "
+            f"{self.operation:24}{self.implementation:15}{self.mode:12}{self.distribution:9} "
             f"T={self.length:<7}{self.median_ms:10.{digits}f} ms "
             f"[{self.p20_ms:.{digits}f}, {self.p80_ms:.{digits}f}]  {self.samples:3} samples  "
             f"{100 * self.floor_ms / self.median_ms:5.1f} % of floor {self.floor_ms:.3f} ms  "
@@ -246,7 +246,7 @@ class ParallelRow:
 
     def __str__(self) -> str:
         return (
-            f"{self.strategy:10}{self.mesh:11}{self.implementation:8}{self.mode:8}{self.distribution:9} "
+            f"{self.strategy:10}{self.mesh:11}{self.implementation:11}{self.mode:8}{self.distribution:9} "
             f"T={self.length:<8}{self.median_ms:10.3f} ms [{self.p20_ms:.3f}, {self.p80_ms:.3f}]  "
             f"{self.samples:3} samples  temp {self.peak_bytes / 1e6:.1f} MB  compile {self.compile_s:.1f} s"
         )

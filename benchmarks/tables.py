@@ -133,9 +133,7 @@ def _of_strategies(rows: Sequence[ParallelRow]) -> str:
             "strategy": row.strategy.replace("heads_jit", "heads, plain jit"),
             "mesh": row.mesh,
             "ms (p20-p80)": _milliseconds(row),
-            "one device / this": f"**{one[setting(row)] / row.median_ms:.2f}**"
-            if setting(row) in one
-            else "-",
+            "one device / this": faster(row),
             "MB of each device": f"{row.peak_bytes / 1e6:.1f}",
         }
         for row in sorted(rows, key=setting)

@@ -8,7 +8,6 @@ go to a JSONL file of their own kind; the last line is JSON.
 import argparse
 import dataclasses
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +17,14 @@ from flax import nnx
 from benchmarks import records, timing
 from benchmarks.command_line import (
     Parser,
+    add_dtype,
+    add_sampling,
+    add_sizes,
     check_heads,
     check_writable,
     command,
     missing_package,
     positive,
-    positive_seconds,
     progress,
 )
 from benchmarks.inputs import Shape, abstract_arguments, key
@@ -77,30 +78,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["nsa", "dense"],
         help="models to measure; default: both",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="bfloat16",
-        help="of the activations; default: %(default)s",
-    )
-    for name, default, meaning in (
+    add_dtype(parser, "bfloat16", "of the activations")
+    add_sizes(
+        parser,
         ("batch", 1, "sequences of a step"),
         ("layers", 2, "decoder layers"),
         ("model-dim", 2048, "width of the residual stream"),
         ("heads", 64, "query heads"),
         ("kv-heads", 4, "KV heads; must divide --heads"),
         ("head-dim", 128, "dimension of queries, keys and values"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
-        )
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help="seconds of samples for each row, at least 3 samples; default: %(default)s",
     )
-    parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    add_sampling(parser)
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")

@@ -1,10 +1,6 @@
 """Explicit axes of a mesh, as `jax.make_mesh` gives them: what runs there, and what is refused."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
+import host_devices
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,20 +26,7 @@ def test_a_layer_refuses_sharded_tokens():
 
 
 def test_sharded_equals_whole():
-    """In a process of its own, in which the host has eight devices."""
-    program = pathlib.Path(__file__).with_name("explicit_axes_program.py")
-    root = program.parent.parent
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(program)], env=environment, cwd=root, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count(": ok") == 5
+    assert host_devices.run("explicit_axes_program.py", devices=8).count(": ok") == 5
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """Rows whose tokens lie on several devices: orders, errors, and a program of its own with eight devices."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
+import host_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,24 +35,9 @@ CHECKS = {  # every check that the program must report
 @pytest.mark.slow
 @pytest.mark.parametrize("topic", CHECKS)
 def test_tokens_on_several_devices_give_what_one_device_gives(topic):
-    program = pathlib.Path(__file__).with_name("context_program.py")
-    root = program.parent.parent
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(program), topic],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    printed = host_devices.run("context_program.py", topic, devices=8)
 
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert tuple(done.stdout.splitlines()) == CHECKS[topic]
+    assert tuple(printed.splitlines()) == CHECKS[topic]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

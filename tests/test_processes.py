@@ -1,11 +1,11 @@
 """Training and decoding by two processes that share a mesh, against one device."""
 
-import os
 import pathlib
 import socket
 import subprocess
 import sys
 
+import host_devices
 import jax
 import pytest
 
@@ -20,11 +20,7 @@ def test_two_processes_train_and_decode_as_one_device_does():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parent.parent), str(PROGRAM.parent)]),
-    }
+    environment = host_devices.environment(2, "--xla_backend_optimization_level=0")
     arguments = [sys.executable, str(PROGRAM), str(port)]
     processes = [
         subprocess.Popen(

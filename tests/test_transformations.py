@@ -2,11 +2,8 @@
 
 import dataclasses
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
+import host_devices
 import jax
 import jax.ad_checkpoint
 import jax.export
@@ -179,22 +176,5 @@ def test_index_arrays_may_be_traced(operands):
 
 @pytest.mark.parametrize("axis", ["batch", "kv_heads"])
 def test_shards_equal_the_whole(axis):
-    """With the defaults of shard_map, in a process of its own, in which the host has two devices."""
-    program = pathlib.Path(__file__).with_name("shard_map_program.py")
-    root = program.parent.parent
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": os.pathsep.join([str(root), str(program.parent)]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(program), axis],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["shards", "2"]
+    """With the defaults of shard_map."""
+    assert host_devices.run("shard_map_program.py", axis, devices=2).split() == ["shards", "2"]

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from examples.train_lm import __main__ as command
 from examples.train_lm import text, training
 from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
 from examples.train_lm.run_folder import RunFolder
@@ -75,6 +76,13 @@ def main(root: pathlib.Path) -> None:
     np.testing.assert_allclose(whole[0], one[0], rtol=0, atol=1e-10)
     assert one[0][-1] < one[0][0] - 0.1
     print("equal to one device")
+
+    jax.config.update("jax_enable_x64", False)
+    sizes = "--steps 2 --batch 2 --length 256 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
+    options = [*sizes.split(), "--mesh", "data=2,tensor=2,context=2", "--output", str(root / "command")]
+    assert command.main(options) == 0
+    assert {"sample.txt", "blocks.png"} <= {path.name for path in (root / "command").iterdir()}
+    print("the command to its end")
 
 
 if __name__ == "__main__":

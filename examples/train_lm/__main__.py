@@ -30,7 +30,6 @@ PROGRAM = "examples.train_lm"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 2 for bad input, 130 when interrupted."""
     options = _parser().parse_args(arguments)
-    options.mesh = options.mesh or ONE_DEVICE
     folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{options.attention}")
     try:
         run(options, folder)
@@ -57,21 +56,11 @@ def run(options: argparse.Namespace, folder: RunFolder) -> None:
     identity = run_folder.identity(settings, corpus)
     (folder.open_again if options.resume else folder.open_new)(identity)
     _introduce(settings, corpus, folder)
+
     with options.mesh.in_context():
-        _train_and_report(options, settings, corpus, prompt, folder, started)
-
-
-def _train_and_report(
-    options: argparse.Namespace,
-    settings: Settings,
-    corpus: text.Corpus,
-    prompt: bytes,
-    folder: RunFolder,
-    started: float,
-) -> None:
-    trained = training.train(
-        settings, corpus, folder, mesh=options.mesh, resume=options.resume, stop_at=options.stop_at
-    )
+        trained = training.train(
+            settings, corpus, folder, mesh=options.mesh, resume=options.resume, stop_at=options.stop_at
+        )
     if trained.step < settings.steps:
         print(f"stopped at step {trained.step} of {settings.steps}; --resume goes on")
         return
@@ -160,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--mesh",
         type=MeshSizes.parse,
+        default=ONE_DEVICE,
         metavar="AXIS=SIZE,...",
         help="devices that share batches (data), batches and parameters (fsdp), heads (tensor) and tokens "
         "of a sequence (context), default: one device",

@@ -106,6 +106,10 @@ class RunFolder:
             return f"--resume goes on from step {self.saving} if it was saved whole, else from {before}"
         return f"step {self.saved} is saved; --resume goes on from there"
 
+    def model(self, settings: Settings, mesh: MeshSizes = ONE_DEVICE) -> Transformer:
+        """The model of the last checkpoint, on the devices of the mesh in context."""
+        return restore(self.checkpoint, settings.model, **mesh.arguments)
+
     def load(
         self, settings: Settings, moments: Any, mesh: MeshSizes = ONE_DEVICE
     ) -> tuple[nnx.State, Any, int, list[dict[str, Any]]] | None:
@@ -115,7 +119,7 @@ class RunFolder:
           InputError: the checkpoint is one of another configuration.
         """
         try:
-            model = restore(self.checkpoint, settings.model, **mesh.arguments)
+            model = self.model(settings, mesh)
             training = restore_training(self.checkpoint, {"moments": moments, "step": 0})
         except FileNotFoundError:
             return None

@@ -32,7 +32,10 @@ EVALUATION_BATCH = 8
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Where training stands; `curve` has a row a step: `step, seconds, bits_per_byte`, some `held_out`."""
+    """Where training stands; the model is on one device.
+
+    `curve` has a row a step: `step, seconds, bits_per_byte`, some `held_out`.
+    """
 
     model: Transformer
     step: int
@@ -97,7 +100,9 @@ def train(
                 folder.save(nnx.merge(graph, parameters), moments, step, curve)
             if stop:
                 signal.default_int_handler(signal.SIGINT, None)  # raises KeyboardInterrupt
-    return Trained(nnx.merge(graph, parameters), step, curve, compile_seconds)
+    # The last step is saved, so a model that lies on several devices is read back onto one.
+    model = nnx.merge(graph, parameters) if mesh == ONE_DEVICE else folder.model(settings)
+    return Trained(model, step, curve, compile_seconds)
 
 
 @contextlib.contextmanager
@@ -129,9 +134,8 @@ def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"], mesh: MeshSi
         batch = rows[first : first + EVALUATION_BATCH]
         # The last batch is filled up, so that there is one shape and one compilation.
         filled = np.pad(batch, ((0, EVALUATION_BATCH - len(batch)), (0, 0)))
-        total += np.asarray(_row_losses(graph, parameters, mesh.place(filled)), np.float64)[
-            : len(batch)
-        ].sum()
+        losses = _row_losses(graph, parameters, mesh.place(filled))
+        total += np.asarray(losses, np.float64)[: len(batch)].sum()
     return total / len(rows) / math.log(2)
 
 

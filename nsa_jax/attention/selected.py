@@ -71,7 +71,7 @@ def selected_attention(
         default.
       segment_ids: sequence of each token, see `compressed_attention`.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
       return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:

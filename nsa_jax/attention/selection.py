@@ -37,7 +37,7 @@ def select_blocks(
       query_positions: key index of each query (-1 = padding), or `Runs`, see `compressed_attention`.
       segment_ids: sequence of each token, see `compressed_attention`.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
 
     Returns:
       Block indices `[B, T, K, R]`, int32, with `R = num_selected_blocks`: block numbers counted from the

@@ -71,7 +71,7 @@ def window_attention(
         of a decode ring; it may be negative at the start of a row. Keys of the window that the array does not
         hold are not seen.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
       return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:

@@ -101,7 +101,7 @@ def dense_prefill(
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All are real by default.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without
@@ -186,8 +186,8 @@ def dense_decode_step(
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
         left as it is.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`; "triton" takes at most 8
-        tokens.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`; all but "xla"
+        take at most 8 tokens.
 
     Returns:
       `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. A row without room for all

@@ -46,7 +46,7 @@ def prefill(
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All are real by default.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `Step(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without room
@@ -179,7 +179,7 @@ def decode_step(
       count_reads: whether to count the keys that each branch gathers, from the masks that decide which
         gathered keys count; on `xla` only.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or None, see `nsa_jax.compressed_attention`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype

@@ -83,7 +83,7 @@ def restore(
         of the mesh in context.
       context_axis: mesh axis over which the tokens of a row are spread, see `Transformer`.
       context_order: order of the tokens on the devices, see `Transformer`.
-      implementation: "xla", "triton" or None, see `Transformer`.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `Transformer`.
 
     Returns:
       The model. Its dropout starts from seed 0; `nnx.reseed(model, default=seed)` sets another seed.

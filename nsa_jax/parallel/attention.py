@@ -61,7 +61,8 @@ def context_attention(
       segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run of the row,
         0 = padding. A sequence may lie on several devices.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla" or "triton", or None for the first that can run the call, see `nsa_jax.choose`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
 
     Returns:
       The output for the tokens of this device, in the query's dtype; 0 for a padding token.
@@ -141,7 +142,7 @@ def context_selection(
       positions: rotary position of each token.
       segment_ids: sequence of each token of packed rows.
       scale: factor of the logits.
-      implementation: "xla", "triton" or None.
+      implementation: "xla", "triton", "mosaic_gpu" or None.
 
     Returns:
       The selection of the tokens of this device, as `nsa_jax.select_blocks` returns it.
