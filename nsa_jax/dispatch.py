@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_c
 import jax
 
 from nsa_jax.array_typing import Array, Attended, AttendedReads
+from nsa_jax.call_log import log_choice
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
@@ -273,10 +274,13 @@ def running(
     """Returns a context that gives the chosen implementation.
 
     Its operations run where their operands lie, see `nsa_jax.sharding`. What is lowered inside carries the
-    names of the implementation and of the operation, for profiles.
+    names of the implementation and of the operation, for profiles. The choice is logged, see
+    `nsa_jax.call_log`.
     """
     settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
-    chosen = choose(operation, *arrays, **settings).implementation
+    choice = choose(operation, *arrays, **settings)
+    log_choice(operation, *choice)
+    chosen = choice.implementation
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         yield cast(Operations, PerShard(_operations(chosen)))
 
