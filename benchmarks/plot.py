@@ -35,14 +35,17 @@ DENSE = {
     "jax_nn": "dense attention (jax.nn, XLA)",
     "triton": "dense attention (ours)",
 }
+BESIDE_TRITON = {"xla": " (XLA)", "mosaic_gpu": " (Pallas gradients)"}
 LAYERS = {"layer": "NSA layer", "dense_layer": "dense layer"}
-# One colour a curve in all figures: blue is NSA, red is dense attention.
+# One colour a curve in all figures: blue and green are NSA, red is dense attention.
 RED, BLUE = "#c8372d", "#0b5fa5"
 COLOURS = {
     "NSA": BLUE,
     "NSA, neighbours share blocks": BLUE,
     "NSA, random blocks": "#6cb0e0",
     "NSA (XLA), random blocks": "#b07d2b",
+    "NSA (Pallas gradients), neighbours share blocks": "#1b7837",
+    "NSA (Pallas gradients), random blocks": "#7fbf7b",
     "NSA layer": BLUE,
     "dense layer": RED,
     DENSE["cudnn"]: RED,
@@ -74,21 +77,24 @@ def fingerprint(rows: Sequence[Row]) -> str:
 def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
     """Two panels a mode: the time, and the time of dense attention over it, against length."""
     shown = _shown(rows)
-    modes = [mode for mode in records.MODES if any(row.mode == mode for row in shown)]
+    lengths = {mode: {row.length for row in shown if row.mode == mode} for mode in records.MODES}
+    modes = [mode for mode, several in lengths.items() if len(several) > 1]
     with _panels((len(modes), 2), rows, path, source) as axes:
         for mode, (times, ratios) in zip(modes, axes, strict=True):
             of_mode = [row for row in shown if row.mode == mode]
             unit, factor = ("us", 1e3) if max(row.median_ms for row in of_mode) < 2 else ("ms", 1.0)
             for name, line in _lines(of_mode):
-                lengths = [row.length for row in line]
-                times.plot(lengths, [factor * row.median_ms for row in line], color=COLOURS[name], label=name)
+                tokens = [row.length for row in line]
+                times.plot(tokens, [factor * row.median_ms for row in line], color=COLOURS[name], label=name)
                 low, high = ([factor * getattr(row, p) for row in line] for p in ("p20_ms", "p80_ms"))
-                times.fill_between(lengths, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+                times.fill_between(tokens, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
             _logarithmic(times)
             times.set(title=MODES[mode], ylabel=f"{unit} (median, p20 to p80)")
-            for side, (name, points) in zip(("right", "left"), _speed_ups(of_mode).items(), strict=False):
+            speed_ups = _speed_ups(of_mode)
+            for side, (name, points) in zip(itertools.cycle(("right", "left")), speed_ups.items()):
                 ratios.plot(*zip(*points, strict=True), color=COLOURS[name], label=name)
-                _mark_crossovers(ratios, points, COLOURS[name], side)
+                if len(speed_ups) <= 2:  # the marks of more would cover one another
+                    _mark_crossovers(ratios, points, COLOURS[name], side)
             ratios.axhline(1, color=RED, linewidth=1, marker="")
             ratios.set_ylim(bottom=0)
             ratios.set(title="Speed-up over dense attention", ylabel="dense time / this time")
@@ -213,7 +219,7 @@ def _name(row: Row) -> str:
         return row.operation
     if row.mode.startswith("decode"):
         return "NSA"
-    beside = " (XLA)" if row.implementation == "xla" and "NVIDIA" in row.device else ""
+    beside = BESIDE_TRITON.get(row.implementation, "") if "NVIDIA" in row.device else ""
     return f"NSA{beside}, {BLOCKS[row.distribution]}"
 
 

@@ -61,10 +61,15 @@ def _of_operations(rows: Sequence[Row]) -> str:
     lines = [f"{first.device}; {sizes}; {_made_by(first)}", ""]
     rows = sorted(rows, key=lambda row: (row.length, records.MODES.index(row.mode)))
     pairs = records.beside_dense(rows)
-    lines += _table(whole_cells(row, dense) for row, dense in pairs if row.model_dim is None)
+    several = len({row.implementation for row, _ in pairs}) > 1
+    lines += _table(whole_cells(*pair, several) for pair in pairs if pair[0].model_dim is None)
     layers = [(row, dense) for row, dense in pairs if row.model_dim is not None]
     for width, group in itertools.groupby(layers, key=lambda pair: pair[0].model_dim):
-        lines += [f"Whole layers of width {width}:", "", *_table(whole_cells(*pair) for pair in group)]
+        lines += [
+            f"Whole layers of width {width}:",
+            "",
+            *_table(whole_cells(*pair, several) for pair in group),
+        ]
     paired = {id(row) for pair in pairs for row in pair}
     lines += _table(operation_cells(row) for row in rows if id(row) not in paired)
     return "\n".join(lines).strip()
@@ -145,10 +150,11 @@ def _of_strategies(rows: Sequence[ParallelRow]) -> str:
     return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
 
 
-def whole_cells(row: Row, dense: Row) -> dict[str, str]:
-    """The whole operation against dense attention."""
+def whole_cells(row: Row, dense: Row, several: bool) -> dict[str, str]:
+    """The whole operation against dense attention; `several` implementations are told apart."""
     time, memory = records.ratio(row, dense)
     return {
+        **({"implementation": row.implementation} if several else {}),
         **_where(row),
         "NSA ms (p20-p80)": _milliseconds(row),
         "dense ms (p20-p80)": _milliseconds(dense),
