@@ -239,6 +239,12 @@ def _num_keyframes(length: int) -> int:
 def _queries(shape: Shape, config: NSAConfig, noise: float | None) -> Float[Array, "B T N H"]:
     if noise is None:
         return tensor("query", shape, config)
+    return _drifting(noise, shape=shape)
+
+
+# Compiled as one program: the float32 arrays in between have no room for a row of a million tokens.
+@functools.partial(jax.jit, static_argnames="shape")
+def _drifting(noise: float, *, shape: Shape) -> Float[Array, "B T N H"]:
     size = (shape.batch, _num_keyframes(shape.length), shape.query_heads, shape.key_dim)
     smooth = _interpolate(jax.random.normal(key("query keyframes"), size), jnp.arange(shape.length))
     rough = jax.random.normal(key("query noise"), smooth.shape)

@@ -1,14 +1,16 @@
 """How much faster is attention on several devices, and what memory does each of them need?
 
 `python -m benchmarks.parallel` measures the whole operation, with the compression of its keys and values, on
-one device and spread over several (`strategies.py`). On a machine without GPUs, `--devices` of the CPU come
+one device and spread over several (`strategies.py`). With `--shares` it measures on one device what each of
+several would compute (`shares.py`). On a machine without GPUs, `--devices` of the CPU come
 from `XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
 """
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -26,11 +28,14 @@ from benchmarks.command_line import (
     progress,
 )
 from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape
+from benchmarks.shares import Share
 from benchmarks.strategies import STRATEGIES, Strategy
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "fwd_bwd")
+
+type Way = Strategy | Share
 
 
 class Run:
@@ -43,7 +48,7 @@ class Run:
         print(f"{options.devices} devices, config {config}", flush=True)
         self.rows: list[records.ParallelRow] = []
         self.red: list[str] = []
-        self.green: set[Strategy] = set()
+        self.green: set[str] = set()
 
     def measure(self, length: int, distribution: str) -> None:
         """Measures all strategies at one length; those of one mode take turns."""
@@ -52,50 +57,59 @@ class Run:
             batch=options.batch, length=length, query_heads=options.heads, kv_heads=options.kv_heads,
             key_dim=options.key_dim, value_dim=options.value_dim, dtype=options.dtype,
         )  # fmt: skip
-        chosen = [self._strategy(name) for name in options.strategies]
-        chosen = [strategy for strategy in chosen if self._is_possible(strategy, shape)]
-        if not chosen:
+        groups: list[list[Way]] = [[self._strategy(name) for name in options.strategies]]
+        groups += [[Share(device, count) for device in sorted({0, count - 1})] for count in options.shares]
+        groups = [[way for way in group if self._is_possible(way, shape)] for group in groups]
+        if not any(groups):
             return
         try:
             draw, arrays = strategies.draw(distribution, options.implementation, shape, self.config)
         except NotCoherent as reason:
             print(f"refused: {distribution} T={length}: {reason}")
             return
-        there = {strategy: strategy.put(arrays) for strategy in chosen}
-        for mode in options.modes:
-            programs = {}
-            for strategy in chosen:
-                progress(f"compiling {strategy.name} {mode} {distribution} T={length}")
-                program = strategy.compiled(mode, there[strategy], options.implementation, self.config)
-                if program.peak_bytes > records.memory_bytes():
-                    print(f"refused: {strategy.name} {mode} T={length}: {program.peak_bytes / 1e9:.1f} GB")
-                else:
-                    programs[strategy] = program
-            progress(f"measuring {len(programs)} programs of {mode} at T={length}")
-            sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
-            runs = {strategy.name: program.start for strategy, program in programs.items()}
-            timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s) if runs else {}
-            rows = [
-                self._row(strategy, mode, draw, shape, program, timings[strategy.name])
-                for strategy, program in programs.items()
-            ]
-            records.append(options.output, rows)
-            self.rows += rows
-            for row in rows:
-                print(row, flush=True)
+        for group in groups:  # one after the other, so that one alone has to fit into memory
+            there = {strategy: strategy.put(arrays, self.config) for strategy in group}
+            for mode in options.modes:
+                self._measure_mode(mode, there, draw, shape)
+
+    def _measure_mode(self, mode: str, there: Mapping[Way, Any], draw: Draw, shape: Shape) -> None:
+        """Measures one mode of strategies whose arrays are there. They take turns."""
+        options, setting = self.options, f"{mode} {draw.distribution} T={shape.length}"
+        programs = {}
+        for strategy, arrays in there.items():
+            progress(f"compiling {strategy.name} {strategy.mesh_name} {setting}")
+            program = strategy.compiled(mode, arrays, options.implementation, self.config)
+            if program.peak_bytes > records.memory_bytes():
+                print(f"refused: {strategy.name} {setting}: {program.peak_bytes / 1e9:.1f} GB")
+            else:
+                programs[strategy] = program
+        if not programs:
+            return
+        progress(f"measuring {len(programs)} programs of {setting}")
+        sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
+        runs = {strategy: program.start for strategy, program in programs.items()}
+        timings = timing.measure(runs, budget_s=options.budget_s, sample_s=sample_s)
+        rows = [
+            self._row(strategy, mode, draw, shape, program, timings[strategy])
+            for strategy, program in programs.items()
+        ]
+        records.append(options.output, rows)
+        self.rows += rows
+        for row in rows:
+            print(row, flush=True)
 
     def finish(self) -> int:
         """Prints, as the last line, a summary in JSON. Returns the exit status."""
 
-        def setting(row: records.ParallelRow) -> tuple[object, ...]:
-            return row.mode, row.distribution, row.length
+        def setting(row: records.ParallelRow) -> dict[str, Any]:
+            return dict(mode=row.mode, distribution=row.distribution, length=row.length)
 
-        one = {setting(row): row for row in self.rows if row.strategy == "one"}
+        one = {str(setting(row)): row for row in self.rows if row.strategy == "one"}
         faster = [
-            dict(strategy=row.strategy, mode=row.mode, distribution=row.distribution, length=row.length)
-            | dict(times=round(one[setting(row)].median_ms / row.median_ms, 3))
+            dict(strategy=row.strategy, mesh=row.mesh, **setting(row))
+            | dict(times=round(one[str(setting(row))].median_ms / row.median_ms, 3))
             for row in self.rows
-            if row.strategy != "one" and setting(row) in one
+            if row.strategy != "one" and str(setting(row)) in one
         ]
         summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
         print(json.dumps(summary | {"faster_than_one_device": faster}))
@@ -104,23 +118,24 @@ class Run:
     def _strategy(self, name: str) -> Strategy:
         return Strategy(name, 1 if name == "one" else self.options.devices)
 
-    def _is_possible(self, strategy: Strategy, shape: Shape) -> bool:
+    def _is_possible(self, strategy: Way, shape: Shape) -> bool:
         """Whether the shape can be spread, and the gate is green; says so if not."""
         if reason := strategy.refusal(shape, self.config):
             print(f"refused: {strategy.name} T={shape.length}: {reason}")
             return False
-        if strategy not in self.green and strategy.name not in self.red:
-            progress(f"gate {strategy.name}: compiling and comparing with one device in float64")
+        name = strategy.gate_name
+        if name not in self.green and name not in self.red:
+            progress(f"gate {name}: compiling and comparing with one device in float64")
             verdict = strategies.check(strategy, self.options.implementation, shape, self.config)
-            print(f"gate {strategy.name}: {verdict}", flush=True)
+            print(f"gate {name}: {verdict}", flush=True)
             if verdict.green:
-                self.green.add(strategy)
+                self.green.add(name)
             else:
-                self.red.append(strategy.name)
-        return strategy in self.green
+                self.red.append(name)
+        return name in self.green
 
     def _row(
-        self, strategy: Strategy, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,
+        self, strategy: Way, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,
         taken: timing.Timing,
     ) -> records.ParallelRow:  # fmt: skip
         sizes = dataclasses.asdict(shape)
@@ -153,6 +168,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("distributions", DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn; default: both"),
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(default), help=meaning)
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=positive,
+        default=[],
+        metavar="P",
+        help="also measure, on one device, what the first and the last of P devices compute in context "
+        "parallelism, without their messages; default: none",
+    )
     parser.add_argument(
         "--devices", type=positive, default=jax.device_count(), help="devices to spread over; default: all"
     )

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import gate, programs, timing
 from benchmarks.inputs import Draw, Shape, draw_queries, key, tensor, tensor_shape
+from benchmarks.shares import KEYS_VALUES, Share
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.compression import Compression, compress_blocks
@@ -24,7 +25,6 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
 
 STRATEGIES = ("one", "heads", "heads_jit", "context")
-KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
 
 type Arrays = Mapping[str, np.ndarray]  # by name, on the host, in the order of the row
 
@@ -44,6 +44,11 @@ class Strategy(NamedTuple):
     def mesh_name(self) -> str:
         """What rows say of the mesh."""
         return "one" if self.name == "one" else f"{self.name.partition('_')[0]}={self.num_devices}"
+
+    @property
+    def gate_name(self) -> str:
+        """What the gate calls it."""
+        return self.name
 
     @property
     def mesh(self) -> Mesh:
@@ -67,16 +72,18 @@ class Strategy(NamedTuple):
             return f"{shape.length} tokens are not whole chunks for {self.num_devices} devices"
         return None
 
-    def put(self, arrays: Arrays) -> dict[str, Array]:
+    def put(self, arrays: Arrays, config: NSAConfig) -> dict[str, Array]:
         """Puts arrays on the devices."""
+        del config  # of shares alone
         there = NamedSharding(self.mesh, self.spec)
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
         return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
 
-    def take(self, x: Array) -> np.ndarray:
-        """An array of tokens in the order of the row, on the host."""
-        here = np.asarray(x)
-        return from_zigzag(here, self.num_devices) if self.name == "context" else here
+    def whole(self, arrays: Arrays, implementation: str, config: NSAConfig) -> Arrays:
+        """Output and gradients on the host, in the order of the row."""
+        found = self.compiled("fwd_bwd", self.put(arrays, config), implementation, config).run()
+        ordered = from_zigzag if self.name == "context" else lambda x, _: x
+        return {name: ordered(np.asarray(x), self.num_devices) for name, x in found.items()}
 
     def function(self, implementation: str, config: NSAConfig) -> Callable[..., Array]:
         """The attention as a function of arrays by name."""
@@ -140,19 +147,19 @@ def draw(
     key_blocks, _ = jax.jit(compressed, static_argnums=2)(arrays["key_cmp"], arrays["value_cmp"], config)
     choose = jax.jit(programs.function("select_blocks", implementation, config))
     drawn = draw_queries(shape, config, distribution, lambda query, _: choose(query, key_blocks))
-    arrays["query"] = drawn.query
-    return drawn, {name: np.asarray(x) for name, x in arrays.items()}
+    query: Any = np.asarray(drawn.query)  # a row of a million tokens has no room on the device twice
+    on_host = {name: np.asarray(x) for name, x in arrays.items()}
+    return dataclasses.replace(drawn, query=query), on_host | dict(query=query)
 
 
-def check(strategy: Strategy, implementation: str, shape: Shape, config: NSAConfig) -> gate.Verdict:
+def check(strategy: Strategy | Share, implementation: str, shape: Shape, config: NSAConfig) -> gate.Verdict:
     """Compares output and gradients at a small length with one device in float64, for one selection."""
     small = dataclasses.replace(gate.gate_shape(shape, config), kv_heads=shape.kv_heads)
     length = padded_length(small.length, strategy.num_devices, config)
     small = dataclasses.replace(small, length=length, query_heads=shape.query_heads)
     drawn, arrays = draw("random", implementation, small, config)
     arrays["block_indices"] = np.asarray(drawn.block_indices)
-    program = strategy.compiled("fwd_bwd", strategy.put(arrays), implementation, config)
-    got = {name: strategy.take(x) for name, x in program.run().items()}
+    got = strategy.whole(arrays, implementation, config)
     blocks = arrays.pop("block_indices")
 
     def on_one_device(x):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,15 +82,15 @@ def seconds_of(run: Callable[[], Any], calls: int = 1) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def measure(
-    runs: Mapping[str, Callable[[], Any]],
+def measure[K: Hashable](
+    runs: Mapping[K, Callable[[], Any]],
     *,
     budget_s: float,
     sample_s: float = 0.0,
     min_samples: int = 3,
     max_samples: int = 50,
     max_rounds: int = 50,
-) -> dict[str, Timing]:
+) -> dict[K, Timing]:
     """Times each of `runs`, interleaved.
 
     Each is warmed up once, which says how many samples fit into `budget_s`. They are spread over as many
@@ -98,9 +98,9 @@ def measure(
     With `sample_s` a sample is a row of calls that together take this long. A second call tells how many they
     are, because the first may load the program.
     """
-    samples: dict[str, list[float]] = {}
-    wanted: dict[str, int] = {}
-    calls: dict[str, int] = {}
+    samples: dict[K, list[float]] = {}
+    wanted: dict[K, int] = {}
+    calls: dict[K, int] = {}
     for name, run in runs.items():
         first = seconds_of(run)
         samples[name] = [first] if first >= LONG_RUN_S else []

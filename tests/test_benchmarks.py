@@ -28,6 +28,7 @@ from benchmarks import (
     plot,
     records,
     roofline,
+    shares,
     strategies,
     tables,
     timing,
@@ -842,6 +843,41 @@ def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
     assert summary["red"] == ["context"]
     assert summary["rows"] == 0
     assert "gate context: RED" in printed
+
+
+@pytest.mark.parametrize("wrong", [None, "gather", "permute"])
+def test_the_shares_of_all_devices_are_the_whole(monkeypatch, wrong):
+    """Output and gradients of all rows, unless a message goes astray."""
+    carry = shares.carry
+
+    def astray(routes, sent, device):
+        received = carry(routes, sent, device)
+        is_wrong = [(route is None) == (wrong == "gather") for route in routes]
+        return [jnp.roll(x, 1, axis=1) if bad else x for x, bad in zip(received, is_wrong, strict=True)]
+
+    if wrong is not None:
+        monkeypatch.setattr(shares, "carry", astray)
+    shape = inputs.Shape(length=256, query_heads=2, kv_heads=1, key_dim=8, value_dim=8)
+
+    verdict = strategies.check(shares.Share(0, 2), "xla", shape, SMALL)
+
+    assert verdict.green == (wrong is None), verdict
+
+
+def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(strategies, "check", lambda *_: gate.Verdict(0.5, "out"))
+    chosen = ["--strategies", "one", "--shares", "2", "64"]
+
+    status = parallel.main([*PARALLEL, *chosen, *SIZES, "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert "refused: share T=256: 256 tokens are not whole chunks for 64 devices" in printed
+    meshes = [("one", "one"), ("share", "0 of 2"), ("share", "1 of 2")]
+    assert [(row["strategy"], row["mesh"]) for row in rows] == meshes
+    assert [faster["mesh"] for faster in summary["faster_than_one_device"]] == ["0 of 2", "1 of 2"]
 
 
 GENERATE = [

@@ -19,6 +19,7 @@ from nsa_jax.compression import Compression  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.ranges import compression_ranges, window_ranges  # noqa: E402
 from nsa_jax.parallel import context_attention  # noqa: E402
+from nsa_jax.parallel.devices import Devices  # noqa: E402
 from nsa_jax.parallel.shards import Shards  # noqa: E402
 
 CONFIG = NSAConfig()
@@ -94,7 +95,7 @@ def test_kernels_compute_what_a_device_sees(order):
     halo, known = CONFIG.window_size - 1, []
 
     def local(x):
-        shards = Shards.of("context", order, x.shape[1], CONFIG)
+        shards = Shards.of(Devices.along("context"), order, x.shape[1], CONFIG)
         where = dict(batch=1, num_queries=x.shape[1], query_positions=shards.runs(halo))
         placement = layout.place(CONFIG, **where, num_keys=8 * CHUNK)
         known.append(placement.tile_in_one_block(64))

@@ -10,6 +10,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.parallel.blocks import Rows, gather_compressed, halo_of_blocks
 from nsa_jax.parallel.declared import check_declared
+from nsa_jax.parallel.devices import Devices
 from nsa_jax.parallel.order import Order
 from nsa_jax.parallel.shards import Shards
 
@@ -87,30 +88,57 @@ def context_attention(
         positions=positions, segment_ids=segment_ids,
     )  # fmt: skip
     shards = _shards(context_attention, arrays, axis, order, config)
-    # The longest message comes first, so that the compressed branch can compute while it is under way.
-    key_rows, value_rows = shards.gather(shards.split(key_slc), shards.split(value_slc))
-    rows = _rows(shards, positions, segment_ids)
-    block_halo, halo = halo_of_blocks(config, segment_ids is not None), config.window_size - 1
-    pairs = ((key_cmp, value_cmp), block_halo), ((key_win, value_win), halo)
-    to_compress, windows = shards.stretches(pairs)
-    key_blocks, value_blocks = gather_compressed(to_compress, shards, compress, config, rows)
-    key_stretches, value_stretches = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in windows)
+    pairs = (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win)
+    of_rows: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids)
     return attention.native_sparse_attention(
         query,
-        key_blocks,
-        value_blocks,
-        key_rows,
-        value_rows,
-        key_stretches,
-        value_stretches,
-        gates,
+        gates=gates,
+        **exchanged(shards, *pairs, compress=compress, config=config, **of_rows),
         config=config,
         block_indices=block_indices,
-        query_positions=shards.runs(halo),
-        segment_ids=rows.segment_ids,
         scale=scale,
         implementation=implementation,
     )
+
+
+def exchanged(
+    shards: Shards,
+    compressed: tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]],
+    selected: tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]],
+    window: tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]],
+    *,
+    compress: Compress,
+    config: NSAConfig,
+    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> dict[str, Any]:
+    """Gets from the other devices what the queries of this device attend to.
+
+    Args:
+      shards: how rows lie on the devices.
+      compressed: keys and values of the compressed branch, not compressed, of this device.
+      selected: those of the selected branch.
+      window: those of the window branch.
+      compress: as in `context_attention`.
+      config: block structure.
+      positions: as in `context_attention`.
+      segment_ids: as in `context_attention`.
+
+    Returns:
+      Arguments of `nsa_jax.native_sparse_attention`: the keys and values of all branches, and where the
+      queries of this device stand among them.
+    """
+    # The longest message comes first, so that the compressed branch can compute while it is under way.
+    key_slc, value_slc = shards.gather(*map(shards.split, selected))
+    rows = _rows(shards, positions, segment_ids)
+    block_halo, halo = halo_of_blocks(config, segment_ids is not None), config.window_size - 1
+    to_compress, windows = shards.stretches([(compressed, block_halo), (window, halo)])
+    key_cmp, value_cmp = gather_compressed(to_compress, shards, compress, config, rows)
+    key_win, value_win = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in windows)
+    return dict(
+        key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc, key_win=key_win,
+        value_win=value_win, query_positions=shards.runs(halo), segment_ids=rows.segment_ids,
+    )  # fmt: skip
 
 
 def context_selection(
@@ -183,4 +211,4 @@ def _shards(
     arguments.check_heads(sizes)
     arguments.check_selection(sizes, config)
     arguments.check_dtypes(annotations, arrays)
-    return Shards.of(axis, order, sizes["T"], config)
+    return Shards.of(Devices.along(axis), order, sizes["T"], config)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import Run, Runs
+from nsa_jax.parallel.devices import Devices
 from nsa_jax.parallel.order import Order, runs_per_device, shortest_chunk
 from nsa_jax.sharding import HEADS, Axes
 
@@ -22,32 +23,22 @@ class Shards(NamedTuple):
     row, from 0 to `num_runs - 1`.
 
     Attributes:
-      axis: name of the axis.
+      devices: the devices, which send each other what they hold.
       order: which runs a device holds.
-      num_devices: number of devices.
       chunk: tokens of a run.
     """
 
-    axis: str
+    devices: Devices
     order: Order
-    num_devices: int
     chunk: int
 
     @classmethod
-    def of(cls, axis: str, order: Order, num_tokens: int, config: NSAConfig) -> "Shards":
+    def of(cls, devices: Devices, order: Order, num_tokens: int, config: NSAConfig) -> "Shards":
         """Describes rows of which each device has `num_tokens` tokens.
 
         Raises:
-          ValueError: the call is not inside a `shard_map` over the axis, or the chunks are too short or do
-            not divide.
+          ValueError: the order is unknown, or the chunks are too short or do not divide.
         """
-        mesh = jax.sharding.get_abstract_mesh()
-        if axis not in mesh.manual_axes:
-            raise ValueError(
-                "context parallelism must run inside jax.shard_map over its axis, got the axis "
-                f"{axis!r} where {mesh.manual_axes or 'no axis'} is mapped. Call it inside "
-                "jax.shard_map(..., axis_names={axis}), or use a layer with context_axis."
-            )
         runs = runs_per_device(order)
         chunk, stride, shortest = num_tokens // runs, config.compression_stride, shortest_chunk(config)
         if num_tokens % runs or chunk % stride:
@@ -61,7 +52,7 @@ class Shards(NamedTuple):
                 "a chunk must have at least max(window_size, compression_block_size) - 1 = "
                 f"{shortest} tokens, got {chunk}. Use fewer devices, or pad the rows to padded_length."
             )
-        return cls(axis, order, mesh.shape[axis], chunk)
+        return cls(devices, order, chunk)
 
     @property
     def runs_here(self) -> int:
@@ -71,11 +62,11 @@ class Shards(NamedTuple):
     @property
     def num_runs(self) -> int:
         """Number of runs of a row."""
-        return self.num_devices * self.runs_here
+        return self.devices.count * self.runs_here
 
     def numbers(self) -> Int32[Array, " runs"]:
         """The numbers of the runs of this device."""
-        first = jax.lax.axis_index(self.axis).astype(jnp.int32)
+        first = self.devices.index()
         if self.runs_here == 1:
             return first[None]
         return jnp.stack([first, self.num_runs - 1 - first])
@@ -103,7 +94,7 @@ class Shards(NamedTuple):
           `[B, num_runs * entries, ..., X]` for each, on every device.
         """
         mine = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
-        every = jax.lax.all_gather(mine, self.axis, axis=1, tiled=True)  # the runs of device 0 first
+        every = self.devices.all_gather(mine)  # the runs of device 0 first
         if self.runs_here == 2:
             every = jnp.concatenate([every[:, ::2], every[:, ::-2]], axis=1)
         every = every.reshape(every.shape[0], -1, *every.shape[3:])
@@ -142,15 +133,15 @@ class Shards(NamedTuple):
         """What the device that holds the run before has in the place of each run; zeros for the first run."""
         if x.shape[2] == 0:
             return x
-        last = self.num_devices - 1
+        last = self.devices.count - 1
         up = [(i, i + 1) for i in range(last)]
-        before_first = jax.lax.ppermute(x[:, 0], self.axis, up)
+        before_first = self.devices.permute(x[:, 0], up)
         if self.runs_here == 1:
             return before_first[:, None]
         # The second runs count down: that of the last device follows its own first run.
         down = [(after, before) for before, after in up]
-        before_second = jax.lax.ppermute(x[:, 1], self.axis, down)
-        at_turn = jax.lax.axis_index(self.axis) == last
+        before_second = self.devices.permute(x[:, 1], down)
+        at_turn = self.devices.index() == last
         return jnp.stack([before_first, jnp.where(at_turn, x[:, 0], before_second)], axis=1)
 
 
