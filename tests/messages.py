@@ -6,7 +6,7 @@ import re
 VERBS = (
     "Add|Align|Begin|Broadcast|Build|Call|Cast|Check|Choose|Compress|Convert|Declare|Drop|End"
     "|Enlarge|Extend|Fold|Give|Install|Leave|Lengthen|Load|Make|Mark|Measure|Merge|Multiply|Name|Pad|Pass"
-    "|Raise|Rename|Renumber|Reshape|Restore|Run|Save|Say|Select|Set|Shorten|Skip|Sort|Split|Start|Try|Use"
+    "|Raise|Rename|Renumber|Report|Reshape|Restore|Run|Save|Say|Select|Set|Shorten|Skip|Sort|Split|Start|Try|Use"
 )
 _FORM = re.compile(rf".+, got .+\. ({VERBS})\b.*\.", re.DOTALL)  # a printed array has several lines
 

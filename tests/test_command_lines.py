@@ -18,6 +18,7 @@ pytest.importorskip("tqdm", reason="the examples need the extra `train`")
 pytest.importorskip("matplotlib", reason="the examples need the extra `train`")
 
 COMMANDS = {
+    "nsa_jax.doctor": "nsa_jax.doctor.__main__",
     "parity": "parity.__main__",
     "benchmarks.attention": "benchmarks.attention",
     "benchmarks.decode": "benchmarks.decode",
@@ -52,6 +53,7 @@ BAD = [
     *((name, ["--kv-heads=-1"], "at least 1, got -1.") for name in MEASURING),
     *((name, ["--budget-s=nan"], "seconds above 0, got nan.") for name in MEASURING),
     *((name, ["--output", "{file}/rows.jsonl"], "must name a file that") for name in MEASURING),
+    ("nsa_jax.doctor", ["--seed=-1"], "--seed must be at least 0, got -1"),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),
     ("benchmarks.generate", ["--new-tokens=8"], "--new-tokens must be 1 plus a multiple of 8"),
     ("benchmarks.parallel", ["--devices=999"], "--devices must be at most the [0-9]+ of this machine"),

@@ -110,7 +110,10 @@ USED = {
         ("tests", "examples/train_lm"),
         "the mesh in context, which flax wants for sharded parameters",
     ),
-    "jax.enable_x64": (("benchmarks", "tests"), "float64 in one block; younger than the global switch"),
+    "jax.enable_x64": (
+        ("nsa_jax/doctor", "benchmarks", "tests"),
+        "float64 in one block; younger than the global switch",
+    ),
     "jax.P": (("tests",), "the short name of PartitionSpec"),
     "jaxlib": (("benchmarks",), "its version"),
     "jaxlib.__version__": (("benchmarks",), "its version"),

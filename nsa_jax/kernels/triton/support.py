@@ -22,7 +22,8 @@ _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
 _MOST_BLOCK = 128  # tokens of a selection block in a decode step, which are loaded at once
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
-_VERSIONS = {
+# What a GPU needs: the versions of each package, and why; `nsa_jax.doctor` reads them, too.
+VERSIONS = {
     "jax": (">=0.11.1,<0.12", "jax-triton 0.4.1 does not lower on JAX 0.12"),
     "jax-triton": (">=0.4.1,<0.5", "0.4 launches through the FFI"),
     "triton": (">=3.8,<3.9", "jax-triton lowers no descriptor of 3.7, CUDA 13.0 refuses the PTX of 3.9"),
@@ -191,7 +192,7 @@ def _blocks(operation: str, config: NSAConfig) -> str | None:
 @functools.cache
 def _installation() -> str | None:
     """Why the kernels cannot be lowered here: what is missing, or of a version that does not work."""
-    for package, (bounds, why) in _VERSIONS.items():
+    for package, (bounds, why) in VERSIONS.items():
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,102 @@
+"""Runs every operation by every implementation that can run here, and compares it with the oracle."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import nsa_jax
+from nsa_jax.dispatch import IMPLEMENTATIONS, OPERATIONS
+from nsa_jax.doctor import operations, steps
+from nsa_jax.doctor.budget import distance
+from nsa_jax.doctor.subject import CONFIG, Expected, Subject, draw
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
+
+
+class Check(NamedTuple):
+    """One quantity of one operation: what was found and what was allowed.
+
+    Attributes:
+      operation, implementation, dtype: what ran.
+      quantity: "out", "lse", a gradient like "d_query", or what a step writes; "run" if it raised.
+      error: largest distance from the oracle; infinite beside a NaN, or if it raised.
+      budget: how large it may be.
+      seconds: time of the operation with all its quantities and compilation, without that of the oracle.
+      why: the exception, if it raised.
+    """
+
+    operation: str
+    implementation: str
+    dtype: str
+    quantity: str
+    error: float
+    budget: float
+    seconds: float
+    why: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within its budget; NaN never is."""
+        return self.error <= self.budget
+
+
+def checks(
+    dtypes: Sequence[str], *, only: Sequence[str] = OPERATIONS, seed: int = 0
+) -> Iterator[list[Check]]:
+    """All checks of the operations `only`, as they are done: those of one, as it runs once, together."""
+    for dtype in dtypes:
+        rng = np.random.default_rng(seed)
+        operands = draw(rng, dtype)
+        for subject in itertools.chain(operations.subjects(operands, rng), steps.subjects(operands, rng)):
+            if subject.operation not in only:
+                continue
+            implementations = [name for name in IMPLEMENTATIONS if _runs(name, subject)]
+            expected = subject.expect()
+            for implementation in implementations:
+                yield _check(subject, implementation, dtype, expected)
+
+
+def _runs(implementation: str, subject: Subject) -> bool:
+    """Whether an implementation has an operation of its own that can run here."""
+    if implementation == "mosaic_gpu" and mosaic_support.slower_reason(subject.operation):
+        return False  # these are the kernels of triton
+    arrays = subject.arrays
+    return nsa_jax.unsupported_reason(subject.operation, implementation, *arrays, config=CONFIG) is None
+
+
+def _check(subject: Subject, implementation: str, dtype: str, expected: dict[str, Expected]) -> list[Check]:
+    began = time.perf_counter()
+    what = subject.operation, implementation, dtype
+    try:
+        found = jax.block_until_ready(subject.run(implementation))
+    except Exception as error:  # whatever it is, the operation does not work here, and others may
+        why = f"{type(error).__name__}: {error}"
+        return [Check(*what, "run", math.inf, 0.0, time.perf_counter() - began, why)]
+    seconds = time.perf_counter() - began
+    return [
+        Check(*what, name, distance(found[name], exact), budget, seconds)
+        for name, (exact, budget) in expected.items()
+    ]
+
+
+def problem(checks: Sequence[Check]) -> str | None:
+    """What is wrong with an operation by one implementation in one dtype, in one line; None if nothing is."""
+    bad = [check for check in checks if not check.ok]
+    if not bad:
+        return None
+    worst = max(bad, key=lambda check: check.error / check.budget if check.budget else math.inf)
+    what = f"{worst.operation} as {worst.implementation} in {worst.dtype}"
+    report = "Report it with this output"
+    if worst.implementation != "xla":
+        report += ", and use implementation='xla' until then"
+    if worst.why:
+        return f"{what} must run here, got {worst.why.rstrip('.')}. {report}."
+    names = ", ".join(check.quantity for check in bad)
+    return (
+        f"{what} must agree with the reference within {worst.budget:.1e} in {worst.quantity}, got "
+        f"{worst.error:.1e} (beyond the budget: {names}). {report}."
+    )

@@ -1,0 +1,408 @@
+"""`python -m nsa_jax.doctor` passes a machine that works, and names what does not work."""
+
+import functools
+import inspect
+import json
+import re
+import subprocess
+import sys
+import types
+
+import jax.numpy as jnp
+import pytest
+from messages import has_form
+
+from nsa_jax import dispatch
+from nsa_jax.doctor import __main__ as doctor
+from nsa_jax.doctor import checks, choices, machine, text, versions
+from nsa_jax.kernels import xla
+from nsa_jax.kernels.triton import gpu, support
+
+KEYS = ["doctor", "ok", "problems", "host", "gpus", "versions", "choices", "checks", "seconds"]
+H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_bytes": 80 * 2**30, "driver": "580.65.06"}
+# Runs the command in a process in which what the library does not need cannot be imported.
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(("torch", "optax", "pytest", "matplotlib", "jax_triton", "triton")))
+sys.argv = ["doctor"]
+runpy.run_module("nsa_jax.doctor", run_name="__main__")
+"""
+
+
+def last_line(printed: str) -> dict:
+    """The report. `NaN` and `Infinity` are no JSON, though Python reads them."""
+    return json.loads(printed.splitlines()[-1], parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def examine(monkeypatch, capsys):
+    """Runs the command in this process; `only` names the operations to check."""
+
+    def run(*arguments, only=()):
+        monkeypatch.setattr(doctor, "checks", functools.partial(checks.checks, only=only))
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        code = doctor.main(list(arguments))
+        return code, last_line(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_machine_without_gpu_torch_and_extras_is_well():
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, _ = done.stdout.splitlines()
+    assert max(map(len, lines)) <= text.WIDTH
+    report = last_line(done.stdout)
+    assert list(report) == KEYS
+    assert report["doctor"] == 1
+    assert report["ok"]
+    assert report["problems"] == []
+    assert {check["operation"] for check in report["checks"]} == set(dispatch.OPERATIONS)
+    assert all(0 <= check["error"] <= check["budget"] for check in report["checks"])
+    gradients = [check for check in report["checks"] if check["quantity"].startswith("d_")]
+    assert {check["operation"] for check in gradients} == set(dispatch.OPERATIONS) - {
+        *("select_blocks", "decode_step", "dense_decode_step"),
+    }
+    (outcome,) = report["choices"]
+    assert outcome["implementation"] == "xla"
+    assert outcome["operations"] == list(dispatch.OPERATIONS)
+
+
+def planted(operation, monkeypatch, change):
+    """Puts a fault into an operation of `xla`: `change(function, arguments)` runs instead of the function."""
+    function = getattr(xla, operation)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrong(*arguments, **more):
+        return change(function, signature.bind(*arguments, **more).arguments)
+
+    monkeypatch.setattr(xla, operation, wrong)
+
+
+SCALED = ("compressed_attention", "selected_attention", "window_attention", "decode_step")
+
+
+@pytest.mark.parametrize("operation", SCALED)
+def test_a_wrong_scale_is_named(operation, monkeypatch, examine):
+    planted(operation, monkeypatch, lambda run, given: run(**{**given, "scale": 1.01 * given["scale"]}))
+
+    code, report = examine("--json", only=(operation,))
+
+    assert code == 1
+    (problem,) = report["problems"]
+    assert problem.startswith(f"{operation} as xla in float32 must agree with the reference")
+    assert has_form(problem)
+    wrong = {check["quantity"] for check in report["checks"] if not check["ok"]}
+    assert "out" in wrong
+    assert operation == "decode_step" or "lse" in wrong
+
+
+def not_a_number(run, given):
+    return run(**given).at[0, 0, 0, 0].set(jnp.nan)
+
+
+def fewer_tokens(run, given):
+    return run(**{name: x[:, :1] for name, x in given.items()})
+
+
+def other_blocks(run, given):
+    return run(**{**given, "query": -given["query"]})
+
+
+def first_block_twice(run, given):
+    return run(**given).at[..., 1].set(0)
+
+
+def no_memory(run, given):
+    raise MemoryError("out of memory")
+
+
+FAULTS = {
+    not_a_number: ("gated_sum", "must agree with the reference within .* in out, got inf "),
+    fewer_tokens: ("gated_sum", "must run here, got ValueError: "),
+    no_memory: ("gated_sum", "must run here, got MemoryError: out of memory. "),
+    other_blocks: ("select_blocks", "must agree with the reference within .* in scores, got [0-9.]+e"),
+    first_block_twice: ("select_blocks", "must agree with the reference within .* in scores, got inf "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named(fault, monkeypatch, examine):
+    operation, message = FAULTS[fault]
+    planted(operation, monkeypatch, fault)
+
+    code, report = examine("--json", only=(operation,))
+
+    assert code == 1
+    (problem,) = report["problems"]
+    assert re.match(f"{operation} as xla in float32 {message}", problem), problem
+    assert has_form(problem)
+    assert not all(check["ok"] for check in report["checks"])
+
+
+FITS = {
+    "nsa_jax": "0.2.0", "jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2",
+    "jax-cuda13-pjrt": "0.11.2", "jax-triton": "0.4.1", "triton": "3.8.0", "flax": "0.12.12",
+    "numpy": "2.5.0", "torch": None,
+}  # fmt: skip
+ASK = {
+    "nsa_jax": ["flax>=0.12.10", "jax>=0.11.1", "numpy>=2.1", "torch>=2.13; extra == 'torch'"],
+    "jax": ["jaxlib<=0.11.2,>=0.11.2", 'jax-cuda13-plugin==0.11.2; extra == "cuda13"', "scipy>=1.15"],
+}
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """The packages `FITS`, on a machine whose Triton kernels can run; JAX may use every platform."""
+    monkeypatch.setattr(versions, "_requirements", lambda package: ASK.get(package, []))
+    monkeypatch.setattr(versions, "_version", FITS.get)
+    monkeypatch.setattr(versions.nsa_jax, "unsupported_reason", lambda *_, **__: None)
+    platforms = types.SimpleNamespace(jax_platforms=None)
+    monkeypatch.setattr(versions, "jax", types.SimpleNamespace(config=platforms))
+    return platforms
+
+
+CPU_ONLY = dict.fromkeys(("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"))
+
+
+@pytest.mark.parametrize(
+    ("other", "gpus", "seen"),
+    [
+        ({}, [], []),
+        (CPU_ONLY, [], []),
+        ({"jax-cuda13-plugin": "0.11.1", "triton": "3.9.0"}, [], []),  # not used without a GPU
+        ({}, [H100], [H100]),
+        ({"torch": "2.14.1"}, [H100], [H100]),
+        ({}, [{**H100, "capability": "7.5"}], [{**H100, "capability": "7.5"}]),  # xla runs there
+    ],
+)
+def test_versions_that_fit_are_no_problem(packages, other, gpus, seen):
+    assert versions.problems(FITS | other, gpus, seen) == []
+
+
+PIP, PIP_GPU = "Run pip install nsa_jax.", 'Run pip install "nsa_jax[cuda13]".'
+
+
+@pytest.mark.parametrize(
+    ("other", "gpus", "found"),
+    [
+        ({"flax": None}, [], ["flax must be >=0.12.10 (nsa_jax 0.2.0 needs it), got none installed. " + PIP]),
+        ({"jax": "0.10.1"}, [], ["jax must be >=0.11.1 (nsa_jax 0.2.0 needs it), got 0.10.1. " + PIP]),
+        (
+            {"jaxlib": "0.11.1"},
+            [],
+            ["jaxlib must be <=0.11.2,>=0.11.2 (jax 0.11.2 needs it), got 0.11.1. " + PIP],
+        ),
+        (
+            {"jax-cuda13-plugin": None},
+            [H100],
+            [f"jax-cuda13-plugin must be ==0.11.2 ({versions.OF_JAXLIB}), got none installed. {PIP_GPU}"],
+        ),
+        (
+            {"jax-cuda13-plugin": "0.11.1"},
+            [H100],
+            [f"jax-cuda13-plugin must be ==0.11.2 ({versions.OF_JAXLIB}), got 0.11.1. {PIP_GPU}"],
+        ),
+        (
+            {"triton": "3.9.0", "jax-triton": None},
+            [H100],
+            [
+                f"{package} must be {support.VERSIONS[package][0]} ({support.VERSIONS[package][1]}), got "
+                f"{got}. {PIP_GPU}"
+                for package, got in (("jax-triton", "none installed"), ("triton", "3.9.0"))
+            ],
+        ),
+        (
+            {},
+            [{**H100, "driver": "570.86"}],
+            ["the NVIDIA driver must be 580 or newer, for CUDA 13, got 570.86. Install a newer one."],
+        ),
+    ],
+    ids=["missing", "too old", "jaxlib", "no plugin", "plugin", "kernels", "driver"],
+)  # fmt: skip
+def test_versions_that_do_not_fit_come_with_the_command_that_mends_them(packages, other, gpus, found):
+    problems = versions.problems(FITS | other, gpus, gpus)
+
+    assert problems == found
+    assert all(map(has_form, problems))
+
+
+def test_a_clone_that_is_not_installed_is_installed_from_its_root(packages, monkeypatch):
+    monkeypatch.setattr(versions, "_version", lambda _: None)
+
+    assert versions.install_command(gpu=True) == 'pip install ".[cuda13]" in the root of the clone'
+
+
+def test_a_gpu_that_jax_does_not_see_is_a_problem_unless_jax_was_told_so(packages):
+    (problem,) = versions.problems(FITS, [H100], [])
+    assert problem.startswith("JAX must see the NVIDIA H100, got none. Run JAX_PLATFORMS=cuda python -c ")
+    assert 'pip install "nsa_jax[cuda13]"' in problem
+
+    packages.jax_platforms = "cpu"
+    assert versions.problems(FITS, [H100], []) == []
+    packages.jax_platforms = "cuda,cpu"
+    assert versions.problems(FITS, [H100], []) == [problem]
+
+
+REASON = "the Triton kernels need jax-triton, got an error. Install it."
+
+
+def test_kernels_that_refuse_a_gpu_that_they_support_are_a_problem(packages, monkeypatch):
+    monkeypatch.setattr(versions.nsa_jax, "unsupported_reason", lambda *_, **__: REASON)
+
+    assert versions.problems(FITS, [H100], [H100]) == [REASON]
+
+
+def test_a_missing_package_makes_the_command_fail(monkeypatch, examine):
+    found = versions._version
+    monkeypatch.setattr(versions, "_version", lambda name: None if name == "flax" else found(name))
+
+    code, report = examine("--json")
+
+    assert code == 1
+    assert report["versions"]["flax"] is None
+    (problem,) = report["problems"]
+    assert problem.startswith("flax must be >=")
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """`choose` decides as on a GPU of this compute capability, with all packages."""
+
+    def of(capability):
+        monkeypatch.setattr(dispatch, "default_platform", lambda: "cuda")
+        monkeypatch.setattr(support, "_installation", lambda: None)
+        monkeypatch.setattr(gpu, "capability", lambda: capability)
+
+    return of
+
+
+def test_choices_on_hopper(a_gpu):
+    a_gpu((9, 0))
+
+    outcomes = choices.choices()
+
+    found = {
+        (operation, sizes, dtype): outcome.implementation
+        for outcome in outcomes
+        for operation in outcome.operations
+        for sizes in outcome.sizes
+        for dtype in outcome.dtypes
+    }
+    every = [str(sizes) for sizes in choices.SIZES]
+    assert len(found) == len(dispatch.OPERATIONS) * len(every) * len(choices.DTYPES)
+    selected = ("selected_attention", "native_sparse_attention")
+    assert {case for case, name in found.items() if name == "mosaic_gpu"} == {
+        (operation, sizes, dtype)
+        for operation in selected
+        for sizes in every[:2]
+        for dtype in ("bfloat16", "float16")
+    }
+    assert set(found.values()) == {"mosaic_gpu", "triton"}
+    assert len(outcomes) <= 5
+    lines = "\n".join(text.choices(outcomes)).splitlines()
+    assert max(map(len, lines)) <= text.WIDTH
+    assert any("no faster with fewer than 9 query heads" in line for line in lines)
+
+
+def test_choices_on_an_ampere_gpu(a_gpu):
+    a_gpu((8, 0))
+
+    assert {outcome.implementation for outcome in choices.choices()} == {"triton"}
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "error", "left"),
+    [
+        (doctor, "choices", ValueError("an outcome\nof two lines"), ["host", "versions", "checks"]),
+        (machine, "gpus_of_jax", RuntimeError("Unable to initialize backend 'cuda'"), ["host", "versions"]),
+        (versions, "problems", KeyError("jax"), ["host", "versions", "choices", "checks"]),
+        (doctor, "choices", KeyboardInterrupt(), ["host", "versions"]),
+    ],
+    ids=["choices", "JAX does not start", "versions", "Ctrl-C"],
+)
+def test_the_report_comes_last_whatever_is_raised(module, function, error, left, monkeypatch, examine):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(module, function, fail)
+
+    code, report = examine(only=("gated_sum",))
+
+    assert code == 1
+    assert list(report) == KEYS
+    (problem,) = report["problems"]
+    assert type(error).__name__ in problem
+    assert has_form(problem)
+    assert [part for part in KEYS[3:8] if report[part]] == left
+
+
+def test_json_prints_one_line_and_the_dtypes_that_are_asked_for(examine, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "checks", functools.partial(checks.checks, only=("gated_sum",)))
+
+    assert doctor.main(["--json", "--dtype=float16", "--dtype=bfloat16", "--seed=3"]) == 0
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert {check["dtype"] for check in last_line(line)["checks"]} == {"float16", "bfloat16"}
+
+
+def test_gpu_memory_is_not_taken_in_advance_unless_the_user_says_so(examine, monkeypatch):
+    import os
+
+    for value, expected in ((None, "false"), ("true", "true")):
+        with monkeypatch.context() as patch:
+            patch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+            if value:
+                patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", value)
+            patch.setattr(doctor, "examine", lambda *_: None)
+            doctor.main(["--json"])
+            assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == expected
+
+
+SAID = {
+    "one": ("NVIDIA H100 PCIe, 9.0, 81559, 580.65.06", 0, 1),
+    "two": ("NVIDIA L4, 8.9, 23034, 580.1\nNVIDIA L4, 8.9, 23034, 580.1", 0, 2),
+    "shared memory": ("NVIDIA GB10, 12.1, [N/A], 580.95.05", 0, 1),
+    "none": ("No devices were found", 6, 0),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_gpus_are_those_of_nvidia_smi(case, monkeypatch, tmp_path):
+    said, code, number = SAID[case]
+    nvidia_smi(tmp_path, monkeypatch, said, code)
+
+    found = machine.gpus()
+
+    assert len(found) == number
+    assert all(gpu["capability"] in ("9.0", "8.9", "12.1") for gpu in found)
+    assert all(gpu["driver"].startswith("580.") for gpu in found)
+    if case == "one":
+        assert found[0]["memory_bytes"] == 81559 * 2**20
+
+
+def test_a_broken_nvidia_smi_is_a_problem(monkeypatch, tmp_path, examine):
+    nvidia_smi(tmp_path, monkeypatch, "Failed to initialize NVML: Driver/library version mismatch", 18)
+
+    code, report = examine("--json")
+
+    assert code == 1
+    (problem,) = report["problems"]
+    assert "Driver/library version mismatch" in problem
+
+
+def test_no_nvidia_smi_is_no_problem(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert machine.gpus() == []
+
+
+def nvidia_smi(folder, monkeypatch, said, code):
+    """Puts a program of that name on the path, which says this."""
+    (folder / "said").write_text(said)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n/bin/cat {folder}/said\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
