@@ -19,7 +19,13 @@ from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import gpu, support
 
 KEYS = ["doctor", "ok", "problems", "host", "gpus", "versions", "choices", "checks", "seconds"]
-H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_bytes": 80 * 2**30, "driver": "580.65.06"}
+H100 = {
+    "name": "NVIDIA H100 PCIe",
+    "capability": "9.0",
+    "memory_bytes": 80 * 2**30,
+    "driver": "580.65.06",
+    "power_limit_w": 350.0,
+}
 # Runs the command in a process in which what the library does not need cannot be imported.
 BARE = """
 import runpy, sys
@@ -237,7 +243,9 @@ def test_a_clone_that_is_not_installed_is_installed_from_its_root(packages, monk
 
 def test_a_gpu_that_jax_does_not_see_is_a_problem_unless_jax_was_told_so(packages):
     (problem,) = versions.problems(FITS, [H100], [])
-    assert problem.startswith("JAX must see the NVIDIA H100, got none. Run JAX_PLATFORMS=cuda python -c ")
+    assert problem.startswith(
+        "JAX must see the NVIDIA H100 PCIe, got none. Run JAX_PLATFORMS=cuda python -c "
+    )
     assert 'pip install "nsa_jax[cuda13]"' in problem
 
     packages.jax_platforms = "cpu"
@@ -362,9 +370,9 @@ def test_gpu_memory_is_not_taken_in_advance_unless_the_user_says_so(examine, mon
 
 
 SAID = {
-    "one": ("NVIDIA H100 PCIe, 9.0, 81559, 580.65.06", 0, 1),
-    "two": ("NVIDIA L4, 8.9, 23034, 580.1\nNVIDIA L4, 8.9, 23034, 580.1", 0, 2),
-    "shared memory": ("NVIDIA GB10, 12.1, [N/A], 580.95.05", 0, 1),
+    "one": ("NVIDIA H100 PCIe, 9.0, 81559, 580.65.06, 350.00", 0, 1),
+    "two": ("NVIDIA L4, 8.9, 23034, 580.1, 72.00\nNVIDIA L4, 8.9, 23034, 580.1, 72.00", 0, 2),
+    "shared memory": ("NVIDIA GB10, 12.1, [N/A], 580.95.05, [N/A]", 0, 1),
     "none": ("No devices were found", 6, 0),
 }
 
@@ -380,7 +388,7 @@ def test_gpus_are_those_of_nvidia_smi(case, monkeypatch, tmp_path):
     assert all(gpu["capability"] in ("9.0", "8.9", "12.1") for gpu in found)
     assert all(gpu["driver"].startswith("580.") for gpu in found)
     if case == "one":
-        assert found[0]["memory_bytes"] == 81559 * 2**20
+        assert found[0] == H100 | {"memory_bytes": 81559 * 2**20}
 
 
 def test_a_broken_nvidia_smi_is_a_problem(monkeypatch, tmp_path, examine):

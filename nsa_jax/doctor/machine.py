@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-QUERY = "name,compute_cap,memory.total,driver_version"
+QUERY = "name,compute_cap,memory.total,driver_version,power.limit"
 
 
 def host() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def gpus() -> list[dict[str, Any]]:
     """NVIDIA GPUs, whether JAX sees them or not, by `nvidia-smi`; none where it is missing or finds none.
 
     Returns:
-      For each its `name`, `capability` ("9.0"), `memory_bytes` and `driver`.
+      For each its `name`, `capability` ("9.0"), `memory_bytes`, `driver` and `power_limit_w`.
 
     Raises:
       RuntimeError: `nvidia-smi` is there and does not work.
@@ -48,14 +48,21 @@ def gpus() -> list[dict[str, Any]]:
         raise RuntimeError(f"nvidia-smi must list the GPUs, got {said!r}. Install or restart the driver.")
     found = []
     for line in done.stdout.splitlines():
-        name, capability, mebibytes, driver = (part.strip() for part in line.split(","))
-        memory = int(mebibytes) * 2**20 if mebibytes.isdecimal() else None  # [N/A] where it is shared
-        found.append({"name": name, "capability": capability, "memory_bytes": memory, "driver": driver})
+        name, capability, mebibytes, driver, watts = (part.strip() for part in line.split(","))
+        found.append(
+            {
+                "name": name,
+                "capability": capability,
+                "memory_bytes": int(mebibytes) * 2**20 if mebibytes.isdecimal() else None,  # or [N/A]
+                "driver": driver,
+                "power_limit_w": None if watts.startswith("[") else float(watts),
+            }
+        )
     return found
 
 
 def gpus_of_jax() -> list[dict[str, Any]]:
-    """The NVIDIA GPUs that JAX sees, as `gpus` describes them. JAX knows no driver.
+    """The NVIDIA GPUs that JAX sees, as `gpus` describes them, as far as JAX knows.
 
     Raises:
       RuntimeError: JAX cannot start the platform that it is told to use.
@@ -67,6 +74,7 @@ def gpus_of_jax() -> list[dict[str, Any]]:
             "capability": device.compute_capability,
             "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
             "driver": None,
+            "power_limit_w": None,
         }
         for device in devices
     ]

@@ -22,7 +22,8 @@ def machine(
     for gpu in gpus:
         memory = f", {gpu['memory_bytes'] / GIBIBYTE:.0f} GiB" if gpu["memory_bytes"] else ""
         driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
-        yield _line(f"{gpu['name']}, compute capability {gpu['capability']}{memory}{driver}")
+        power = f", at most {gpu['power_limit_w']:.0f} W" if gpu["power_limit_w"] else ""
+        yield _line(f"{gpu['name']}, compute capability {gpu['capability']}{memory}{driver}{power}")
     if not gpus:
         yield "no NVIDIA GPU"
     yield _line(", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
