@@ -13,7 +13,17 @@ import numpy as np
 
 from nsa_jax import NSAConfig, cache, reference
 from nsa_jax.cache import Compression, DenseCache, NSACache, TokenKeysValues
-from nsa_jax.doctor.subject import CONFIG, DIM, KV_HEADS, TOKENS, Expected, Results, Subject, expected
+from nsa_jax.doctor.subject import (
+    CONFIG,
+    DIM,
+    KV_HEADS,
+    TOKENS,
+    Expected,
+    Results,
+    Subject,
+    expected,
+    largest_logit,
+)
 
 
 def subjects(operands: Results, rng: np.random.Generator) -> Iterator[Subject]:
@@ -59,7 +69,8 @@ def _step(operands: Results, rng: np.random.Generator) -> Subject:
 
     def expect() -> dict[str, Expected]:
         windows = {kind: x[:, -CONFIG.compression_block_size :] for kind, x in raw.items()}
-        return expected(results, dtype.name, query, gates, compressed, windows, *branches)
+        logit = largest_logit(query, before.key_cmp, before.key_slc, operands["key_win"])
+        return expected(results, dtype.name, query, gates, compressed, windows, *branches, logit=logit)
 
     return Subject("decode_step", (query, before.key_cmp, before.value_cmp), run, expect)
 
@@ -94,6 +105,6 @@ def _dense_step(operands: Results) -> Subject:
         return {"out": reference.window_attention(*arrays, config=NSAConfig(window_size=TOKENS)).out}
 
     def expect() -> dict[str, Expected]:
-        return expected(results, query.dtype.name, query, key, value)
+        return expected(results, query.dtype.name, query, key, value, logit=largest_logit(query, key))
 
     return Subject("dense_decode_step", (query, held.key, held.value), run, expect)

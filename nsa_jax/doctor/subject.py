@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import NSAConfig, layout
-from nsa_jax.doctor.budget import allowance
+from nsa_jax.doctor.budget import allowance, size
 
 # Small, and yet every branch hides keys, and blocks compete for a slot.
 CONFIG = NSAConfig(selection_block_size=32, num_selected_blocks=4, window_size=48)
@@ -77,10 +77,31 @@ def oracle(function: Callable[..., Any], dtype: str, *arrays: Any) -> Any:
         return jax.tree.map(np.asarray, run(*jax.tree.map(cast, arrays)))
 
 
-def expected(function: Callable[..., Results], dtype: str, *arrays: Any) -> dict[str, Expected]:
-    """The quantities that a function of `nsa_jax.reference` computes, with their budgets."""
+def expected(
+    function: Callable[..., Results], dtype: str, *arrays: Any, logit: float = 0.0
+) -> dict[str, Expected]:
+    """The quantities that a function of `nsa_jax.reference` computes, with their budgets.
+
+    Args:
+      function: takes the arrays and returns arrays by the name of the quantity.
+      dtype: that of the operands.
+      *arrays: NumPy arrays, or trees of them.
+      logit: the largest logit, see `largest_logit`. An implementation keeps logits and log-sum-exps in
+        float32. Their rounding by `eps |logit|` is a relative error of the weights, `exp(logit - lse)`, which
+        the oracle does not make: where a query sees one key, its weight is exactly 1.
+    """
     exact, same = (oracle(function, precision, *arrays) for precision in ("float64", dtype))
+    of_weights = 8 * float(jnp.finfo(jnp.float32).eps) * logit
     return {
-        name: Expected(exact[name], allowance(same[name], exact[name], float(jnp.finfo(value.dtype).eps)))
+        name: Expected(
+            exact[name],
+            allowance(value, exact[name], float(jnp.finfo(value.dtype).eps)) + of_weights * size(exact[name]),
+        )
         for name, value in same.items()
     }
+
+
+def largest_logit(query: Any, *keys: Any) -> float:
+    """The largest |logit| of any query and key, whether the query sees the key or not."""
+    rows, *others = (x.astype("float32").reshape(-1, DIM) for x in (query, *keys))
+    return max(float(np.abs(rows @ x.T).max()) for x in others) * DIM**-0.5
