@@ -9,12 +9,13 @@ import sys
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from messages import has_form
 
 from nsa_jax import dispatch
 from nsa_jax.doctor import __main__ as doctor
-from nsa_jax.doctor import checks, choices, machine, text, versions
+from nsa_jax.doctor import checks, choices, machine, operations, steps, text, versions
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import gpu, support
 
@@ -249,7 +250,7 @@ def test_a_gpu_that_jax_does_not_see_is_a_problem_unless_jax_was_told_so(package
     assert 'pip install "nsa_jax[cuda13]"' in problem
 
     packages.jax_platforms = "cpu"
-    assert versions.problems(FITS, [H100], []) == []
+    assert versions.problems(FITS | CPU_ONLY, [H100], []) == []
     packages.jax_platforms = "cuda,cpu"
     assert versions.problems(FITS, [H100], []) == [problem]
 
@@ -321,11 +322,27 @@ def test_choices_on_an_ampere_gpu(a_gpu):
     assert {outcome.implementation for outcome in choices.choices()} == {"triton"}
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, monkeypatch):
+    a_gpu(capability)
+    for module in (operations, steps):
+        monkeypatch.setattr(module, "expected", lambda *_, **__: {})
+    monkeypatch.setattr(operations, "_scores", lambda *_: np.zeros((1, 1, 1, 5)))
+    monkeypatch.setattr(checks, "_check", lambda subject, name, *_: [(subject.operation, name)])
+
+    ran = [one for group in checks.checks(["bfloat16"]) for one in group]
+
+    every = {(operation, name) for operation in dispatch.OPERATIONS for name in ("xla", "triton")}
+    hopper = {(name, "mosaic_gpu") for name in ("selected_attention", "native_sparse_attention")}
+    assert set(ran) == (every | hopper if capability == (9, 0) else every)
+    assert len(ran) == len(set(ran))
+
+
 @pytest.mark.parametrize(
     ("module", "function", "error", "left"),
     [
         (doctor, "choices", ValueError("an outcome\nof two lines"), ["host", "versions", "checks"]),
-        (machine, "gpus_of_jax", RuntimeError("Unable to initialize backend 'cuda'"), ["host", "versions"]),
+        (doctor, "default_platform", RuntimeError("no backend 'cuda'"), ["host", "versions"]),
         (versions, "problems", KeyError("jax"), ["host", "versions", "choices", "checks"]),
         (doctor, "choices", KeyboardInterrupt(), ["host", "versions"]),
     ],

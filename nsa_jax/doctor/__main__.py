@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
+from nsa_jax.dispatch import default_platform
 from nsa_jax.doctor import machine, text, versions
 from nsa_jax.doctor.checks import Check, checks, problem
 from nsa_jax.doctor.choices import DTYPES, choices
@@ -50,18 +51,22 @@ def main(arguments: list[str] | None = None) -> int:
 def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> None:
     """Fills `found` part by part. A part that raises is a problem, and the others go on."""
     problems = found["problems"]
-    gpus, seen, jax_starts = [], [], False
+    gpus, seen, platform = [], [], None
     found["host"], found["versions"] = machine.host(), versions.installed()
     with _part(problems, "the list of GPUs"):
         gpus = machine.gpus()
     with _part(problems, "the start of JAX"):
+        platform = default_platform()
         seen = machine.gpus_of_jax()
-        jax_starts = True
     found["gpus"] = gpus or seen
     with _part(problems, "the check of versions"):
         problems += versions.problems(found["versions"], found["gpus"], seen)
-    say(text.machine(found["host"], found["gpus"], found["versions"]))
-    if not jax_starts:
+    say(
+        text.machine(
+            found["host"], found["gpus"], found["versions"], platform or "nothing, it does not start"
+        )
+    )
+    if platform is None:
         return
     with _part(problems, "nsa_jax.choose"):
         outcomes = choices()

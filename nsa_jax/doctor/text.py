@@ -14,9 +14,12 @@ GIBIBYTE = 2**30
 
 
 def machine(
-    host: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], versions: Mapping[str, str | None]
+    host: Mapping[str, Any],
+    gpus: Sequence[Mapping[str, Any]],
+    versions: Mapping[str, str | None],
+    platform: str,
 ) -> Iterator[str]:
-    """The machine and its packages."""
+    """The machine and its packages, and the platform that JAX takes."""
     memory = f", {host['memory_bytes'] / GIBIBYTE:.0f} GiB" if host["memory_bytes"] else ""
     yield _line(f"{host['system']}, {host['cores']} CPU cores{memory}, Python {host['python']}")
     for gpu in gpus:
@@ -24,8 +27,7 @@ def machine(
         driver = f", driver {gpu['driver']}" if gpu["driver"] else ""
         power = f", at most {gpu['power_limit_w']:.0f} W" if gpu["power_limit_w"] else ""
         yield _line(f"{gpu['name']}, compute capability {gpu['capability']}{memory}{driver}{power}")
-    if not gpus:
-        yield "no NVIDIA GPU"
+    yield _line(f"{'' if gpus else 'no NVIDIA GPU; '}JAX runs on: {platform}")
     yield _line(", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
 
 

@@ -29,13 +29,18 @@ def installed() -> dict[str, str | None]:
 def problems(
     found: Mapping[str, str | None], gpus: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What does not fit, with what to do about it; nothing is asked of a machine without a GPU.
+    """What does not fit, with what to do about it.
+
+    A machine without a GPU needs no driver and no kernels. Nor does one on which JAX is told to leave the
+    GPUs alone, by `JAX_PLATFORMS=cpu`.
 
     Args:
       found: versions by package, see `installed`.
       gpus: those of the machine, see `machine.gpus`.
       seen: those that JAX sees.
     """
+    if not _may_use_gpus():
+        gpus = []
     wrong = dict[str, str]()  # by package: a version that breaks two rules is one problem
     for package, bounds, why in _rules(found, bool(gpus)):
         version = found[package]
@@ -46,7 +51,10 @@ def problems(
     if lines or not gpus:
         return lines
     if not seen:
-        return _unseen(gpus)
+        return [
+            f"JAX must see the {gpus[0]['name']}, got none. Run JAX_PLATFORMS=cuda python -c "
+            f"'import jax; jax.devices()', which says why, then {install_command(True)}."
+        ]
     if all(_capability(gpu) >= OLDEST_CAPABILITY for gpu in seen):
         # The packages are there and of the right version. Does jax-triton find what it needs in them?
         reason = nsa_jax.unsupported_reason("gated_sum", "triton", platform="cuda")
@@ -84,15 +92,9 @@ def _driver(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _unseen(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why JAX sees none of the GPUs, although all packages fit; nothing if it was told not to look."""
+def _may_use_gpus() -> bool:
     told = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
-    if told and not {"cuda", "gpu"} & set(told.split(",")):
-        return []
-    return [
-        f"JAX must see the {gpus[0]['name']}, got none. Run JAX_PLATFORMS=cuda python -c "
-        f"'import jax; jax.devices()', which says why, then {install_command(True)}."
-    ]
+    return not told or bool({"cuda", "gpu"} & set(told.split(",")))
 
 
 def _capability(gpu: Mapping[str, Any]) -> tuple[int, int]:
