@@ -9,13 +9,14 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
 import platform
 import sys
 import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command_line import InputError, Parser, command, progress
+from benchmarks.command_line import InputError, Parser, check_writable, command, progress
 
 if TYPE_CHECKING:
     from parity.budget import Row
@@ -66,8 +67,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=IMPLEMENTATIONS,
         help="of nsa_jax; triton needs a GPU, reference runs operations alone; default: what nsa_jax chooses",
     )
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="JSONL file to append a row for each quantity to; default: none"
+    )
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or ["float32"]
+    check_writable(options.output, "--output")
     return options
 
 
@@ -114,7 +119,7 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
     expected_s = len(options.dtype) * sum(expected_seconds(name) for name in names)
     progress(f"{count} cases, about {expected_s:.0f} s on 2 CPU cores, most of it compiling")
     started, done, done_s = time.perf_counter(), 0, 0
-    print(f"{'case':34}{'dtype':10}{'quantity':40}{'error':>10}{'budget':>10}  verdict")
+    print(f"{'case':34}{'dtype':10}{'quantity':40}{'error':>10}{'budget':>10}{'mean':>10}  verdict")
     for dtype in options.dtype:
         for name in names:
             elapsed_s = time.perf_counter() - started
@@ -133,7 +138,10 @@ def run(options: argparse.Namespace) -> tuple[list["Row"], dict[str, str]]:
             rows += found
             for row in found:
                 verdict = ("ok" if row.passed else "MISS") + (f"  ({row.note})" if row.note else "")
-                print(f"{name:34}{dtype:10}{row.quantity:40}{row.error:10.2e}{row.budget:10.2e}  {verdict}")
+                mean = "-" if row.mean is None else f"{row.mean:.2e}"
+                errors = f"{row.error:10.2e}{row.budget:10.2e}{mean:>10}"
+                print(f"{name:34}{dtype:10}{row.quantity:40}{errors}  {verdict}")
+            append(options.output, found)
             sys.stdout.flush()  # a case takes seconds: let a pipe see it when it is done
     if not rows:
         reasons = "; ".join(sorted(set(skipped.values()))).rstrip(".")
@@ -155,15 +163,32 @@ def print_cases() -> None:
         print(f"{case.name:34}{expected_seconds(case.name):5.0f} s  {described(case)}")
 
 
+def spelled(row: "Row") -> dict[str, Any]:
+    """A row in JSON, which has no word for what is not finite. A mean that may be anything has no budget."""
+    numbers = dict(error=row.error, budget=row.budget, used=row.used, mean=row.mean)
+    if math.isfinite(row.mean_budget):
+        numbers["mean_budget"] = row.mean_budget
+    told = {name: x if x is None else rounded(x) for name, x in numbers.items()}
+    return dict(case=row.case, dtype=row.dtype, quantity=row.quantity, **told, note=row.note)
+
+
+def rounded(number: float) -> float | str:
+    """Four digits, or the name of what is not finite."""
+    return float(f"{number:.4g}") if math.isfinite(number) else str(number)
+
+
+def append(path: pathlib.Path | None, rows: list["Row"]) -> None:
+    """Adds the rows of a case to a JSONL file, so that a run that is cut off keeps what it compared."""
+    if path is not None:
+        lines = (json.dumps(spelled(row) | {"passed": row.passed}) for row in rows)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
 def summary(options: argparse.Namespace, rows: list["Row"], skipped: dict[str, str]) -> dict[str, Any]:
     """What the last line says: the verdict, every miss, and how much of the budget each case used."""
     import jax
     import torch
-
-    def spelled(row: "Row") -> dict[str, Any]:
-        numbers = dict(error=row.error, budget=row.budget, used=row.used)
-        told = {name: float(f"{x:.4g}") if math.isfinite(x) else str(x) for name, x in numbers.items()}
-        return dict(case=row.case, dtype=row.dtype, quantity=row.quantity, **told, note=row.note)
 
     worst: dict[tuple[str, str], Row] = {}
     for row in rows:

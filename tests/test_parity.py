@@ -219,7 +219,7 @@ def test_command_line_prints_a_table_and_a_line_of_json(capsys):
     *table, line = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     assert code == 0
-    assert table[0].split() == ["case", "dtype", "quantity", "error", "budget", "verdict"]
+    assert table[0].split() == ["case", "dtype", "quantity", "error", "budget", "mean", "verdict"]
     assert report["passed"] is True
     assert report["quantities"] == len(table) - 1
     assert report["missed"] == []
@@ -242,6 +242,20 @@ def test_command_line_fails_on_a_miss(monkeypatch, capsys, error):
     assert report["passed"] is False
     assert [row["quantity"] for row in report["missed"]] == ["bad"]
     assert [row["quantity"] for row in report["worst"]] == ["bad"]
+
+
+def test_rows_go_to_a_file_with_the_mean_and_the_largest_error(monkeypatch, tmp_path):
+    rows = [
+        Row("one_token", "bfloat16", "slc out", 0.5, 1.0, mean=0.25, mean_budget=0.1),
+        Row("one_token", "bfloat16", "blocks ill formed", math.nan, 0),
+    ]
+    monkeypatch.setattr("parity.compare.compare", lambda *args: rows)
+
+    assert program.main([*FAST, "--output", str(tmp_path / "rows.jsonl")]) == 1
+
+    slc, blocks = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert (slc["error"], slc["mean"], slc["mean_budget"], slc["passed"]) == (0.5, 0.25, 0.1, False)
+    assert (blocks["error"], blocks["mean"], blocks["passed"]) == ("nan", None, False)
 
 
 def test_command_line_runs_the_dtypes_and_cases_it_is_given(monkeypatch, capsys):

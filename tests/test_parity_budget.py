@@ -66,6 +66,19 @@ def test_judge_rejects_what_only_looks_near():
     assert not judge("", "", "", wide(1, math.nan), same, reference).passed
 
 
+def test_the_mean_error_of_the_selected_branch_in_16_bit_is_bounded():
+    """Given an output that is a little off everywhere, within the budget of its largest error."""
+    reference = torch.ones(100, dtype=torch.float64)
+    same = reference.bfloat16()
+    off = same + 2**-7
+    rows = [judge("", "", name, off, same, reference) for name in ("slc out", "win out")]
+
+    assert [row.error <= row.budget for row in rows] == [True, True]
+    assert [row.mean for row in rows] == [2**-7, 2**-7]
+    assert [row.passed for row in rows] == [False, True]
+    assert judge("", "", "slc out", off.float(), same.float(), reference).mean_budget == math.inf
+
+
 # One row of 12 tokens, query at its end: blocks 0 .. 5, forced 0, 4, 5; one more may be chosen.
 SEGMENTS = torch.ones((1, 12), dtype=torch.long)
 AT_THE_END = torch.tensor([[11]])
