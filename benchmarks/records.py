@@ -9,7 +9,7 @@ import pathlib
 import platform
 import secrets
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,10 @@ COMPARED = {"one_token": ("triton", ("fwd",)), "mosaic_forward": ("mosaic_gpu", 
 MEASURED = ("xla", "triton", "mosaic_gpu", *COMPARED)  # implementations of ours
 IMPLEMENTATIONS = (*MEASURED, "cudnn", "jax_nn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Names the commit where the tree is a copy without git; `python -m benchmarks.report --commit` sets it.
+COMMIT_VARIABLE = "BENCHMARKS_COMMIT"
+UNKNOWN_COMMIT = "unknown"
+MEASURED_CODE = ("nsa_jax", "benchmarks/*.py", "examples/*.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,18 +291,20 @@ def device() -> str:
     return f"{model}, {cores} cores"
 
 
-def commit() -> str:
+def commit(code: Sequence[str] = MEASURED_CODE) -> str:
     """Short hash of the checkout, `-dirty` where the code that is measured differs from it."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "nsa_jax", "benchmarks/*.py", "examples/*.py")
+        changed = git("status", "--porcelain", "--", *code)
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN_COMMIT
 
 
 def memory_bytes() -> int:

@@ -5,12 +5,16 @@ Flops are those of the matrix products over the *visible* (query, key) pairs; by
 once and every result written once, which no implementation can avoid. Softmax, masks and repeated loads do
 not count. The measured copy is larger than any cache, so operands that stay in a cache can beat a floor set
 by bytes.
+
+`python -m benchmarks.roofline` prints both rates of this machine; its last line is JSON.
 """
 
+import argparse
 import dataclasses
+import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layers
+from benchmarks.command_line import Parser, add_dtype, command
 from benchmarks.inputs import ARGUMENTS, LAYERS, Shape, key, tensor_dtype, tensor_shape
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
@@ -193,3 +198,25 @@ def _best_s(step: Callable[[Any], Array], x: Any) -> float:
         x = step(x).block_until_ready()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = Parser(prog="python -m benchmarks.roofline", description=__doc__.split("\n\n")[0])
+    add_dtype(parser, "float32", "of the matrices that are multiplied")
+    return parser.parse_args(argv)
+
+
+@command("benchmarks.roofline")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures the two rates."""
+    options = parse(argv)
+    ceiling = measure_ceiling(options.dtype)
+    print(f"ceiling in {options.dtype}: {ceiling}")
+    rates = {"copy_gb_per_s": ceiling.bytes_per_s / 1e9, "matmul_gflop_per_s": ceiling.flops_per_s / 1e9}
+    print(json.dumps({"dtype": options.dtype} | {name: round(rate, 1) for name, rate in rates.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -103,5 +103,5 @@ def judge(
     if found.dtype != same.dtype:
         return Row(case, dtype, quantity, math.inf, budget, f"{found.dtype} for {same.dtype}")
     mean_budget = MEAN_OF_SELECTION if quantity == SELECTION and found.itemsize == 2 else math.inf
-    errors = dict(error=distance(found, reference), mean=mean_distance(found, reference))
-    return Row(case, dtype, quantity, budget=budget, mean_budget=mean_budget, **errors)
+    error, mean = distance(found, reference), mean_distance(found, reference)
+    return Row(case, dtype, quantity, error, budget, mean=mean, mean_budget=mean_budget)

@@ -1,0 +1,178 @@
+"""Runs the steps of a report on this machine and writes `report.md`: does it work here, and how fast is it?
+
+`python -m benchmarks.report` runs everything, `--quick` a part of it that takes minutes. All files are in
+`OUTPUT/COMMIT/`. The exit status is 0 if no step failed, 1 if one did or had no turn, 2 for bad input and 130
+after Ctrl-C. `--resume` runs what is missing or failed.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import records
+from benchmarks.command_line import InputError, Parser, command, positive_seconds, progress
+from benchmarks.report import host, page, state, steps
+from benchmarks.report.collect import Collector
+from benchmarks.report.host import Host
+from benchmarks.report.state import Report
+from benchmarks.report.steps import Step
+
+# What a report judges, beside what the benchmarks measure.
+CODE = (*records.MEASURED_CODE, "benchmarks/*.toml", "parity", "nsa_torch_ref", "tests/*.py")
+
+
+def parse(argv: Sequence[str] | None, known: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = Parser(prog="python -m benchmarks.report", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("runs/report"),
+        help="folder for the folders of commits, default: %(default)s",
+    )
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        metavar="STEP",
+        help=f"steps to run, of {' '.join(known)}; one that cannot run here fails; default: all that can",
+    )
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="STEP", help="steps to leave out; default: none"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes: minutes instead of half an hour; default: full sizes",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="run what is missing or failed in --output; default: a new report",
+    )
+    parser.add_argument(
+        "--within",
+        type=positive_seconds,
+        metavar="SECONDS",
+        help="stop after this time, so that --resume can go on; default: when all steps are done",
+    )
+    parser.add_argument(
+        "--commit", metavar="ID", help="name of the code, for a copy without git; default: what git says"
+    )
+    options = parser.parse_args(argv)
+    if unknown := [name for name in [*(options.steps or []), *options.skip] if name not in known]:
+        raise InputError(f"steps must be of {', '.join(known)}, got {', '.join(unknown)}. Choose from these.")
+    if options.commit is not None and not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", options.commit):
+        raise InputError(
+            f"--commit must be letters, digits, '.', '_' and '-', got {options.commit!r}. Pass a short hash."
+        )
+    return options
+
+
+@command("benchmarks.report")
+def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = None) -> int:
+    """Runs the command; `table` other than that of `steps.toml` is for tests."""
+    table = steps.load() if table is None else table
+    options = parse(argv, list(table))
+    variables = {} if options.commit is None else {records.COMMIT_VARIABLE: options.commit}
+    commit = options.commit or commit_of_tree()
+    output = pathlib.Path(os.path.abspath(options.output))
+    folder = output / commit
+    if options.resume:
+        report = find(output, folder, commit)
+        here = host.look()
+        check_same(report, identity(commit, options.quick, here))
+    else:
+        make(folder)
+        here = host.look()
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        report = Report(identity=identity(commit, options.quick, here), host=vars(here).copy(), started=now)
+    names = [name for name in options.steps or table if name not in options.skip]
+    done = [name for name in names if name in report.results and report.results[name].is_done]
+    if done:
+        progress(f"passed before: {', '.join(done)}")
+    collector = Collector(
+        report, folder, table, here, quick=options.quick, within_s=options.within, variables=variables
+    )
+    # Whoever stops the command from outside gets what is there, as after Ctrl-C.
+    before_this = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        collector.run([name for name in names if name not in done], required=options.steps or ())
+    finally:
+        signal.signal(signal.SIGTERM, before_this)
+    told = {name: result.status for name, result in report.results.items()}
+    print(f"{page.verdict(report)}\n{folder / page.FILE}")
+    if collector.unwritten is not None:
+        print(page.render(report, folder, table))
+    print(json.dumps({"report": str(folder), "passed": report.passed, "steps": told}))
+    return 0 if report.passed and collector.unwritten is None else 1
+
+
+def identity(commit: str, quick: bool, here: Host) -> dict[str, Any]:
+    """What must be the same when a report goes on."""
+    return {"commit": commit, "quick": quick, "device": here.device}
+
+
+def commit_of_tree() -> str:
+    """The commit, `-dirty` if the tree differs from it; says so where there is no git."""
+    commit = records.commit(CODE)
+    if commit == records.UNKNOWN_COMMIT:
+        progress("git says nothing about this folder: the report is of unknown-commit; --commit ID names it")
+        return "unknown-commit"
+    return commit
+
+
+def make(folder: pathlib.Path) -> None:
+    """Makes the folder of a new report.
+
+    Raises:
+      InputError: it cannot be made or written, or holds a report.
+    """
+    if (folder / state.FILE).exists():
+        raise InputError(
+            f"--output must not hold a report of this commit, got one in {str(folder)!r}. "
+            "Pass --resume to go on with it, or name another folder."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        state.write_whole(folder / page.FILE, "Nothing ran yet.\n")
+    except OSError as error:
+        raise InputError(
+            f"--output must be a folder that can be made and written, got {str(folder)!r} "
+            f"({error.strerror}). Name another."
+        ) from error
+
+
+def find(output: pathlib.Path, folder: pathlib.Path, commit: str) -> Report:
+    """The report to go on with.
+
+    Raises:
+      InputError: there is none of this commit.
+    """
+    if not (folder / state.FILE).exists():
+        others = sorted(path.parent.name for path in output.glob(f"*/{state.FILE}")) or "nothing"
+        raise InputError(
+            f"--resume must find a report of commit {commit} in --output, got {others}. "
+            "Start without --resume, or check out that commit."
+        )
+    return state.read(folder)
+
+
+def check_same(report: Report, wanted: Mapping[str, Any]) -> None:
+    """Raises InputError where a report is of another commit, size or device."""
+    if differing := {name: value for name, value in wanted.items() if report.identity.get(name) != value}:
+        has = {name: report.identity.get(name) for name in differing}
+        raise InputError(
+            f"--resume must go on with the same commit, device and --quick, got {differing} for a report of "
+            f"{has}. Name another --output."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Runs the steps one after the other, and writes the report again after each."""
+
+import pathlib
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+from benchmarks.command_line import progress
+from benchmarks.records import ROOT
+from benchmarks.report import page, runner, state, verdicts
+from benchmarks.report.host import Host
+from benchmarks.report.places import without_places
+from benchmarks.report.state import Ran, Report, Result
+from benchmarks.report.steps import Plan, Step, spelled
+
+NOT_STARTED_S = 1.0  # with less time left, a program is not started
+
+
+class OutOfTime(Exception):
+    """The time for the whole call is over."""
+
+
+class Collector:
+    """One call of the command: the report so far, and the time until it must end."""
+
+    def __init__(
+        self, report: Report, folder: pathlib.Path, steps: Mapping[str, Step], host: Host, *, quick: bool,
+        within_s: float | None = None, variables: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self.report, self.folder, self.steps, self.host, self.quick = report, folder, steps, host, quick
+        self.variables = dict(variables or {})
+        self.within_s = within_s
+        self.begin = time.perf_counter()
+        self.unwritten: Exception | None = None
+
+    def run(self, names: Sequence[str], required: Sequence[str] = ()) -> bool:
+        """Runs the steps `names`; one of `required` that cannot run here fails. Whether all had a turn."""
+        self._write()
+        for number, name in enumerate(names, 1):
+            try:
+                self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
+            except (KeyboardInterrupt, OutOfTime) as stop:
+                interrupted = isinstance(stop, KeyboardInterrupt)
+                why = "interrupted" if interrupted else f"--within {self.within_s:g} s is over"
+                for left in names[number - 1 :]:
+                    self.report.results[left] = Result(name=left, status="NOT RUN", reason=f"stopped: {why}")
+                self._write()
+                if interrupted:
+                    raise
+                return False
+            self._write()
+        return True
+
+    def _run_step(self, name: str, number: str, later: Sequence[str], required: bool) -> None:
+        step = self.steps[name]
+        if lack := step.lacks(self.host):
+            progress(f"{number}: {lack}")
+            self.report.results[name] = Result(
+                name=name, status="FAIL" if required else "SKIPPED", reason=lack
+            )
+            return
+        plan = step.plan(self.host, self.quick)
+        left_s = sum(self.steps[each].plan(self.host, self.quick).expected_s for each in (name, *later))
+        progress(
+            f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; "
+            f"{time.perf_counter() - self.begin:.0f} s elapsed, about {left_s:.0f} s left"
+        )
+        begin = time.perf_counter()
+        try:
+            ran, reasons = self._run_commands(step, plan)
+        except OSError as error:
+            ran, reasons = [], [f"the step cannot write its files ({error.strerror})"]
+        for leftover in step.leftovers:
+            shutil.rmtree(self.folder / name / leftover, ignore_errors=True)
+        reasons += [problem for each in ran for problem in each.problems]
+        seconds = round(time.perf_counter() - begin, 1)
+        result = Result(
+            name=name,
+            status="FAIL" if reasons else "PASS",
+            reason="; ".join(reasons),
+            seconds=seconds,
+            ran=ran,
+        )
+        self.report.results[name] = result
+        progress(f"{result.status} {name}, {seconds:.0f} s{f': {result.reason}' if result.reason else ''}")
+
+    def _run_commands(self, step: Step, plan: Plan) -> tuple[list[Ran], list[str]]:
+        """What ran, and reasons why the step failed beside the problems of its programs."""
+        out = self.folder / step.name
+        shutil.rmtree(out, ignore_errors=True)  # of a run that failed or was cut off
+        out.mkdir()
+        ran: list[Ran] = []
+        left_s = plan.limit_s
+        for number, command in enumerate(plan.commands, 1):
+            if left_s < NOT_STARTED_S:
+                return ran, [f"{len(plan.commands) - number + 1} of its commands were not started"]
+            ran.append(self._run_command(command, out, number, left_s))
+            left_s -= ran[-1].seconds
+        return ran, []
+
+    def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
+        variables, arguments = spelled(command, out)
+        log = out / f"{number}_{_title(arguments)}.log"
+        mine_s = self._left_s()
+        if mine_s < NOT_STARTED_S:
+            raise OutOfTime
+        ended = runner.run(
+            [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
+            log=log, limit_s=min(limit_s, mine_s), folder=ROOT, environment=self.variables | variables,
+            beat=lambda seconds: progress(f"  {_title(arguments)}, {seconds:.0f} s: {_said(log)}"),
+        )  # fmt: skip
+        if ended.status is None:
+            if mine_s < limit_s:
+                raise OutOfTime
+            verdict: verdicts.Verdict = ([f"timed out after {ended.seconds:.0f} s"], {})
+        else:
+            verdict = verdicts.judge(arguments, ended.status, log.read_text("utf-8", "replace"))
+        problems = [f"{_title(arguments)}: {without_places(problem, self.folder)}" for problem in verdict[0]]
+        return Ran(
+            command=command, log=log.relative_to(self.folder).as_posix(), status=ended.status,
+            seconds=round(ended.seconds, 1), problems=problems, facts=verdict[1],
+        )  # fmt: skip
+
+    def _left_s(self) -> float:
+        if self.within_s is None:
+            return float("inf")
+        return self.begin + self.within_s - time.perf_counter()
+
+    def _write(self) -> None:
+        """Writes both files. A disk that is full stops no step: what the next one frees may do."""
+        try:
+            self.report.write(self.folder)
+            page.write(self.report, self.folder, self.steps)
+            self.unwritten = None
+        except OSError as error:
+            self.unwritten = error
+            progress(f"the report could not be written ({error.strerror}); what was there before is whole")
+        except Exception as error:  # a page that cannot be made must not cost the steps that are to come
+            self.unwritten = error
+            progress(f"{page.FILE} could not be made, {state.FILE} is there: {traceback.format_exc()}")
+
+
+def _title(arguments: Sequence[str]) -> str:
+    """The module that a program runs, or the program."""
+    return arguments[arguments.index("-m") + 1] if "-m" in arguments else pathlib.Path(arguments[0]).name
+
+
+def _said(log: pathlib.Path) -> str:
+    try:
+        return verdicts.last_words(log.read_text("utf-8", "replace"))
+    except OSError:
+        return "nothing yet"

@@ -1,0 +1,67 @@
+"""Runs a program in a process group of its own, with a log and a time limit, and leaves nothing behind."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+GRACE_S = 10.0  # between asking to end and killing: pytest and the benchmarks write what they have
+BEAT_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a program ended; `status` is None where the time limit ended it."""
+
+    status: int | None
+    seconds: float
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    log: pathlib.Path,
+    limit_s: float,
+    folder: pathlib.Path,
+    environment: Mapping[str, str] | None = None,
+    beat: Callable[[float], None] = lambda seconds: None,
+    grace_s: float = GRACE_S,
+) -> Ended:
+    """Runs the program in `folder`, with all it says in `log`; calls `beat` every 20 s.
+
+    Raises:
+      OSError: the log cannot be written, or the program cannot be started.
+    """
+    begin = time.perf_counter()
+    # Unbuffered, so that a log shows how far a program came, and its streams in their order.
+    more = {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            arguments, cwd=folder, env=os.environ | more, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while (left_s := begin + limit_s - time.perf_counter()) > 0:
+                try:
+                    status = process.wait(min(BEAT_S, left_s))
+                    return Ended(status, time.perf_counter() - begin)
+                except subprocess.TimeoutExpired:
+                    beat(time.perf_counter() - begin)
+            return Ended(None, time.perf_counter() - begin)
+        finally:
+            _end(process, grace_s)
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Asks the group of a program to end, and kills what is left of it, also children that outlived it."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
