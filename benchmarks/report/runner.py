@@ -29,7 +29,6 @@ def run(
     folder: pathlib.Path,
     environment: Mapping[str, str] | None = None,
     beat: Callable[[float], None] = lambda seconds: None,
-    grace_s: float = GRACE_S,
 ) -> Ended:
     """Runs the program in `folder`, with all it says in `log`; calls `beat` every 20 s.
 
@@ -53,15 +52,15 @@ def run(
                     beat(time.perf_counter() - begin)
             return Ended(None, time.perf_counter() - begin)
         finally:
-            _end(process, grace_s)
+            _end(process)
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Asks the group of a program to end, and kills what is left of it, also children that outlived it."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
+                process.wait(GRACE_S)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
