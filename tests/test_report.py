@@ -106,7 +106,7 @@ def test_a_step_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
     assert status == 1
     assert statuses(report) == {"hang": "FAIL", "good": "PASS"}
     assert "timed out after 2 s" in line_of("hang", text)
-    assert "1 of its commands were not started" in line_of("hang", text)
+    assert "1 of its commands did not run" in line_of("hang", text)
     if pathlib.Path("/proc/self/stat").exists():
         assert not is_alive((tmp_path / "pid").read_text())
 
@@ -143,7 +143,7 @@ from nsa_jax.kernels.xla import range_attention
 right = range_attention.attend_tile
 range_attention.attend_tile = lambda *args: right(*args[:-1], 1.05 * args[-1])
 from parity.__main__ import main
-sys.exit(main(["--case", "one_query", "--output", sys.argv[1]]))
+sys.exit(main(["--case", "odd_dims", "--output", sys.argv[1]]))
 """
 
 
@@ -158,7 +158,7 @@ def test_a_kernel_with_a_wrong_scale_is_over_its_budget_and_named(tmp_path):
 
     assert status == 1
     assert statuses(report) == {"parity": "FAIL"}
-    assert re.search(r"one_query float32 \w+ \w+ is over its budget: error", line_of("parity", text))
+    assert re.search(r"odd_dims float32 \w+ \w+ is over its budget: error", line_of("parity", text))
     assert "| `slc out` |" in text
 
 
@@ -296,10 +296,11 @@ def test_resume_runs_what_is_missing_or_failed(tmp_path):
     assert "**PASS**: 3 PASS." in text
 
 
-def test_time_that_is_over_leaves_steps_for_resume(tmp_path):
+def test_time_that_is_over_leaves_programs_for_resume(tmp_path):
+    """Given a step whose first program was done when the time was over: it does not run again."""
     (tmp_path / "slow.py").write_text(f"import os, time; os.path.exists('{tmp_path}/fast') or time.sleep(60)")
-    slow = step("slow", f"python {tmp_path}/slow.py")
-    table = [step("good", GOOD), slow, step("later", GOOD)]
+    count = f'python -c \'open("{tmp_path}/count", "a").write("x")\''
+    table = [step("good", GOOD), step("slow", count, f"python {tmp_path}/slow.py"), step("later", GOOD)]
 
     first, text, before = run(tmp_path, table, "--within", "3")
     (tmp_path / "fast").touch()
@@ -310,6 +311,8 @@ def test_time_that_is_over_leaves_steps_for_resume(tmp_path):
     assert "**NOT FINISHED**" in text
     assert "stopped: --within 3 s is over" in line_of("slow", text)
     assert set(statuses(after).values()) == {"PASS"}
+    assert (tmp_path / "count").read_text() == "x"
+    assert len(after["results"]["slow"]["ran"]) == 2
 
 
 def test_an_interrupted_report_has_what_is_there(tmp_path, monkeypatch, capsys):
@@ -500,3 +503,37 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
 
     assert seen.platform == "cpu"
     assert seen.device == records.device()
+
+
+# Instead of the quick sizes: one case, and one short length of one layer.
+SHORT = {
+    "parity": ("python -m parity --dtype bfloat16 --case odd_dims --output $OUT/rows.jsonl",),
+    "decode": (
+        "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
+        "--budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
+        "python -m benchmarks.decode_summary $OUT/steps.csv",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_a_short_run_of_the_real_steps_passes(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="parity needs the extra `torch`")
+    pytest.importorskip("matplotlib", reason="the summary of decode steps needs the extra `bench`")
+    monkeypatch.undo()
+    table = steps.load()
+    for name, commands in SHORT.items():
+        plan = Plan(300.0, 30.0, commands)
+        table[name] = dataclasses.replace(table[name], plans=dict.fromkeys(table[name].plans, plan))
+    chosen = ("environment", "parity", "ranges", "decode")
+
+    status, text, report = run(tmp_path, table.values(), "--quick", "--steps", *chosen)
+
+    assert statuses(report) == dict.fromkeys(chosen, "PASS"), text
+    assert status == 0
+    assert "ceilings | copy" in text
+    assert "| `slc out` |" in text
+    assert "| `blocks from ranges` |" in text
+    assert "![steps](decode/steps.png)" in text
+    assert "reads(dec)" in text
+    assert (tmp_path / "abc" / "decode" / "steps.png").exists()

@@ -12,7 +12,7 @@ from benchmarks.records import ROOT
 from benchmarks.report import page, runner, state, verdicts
 from benchmarks.report.host import Host
 from benchmarks.report.places import without_places
-from benchmarks.report.state import Ran, Report, Result
+from benchmarks.report.state import Ran, Report, Result, Status
 from benchmarks.report.steps import Plan, Step, spelled
 
 NOT_STARTED_S = 1.0  # with less time left, a program is not started
@@ -42,12 +42,11 @@ class Collector:
             try:
                 self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
             except (KeyboardInterrupt, OutOfTime) as stop:
-                interrupted = isinstance(stop, KeyboardInterrupt)
-                why = "interrupted" if interrupted else f"--within {self.within_s:g} s is over"
-                for left in names[number - 1 :]:
-                    self.report.results[left] = Result(name=left, status="NOT RUN", reason=f"stopped: {why}")
+                for later in names[number:]:
+                    stopped = Result(name=later, status="NOT RUN", reason=self.report.results[name].reason)
+                    self.report.results.setdefault(later, stopped)
                 self._write()
-                if interrupted:
+                if isinstance(stop, KeyboardInterrupt):
                     raise
                 return False
             self._write()
@@ -67,38 +66,45 @@ class Collector:
             f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; "
             f"{time.perf_counter() - self.begin:.0f} s elapsed, about {left_s:.0f} s left"
         )
-        begin = time.perf_counter()
+        ran = self._ran_before(name, plan)
+        if not ran:
+            shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that failed
+        reasons = []
         try:
-            ran, reasons = self._run_commands(step, plan)
+            self._run_commands(step, plan, ran)
         except OSError as error:
-            ran, reasons = [], [f"the step cannot write its files ({error.strerror})"]
+            reasons = [f"the step cannot write its files ({error.strerror})"]
+        except (KeyboardInterrupt, OutOfTime) as stop:
+            interrupted = isinstance(stop, KeyboardInterrupt)
+            why = "interrupted" if interrupted else f"--within {self.within_s:g} s is over"
+            self.report.results[name] = result_of(name, "NOT RUN", [f"stopped: {why}"], ran)
+            raise
         for leftover in step.leftovers:
             shutil.rmtree(self.folder / name / leftover, ignore_errors=True)
         reasons += [problem for each in ran for problem in each.problems]
-        seconds = round(time.perf_counter() - begin, 1)
-        result = Result(
-            name=name,
-            status="FAIL" if reasons else "PASS",
-            reason="; ".join(reasons),
-            seconds=seconds,
-            ran=ran,
-        )
+        if missing := len(plan.commands) - len(ran):
+            reasons.append(f"{missing} of its commands did not run")
+        result = result_of(name, "FAIL" if reasons else "PASS", reasons, ran)
         self.report.results[name] = result
-        progress(f"{result.status} {name}, {seconds:.0f} s{f': {result.reason}' if result.reason else ''}")
+        progress(f"{result.status} {name}, {result.seconds:.0f} s{': ' * bool(reasons)}{result.reason}")
 
-    def _run_commands(self, step: Step, plan: Plan) -> tuple[list[Ran], list[str]]:
-        """What ran, and reasons why the step failed beside the problems of its programs."""
+    def _ran_before(self, name: str, plan: Plan) -> list[Ran]:
+        """The first programs of a step that was stopped between them: they need not run again."""
+        before = self.report.results.get(name)
+        if before is None or before.status != "NOT RUN" or any(each.problems for each in before.ran):
+            return []
+        same = [each.command for each in before.ran] == list(plan.commands[: len(before.ran)])
+        return before.ran.copy() if same else []
+
+    def _run_commands(self, step: Step, plan: Plan, ran: list[Ran]) -> None:
+        """Runs those that are not in `ran`, and adds them, until the time of the step is over."""
         out = self.folder / step.name
-        shutil.rmtree(out, ignore_errors=True)  # of a run that failed or was cut off
-        out.mkdir()
-        ran: list[Ran] = []
-        left_s = plan.limit_s
-        for number, command in enumerate(plan.commands, 1):
+        out.mkdir(exist_ok=True)
+        for number, command in list(enumerate(plan.commands, 1))[len(ran) :]:
+            left_s = plan.limit_s - sum(each.seconds for each in ran)
             if left_s < NOT_STARTED_S:
-                return ran, [f"{len(plan.commands) - number + 1} of its commands were not started"]
+                return
             ran.append(self._run_command(command, out, number, left_s))
-            left_s -= ran[-1].seconds
-        return ran, []
 
     def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
         variables, arguments = spelled(command, out)
@@ -140,6 +146,12 @@ class Collector:
         except Exception as error:  # a page that cannot be made must not cost the steps that are to come
             self.unwritten = error
             progress(f"{page.FILE} could not be made, {state.FILE} is there: {traceback.format_exc()}")
+
+
+def result_of(name: str, status: Status, reasons: Sequence[str], ran: list[Ran]) -> Result:
+    """The result of a step whose programs ran."""
+    seconds = round(sum(each.seconds for each in ran), 1)
+    return Result(name=name, status=status, reason="; ".join(reasons), seconds=seconds, ran=ran)
 
 
 def _title(arguments: Sequence[str]) -> str:

@@ -9,7 +9,11 @@ import os
 import subprocess
 import sys
 
+import jax
+
+from benchmarks import records
 from benchmarks.command_line import InputError
+from benchmarks.records import ROOT
 
 TIMEOUT_S = 180  # the first look at a GPU may load a driver
 
@@ -41,7 +45,7 @@ def look() -> Host:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.report.host"], capture_output=True, text=True, check=True,
-            timeout=TIMEOUT_S, env=environment,
+            timeout=TIMEOUT_S, env=environment, cwd=ROOT,
         )  # fmt: skip
         return Host(**json.loads(done.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
@@ -53,10 +57,6 @@ def look() -> Host:
 
 def main() -> int:
     """Prints the fields of `Host`."""
-    import jax
-
-    from benchmarks import records
-
     here = records.environment()
     seen = {"device": here.device, "platform": jax.default_backend(), "count": jax.device_count()}
     print(json.dumps(seen | {name: getattr(here, name) for name in ("jax", "jaxlib", "triton")}))
