@@ -136,7 +136,8 @@ def measured(row: AnyRow) -> list[str]:
 
 def refusals(report: Report) -> str:
     """What could not run here: combinations of the benchmarks, cases of parity, skipped tests, steps."""
-    lines = []
+    doctor = fact(report, "environment", "doctor")
+    lines = ["* What `nsa_jax.choose` refuses here stands under *environment*."] if doctor else []
     for name, result in report.results.items():
         if result.status == "SKIPPED":
             lines.append(f"* {name}: {result.reason}")
@@ -220,6 +221,10 @@ def without_json(path: pathlib.Path) -> str:
 def _said(each: Ran) -> str:
     """What a program that passed has to tell, in a few words."""
     facts = each.facts
+    if "doctor" in facts:
+        return f"{len(facts['doctor'].get('checks', []))} checks of operations"
+    if "rows" in facts:
+        return f"{facts['rows']} rows"
     if "passed" in facts:
         return f"{facts['passed']} passed, {facts['failed']} failed, {facts['skipped']} skipped"
     if "quantities" in facts:

@@ -87,7 +87,8 @@ def _of_parity(told: Facts) -> Verdict:
 
 def _of_benchmark(told: Facts) -> Verdict:
     red = [f"the gate is red: {what}" for what in told.get("red", [])]
-    return named(red) or ([] if told["rows"] else ["a row must be measured, got none"]), {}
+    problems = named(red) or ([] if told["rows"] else ["a row must be measured, got none"])
+    return problems, {"rows": told["rows"]}
 
 
 def _of_tests(arguments: Sequence[str]) -> Verdict:
