@@ -251,7 +251,7 @@ def test_commands_exist(page, monkeypatch):
         ("Run `python -m benchmarks.tables --fast`.\n", "refuses"),
         ("```bash\ntrue && python -m examples.drop_in --fast\n```\n", "takes no arguments"),
         ("Run `python -m benchmarks.gone`.\n", "there is no module benchmarks.gone"),
-        ("Run `python -m benchmarks.roofline`.\n", "is not a command"),
+        ("Run `python -m benchmarks.timing`.\n", "is not a command"),
         ("```bash\n.venv/bin/tox -e lint,gone\n```\n", "no environment gone"),
         ("Run `tox -e lint -- --fix`.\n", "takes no arguments"),
         ("Run `tox -e test tests/test_docs.py`.\n", "behind --"),

@@ -21,6 +21,11 @@ NOT_STARTED_S = 1.0  # with less time left, a program is not started
 class OutOfTime(Exception):
     """The time for the whole call is over."""
 
+    def __init__(self, left_s: float):
+        super().__init__(
+            f"--within must leave time for a program, got {left_s:.0f} s. Pass --resume to go on."
+        )
+
 
 class Collector:
     """One call of the command: the report so far, and the time until it must end."""
@@ -111,7 +116,7 @@ class Collector:
         log = out / f"{number}_{_title(arguments)}.log"
         mine_s = self._left_s()
         if mine_s < NOT_STARTED_S:
-            raise OutOfTime
+            raise OutOfTime(mine_s)
         ended = runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
             log=log, limit_s=min(limit_s, mine_s), folder=ROOT, environment=self.variables | variables,
@@ -119,7 +124,7 @@ class Collector:
         )  # fmt: skip
         if ended.status is None:
             if mine_s < limit_s:
-                raise OutOfTime
+                raise OutOfTime(mine_s)
             verdict: verdicts.Verdict = ([f"timed out after {ended.seconds:.0f} s"], {})
         else:
             verdict = verdicts.judge(arguments, ended.status, log.read_text("utf-8", "replace"))
