@@ -79,8 +79,9 @@ class Run:
         for strategy, arrays in there.items():
             progress(f"compiling {strategy.name} {strategy.mesh_name} {setting}")
             program = strategy.compiled(mode, arrays, options.implementation, self.config)
-            if program.peak_bytes > records.memory_bytes():
-                print(f"refused: {strategy.name} {setting}: {program.peak_bytes / 1e9:.1f} GB")
+            if program.all_bytes > (memory := records.memory_bytes()):
+                needed, there_is = f"{program.all_bytes / 1e9:.1f} GB", f"{memory / 1e9:.1f} GB"
+                print(f"refused: {strategy.name} {strategy.mesh_name} {setting}: {needed} of {there_is}")
             else:
                 programs[strategy] = program
         if not programs:

@@ -9,7 +9,7 @@ import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
-from benchmarks import records
+from benchmarks import prediction, records
 from benchmarks.command_line import InputError, Parser, command
 from benchmarks.records import AnyRow, GenerateRow, ParallelRow, Row, TrainingRow
 
@@ -33,7 +33,8 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     if written := [row for row in rows if isinstance(row, GenerateRow)]:
         return _of_generation(written)
     if spread := [row for row in rows if isinstance(row, ParallelRow)]:
-        return _of_strategies(spread)
+        shares = any(row.strategy == "share" for row in spread)
+        return _of_shares(spread) if shares else _of_strategies(spread)
     steps = [row for row in rows if isinstance(row, TrainingRow)]
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
@@ -120,16 +121,15 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
     return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
 
 
+def _setting(row: ParallelRow) -> tuple[object, ...]:
+    return row.length, row.mode, row.distribution
+
+
 def _of_strategies(rows: Sequence[ParallelRow]) -> str:
-    first = rows[0]
-
-    def setting(row: ParallelRow) -> tuple[object, ...]:
-        return row.length, row.mode, row.distribution
-
     def faster(row: ParallelRow) -> str:
-        return f"**{one[setting(row)] / row.median_ms:.2f}**" if setting(row) in one else "-"
+        return f"**{one[_setting(row)] / row.median_ms:.2f}**" if _setting(row) in one else "-"
 
-    one = {setting(row): row.median_ms for row in rows if row.strategy == "one"}
+    one = {_setting(row): row.median_ms for row in rows if row.strategy == "one"}
     cells = (
         {
             "T": f"{row.length}",
@@ -141,13 +141,49 @@ def _of_strategies(rows: Sequence[ParallelRow]) -> str:
             "one device / this": faster(row),
             "MB of each device": f"{row.peak_bytes / 1e6:.1f}",
         }
-        for row in sorted(rows, key=setting)
+        for row in sorted(rows, key=_setting)
     )
+    return "\n".join([_sizes_of_strategies(rows), "", *_table(cells)]).strip()
+
+
+def _of_shares(rows: Sequence[ParallelRow]) -> str:
+    """One device's shares, and what they let us predict of several devices."""
+
+    def share(row: ParallelRow) -> tuple[object, ...]:
+        return *_setting(row), prediction.num_devices(row)
+
+    one = {_setting(row): row.median_ms for row in rows if row.strategy == "one"}
+    cells = []
+    measured = sorted((row for row in rows if row.strategy == "share"), key=share)
+    for (*setting, devices), group in itertools.groupby(measured, share):
+        shares = list(group)
+        alone_ms = one.get(tuple(setting))
+        total_ms, messages_ms = prediction.predicted_ms(shares)
+        cells.append(
+            {
+                "T": f"{shares[0].length}",
+                "mode": shares[0].mode,
+                "selection": shares[0].distribution,
+                "devices": f"{devices}",
+                "one device, ms": "-" if alone_ms is None else f"{alone_ms:.1f}",
+                "share of the first, of the last, ms": ", ".join(f"{x.median_ms:.1f}" for x in shares),
+                "GB received": f"{prediction.received_bytes(shares[0]) / 1e9:.3f}",
+                "their ms": f"{messages_ms:.2f}",
+                "predicted ms": f"{total_ms:.1f}",
+                "one device / predicted": "-" if alone_ms is None else f"**{alone_ms / total_ms:.2f}**",
+                "MB of each device": f"{max(x.peak_bytes for x in shares) / 1e6:.1f}",
+            }
+        )
+    return "\n".join([_sizes_of_strategies(rows), "", *_table(cells)]).strip()
+
+
+def _sizes_of_strategies(rows: Sequence[ParallelRow]) -> str:
+    first = rows[0]
     heads = (
         f"{first.query_heads} query heads, {first.kv_heads} KV heads, dim {first.key_dim}/{first.value_dim}"
     )
     sizes = f"{first.implementation}, {first.dtype}, batch {first.batch}, {heads}"
-    return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+    return f"{first.device}; {sizes}; {_made_by(first)}"
 
 
 def whole_cells(row: Row, dense: Row, several: bool) -> dict[str, str]:

@@ -26,12 +26,14 @@ class Compiled:
       arguments: what `run` gives it.
       compile_s: seconds of tracing, lowering and compiling.
       peak_bytes: temporary memory, `memory_analysis().temp_size_in_bytes`: beside arguments and results.
+      all_bytes: memory of arguments, results and what is temporary, on each device.
     """
 
     call: Callable[..., Any]
     arguments: Sequence[Any]
     compile_s: float
     peak_bytes: int
+    all_bytes: int
 
     def start(self) -> Any:
         """One call, not waited for."""
@@ -70,7 +72,11 @@ def compile_for(
     compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    return Compiled(compiled, arguments, seconds, 0 if memory is None else memory.temp_size_in_bytes)
+    if memory is None:
+        return Compiled(compiled, arguments, seconds, 0, 0)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.temp_size_in_bytes
+    return Compiled(compiled, arguments, seconds, peak, memory.argument_size_in_bytes + results + peak)
 
 
 def seconds_of(run: Callable[[], Any], calls: int = 1) -> float:

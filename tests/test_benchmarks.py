@@ -5,6 +5,7 @@ import itertools
 import json
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from benchmarks import (
     inputs,
     parallel,
     plot,
+    prediction,
     records,
     roofline,
     shares,
@@ -878,6 +880,24 @@ def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_pat
     meshes = [("one", "one"), ("share", "0 of 2"), ("share", "1 of 2")]
     assert [(row["strategy"], row["mesh"]) for row in rows] == meshes
     assert [faster["mesh"] for faster in summary["faster_than_one_device"]] == ["0 of 2", "1 of 2"]
+    one, *two = records.read(path)
+    token = 1 * (8 + 8) * 4
+    # Half of all keys, a fourth of that in blocks, and the tokens before each of two chunks.
+    received = token * (128 + 128 / 4 + 2 * (23 + 4))
+    assert prediction.received_bytes(two[0]) == received
+    predicted_ms = max(row.median_ms for row in two) + 1e3 * received / 450e9
+    table = tables.markdown([one, *two])
+    assert f"| {predicted_ms:.1f} | **{one.median_ms / predicted_ms:.2f}** |" in table
+
+
+def test_the_documented_bytes_of_messages():
+    """`docs/parallel.md`, "What moves": the forward pass for 4 KV heads of 128/128 in bfloat16."""
+    sizes = dict(batch=1, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16", mode="fwd")
+    for length, devices, megabytes in ((65536, 2, 73), (1 << 20, 8, 1999)):
+        row = types.SimpleNamespace(
+            **sizes, length=length, mesh=f"0 of {devices}", config=dataclasses.asdict(NSAConfig())
+        )
+        assert round(prediction.received_bytes(row) / 1e6) == megabytes
 
 
 GENERATE = [
