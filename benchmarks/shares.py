@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from benchmarks import timing
 from benchmarks.inputs import Shape
@@ -27,6 +28,8 @@ from nsa_jax.parallel.devices import Devices
 from nsa_jax.parallel.shards import Shards
 
 KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
+
+AXIS = "context"
 
 type Messages = list[Array]  # of one device, in the order in which its program sends them
 type Route = tuple[tuple[int, int], ...] | None  # senders and receivers of a message; None: an all-gather
@@ -91,6 +94,11 @@ class Share(NamedTuple):
         return f"{self.device} of {self.num_devices}"
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh of the device that is there."""
+        return Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+
+    @property
     def gate_name(self) -> str:
         """What the gate checks in one go: the shares of all devices."""
         return f"share of {self.num_devices}"
@@ -103,13 +111,14 @@ class Share(NamedTuple):
 
     def put(self, arrays: Mapping[str, np.ndarray], config: NSAConfig) -> dict[str, Any]:
         """Puts on the device what it has and receives, and cotangents of its output and of what it sends."""
-        parts = [self._replace(device=i).part(arrays) for i in range(self.num_devices)]
-        routes, sent = exchange(parts, config)
-        mine = jax.device_put(parts[self.device])
+        keys = {name: arrays[name] for name in KEYS_VALUES}
+        parts = [self._replace(device=i).part(keys) for i in range(self.num_devices)]
+        routes, sent = exchange(jax.device_put(parts), config)
+        mine = jax.device_put(self.part(arrays))
         # A time does not depend on the cotangents of messages. These have the right shapes.
         cotangents = mine.pop("cotangent"), sent[self.device]
         received = carry(routes, sent, self.device)
-        return dict(operands=(mine, received, jnp.int32(self.device)), cotangents=cotangents)
+        return dict(operands=(mine, received, _number(self.device)), cotangents=cotangents)
 
     def part(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The tokens of the device, on the host."""
@@ -119,9 +128,15 @@ class Share(NamedTuple):
 
     def function(self, mode: str, implementation: str, config: NSAConfig) -> Callable[..., Any]:
         """The program of a mode: a function of `operands`, in `fwd_bwd` also of `cotangents`."""
-        run = functools.partial(
-            attend, num_devices=self.num_devices, config=config, implementation=implementation
-        )
+        settings: dict[str, Any] = dict(config=config, implementation=implementation)
+        attend: Callable[..., Any] = functools.partial(_attend, num_devices=self.num_devices, **settings)
+
+        def run(arrays, received, number):
+            # As in the real program, where kernels know that arrays vary over a mesh.
+            spec = PartitionSpec(None, AXIS)
+            specs: dict[str, Any] = dict(in_specs=(spec, spec, PartitionSpec(AXIS)), out_specs=spec)
+            return jax.shard_map(attend, mesh=self.mesh, **specs)(arrays, received, number)
+
         if mode == "fwd":
             return run
 
@@ -161,7 +176,7 @@ class Share(NamedTuple):
         return {name: from_zigzag(x, self.num_devices) for name, x in joined.items()}
 
 
-def attend(
+def _attend(
     arrays: Mapping[str, Any],
     received: Messages,
     number: Array,
@@ -175,7 +190,7 @@ def attend(
     Args:
       arrays: by name, the tokens of this device.
       received: what the others send.
-      number: which device this is.
+      number: which device this is, `[1]`.
       num_devices: number of devices.
       config: block structure.
       implementation: as in `context_attention`.
@@ -183,7 +198,7 @@ def attend(
     Returns:
       The output for the tokens of this device, and what it sends.
     """
-    operands, devices = _exchanged(arrays, received, number, num_devices, config)
+    operands, devices = _exchanged(arrays, received, number[0], num_devices, config)
     out = attention.native_sparse_attention(
         **{**arrays, **operands}, config=config, implementation=implementation
     )
@@ -197,14 +212,14 @@ def exchange(parts: Sequence[Mapping[str, Any]], config: NSAConfig) -> tuple[lis
 
     @jax.jit
     def send(keys: Mapping[str, Array], received: Messages | None, number: Array) -> Messages:
-        _, devices = _exchanged(keys, received, number, len(parts), config)
+        _, devices = _exchanged(keys, received, number[0], len(parts), config)
         routes[:] = devices.routes
         return devices.sent
 
     # Blocks are right once the tokens before each chunk have arrived.
-    sent = [send(part, None, jnp.int32(i)) for i, part in enumerate(keys)]
+    sent = [send(part, None, _number(i)) for i, part in enumerate(keys)]
     received = [carry(routes, sent, i) for i in range(len(parts))]
-    return routes, [send(part, received[i], jnp.int32(i)) for i, part in enumerate(keys)]
+    return routes, [send(part, received[i], _number(i)) for i, part in enumerate(keys)]
 
 
 def carry(routes: Sequence[Route], sent: Sequence[Messages], device: int) -> Messages:
@@ -220,6 +235,10 @@ def carry(routes: Sequence[Route], sent: Sequence[Messages], device: int) -> Mes
     return received
 
 
+def _number(device: int) -> Array:
+    return jnp.full(1, device, jnp.int32)
+
+
 def _exchanged(
     arrays: Mapping[str, Array],
     received: Messages | None,
@@ -227,7 +246,7 @@ def _exchanged(
     num_devices: int,
     config: NSAConfig,
 ) -> tuple[dict[str, Any], Absent]:
-    devices = Absent("context", num_devices, number, received)
+    devices = Absent(AXIS, num_devices, number, received)
     shards = Shards.of(devices, "zigzag", arrays["key_slc"].shape[1], config)
     pairs = [(arrays[f"key_{branch}"], arrays[f"value_{branch}"]) for branch in ("cmp", "slc", "win")]
     return exchanged(shards, *pairs, compress=Compression(), config=config), devices
