@@ -163,8 +163,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="T",
         help="tokens of a row; default: 4096",
     )
+    parser.add_argument(
+        "--strategies",
+        nargs="*",
+        choices=STRATEGIES,
+        default=list(STRATEGIES),
+        help="how attention is spread, or nothing, for shares alone; default: all",
+    )
     for name, choices, default, meaning in (
-        ("strategies", STRATEGIES, STRATEGIES, "how attention is spread; default: all"),
         ("modes", MODES, MODES, "forward, or forward and backward in one program; default: both"),
         ("distributions", DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn; default: both"),
     ):
@@ -200,6 +206,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")
+    if not options.strategies and not options.shares:
+        raise InputError("--strategies or --shares must name something, got neither. Pass --strategies one.")
     if options.devices > jax.device_count():
         raise InputError(
             f"--devices must be at most the {jax.device_count()} of this machine, got {options.devices}. "

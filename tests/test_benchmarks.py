@@ -866,6 +866,23 @@ def test_the_shares_of_all_devices_are_the_whole(monkeypatch, wrong):
     assert verdict.green == (wrong is None), verdict
 
 
+def test_a_share_varies_over_a_mesh_as_in_the_real_program(monkeypatch):
+    """A kernel may choose by it: with `mosaic_gpu` a share outside of `shard_map` was another program."""
+    seen = []
+
+    def attend(query, **_):
+        seen.append(jax.typeof(query).manual_axis_type.varying)
+        return query
+
+    monkeypatch.setattr(operations, "native_sparse_attention", attend)
+    share, shape = shares.Share(0, 2), inputs.Shape(length=256)
+    _, arrays = strategies.draw("random", "xla", shape, SMALL)
+
+    jax.eval_shape(share.function("fwd", "xla", SMALL), *share.put(arrays, SMALL)["operands"])
+
+    assert seen == [{"context"}]
+
+
 def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(strategies, "check", lambda *_: gate.Verdict(0.5, "out"))
