@@ -98,7 +98,8 @@ def test_kernels_compile_with_the_public_api_alone(capfd, monkeypatch):
 
 
 def test_this_jax_has_what_the_private_form_needs():
-    assert unstable.best_form() is unstable.Form.PRIVATE
+    old = jax.__version_info__ < (0, 11, 2)  # without arrivals that depend on a condition
+    assert unstable.best_form() is (unstable.Form.PUBLIC if old else unstable.Form.PRIVATE)
 
 
 @pytest.mark.slow
