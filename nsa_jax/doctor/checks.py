@@ -3,7 +3,8 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -51,13 +52,17 @@ def checks(
     for dtype in dtypes:
         rng = np.random.default_rng(seed)
         operands = draw(rng, dtype)
-        for subject in itertools.chain(operations.subjects(operands, rng), steps.subjects(operands, rng)):
-            if subject.operation not in only:
-                continue
-            implementations = [name for name in IMPLEMENTATIONS if _runs(name, subject)]
-            expected = subject.expect()
-            for implementation in implementations:
-                yield _check(subject, implementation, dtype, expected)
+        every = itertools.chain(operations.subjects(operands, rng), steps.subjects(operands, rng))
+        subjects = [subject for subject in every if subject.operation in only]
+        oracle = ThreadPoolExecutor(1)  # compiles while the implementations do: half of the time
+        try:
+            expected = [oracle.submit(subject.expect) for subject in subjects]
+            for subject, future in zip(subjects, expected, strict=True):
+                for implementation in IMPLEMENTATIONS:
+                    if _runs(implementation, subject):
+                        yield _check(subject, implementation, dtype, future.result)
+        finally:
+            oracle.shutdown(wait=False, cancel_futures=True)
 
 
 def _runs(implementation: str, subject: Subject) -> bool:
@@ -68,7 +73,9 @@ def _runs(implementation: str, subject: Subject) -> bool:
     return nsa_jax.unsupported_reason(subject.operation, implementation, *arrays, config=CONFIG) is None
 
 
-def _check(subject: Subject, implementation: str, dtype: str, expected: dict[str, Expected]) -> list[Check]:
+def _check(
+    subject: Subject, implementation: str, dtype: str, expected: Callable[[], dict[str, Expected]]
+) -> list[Check]:
     began = time.perf_counter()
     what = subject.operation, implementation, dtype
     try:
@@ -79,7 +86,7 @@ def _check(subject: Subject, implementation: str, dtype: str, expected: dict[str
     seconds = time.perf_counter() - began
     return [
         Check(*what, name, distance(found[name], exact), budget, seconds)
-        for name, (exact, budget) in expected.items()
+        for name, (exact, budget) in expected().items()
     ]
 
 
