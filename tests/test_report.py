@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from unittest import mock
 
 import pytest
 from messages import has_form
@@ -251,14 +252,14 @@ def test_a_disk_that_fills_up_ends_in_status_1_with_whole_files(tmp_path, monkey
 
     def fills_up(number):
         calls.append(number)
-        return right(number) if len(calls) <= 5 else full()  # two files before, and after the first step
+        return right(number) if len(calls) <= 5 else full()  # two files at first, and after the first step
 
     monkeypatch.setattr(os, "fsync", fills_up)
 
     status, text, report = run(tmp_path, [step("first", GOOD), step("second", GOOD)])
 
     assert status == 1
-    assert statuses(report) == {"first": "PASS"}
+    assert statuses(report) == {"first": "PASS", "second": "NOT RUN"}
     assert "| first | PASS |" in text
     printed = capsys.readouterr()
     assert "the report could not be written (No space left on device)" in printed.err
@@ -266,14 +267,35 @@ def test_a_disk_that_fills_up_ends_in_status_1_with_whole_files(tmp_path, monkey
     assert not list(tmp_path.rglob(".report*"))
 
 
+def test_a_full_disk_has_room_for_the_report_that_says_so(tmp_path, monkeypatch):
+    """Given a disk that takes a new report only once something was deleted."""
+    right = state.write_whole
+
+    def without_room(path, text):
+        if "| next | PASS |" in text and (tmp_path / "abc" / ".room").exists():
+            full()
+        right(path, text)
+
+    monkeypatch.setattr(page, "write_whole", without_room)
+
+    status, text, _ = run(tmp_path, [step("good", GOOD), step("next", GOOD)])
+
+    assert status == 0
+    assert "| next | PASS |" in text
+    assert not (tmp_path / "abc" / ".room").exists()
+
+
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_step_that_finds_the_disk_full_is_named(tmp_path):
+def test_a_step_that_finds_the_disk_full_is_named(tmp_path, monkeypatch):
+    free = mock.Mock(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     fills = step("fills", 'python -c \'print(1, file=open("/dev/full", "w"), flush=True)\'')
 
     status, text, _ = run(tmp_path, [fills, step("good", GOOD)])
 
     assert status == 1
     assert "No space left on device" in line_of("fills", text)
+    assert "; the disk is full |" in line_of("fills", text)
     assert "| good | PASS |" in text
 
 
@@ -331,6 +353,7 @@ def test_an_interrupted_report_has_what_is_there(tmp_path, monkeypatch, capsys):
     assert status == 130
     assert statuses(report) == {"good": "PASS", "stops": "NOT RUN", "later": "NOT RUN"}
     assert "stopped: interrupted" in line_of("stops", text)
+    assert "not yet" in line_of("later", text)
     assert capsys.readouterr().err.endswith("benchmarks.report: interrupted\n")
 
 

@@ -1,11 +1,12 @@
 """Runs the steps one after the other, and writes the report again after each."""
 
+import contextlib
 import pathlib
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.command_line import progress
 from benchmarks.records import ROOT
@@ -15,16 +16,12 @@ from benchmarks.report.places import without_places
 from benchmarks.report.state import Ran, Report, Result, Status
 from benchmarks.report.steps import Plan, Step, spelled
 
+ROOM, ROOM_BYTES = ".room", 1 << 19
 NOT_STARTED_S = 1.0  # with less time left, a program is not started
 
 
 class OutOfTime(Exception):
     """The time for the whole call is over."""
-
-    def __init__(self, left_s: float):
-        super().__init__(
-            f"--within must leave time for a program, got {left_s:.0f} s. Pass --resume to go on."
-        )
 
 
 class Collector:
@@ -42,20 +39,20 @@ class Collector:
 
     def run(self, names: Sequence[str], required: Sequence[str] = ()) -> bool:
         """Runs the steps `names`; one of `required` that cannot run here fails. Whether all had a turn."""
-        self._write()
-        for number, name in enumerate(names, 1):
-            try:
-                self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
-            except (KeyboardInterrupt, OutOfTime) as stop:
-                for later in names[number:]:
-                    stopped = Result(name=later, status="NOT RUN", reason=self.report.results[name].reason)
-                    self.report.results.setdefault(later, stopped)
-                self._write()
-                if isinstance(stop, KeyboardInterrupt):
-                    raise
-                return False
+        for name in names:  # whatever ends this process, no page says that all is done
+            self.report.results.setdefault(name, Result(name=name, status="NOT RUN", reason="not yet"))
+        with room_for_a_report(self.folder):
             self._write()
-        return True
+            for number, name in enumerate(names, 1):
+                try:
+                    self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
+                except (KeyboardInterrupt, OutOfTime) as stop:
+                    self._write()
+                    if isinstance(stop, KeyboardInterrupt):
+                        raise
+                    return False
+                self._write()
+            return True
 
     def _run_step(self, name: str, number: str, later: Sequence[str], required: bool) -> None:
         step = self.steps[name]
@@ -89,6 +86,8 @@ class Collector:
         reasons += [problem for each in ran for problem in each.problems]
         if missing := len(plan.commands) - len(ran):
             reasons.append(f"{missing} of its commands did not run")
+        if reasons and shutil.disk_usage(self.folder).free < ROOM_BYTES:
+            reasons.append("the disk is full")  # a program cannot write that into its log
         result = result_of(name, "FAIL" if reasons else "PASS", reasons, ran)
         self.report.results[name] = result
         progress(f"{result.status} {name}, {result.seconds:.0f} s{': ' * bool(reasons)}{result.reason}")
@@ -114,17 +113,15 @@ class Collector:
     def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
         variables, arguments = spelled(command, out)
         log = out / f"{number}_{_title(arguments)}.log"
-        mine_s = self._left_s()
-        if mine_s < NOT_STARTED_S:
-            raise OutOfTime(mine_s)
+        self._check_time()
         ended = runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
-            log=log, limit_s=min(limit_s, mine_s), folder=ROOT, environment=self.variables | variables,
+            log=log, limit_s=min(limit_s, self._left_s()), folder=ROOT,
+            environment=self.variables | variables,
             beat=lambda seconds: progress(f"  {_title(arguments)}, {seconds:.0f} s: {_said(log)}"),
         )  # fmt: skip
         if ended.status is None:
-            if mine_s < limit_s:
-                raise OutOfTime(mine_s)
+            self._check_time()
             verdict: verdicts.Verdict = ([f"timed out after {ended.seconds:.0f} s"], {})
         else:
             verdict = verdicts.judge(arguments, ended.status, log.read_text("utf-8", "replace"))
@@ -139,11 +136,20 @@ class Collector:
             return float("inf")
         return self.begin + self.within_s - time.perf_counter()
 
+    def _check_time(self) -> None:
+        if (left_s := self._left_s()) < NOT_STARTED_S:
+            raise OutOfTime(
+                f"--within must leave time for a program, got {left_s:.0f} s. Pass --resume to go on."
+            )
+
     def _write(self) -> None:
         """Writes both files. A disk that is full stops no step: what the next one frees may do."""
         try:
-            self.report.write(self.folder)
-            page.write(self.report, self.folder, self.steps)
+            try:
+                self._write_both()
+            except OSError:
+                give_up_room(self.folder)
+                self._write_both()
             self.unwritten = None
         except OSError as error:
             self.unwritten = error
@@ -151,6 +157,26 @@ class Collector:
         except Exception as error:  # a page that cannot be made must not cost the steps that are to come
             self.unwritten = error
             progress(f"{page.FILE} could not be made, {state.FILE} is there: {traceback.format_exc()}")
+
+    def _write_both(self) -> None:
+        self.report.write(self.folder)
+        page.write(self.report, self.folder, self.steps)
+
+
+@contextlib.contextmanager
+def room_for_a_report(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps some of the disk meanwhile, so that a report can still say that the disk is full."""
+    try:
+        with contextlib.suppress(OSError):
+            (folder / ROOM).write_bytes(bytes(ROOM_BYTES))
+        yield
+    finally:
+        give_up_room(folder)
+
+
+def give_up_room(folder: pathlib.Path) -> None:
+    """Frees what was kept."""
+    (folder / ROOM).unlink(missing_ok=True)
 
 
 def result_of(name: str, status: Status, reasons: Sequence[str], ran: list[Ran]) -> Result:
