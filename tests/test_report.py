@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from messages import has_form
+from test_docs_code import wrong_with
 
 from benchmarks import records
 from benchmarks.report import __main__ as program
@@ -337,6 +338,22 @@ def test_time_that_is_over_leaves_programs_for_resume(tmp_path):
     assert len(after["results"]["slow"]["ran"]) == 2
 
 
+def test_a_step_that_does_not_fit_makes_room_for_smaller_ones(tmp_path, capsys):
+    """Given a failed step that would take longer than there is: it is not begun, and what it left stays."""
+    bad = step("long", "python -c 'import sys; sys.exit(3)'")
+    long_plan = dataclasses.replace(next(iter(bad.plans.values())), expected_s=500.0, limit_s=900.0)
+    long = dataclasses.replace(bad, plans=dict.fromkeys(bad.plans, long_plan))
+    table = [step("first", GOOD), long, step("short", GOOD)]
+    run(tmp_path, table, "--steps", "long")
+
+    status, _, report = run(tmp_path, table, "--resume", "--within", "100")
+
+    assert status == 1
+    assert statuses(report) == {"long": "FAIL", "first": "PASS", "short": "PASS"}
+    assert len(report["results"]["long"]["ran"]) == 1
+    assert "no time for long: --within must leave 500 s for its next program, got" in capsys.readouterr().err
+
+
 def test_an_interrupted_report_has_what_is_there(tmp_path, monkeypatch, capsys):
     right = runner.run
 
@@ -509,6 +526,16 @@ def test_every_step_has_four_plans_whose_commands_are_those_of_the_repository():
         for plan in each.plans.values():
             assert 0 < plan.expected_s < plan.limit_s
             assert all(re.match(pattern, command) for command in plan.commands)
+
+
+def test_every_command_of_the_steps_takes_its_options(monkeypatch, tmp_path):
+    """Those of a GPU, too, which no machine of ours runs on every change."""
+    pytest.importorskip("optax", reason="the training needs the extra `train`")
+    for each in steps.load().values():
+        for plan in each.plans.values():
+            for command in plan.commands:
+                arguments = steps.spelled(command, tmp_path)[1]
+                assert wrong_with(arguments, monkeypatch) is None, command
 
 
 def test_a_command_is_spelled_as_a_shell_does(tmp_path):

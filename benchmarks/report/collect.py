@@ -35,10 +35,14 @@ class Collector:
         self.variables = dict(variables or {})
         self.within_s = within_s
         self.begin = time.perf_counter()
+        self.has_run = False
         self.unwritten: Exception | None = None
 
-    def run(self, names: Sequence[str], required: Sequence[str] = ()) -> bool:
-        """Runs the steps `names`; one of `required` that cannot run here fails. Whether all had a turn."""
+    def run(self, names: Sequence[str], required: Sequence[str] = ()) -> None:
+        """Runs the steps `names`, of which those in `required` fail if they cannot run here.
+
+        A step that does not fit into the time that is left makes room for smaller ones.
+        """
         for name in names:  # whatever ends this process, no page says that all is done
             self.report.results.setdefault(name, Result(name=name, status="NOT RUN", reason="not yet"))
         with room_for_a_report(self.folder):
@@ -46,13 +50,10 @@ class Collector:
             for number, name in enumerate(names, 1):
                 try:
                     self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
-                except (KeyboardInterrupt, OutOfTime) as stop:
+                except OutOfTime as reason:
+                    progress(f"step {number} of {len(names)}: no time for {name}: {reason}")
+                finally:
                     self._write()
-                    if isinstance(stop, KeyboardInterrupt):
-                        raise
-                    return False
-                self._write()
-            return True
 
     def _run_step(self, name: str, number: str, later: Sequence[str], required: bool) -> None:
         step = self.steps[name]
@@ -68,6 +69,7 @@ class Collector:
             f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; "
             f"{time.perf_counter() - self.begin:.0f} s elapsed, about {left_s:.0f} s left"
         )
+        self._check_time(_share_s(plan))
         ran = self._ran_before(name, plan)
         if not ran:
             shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that failed
@@ -108,12 +110,13 @@ class Collector:
             left_s = plan.limit_s - sum(each.seconds for each in ran)
             if left_s < NOT_STARTED_S:
                 return
+            self._check_time(_share_s(plan))
             ran.append(self._run_command(command, out, number, left_s))
 
     def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
         variables, arguments = spelled(command, out)
         log = out / f"{number}_{_title(arguments)}.log"
-        self._check_time()
+        self.has_run = True
         ended = runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
             log=log, limit_s=min(limit_s, self._left_s()), folder=ROOT,
@@ -121,7 +124,7 @@ class Collector:
             beat=lambda seconds: progress(f"  {_title(arguments)}, {seconds:.0f} s: {_said(log)}"),
         )  # fmt: skip
         if ended.status is None:
-            self._check_time()
+            self._check_time(NOT_STARTED_S)
             verdict: verdicts.Verdict = ([f"timed out after {ended.seconds:.0f} s"], {})
         else:
             verdict = verdicts.judge(arguments, ended.status, log.read_text("utf-8", "replace"))
@@ -136,10 +139,13 @@ class Collector:
             return float("inf")
         return self.begin + self.within_s - time.perf_counter()
 
-    def _check_time(self) -> None:
-        if (left_s := self._left_s()) < NOT_STARTED_S:
+    def _check_time(self, needed_s: float) -> None:
+        """Raises OutOfTime if a program would not end in time; the first one may try in any case."""
+        left_s = self._left_s()
+        if left_s < (needed_s if self.has_run else NOT_STARTED_S):
             raise OutOfTime(
-                f"--within must leave time for a program, got {left_s:.0f} s. Pass --resume to go on."
+                f"--within must leave {needed_s:.0f} s for its next program, got {left_s:.0f} s. "
+                "Pass --resume to go on."
             )
 
     def _write(self) -> None:
@@ -177,6 +183,11 @@ def room_for_a_report(folder: pathlib.Path) -> Iterator[None]:
 def give_up_room(folder: pathlib.Path) -> None:
     """Frees what was kept."""
     (folder / ROOM).unlink(missing_ok=True)
+
+
+def _share_s(plan: Plan) -> float:
+    """About what a program of the plan takes."""
+    return max(plan.expected_s / len(plan.commands), NOT_STARTED_S)
 
 
 def result_of(name: str, status: Status, reasons: Sequence[str], ran: list[Ran]) -> Result:
