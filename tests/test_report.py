@@ -490,6 +490,15 @@ def test_rows_without_a_committed_one_say_so():
     assert comparison.summary(found) == "The repository has none of the 2 measurements of this machine."
 
 
+def test_older_rows_of_decode_steps_are_found_though_they_say_less():
+    old = dataclasses.replace(ROWS[0], num_layers=None, new_tokens=None, compression=None, mode="decode")
+    here = dataclasses.replace(ROWS[0], mode="decode")
+
+    assert [pair.committed for pair in comparison.pairs([here], [old])] == [old]
+    assert [pair.committed for pair in comparison.pairs([old], [here])] == [None]
+    assert comparison.pairs([here], [dataclasses.replace(here, num_layers=7)])[0].committed is None
+
+
 def test_every_committed_row_is_found_by_its_own_setting():
     rows = comparison.committed_rows()
 

@@ -14,9 +14,11 @@ COMMITTED = records.ROOT / "benchmarks" / "results"
 # What two rows must share to be of the same measurement.
 SETTING = (
     *("benchmark", "operation", "implementation", "mode", "distribution", "strategy", "mesh", "attention"),
-    *("batch", "length", "new_tokens", "query_heads", "kv_heads", "key_dim", "value_dim", "model_dim"),
-    *("dtype", "compression", "num_layers", "config"),
+    *("batch", "length", "query_heads", "kv_heads", "key_dim", "value_dim", "model_dim"),
+    *("dtype", "config"),
 )
+# The same of decode steps; rows of before version 0.2 say none of it, and had one setting.
+OF_DECODING = ("new_tokens", "compression", "num_layers")
 # Of a model: its later options have defaults that older rows do not name.
 MODEL = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "dtype")
 
@@ -59,9 +61,16 @@ def pairs(rows: Iterable[AnyRow], committed: Iterable[AnyRow]) -> list[Pair]:
 
     def nearest(row: AnyRow) -> AnyRow | None:
         same = [other for other in known.get(setting(row), []) if is_gpu(other) == is_gpu(row)]
+        same = [other for other in same if decodes_alike(row, other)]
         return max(same, key=lambda other: (likeness(row, other), other.run_id), default=None)
 
     return [Pair(row, nearest(row)) for row in rows]
+
+
+def decodes_alike(row: AnyRow, committed: AnyRow) -> bool:
+    """Whether a committed row is of the same kind of step, as far as it says so."""
+    told = {name: getattr(committed, name, None) for name in OF_DECODING}
+    return all(value is None or value == getattr(row, name, None) for name, value in told.items())
 
 
 def is_gpu(row: AnyRow) -> bool:
