@@ -497,6 +497,10 @@ def test_older_rows_of_decode_steps_are_found_though_they_say_less():
     assert [pair.committed for pair in comparison.pairs([here], [old])] == [old]
     assert [pair.committed for pair in comparison.pairs([old], [here])] == [None]
     assert comparison.pairs([here], [dataclasses.replace(here, num_layers=7)])[0].committed is None
+    dense = dict(operation="dense_attention", mode="decode")
+    ours, theirs = (dataclasses.replace(ROWS[0], implementation=x, **dense) for x in ("xla", "jax_nn"))
+    old = dataclasses.replace(old, implementation="xla", **dense)
+    assert [pair.committed for pair in comparison.pairs([ours, theirs], [old])] == [None, old]
 
 
 def test_every_committed_row_is_found_by_its_own_setting():

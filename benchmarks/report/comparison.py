@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import records
-from benchmarks.records import AnyRow, GenerateRow
+from benchmarks.records import AnyRow, GenerateRow, Row
 
 COMMITTED = records.ROOT / "benchmarks" / "results"
 # What two rows must share to be of the same measurement.
 SETTING = (
-    *("benchmark", "operation", "implementation", "mode", "distribution", "strategy", "mesh", "attention"),
+    *("benchmark", "operation", "mode", "distribution", "strategy", "mesh", "attention"),
     *("batch", "length", "query_heads", "kv_heads", "key_dim", "value_dim", "model_dim"),
     *("dtype", "config"),
 )
@@ -43,7 +43,7 @@ def milliseconds(row: AnyRow) -> float:
 
 def setting(row: AnyRow) -> tuple[Any, ...]:
     """What was measured, without where and when."""
-    found = [getattr(row, name, None) for name in SETTING]
+    found = [implementation(row), *(getattr(row, name, None) for name in SETTING)]
     model = getattr(row, "model", {})
     return tuple(map(str, [*found, *(model.get(name) for name in MODEL)]))
 
@@ -65,6 +65,13 @@ def pairs(rows: Iterable[AnyRow], committed: Iterable[AnyRow]) -> list[Pair]:
         return max(same, key=lambda other: (likeness(row, other), other.run_id), default=None)
 
     return [Pair(row, nearest(row)) for row in rows]
+
+
+def implementation(row: AnyRow) -> str | None:
+    """What ran. In decode rows of before version 0.2 dense attention by xla was that of `jax.nn`."""
+    if isinstance(row, Row) and row.benchmark == "decode" and row.num_layers is None:
+        return "jax_nn" if row.operation == "dense_attention" else row.implementation
+    return getattr(row, "implementation", None)
 
 
 def decodes_alike(row: AnyRow, committed: AnyRow) -> bool:
