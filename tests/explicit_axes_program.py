@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from modules import MODEL, abstract, randomised
 from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, random
 
-from nsa_jax import attention
+from nsa_jax import attention, reference
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer
 from nsa_jax.nn import DenseAttention
@@ -81,6 +81,20 @@ def operations() -> None:
     results, gradients = jax.eval_shape(values_and_gradients, positions, segment_ids, *by_heads, *others)
     assert {x.sharding.spec[2] for x in (*results, gradients[0])} == {"tensor"}
     assert {x.sharding.spec[2] for x in gradients[1:]} == {None}
+
+
+def the_reference() -> None:
+    """The reference runs on explicit axes too, and leaves its results there."""
+    positions, segment_ids, _, *operands = drawn()
+
+    @jit
+    def attend(positions, segment_ids, *operands):
+        rows = dict(query_positions=positions, segment_ids=segment_ids)
+        return reference.native_sparse_attention(*operands, config=OVERLAPPING, **rows)
+
+    found = attend(*put((positions, segment_ids, *operands), "data", None, "tensor"))
+    agree(found, attend(positions, segment_ids, *operands))
+    assert specs(found) == [P("data", None, "tensor", None)]
 
 
 def shared_keys() -> None:
@@ -230,7 +244,7 @@ def empty_caches() -> None:
 
 def main() -> int:
     jax.config.update("jax_enable_x64", True)
-    for check in (operations, shared_keys, layers, training, decoding, empty_caches):
+    for check in (operations, the_reference, shared_keys, layers, training, decoding, empty_caches):
         start = time.perf_counter()
         check()
         print(f"{check.__name__}: ok, {time.perf_counter() - start:.1f} s", flush=True)

@@ -66,10 +66,13 @@ def main(root: pathlib.Path) -> None:
     assert all((x == y).all() for x, y in zip(resumed[1], whole[1], strict=True))
     print("resumed bit for bit")
 
-    elsewhere = train(RunFolder(root / "elsewhere"), MeshSizes(fsdp=2, tensor=2), resume=True)
+    other_mesh = MeshSizes(fsdp=2, tensor=2)
+    elsewhere = train(RunFolder(root / "elsewhere"), other_mesh, resume=True)
     np.testing.assert_allclose(elsewhere[0], whole[0], rtol=0, atol=1e-10)
     for x, y in zip(elsewhere[1], whole[1], strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-9)
+    # The embedding of tokens was once divided like its table, by features, and then sent to its rows.
+    assert "all-to-all" not in training._compile_update(SETTINGS, other_mesh)[1].as_text()
     print("resumed on another mesh")
 
     one = train(RunFolder(root / "one"), ONE_DEVICE)

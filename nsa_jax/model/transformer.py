@@ -63,6 +63,7 @@ class Transformer(nnx.Module):
             config.model_dim,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
+            promote_dtype=products.promote_table,
             embedding_metadata=sharding_metadata(sharding, "vocab", "model"),
             rngs=rngs,
         )

@@ -48,6 +48,15 @@ def promote_rows(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> 
     return x, *rows(x, *parameters)
 
 
+def promote_table(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """The `promote_dtype` of an embedding, whose table is gathered over all axes but that of the vocabulary.
+
+    XLA would otherwise divide the looked-up vectors like the table, and gather them all for that.
+    """
+    (table,) = nnx.nn.dtypes.promote_dtype(arrays, dtype=dtype, inexact=inexact)
+    return (_reshard(table, table, *jax.typeof(table).sharding.spec[:1]),)
+
+
 def add_rows(x: Float[Array, "B T ..."], kernel: Array, *args: Any, **options: Any) -> Array:
     """The `dot_general` of a projection by rows: the parts of the sum are added up over the devices."""
     return jax.lax.dot_general(x, kernel, *args, **options | dict(out_sharding=of_tokens(x)))
