@@ -9,22 +9,37 @@ import host_devices
 import jax
 import pytest
 
-pytest.importorskip("optax", reason="the program trains, which needs the extra `train`")
+pytest.importorskip("optax", reason="the programs train, which needs the extra `train`")
+pytest.importorskip("orbax.checkpoint", reason="the example needs the extra `train`")
+pytest.importorskip("tqdm", reason="the example needs the extra `train`")
+pytest.importorskip("matplotlib", reason="the example needs the extra `train`")
 
 import two_process_program
 
-PROGRAM = pathlib.Path(two_process_program.__file__)
+from examples.train_lm import text, training
+from examples.train_lm.run_folder import RunFolder, read_rows
+from examples.train_lm.settings import Settings
+from nsa_jax.model import restore
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_two_processes_train_and_decode_as_one_device_does():
+def run_two(*arguments: str) -> list[str]:
+    """What each of two processes printed that share two devices each, started as SLURM starts them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = host_devices.environment(2, "--xla_backend_optimization_level=0")
-    arguments = [sys.executable, str(PROGRAM), str(port)]
+    job = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+    job |= {"SLURM_NTASKS": "2", "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+    environment = host_devices.environment(2, "--xla_backend_optimization_level=0") | job
     processes = [
         subprocess.Popen(
-            [*arguments, str(i)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, *arguments],
+            env=environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for i in range(2)
     ]
@@ -33,9 +48,14 @@ def test_two_processes_train_and_decode_as_one_device_does():
     finally:
         for process in processes:
             process.kill()
-
     assert [process.returncode for process in processes] == [0, 0], [errors[-3000:] for _, errors in found]
-    first, second = (output.splitlines()[-3:] for output, _ in found)  # behind what Gloo prints
+    return [output for output, _ in found]
+
+
+def test_two_processes_train_and_decode_as_one_device_does():
+    printed = run_two(two_process_program.__file__)
+
+    first, second = (output.splitlines()[-3:] for output in printed)  # behind what Gloo prints
     assert first == second
     losses, tokens, devices = first
     assert devices == "devices 4 2"
@@ -43,3 +63,25 @@ def test_two_processes_train_and_decode_as_one_device_does():
         expected, generated = two_process_program.train_and_decode(None, lambda rows: rows)
     assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(expected, abs=1e-10)
     assert tokens == " ".join(["tokens", *map(str, generated)])
+
+
+def test_two_processes_train_the_example_and_one_reads_their_checkpoint(tmp_path):
+    sizes = dict(steps=2, batch=2, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=1)
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    data, folder = tmp_path / "data.txt", RunFolder(tmp_path / "run")
+    data.write_text(" ".join(map(str, range(400))))
+
+    paths = f"--data={data}", f"--output={folder.path}"
+    mesh = "--distributed", "--mesh=fsdp=2,tensor=2"
+    first, second = run_two("-m", "examples.train_lm", *mesh, *options, *paths)
+
+    assert "--resume, in one process" in first
+    assert "trained" not in second
+    settings, curve = Settings(**sizes), read_rows(folder.curve)
+    corpus = text.load(data, settings.length)
+    one = training.train(settings, corpus, RunFolder(tmp_path / "one"), evaluations=0)
+    # Losses of about 8 bits are means of float32 sums in another order: 100 eps.
+    bits = [row["bits_per_byte"] for row in curve]
+    assert bits == pytest.approx([row["bits_per_byte"] for row in one.curve], abs=1e-4)
+    held_out = training.evaluate(restore(folder.checkpoint), corpus.held_out_rows(settings.length))
+    assert held_out == pytest.approx(curve[-1]["held_out"], abs=1e-4)

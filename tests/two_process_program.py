@@ -1,10 +1,8 @@
 """Run by test_processes as two processes with two host devices each: trains and decodes, in float64.
 
-Arguments: port of the coordinator, number of this process. The processes share a mesh of four devices, batch
-over one axis, heads over the other. Prints the losses and the tokens.
+The processes share a mesh of four devices, batch over one axis, heads over the other. Prints the losses and
+the tokens.
 """
-
-import sys
 
 import jax
 import numpy as np
@@ -51,9 +49,9 @@ def train_and_decode(sharding, place) -> tuple[list[float], list[list[int]]]:
     return losses, np.asarray(everywhere).tolist()
 
 
-def main(port: int, process: int) -> None:
+def main() -> None:
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    jax.distributed.initialize()
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def place(rows):
@@ -71,4 +69,4 @@ def main(port: int, process: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     folder = RunFolder(options.output or pathlib.Path("runs") / f"train_lm_{options.attention}")
     try:
+        if options.distributed:
+            _meet_other_processes()
         run(options, folder)
     except InputError as error:
         return complain(PROGRAM, error)
@@ -55,14 +57,23 @@ def run(options: argparse.Namespace, folder: RunFolder) -> None:
     prompt = sampling.choose_prompt(options.prompt, corpus, settings.length)
     identity = run_folder.identity(settings, corpus)
     (folder.open_again if options.resume else folder.open_new)(identity)
-    _introduce(settings, corpus, folder)
+    if jax.process_index() == 0:
+        _introduce(settings, corpus, folder)
 
     with options.mesh.in_context():
         trained = training.train(
             settings, corpus, folder, mesh=options.mesh, resume=options.resume, stop_at=options.stop_at
         )
+    if jax.process_index() > 0:
+        return
     if trained.step < settings.steps:
         print(f"stopped at step {trained.step} of {settings.steps}; --resume goes on")
+        return
+    if jax.process_count() > 1:
+        print(
+            "trained to its last step; the same command with --resume, in one process and without --mesh and "
+            "--distributed, measures the model and lets it write"
+        )
         return
     done = report.finished_in(folder.path)
     row = done[0].row if done else report.record(settings, corpus, trained) | {"resumed": options.resume}
@@ -91,6 +102,17 @@ def _write_and_draw(
     chosen = sampling.selections(model, sample)
     sampling.draw_selections(folder.path / "blocks.png", chosen, settings.nsa, prompt_length=len(prompt))
     return sample
+
+
+def _meet_other_processes() -> None:
+    """Joins the processes that SLURM, Open MPI or Kubernetes started together with this one."""
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"--distributed must be one of several processes of a cluster, got the error {error}. "
+            "Start it with srun or mpirun, or leave the option out."
+        ) from error
 
 
 def _introduce(settings: Settings, corpus: text.Corpus, folder: RunFolder) -> None:
@@ -153,6 +175,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="AXIS=SIZE,...",
         help="devices that share batches (data), batches and parameters (fsdp), heads (tensor) and tokens "
         "of a sequence (context), default: one device",
+    )
+    add(
+        "--distributed",
+        action="store_true",
+        help="this is one of the processes of a mesh, which srun or mpirun started; default: the only one",
     )
     add("--prompt", help="text to continue and to draw; default: the start of the held-out text")
     return parser

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -64,6 +65,11 @@ class MeshSizes:
                 f"--mesh must not have more devices than there are, got {self.devices} for "
                 f"{len(jax.devices())}. Pass smaller sizes."
             )
+        if jax.process_count() > 1 and self.devices < len(jax.devices()):
+            raise InputError(
+                f"--mesh must have the devices of all processes, got {self.devices} of {len(jax.devices())}. "
+                "Pass larger sizes."
+            )
         if batch % (self.data * self.fsdp):
             raise InputError(
                 f"--batch must be a multiple of data x fsdp = {self.data * self.fsdp}, got {batch}. "
@@ -108,7 +114,15 @@ class MeshSizes:
         spec = P(sequences, "context" if self.context > 1 else None)
         if self.context > 1:
             inputs, labels = (parallel.to_zigzag(x, self.context) for x in (inputs, labels))
-        return jax.device_put((inputs, labels), NamedSharding(jax.sharding.get_mesh(), spec))
+        sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+        put = functools.partial(jax.make_array_from_callback, inputs.shape, sharding)
+        return put(inputs.__getitem__), put(labels.__getitem__)
+
+    def fetch(self, x: Array) -> np.ndarray:
+        """All of an array, on the host of every process, inside `in_context`."""
+        if jax.process_count() > 1:
+            x = jax.jit(lambda x: x, out_shardings=NamedSharding(jax.sharding.get_mesh(), P()))(x)
+        return np.asarray(x)
 
 
 ONE_DEVICE = MeshSizes()

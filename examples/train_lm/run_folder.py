@@ -6,6 +6,7 @@ import os
 import pathlib
 from typing import Any
 
+import jax
 from flax import nnx
 from matplotlib.figure import Figure
 
@@ -38,9 +39,13 @@ class RunFolder:
     def open_new(self, identity: dict[str, Any]) -> None:
         """Makes the folder of a new run; `identity` is what a resumed run must share with it.
 
+        Of several processes the first makes it.
+
         Raises:
           InputError: the path is taken, or cannot be made.
         """
+        if jax.process_index() > 0:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             taken = any(self.path.iterdir())
@@ -87,9 +92,13 @@ class RunFolder:
             )
 
     def save(self, model: Transformer, moments: Any, step: int, curve: list[dict[str, Any]]) -> None:
-        """Writes the curve and a checkpoint; killed at any moment, the last complete checkpoint remains."""
+        """Writes the curve and a checkpoint; killed at any moment, the last complete checkpoint remains.
+
+        Of several processes each writes its part of the checkpoint.
+        """
         self.saving = step
-        write_rows(self.curve, curve)
+        if jax.process_index() == 0:
+            write_rows(self.curve, curve)
         save(self.checkpoint, model, training={"moments": moments, "step": step})
         self.saved, self.saving = step, None
 

@@ -32,7 +32,7 @@ EVALUATION_BATCH = 8
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Where training stands; the model is on one device.
+    """Where training stands; the model is on one device, or where several processes have it.
 
     `curve` has a row a step: `step, seconds, bits_per_byte`, some `held_out`.
     """
@@ -61,7 +61,8 @@ def train(
     in context; a checkpoint does not depend on it.
 
     Raises:
-      KeyboardInterrupt: after Ctrl-C, once the step under way is finished and saved; at once after a second.
+      KeyboardInterrupt: after Ctrl-C, once the step under way is finished and saved; at once after a second,
+        or in one of several processes.
     """
     saved = folder.load(settings, zero_moments(settings, mesh), mesh) if resume else None
     progress("compiling the training step")
@@ -78,6 +79,7 @@ def train(
     held_out = corpus.held_out_rows(settings.length)
     seconds = curve[-1]["seconds"] if curve else 0.0
     bar_options = dict(total=settings.steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+    bar_options |= dict(disable=jax.process_index() > 0)
     with _delayed_interrupt() as interrupted, tqdm(**bar_options) as bar:
         while step < last:
             started = time.perf_counter()
@@ -94,22 +96,25 @@ def train(
             bar.update()
             if step in evaluate_at:
                 row["held_out"] = evaluate(nnx.merge(graph, parameters), held_out, mesh)
-                bar.write(f"step {step}: held-out {row['held_out']:.4f} bits/byte")
+                if not bar.disable:
+                    bar.write(f"step {step}: held-out {row['held_out']:.4f} bits/byte")
             stop = interrupted.is_set()
             if stop or step % checkpoint_every == 0 or step == last:
                 folder.save(nnx.merge(graph, parameters), moments, step, curve)
             if stop:
                 signal.default_int_handler(signal.SIGINT, None)  # raises KeyboardInterrupt
-    # The last step is saved, so a model that lies on several devices is read back onto one.
-    model = nnx.merge(graph, parameters) if mesh == ONE_DEVICE else folder.model(settings)
+    # The last step is saved, so a model that lies on several devices of a process is read back onto one.
+    here = mesh == ONE_DEVICE or jax.process_count() > 1
+    model = nnx.merge(graph, parameters) if here else folder.model(settings)
     return Trained(model, step, curve, compile_seconds)
 
 
 @contextlib.contextmanager
 def _delayed_interrupt() -> Iterator[threading.Event]:
-    """The event that the first Ctrl-C sets; a second interrupts at once. Main thread alone."""
+    """The event that the first Ctrl-C sets; a second interrupts at once. Main thread of the only process."""
     interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    # Several processes would hear of it in different steps, and save different ones.
+    if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
         yield interrupted
         return
 
@@ -135,7 +140,7 @@ def evaluate(model: Transformer, rows: Int[np.ndarray, "rows T+1"], mesh: MeshSi
         # The last batch is filled up, so that there is one shape and one compilation.
         filled = np.pad(batch, ((0, EVALUATION_BATCH - len(batch)), (0, 0)))
         losses = _row_losses(graph, parameters, mesh.place(filled))
-        total += np.asarray(losses, np.float64)[: len(batch)].sum()
+        total += mesh.fetch(losses)[: len(batch)].sum(dtype=np.float64)
     return total / len(rows) / math.log(2)
 
 
