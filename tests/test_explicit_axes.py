@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import OVERLAPPING
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import has_form
 from small_layer import WIDTH, make_layer
 
 from nsa_jax import attention
+from nsa_jax.model import Transformer, TransformerConfig
 
 MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
 HEADS = P("data", None, "tensor")
@@ -27,6 +29,26 @@ def test_a_layer_refuses_sharded_tokens():
 
 def test_sharded_equals_whole():
     assert host_devices.run("explicit_axes_program.py", devices=8).count(": ok") == 7
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        ({"heads": "model"}, "must name axes of the mesh in context, got 'model' for 'heads' and the axes"),
+        ({"kv_heads": "tensor"}, "must divide .*, got 4 devices along 'tensor' and 2 for 'kv_heads'. Use"),
+        ({"vocab": "tensor"}, "got 4 devices along 'tensor' and 10 for 'vocab'"),
+        ({"mlp": "data"}, "got 2 devices along 'data' and 33 for 'mlp'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_parameters_that_the_mesh_cannot_divide(sharding, message):
+    config = TransformerConfig(
+        vocab_size=10, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=33, nsa=OVERLAPPING
+    )
+    with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ValueError, match=message) as refused:
+        nnx.eval_shape(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)))
+
+    assert has_form(str(refused.value))
 
 
 @pytest.mark.parametrize(

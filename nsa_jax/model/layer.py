@@ -11,7 +11,7 @@ from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, products
-from nsa_jax.nn.projections import Sharding, sharding_metadata
+from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
 type LayerCache = NSACache | DenseCache
@@ -25,6 +25,7 @@ class SwiGLU(nnx.Module):
     def __init__(self, config: TransformerConfig, *, sharding: Sharding | None, rngs: nnx.Rngs):
         width = config.model_dim
         inner = -(-8 * width // 24) * 8 if config.mlp_dim is None else config.mlp_dim
+        check_sharding(sharding, mlp=inner)
         project = functools.partial(
             nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )

@@ -34,7 +34,8 @@ class Transformer(nnx.Module):
 
     Raises:
       NotImplementedError: there is a `context_axis`, and the attention is not "nsa".
-      ValueError: `sharding` names an unknown dimension, or `context_order` is unknown.
+      ValueError: `sharding` has an unknown name, or the mesh in context cannot divide a parameter so; or
+        `context_order` is unknown.
 
     Examples:
       >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
@@ -51,7 +52,7 @@ class Transformer(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sharding(sharding)
+        check_sharding(sharding, vocab=config.vocab_size)
         if context_axis is not None and config.attention != "nsa":
             raise NotImplementedError(
                 f"context_axis needs NSA layers, got attention={config.attention!r}. "

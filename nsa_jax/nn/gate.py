@@ -34,7 +34,7 @@ class Gate(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: a name in `sharding` is unknown.
+      ValueError: `sharding` cannot be had on the mesh in context.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Gate(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
-        check_sharding(sharding)
+        check_sharding(sharding, heads=num_heads)
         self.dtype, self.precision = dtype, precision
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
         init = nnx.initializers.lecun_normal()

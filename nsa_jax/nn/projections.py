@@ -1,5 +1,6 @@
 """Shared by the attention layers: input checks, projections, norm of heads, dropout, and sharding."""
 
+import itertools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,13 +22,29 @@ NORM_EPSILON = 1e-6
 Sharding = Mapping[str, str | None]
 
 
-def check_sharding(sharding: Sharding | None) -> None:
-    """Raises ValueError if `sharding` names an unknown dimension."""
+def check_sharding(sharding: Sharding | None, **sizes: int) -> None:
+    """Raises ValueError if a parameter cannot be sharded as asked; `sizes` are those of its dimensions.
+
+    `sharding` must know the dimensions, the mesh in context the axes, and these must divide the sizes.
+    """
     unknown = sorted(set(sharding or ()) - set(DIMENSIONS))
     if unknown:
         raise ValueError(
             f"sharding must name only dimensions among {DIMENSIONS}, got {unknown}. Rename or drop them."
         )
+    mesh = jax.sharding.get_abstract_mesh()
+    for dimension, axis in ({} if mesh.empty or sharding is None else sharding).items():
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"sharding must name axes of the mesh in context, got {axis!r} for {dimension!r} and the "
+                f"axes {mesh.axis_names}. Rename it, or set another mesh: jax.set_mesh(mesh)."
+            )
+        size = sizes.get(dimension, 0)
+        if axis is not None and size % mesh.shape[axis]:
+            raise ValueError(
+                f"the devices of an axis must divide what is sharded over it, got {mesh.shape[axis]} devices "
+                f"along {axis!r} and {size} for {dimension!r}. Use fewer devices, or leave it whole: None."
+            )
 
 
 def sharding_metadata(sharding: Sharding | None, *dimensions: str | None) -> dict[str, Any]:
@@ -50,9 +67,11 @@ def projection(
     **arguments: Any,
 ) -> nnx.LinearGeneral:
     """Makes a projection over all axes of `in_features`, with the sharding metadata of its `dimensions`."""
-    check_sharding(sharding)
     by_rows = dimensions[-1] == "model"
     in_rank = len(in_features) if isinstance(in_features, tuple) else 1
+    features = (x if isinstance(x, tuple) else (x,) for x in (in_features, out_features))
+    sizes = zip(dimensions, itertools.chain(*features), strict=True)
+    check_sharding(sharding, **{name: size for name, size in sizes if name is not None})
     return nnx.LinearGeneral(
         in_features,
         out_features,
