@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
@@ -86,6 +86,34 @@ def test_a_program_moves_what_the_documentation_says(num_devices):
     assert sum(found.pop("reduce-scatter")) == rows
     assert found.pop("collective-permute") == [halo * per_token] * 4  # each way, forward and backward
     assert found == {}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_every_implementation_takes_rows_on_several_devices(implementation, packed):
+    """Traces a forward and a backward pass; packed rows were once an error of mosaic_gpu."""
+    device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
+    mesh = AbstractMesh((2,), ("context",), (AxisType.Auto,), abstract_device=device)
+
+    def tokens(*rest, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((1, 8 * CHUNK, *rest), dtype)
+
+    operands = tokens(16, 64), *[tokens(1, 64)] * 6, tokens(16, 3)
+    rows = dict(segment_ids=tokens(dtype=jnp.int32)) if packed else {}
+
+    def local(operands, rows):
+        settings = dict(compress=Compression(), config=CONFIG, axis="context", implementation=implementation)
+        return context_attention(*operands, **settings, **rows)
+
+    def run(d_out, operands, rows):
+        attend = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS, TOKENS), out_specs=TOKENS)
+        out, pull_back = jax.vjp(lambda operands: attend(operands, rows), operands)
+        return out, pull_back(d_out)[0]
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        out, gradients = jax.eval_shape(run, tokens(16, 64), operands, rows)
+
+    assert [x.shape for x in (out, *gradients)] == [x.shape for x in (operands[0], *operands)]
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
