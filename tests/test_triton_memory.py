@@ -44,8 +44,9 @@ def operands(length=LENGTH, batch=1):
     return array(length, HEADS, DIM), *keys, array(length, HEADS, 3)
 
 
-def attend(*operands, **places):
-    return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton", **places)
+def attend(*operands, implementation="triton", **places):
+    run = functools.partial(attention.native_sparse_attention, implementation=implementation)
+    return run(*operands, config=CONFIG, **places)
 
 
 def forward_and_backward(function, d_out, *operands):
@@ -235,18 +236,21 @@ def gathers(equation) -> bool:
     return any(x is not None and x != y for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 @pytest.mark.parametrize("tokens", [False, True], ids=["query heads", "query tokens"])
-def test_shards_of_queries_share_keys(tokens):
+def test_shards_of_queries_share_keys(tokens, implementation):
     """The devices add up the gradients of keys and values that all of them hold."""
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
     mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
     shard, whole = PartitionSpec(None, *[None] * (not tokens), "x"), PartitionSpec()
-    query, *keys_values, gates = operands(4096)
+    _, *keys_values, _ = operands(4096)
     keys_values = [jax.ShapeDtypeStruct((1, x.shape[1], 1, DIM), x.dtype) for x in keys_values]
+    query, gates = (jax.ShapeDtypeStruct((1, 4096, 16, dim), jnp.bfloat16) for dim in (DIM, 3))
     specs = (shard, *[whole] * 6, shard)
 
     def run(positions, d_out, *operands):
-        return forward_and_backward(functools.partial(attend, query_positions=positions), d_out, *operands)
+        rows = dict(query_positions=positions, implementation=implementation)
+        return forward_and_backward(functools.partial(attend, **rows), d_out, *operands)
 
     in_shards = jax.shard_map(
         run, mesh=mesh, in_specs=(shard if tokens else whole, shard, *specs), out_specs=(shard, specs)
@@ -258,14 +262,17 @@ def test_shards_of_queries_share_keys(tokens):
     assert found == ["psum_invariant"] * 6
 
 
-def test_explicit_axes_exchange_nothing():
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_explicit_axes_exchange_nothing(implementation):
     """Plain `jit` on a mesh of `jax.make_mesh`: batch rows over one axis, heads over the other."""
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
     mesh = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2, abstract_device=device)
     place = jax.NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
     arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in operands(4096, batch=2)]
 
-    assert collectives(jax.jit(with_gradients), mesh, arguments[0], *arguments) == []
+    run = functools.partial(forward_and_backward, functools.partial(attend, implementation=implementation))
+
+    assert collectives(jax.jit(run), mesh, arguments[0], *arguments) == []
 
 
 def test_no_scan_takes_the_place_of_a_result_that_is_written_in_place():

@@ -1,5 +1,6 @@
 """Programs for eight H100s, of plain `jit` on arrays sharded by rows and heads: what XLA moves and copies."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -66,21 +67,25 @@ def compiled(function, *arguments, **options):
     return triton_compile.compile_on(triton_compile.mesh_of_h100s(**AXES), function, *arguments, **options)
 
 
-def attend(*arrays):
-    return attention.native_sparse_attention(*arrays, config=CONFIG, implementation="triton")
+def attend(implementation, *arrays):
+    return attention.native_sparse_attention(*arrays, config=CONFIG, implementation=implementation)
 
 
-def gradients(*arrays):
-    out, pull_back = jax.vjp(attend, *arrays)
+def gradients(implementation, *arrays):
+    out, pull_back = jax.vjp(functools.partial(attend, implementation), *arrays)
     return pull_back(out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [attend, gradients])
-def test_attention_moves_nothing(function):
+@pytest.mark.parametrize(
+    ("function", "implementation"),
+    [(attend, "triton"), (gradients, "triton"), (gradients, "mosaic_gpu")],  # its forward is Triton's
+)
+def test_attention_moves_nothing(function, implementation):
     blocks = layout.num_compression_blocks(LENGTH, CONFIG)
     keys = [array(BATCH, n, KV_HEADS, DIM) for n in (blocks, LENGTH, LENGTH) for _ in range(2)]
-    program = compiled(function, array(BATCH, LENGTH, HEADS, DIM), *keys, array(BATCH, LENGTH, HEADS, 3))
+    run = functools.partial(function, implementation)
+    program = compiled(run, array(BATCH, LENGTH, HEADS, DIM), *keys, array(BATCH, LENGTH, HEADS, 3))
 
     assert [x for x in operations(program) if x.name in COLLECTIVES] == []
     assert "triton_kernel_call_ffi" in program.as_text()
