@@ -1,8 +1,10 @@
 """Run by test_partition with eight host devices: decoding by plain `jit` on `xla`, against one device.
 
-Rows are sharded over `data`; heads, the inner width of the MLP and the vocabulary over `tensor`. Everything
-is in float64, so that no rounding decides between two tokens or two blocks.
+Rows are sharded over `data`; heads, the inner width of the MLP and the vocabulary over `tensor`. Most is in
+float64, so that no rounding decides between two tokens or two blocks.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +25,17 @@ BOTH, ROWS = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
 BATCH, VOCAB, PROMPT, NEW = 4, 64, 40, 24
 
 
+CONFIG = TransformerConfig(
+    vocab_size=VOCAB, model_dim=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, mlp_dim=32,
+    nsa=NSA, dtype="float64", param_dtype="float64",
+)  # fmt: skip
+
+
 def main() -> None:
-    config = TransformerConfig(
-        vocab_size=VOCAB, model_dim=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, mlp_dim=32,
-        nsa=NSA, dtype="float64", param_dtype="float64",
-    )  # fmt: skip
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    whole = Transformer(config, rngs=nnx.Rngs(0))
+    whole = Transformer(CONFIG, rngs=nnx.Rngs(0))
     with jax.set_mesh(mesh):
-        model = Transformer(config, sharding=SHARDING, rngs=nnx.Rngs(0))
+        model = Transformer(CONFIG, sharding=SHARDING, rngs=nnx.Rngs(0))
     spread = {
         x.sharding.spec for x in jax.tree.leaves(nnx.state(model)) if not x.sharding.is_fully_replicated
     }
@@ -67,6 +71,42 @@ def main() -> None:
     print("decoding: ok")
 
 
+def in_16_bits() -> None:
+    """A step has the best token of float64 wherever the next best is worse by more than the budget."""
+    every_block = dataclasses.replace(NSA, num_selected_blocks=PROMPT // NSA.selection_block_size)
+    low = dataclasses.replace(CONFIG, nsa=every_block, dtype="bfloat16", param_dtype="bfloat16")
+    high = dataclasses.replace(low, dtype="float64", param_dtype="float64")
+    whole, exact = Transformer(low, rngs=nnx.Rngs(0)), Transformer(high, rngs=nnx.Rngs(0))
+    nnx.update(exact, jax.tree.map(lambda x: x.astype(np.float64), nnx.state(whole)))
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        model = Transformer(low, sharding=SHARDING, rngs=nnx.Rngs(0))
+
+    rng = np.random.default_rng(1)
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 8)), jnp.int32)
+    held = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype) if x.ndim > 2 else x,
+        whole.init_cache(BATCH, PROMPT),
+    )
+    held = tuple(x._replace(lengths=jnp.asarray((32, 13, 3, 29), jnp.int32)) for x in held)
+    step = nnx.jit(Transformer.decode_step)
+    as_exact = jax.tree.map(lambda x: x.astype(np.float64) if x.ndim > 2 else x, held)
+    truth, alone = (np.asarray(step(*x)[0]) for x in ((exact, tokens, as_exact), (whole, tokens, held)))
+    by_rank = {1: ROWS, 2: ROWS, 4: BOTH}
+    spread = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, by_rank[x.ndim])), (tokens, held))
+    found = np.asarray(step(model, *spread)[0])
+
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    budget = 2 * np.abs(alone - truth).max() + 8 * eps * np.abs(truth).max()
+    assert np.abs(found - truth).max() <= budget
+    second, first = np.sort(truth, axis=-1)[..., -2:].transpose(2, 0, 1)
+    decided = first - second > 2 * budget
+    assert decided.sum() > decided.size // 4, (decided.sum(), budget)
+    np.testing.assert_array_equal(found.argmax(-1)[decided], truth.argmax(-1)[decided])
+    print("decoding in 16 bits: ok")
+
+
 if __name__ == "__main__":
     with jax.enable_x64(True):
         main()
+        in_16_bits()
