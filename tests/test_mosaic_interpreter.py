@@ -15,12 +15,16 @@ pytest.importorskip(
     "jax_triton", reason="the lists are Triton kernels; installed by `tox -e test`", exc_type=ImportError
 )
 
+import jax
 import mosaic_program
 
 SECONDS = 300  # a case takes 10 on an idle machine
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the interpreter of JAX 0.11.1 does not load from references"
+)
 @pytest.mark.parametrize("case", mosaic_program.CASES)
 def test_kernels_equal_the_oracle_without_races(case):
     program = pathlib.Path(mosaic_program.__file__)
