@@ -208,18 +208,30 @@ def _attend(
 def exchange(parts: Sequence[Mapping[str, Any]], config: NSAConfig) -> tuple[list[Route], list[Messages]]:
     """What each device sends, and where it goes; `parts` are the tokens of each."""
     keys = [{name: x for name, x in part.items() if name in KEYS_VALUES} for part in parts]
-    routes: list[Route] = []
-
-    @jax.jit
-    def send(keys: Mapping[str, Array], received: Messages | None, number: Array) -> Messages:
-        _, devices = _exchanged(keys, received, number[0], len(parts), config)
-        routes[:] = devices.routes
-        return devices.sent
-
+    send = functools.partial(_send, num_devices=len(parts), config=config)
+    routes = _routes(keys[0], len(parts), config)
     # Blocks are right once the tokens before each chunk have arrived.
     sent = [send(part, None, _number(i)) for i, part in enumerate(keys)]
     received = [carry(routes, sent, i) for i in range(len(parts))]
     return routes, [send(part, received[i], _number(i)) for i, part in enumerate(keys)]
+
+
+def _routes(keys: Mapping[str, Any], num_devices: int, config: NSAConfig) -> list[Route]:
+    found: list[Route] = []
+
+    def trace(keys: Mapping[str, Array]) -> None:
+        found.extend(_exchanged(keys, None, _number(0)[0], num_devices, config)[1].routes)
+
+    jax.eval_shape(trace, keys)
+    return found
+
+
+# One program for all devices and calls: compiling it takes longer than running it.
+@functools.partial(jax.jit, static_argnames=("num_devices", "config"))
+def _send(
+    keys: Mapping[str, Array], received: Messages | None, number: Array, num_devices: int, config: NSAConfig
+) -> Messages:
+    return _exchanged(keys, received, number[0], num_devices, config)[1].sent
 
 
 def carry(routes: Sequence[Route], sent: Sequence[Messages], device: int) -> Messages:
