@@ -101,10 +101,16 @@ def test_chunks_fit(shape, expected):
         (dict(dims=(192, 128)), 64, False),
         (dict(heads=32), 64, False),
         (dict(length=8192), 64, False),
-        (dict(length=2**21), 64, True),
-        (dict(length=2**21, slots=256), 64, False),
+        (dict(length=2**17), 64, True),
+        (dict(length=2**17 + 64), 64, False),
+        (dict(length=2**17, kv_heads=1, heads=16), 64, True),
+        (dict(length=2**17, slots=32), 64, False),
+        (dict(length=2**14, batch=2048), 64, False),
     ],
-    ids=["paper", "smaller", "block", "dims", "heads", "short", "long", "codes"],
+    ids=[
+        *("paper", "smaller", "block", "dims", "heads", "short", "four_ranges", "five_ranges", "one_head"),
+        *("many_slots", "codes"),
+    ],
 )
 def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possible):
     query, value, blocks = abstract(**shape)

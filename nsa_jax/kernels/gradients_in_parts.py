@@ -10,7 +10,8 @@ All parts take `2 B T R N H` bytes, 17 GB at 64k tokens, 64 heads, H = 128 and R
 worked through in chunks whose parts fit into `PART_BYTES`: a few KV heads, or one and a range of queries. A
 block that queries of several ranges chose has items in each, whose partial sums are added in order at the
 end: at most `4 block (H + V)` bytes for each block and range, and for each full item of queries (0.8 GB
-there).
+there). Blocks and ranges both grow with the row, so the sums of a long one would take more than all else. A
+row that would need more than `MOST_RANGES` takes the two kernels: there, one of more than 131072 tokens.
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
 from nsa_jax.layout import Placement
 
 PART_BYTES = 2**31  # most bytes of the parts of a chunk
+MOST_RANGES = 4  # of the queries of a head
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys
 FEWEST_PAIRS = 2**20  # of a query and a block: with fewer, the choice costs about what it gains
@@ -77,12 +79,13 @@ def can_form_parts(
     query: Float[Array, "B T N H"], value: Float[Array, "B S K V"], block_indices: Int[Array, "B T K R"],
     placement: Placement,
 ) -> bool:  # fmt: skip
-    """Whether there are kernels for this call, and enough work for them."""
+    """Whether there are kernels for this call, enough work for them, and room for the sums."""
     return (
         placement.config.selection_block_size == BLOCK
         and query.shape[3] + value.shape[3] <= 256
         and query.shape[2] >= FEWEST_HEADS * value.shape[2]
         and FEWEST_PAIRS <= block_indices.size < 2**31
+        and Chunks.of(query, value.shape[2], block_indices.shape[3]).ranges <= MOST_RANGES
         and not varying_axes(query)  # references may not vary over a mesh
     )
 
