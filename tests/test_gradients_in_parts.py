@@ -149,8 +149,9 @@ def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
 
 
 @pytest.mark.slow
-def test_shards_of_kv_heads_choose_on_their_own():
-    """Under plain `jit` on sharded arrays; `custom_partitioning` refuses what has effects."""
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_shards_of_kv_heads_choose_on_their_own(how):
+    """Under plain `jit`, whose `custom_partitioning` refuses effects, and where JAX types what varies."""
     mesh = triton_compile.mesh_of_h100s(x=2)
     function, arrays = test_mosaic_compile.program(64, 4, 64, 64, 64, length=32768)
     heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
@@ -159,6 +160,10 @@ def test_shards_of_kv_heads_choose_on_their_own():
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
+
+    if how == "shard_map":
+        specs = tuple(x.sharding.spec for x in arrays)
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=heads.spec)
 
     text = triton_compile.compile_on(mesh, function, *arrays).as_text()
 

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
-from nsa_jax.kernels.launch import varying_axes
 from nsa_jax.kernels.lists.items import BlockItems, invert
 from nsa_jax.kernels.lists.unions import last_rows
 from nsa_jax.kernels.mosaic_gpu import sizes
@@ -86,7 +85,6 @@ def can_form_parts(
         and query.shape[2] >= FEWEST_HEADS * value.shape[2]
         and FEWEST_PAIRS <= block_indices.size < 2**31
         and Chunks.of(query, value.shape[2], block_indices.shape[3]).ranges <= MOST_RANGES
-        and not varying_axes(query)  # references may not vary over a mesh
     )
 
 

@@ -176,9 +176,7 @@ class Ring:
         visits = self.lists.counts[b, head, tile, 1 + 2 * self.warpgroup]
         masked = self.lists.counts[b, head, tile, 2 + 2 * self.warpgroup]
         mine: Ref = self.lists.visits.at[b, head, tile, self.warpgroup]
-        # Inside shard_map, JAX types what a kernel reads as varying over the mesh, but no sum of it. A loop
-        # that begins at a number and counts on must have it as a sum.
-        return visits, masked + 0, mine[0], mine[jnp.minimum(1, visits - 1)]
+        return visits, masked, mine[0], mine[jnp.minimum(1, visits - 1)]
 
     def producer_reads(self, x: Array) -> tuple[Array, Array, Array]:
         """Number of fills of a tile, and the first two."""

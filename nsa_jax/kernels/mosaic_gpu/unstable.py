@@ -19,12 +19,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
+from nsa_jax.kernels.launch import varying_axes
 
 type Ref = Any  # of an array in shared or global memory, or of barriers
 
@@ -212,6 +214,23 @@ def loop_with_references(
         carried[...] = lax.fori_loop(0, turns, lambda i, x: body(i, x, *others), carried[...])
 
     return pl.run_state(run)((carry, *(lax.empty(x.shape, x.dtype) for x in shapes)))
+
+
+def untyped(function: Callable[..., Any], *operands: Any) -> Any:
+    """Calls a function without the types that say over which axes of a mesh its operands vary.
+
+    Inside `jax.shard_map` JAX types every array so. But Pallas takes no references that vary, and gives
+    kernels' results no such type. A `shard_map` over no axis checks nothing; its results vary as all operands
+    together do.
+    """
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(operands)))
+    if not axes:
+        return function(*operands)
+    everything = jax.sharding.PartitionSpec()
+    call = jax.shard_map(
+        function, in_specs=everything, out_specs=everything, axis_names=frozenset(), check_vma=False
+    )
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes)), to="varying"), call(*operands))
 
 
 WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
