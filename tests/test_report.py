@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import sys
+import tempfile
 import time
 from unittest import mock
 
@@ -409,8 +410,41 @@ def test_bad_input_is_one_line_and_loses_nothing(tmp_path, capsys):
     assert "must not hold a report" in refusal(capsys, "--output", tmp_path, "--commit", "abc")
     assert "that can be made and written" in refusal(capsys, "--output", tmp_path / "file" / "x")
     assert "--commit must be letters" in refusal(capsys, "--output", tmp_path, "--commit", "../x")
-    (tmp_path / "abc" / "report.json").write_text("{")
-    assert "must find a report, got" in refusal(capsys, "--output", tmp_path, "--commit", "abc", "--resume")
+    skip_all = "--steps", "good", "--skip", "good"
+    assert "--skip must leave a step, got" in refusal(capsys, *skip_all, "--output", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    for text in ("{", "[1]", '{"results": []}', '{"identity": 3, "host": {}, "started": "", "results": {}}'):
+        (tmp_path / "abc" / "report.json").write_text(text)
+        resume = "--output", tmp_path, "--commit", "abc", "--resume"
+        assert "must find a report, got" in refusal(capsys, *resume), text
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_folder_that_is_not_ours_is_one_line(what, tmp_path, monkeypatch, capsys):
+    """Given a report of somebody else, whose folder nobody else may open, or change."""
+
+    def forbidden(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    run(tmp_path, [step("good", GOOD)])
+    if what == "read":
+        monkeypatch.setattr(pathlib.Path, "exists", forbidden)
+    else:
+        monkeypatch.setattr(tempfile, "mkstemp", forbidden)
+
+    named = "--output", tmp_path, "--commit"
+    for arguments in ((*named, "new"), (*named, "abc", "--resume")):
+        line = refusal(capsys, *arguments)
+        assert "--output must be a folder that can be made and written, got" in line
+        assert "(Permission denied)" in line
+
+
+def test_a_step_that_is_named_twice_runs_once(tmp_path):
+    count = step("counts", f'python -c \'open("{tmp_path}/count", "a").write("x")\'')
+
+    run(tmp_path, [count], "--steps", "counts", "counts")
+
+    assert (tmp_path / "count").read_text() == "x"
 
 
 def test_without_git_the_folder_says_so(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ after Ctrl-C. `--resume` runs what is missing or failed.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -13,7 +14,7 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import records
@@ -68,6 +69,9 @@ def parse(argv: Sequence[str] | None, known: Sequence[str]) -> argparse.Namespac
     options = parser.parse_args(argv)
     if unknown := [name for name in [*(options.steps or []), *options.skip] if name not in known]:
         raise InputError(f"steps must be of {', '.join(known)}, got {', '.join(unknown)}. Choose from these.")
+    options.names = [name for name in dict.fromkeys(options.steps or known) if name not in options.skip]
+    if not options.names:
+        raise InputError("--skip must leave a step, got all that would run. Skip fewer.")
     if options.commit is not None and not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", options.commit):
         raise InputError(
             f"--commit must be letters, digits, '.', '_' and '-', got {options.commit!r}. Pass a short hash."
@@ -85,16 +89,19 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = N
     output = pathlib.Path(os.path.abspath(options.output))
     folder = output / commit
     if options.resume:
-        report = find(output, folder, commit)
+        with accessible(folder):
+            report = find(output, folder, commit)
         here = host.look()
         check_same(report, identity(commit, options.quick, here))
+        with accessible(folder):
+            report.write(folder)
     else:
-        make(folder)
+        with accessible(folder):
+            make(folder)
         here = host.look()
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         report = Report(identity=identity(commit, options.quick, here), host=vars(here).copy(), started=now)
-    names = [name for name in options.steps or table if name not in options.skip]
-    done = [name for name in names if name in report.results and report.results[name].is_done]
+    done = [name for name in options.names if name in report.results and report.results[name].is_done]
     if done:
         progress(f"passed before: {', '.join(done)}")
     collector = Collector(
@@ -103,7 +110,7 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = N
     # Whoever stops the command from outside gets what is there, as after Ctrl-C.
     before_this = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        collector.run([name for name in names if name not in done], required=options.steps or ())
+        collector.run([name for name in options.names if name not in done], required=options.steps or ())
     finally:
         signal.signal(signal.SIGTERM, before_this)
     told = {name: result.status for name, result in report.results.items()}
@@ -132,16 +139,23 @@ def make(folder: pathlib.Path) -> None:
     """Makes the folder of a new report.
 
     Raises:
-      InputError: it cannot be made or written, or holds a report.
+      InputError: it holds a report.
+      OSError: it cannot be made or written.
     """
     if (folder / state.FILE).exists():
         raise InputError(
             f"--output must not hold a report of this commit, got one in {str(folder)!r}. "
             "Pass --resume to go on with it, or name another folder."
         )
+    folder.mkdir(parents=True, exist_ok=True)
+    state.write_whole(folder / page.FILE, "Nothing ran yet.\n")
+
+
+@contextlib.contextmanager
+def accessible(folder: pathlib.Path) -> Iterator[None]:
+    """Says in one line that a folder cannot be made, read or written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        state.write_whole(folder / page.FILE, "Nothing ran yet.\n")
+        yield
     except OSError as error:
         raise InputError(
             f"--output must be a folder that can be made and written, got {str(folder)!r} "

@@ -89,9 +89,9 @@ def read(folder: pathlib.Path) -> Report:
             for name, result in told["results"].items()
         }
         return Report(
-            identity=told["identity"], host=told["host"], started=told["started"], results=results
+            identity=dict(told["identity"]), host=dict(told["host"]), started=told["started"], results=results
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
             f"--resume must find a report, got {type(error).__name__} for {FILE} in {folder.name!r}. "
             "Start without --resume."
