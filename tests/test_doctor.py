@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from messages import has_form
 
-from nsa_jax import dispatch
+from nsa_jax import dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
 from nsa_jax.doctor import checks, choices, machine, operations, steps, text, versions
 from nsa_jax.kernels import xla
@@ -150,6 +150,19 @@ def test_a_fault_is_named(fault, monkeypatch, examine):
     assert re.match(f"{operation} as xla in float32 {message}", problem), problem
     assert has_form(problem)
     assert not all(check["ok"] for check in report["checks"])
+
+
+def test_an_oracle_that_is_not_finite_proves_nothing(monkeypatch, examine):
+    right = reference.gated_sum
+    monkeypatch.setattr(reference, "gated_sum", lambda *arrays: jnp.nan * right(*arrays))
+
+    code, report = examine("--json", only=("gated_sum",))
+
+    assert code == 1
+    (problem,) = report["problems"]
+    assert problem.startswith("gated_sum as xla in float32 must agree with the reference within inf in ")
+    assert has_form(problem)
+    assert {(check["budget"], check["ok"]) for check in report["checks"]} == {(None, False)}
 
 
 FITS = {

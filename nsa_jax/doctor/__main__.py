@@ -122,11 +122,11 @@ def _raised(what: str, error: BaseException) -> str:
 
 
 def _as_json(check: Check) -> dict[str, Any]:
-    """The fields of a check; JSON has no infinity, so an error that is not finite is null."""
-    error = check.error if math.isfinite(check.error) else None
+    """The fields of a check; JSON has no infinity, so a number that is not finite is null."""
+    error, budget = (x if math.isfinite(x) else None for x in (check.error, check.budget))
     return {
         "operation": check.operation, "implementation": check.implementation, "dtype": check.dtype,
-        "quantity": check.quantity, "error": error, "budget": check.budget, "ok": check.ok,
+        "quantity": check.quantity, "error": error, "budget": budget, "ok": check.ok,
         "seconds": round(check.seconds, 2),
     }  # fmt: skip
 

@@ -41,8 +41,8 @@ class Check(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within its budget; NaN never is."""
-        return self.error <= self.budget
+        """Whether the error is within its budget; NaN is not, nor is anything within infinity."""
+        return self.error <= self.budget < math.inf
 
 
 def checks(
