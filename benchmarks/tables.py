@@ -33,8 +33,7 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     if written := [row for row in rows if isinstance(row, GenerateRow)]:
         return _of_generation(written)
     if spread := [row for row in rows if isinstance(row, ParallelRow)]:
-        shares = any(row.strategy == "share" for row in spread)
-        return _of_shares(spread) if shares else _of_strategies(spread)
+        return _of_several_devices(spread)
     steps = [row for row in rows if isinstance(row, TrainingRow)]
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
@@ -123,6 +122,15 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
 
 def _setting(row: ParallelRow) -> tuple[object, ...]:
     return row.length, row.mode, row.distribution
+
+
+def _of_several_devices(rows: Sequence[ParallelRow]) -> str:
+    """Strategies, then shares; a table of shares has the time of one device, too."""
+    spread = [row for row in rows if row.strategy != "share"]
+    if len(spread) == len(rows):
+        return _of_strategies(rows)
+    alone = all(row.strategy == "one" for row in spread)
+    return "\n\n".join([*([] if alone else [_of_strategies(spread)]), _of_shares(rows)])
 
 
 def _of_strategies(rows: Sequence[ParallelRow]) -> str:

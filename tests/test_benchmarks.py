@@ -905,6 +905,10 @@ def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_pat
     predicted_ms = max(row.median_ms for row in two) + 1e3 * received / 450e9
     table = tables.markdown([one, *two])
     assert f"| {predicted_ms:.1f} | **{one.median_ms / predicted_ms:.2f}** |" in table
+    assert "context" not in table
+    both = tables.markdown([one, dataclasses.replace(one, strategy="context", mesh="context=2"), *two])
+    assert "| context | context=2 |" in both
+    assert both.endswith(table.partition("\n")[2])
 
 
 def test_the_documented_bytes_of_messages():
