@@ -264,6 +264,18 @@ def test_output_that_is_a_file_is_refused(data, tmp_path, capsys):
     assert (tmp_path / "run").read_text() == "mine"
 
 
+def test_a_process_that_is_alone_is_no_cluster(data, tmp_path, monkeypatch, capsys):
+    def alone():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", alone)
+
+    assert run("--data", data, "--output", tmp_path / "run", "--distributed") == 2
+
+    assert_error(capsys, "got the error 'coordinator_address should be defined'. Start it with srun")
+    assert not (tmp_path / "run").exists()
+
+
 def assert_error(capsys, message: str) -> None:
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("examples.train_lm: ")

@@ -109,8 +109,9 @@ def _meet_other_processes() -> None:
     try:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
+        said = str(error).rstrip(".")
         raise InputError(
-            f"--distributed must be one of several processes of a cluster, got the error {error}. "
+            f"--distributed must be one of several processes of a cluster, got the error {said!r}. "
             "Start it with srun or mpirun, or leave the option out."
         ) from error
 
