@@ -133,11 +133,12 @@ def test_a_missing_package_skips_a_step_and_fails_one_that_was_named(tmp_path, c
     assert sum(reason in line for line in capsys.readouterr().err.splitlines()) == 2
 
 
-def test_a_step_for_several_devices_is_skipped_on_one(tmp_path):
-    _, text, report = run(tmp_path, [step("spread", GOOD, devices=2), step("good", GOOD)])
+def test_a_step_for_several_devices_is_skipped_on_one(tmp_path, capsys):
+    _, text, report = run(tmp_path, [step("good", GOOD), step("spread", GOOD, devices=2)])
 
     assert statuses(report)["spread"] == "SKIPPED"
     assert "spread needs 2 devices, got 1 (a CPU, 2 cores). Skip it" in line_of("spread", text)
+    assert "0 s elapsed, about 1 s left" in capsys.readouterr().err  # without the step that cannot run
 
 
 WRONG_SCALE = """

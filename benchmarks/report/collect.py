@@ -64,7 +64,8 @@ class Collector:
             )
             return
         plan = step.plan(self.host, self.quick)
-        left_s = sum(self.steps[each].plan(self.host, self.quick).expected_s for each in (name, *later))
+        left = [each for each in map(self.steps.__getitem__, (name, *later)) if not each.lacks(self.host)]
+        left_s = sum(each.plan(self.host, self.quick).expected_s for each in left)
         progress(
             f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; "
             f"{time.perf_counter() - self.begin:.0f} s elapsed, about {left_s:.0f} s left"
