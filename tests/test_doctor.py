@@ -380,6 +380,30 @@ def test_the_report_comes_last_whatever_is_raised(module, function, error, left,
     assert [part for part in KEYS[3:8] if report[part]] == left
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (
+            "cuda",
+            "the start of JAX on 'cuda' must go to its end, got AssertionError. Name other platforms in",
+        ),
+        (None, "the start of JAX must go to its end, got AssertionError. Report it with this output."),
+    ],
+)
+def test_platforms_that_are_not_there_are_the_users_to_change(told, expected, monkeypatch, examine):
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(doctor, "default_platform", fail)
+    monkeypatch.setattr(versions, "platforms_of_user", lambda: told)
+
+    code, report = examine("--json")
+
+    assert code == 1
+    assert report["problems"][0].startswith(expected)
+    assert has_form(report["problems"][0])
+
+
 def test_json_prints_one_line_and_the_dtypes_that_are_asked_for(examine, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "checks", functools.partial(checks.checks, only=("gated_sum",)))
 

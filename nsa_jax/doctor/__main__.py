@@ -20,6 +20,8 @@ from nsa_jax.doctor import machine, text, versions
 from nsa_jax.doctor.checks import Check, checks, problem
 from nsa_jax.doctor.choices import DTYPES, choices
 
+REPORT = "Report it with this output"  # what to do about an exception of our own
+
 type Say = Callable[[Iterable[str]], None]
 
 
@@ -55,7 +57,11 @@ def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> Non
     found["host"], found["versions"] = machine.host(), versions.installed()
     with _part(problems, "the list of GPUs"):
         gpus = machine.gpus()
-    with _part(problems, "the start of JAX"):
+    told = versions.platforms_of_user()
+    start = ("the start of JAX", REPORT)
+    if told:
+        start = (f"the start of JAX on {told!r}", "Name other platforms in JAX_PLATFORMS, or leave it out")
+    with _part(problems, *start):
         platform = default_platform()
         seen = machine.gpus_of_jax()
     found["gpus"] = gpus or seen
@@ -109,16 +115,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _part(problems: list[str], what: str) -> Iterator[None]:
+def _part(problems: list[str], what: str, remedy: str = REPORT) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problems.append(_raised(what, error))
+        problems.append(_raised(what, error, remedy))
 
 
-def _raised(what: str, error: BaseException) -> str:
+def _raised(what: str, error: BaseException, remedy: str = REPORT) -> str:
     got = f"{type(error).__name__}: {error}".rstrip(": .")
-    return f"{what} must go to its end, got {got}. Report it with this output."
+    return f"{what} must go to its end, got {got}. {remedy}."
 
 
 def _as_json(check: Check) -> dict[str, Any]:

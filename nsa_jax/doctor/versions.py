@@ -92,8 +92,13 @@ def _driver(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def platforms_of_user() -> str | None:
+    """What `JAX_PLATFORMS` says; None or empty where it says nothing."""
+    return jax.config.jax_platforms  # type: ignore[attr-defined, no-any-return]  # made at run time
+
+
 def _may_use_gpus() -> bool:
-    told = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
+    told = platforms_of_user()
     return not told or bool({"cuda", "gpu"} & set(told.split(",")))
 
 
