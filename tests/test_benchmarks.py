@@ -919,6 +919,9 @@ def test_the_documented_bytes_of_messages():
             **sizes, length=length, mesh=f"0 of {devices}", config=dataclasses.asdict(NSAConfig())
         )
         assert round(prediction.received_bytes(row) / 1e6) == megabytes
+        there = prediction.received_bytes(row)
+        row.mode = "fwd_bwd"  # gradients go back the way that the keys came
+        assert prediction.received_bytes(row) == 2 * there
 
 
 GENERATE = [
