@@ -1,6 +1,7 @@
 """Runs the steps one after the other, and writes the report again after each."""
 
 import contextlib
+import os
 import pathlib
 import shutil
 import sys
@@ -60,7 +61,7 @@ class Collector:
         if lack := step.lacks(self.host):
             progress(f"{number}: {lack}")
             self.report.results[name] = Result(
-                name=name, status="FAIL" if required else "SKIPPED", reason=lack
+                name=name, status="FAIL" if required or step.lacks_package() else "SKIPPED", reason=lack
             )
             return
         plan = step.plan(self.host, self.quick)
@@ -112,7 +113,13 @@ class Collector:
             if left_s < NOT_STARTED_S:
                 return
             self._check_time(_share_s(plan))
-            ran.append(self._run_command(command, out, number, left_s))
+            sizes = {path: path.stat().st_size for path in out.glob("*.jsonl")}
+            try:
+                ran.append(self._run_command(command, out, number, left_s))
+            except (KeyboardInterrupt, OutOfTime):
+                for path in out.glob("*.jsonl"):  # its rows come again when it does
+                    os.truncate(path, sizes.get(path, 0))
+                raise
 
     def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
         variables, arguments = spelled(command, out)

@@ -44,11 +44,18 @@ class Step:
 
     def lacks(self, host: Host) -> str | None:
         """Why it cannot run on this machine, and what to do; None if it can."""
+        return self.lacks_package() or self._lacks_devices(host)
+
+    def lacks_package(self) -> str | None:
+        """Which package is missing, and how to install it; None if all are there."""
         for module, extra in self.needs.items():
             if not is_installed(module):
                 return (
                     f'{self.name} needs {module}, got no such module. Install it: pip install ".[{extra}]".'
                 )
+        return None
+
+    def _lacks_devices(self, host: Host) -> str | None:
         if host.count < self.devices:
             seen = f"{host.count} ({host.device})"
             return f"{self.name} needs {self.devices} devices, got {seen}. Skip it on this machine."
