@@ -2,8 +2,8 @@
 
 `python -m benchmarks.parallel` measures the whole operation, with the compression of its keys and values, on
 one device and spread over several (`strategies.py`). With `--shares` it measures on one device what each of
-several would compute (`shares.py`). On a machine without GPUs, `--devices` of the CPU come
-from `XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
+several would compute (`shares.py`). On a machine without GPUs, `--devices` of the CPU come from
+`XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
 """
 
 import argparse
@@ -105,13 +105,13 @@ class Run:
         def setting(row: records.ParallelRow) -> dict[str, Any]:
             return dict(mode=row.mode, distribution=row.distribution, length=row.length)
 
-        one = {str(setting(row)): row for row in self.rows if row.strategy == "one"}
-        faster = [
-            dict(strategy=row.strategy, mesh=row.mesh, **setting(row))
-            | dict(times=round(one[str(setting(row))].median_ms / row.median_ms, 3))
-            for row in self.rows
-            if row.strategy != "one" and str(setting(row)) in one
-        ]
+        one = {tuple(setting(row).values()): row for row in self.rows if row.strategy == "one"}
+        faster = []
+        for row in self.rows:
+            alone = one.get(tuple(setting(row).values()))
+            if row.strategy != "one" and alone is not None:
+                times = round(alone.median_ms / row.median_ms, 3)
+                faster.append(dict(strategy=row.strategy, mesh=row.mesh, **setting(row), times=times))
         summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
         print(json.dumps(summary | {"faster_than_one_device": faster}))
         return 1 if self.red else 0

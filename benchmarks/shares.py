@@ -28,7 +28,6 @@ from nsa_jax.parallel.devices import Devices
 from nsa_jax.parallel.shards import Shards
 
 KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
-
 AXIS = "context"
 
 type Messages = list[Array]  # of one device, in the order in which its program sends them
@@ -143,7 +142,10 @@ class Share(NamedTuple):
         def with_gradients(arrays, received, number, cotangents):
             fixed = {name: x for name, x in arrays.items() if name == "block_indices"}
             floats = {name: x for name, x in arrays.items() if name not in fixed}
-            call = lambda floats, received: run(floats | fixed, received, number)  # noqa: E731
+
+            def call(floats, received):
+                return run(floats | fixed, received, number)
+
             (out, sent), pull_back = jax.vjp(call, floats, received)
             gradients, of_received = pull_back(cotangents)
             return dict(out=out, **gradients), sent, of_received

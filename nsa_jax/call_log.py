@@ -9,13 +9,8 @@ import logging
 from collections.abc import Iterable
 
 _LOGGER = logging.getLogger("nsa_jax")
-_BETWEEN = (
-    "nsa_jax",
-    "jax",
-    "flax",
-    "contextlib",
-    "functools",
-)  # they stand above the caller
+# Packages whose frames lie between the line that calls and this module.
+_BETWEEN = {"nsa_jax", "jax", "flax", "contextlib", "functools"}
 _logged: set[tuple[object, ...]] = set()
 
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton_compile
-from budget import allowance, distance
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lists_by_loops import add_items, items_by_loops, ring_lists_by_loops
 
 from nsa_jax import NSAConfig, layout, reference
+from nsa_jax.doctor.budget import allowance, distance
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward

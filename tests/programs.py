@@ -13,10 +13,10 @@ import brute_force
 import jax
 import jax.numpy as jnp
 import numpy as np
-from budget import distance, size
 from cases import BY_NAME, Case, Operands
 
 from nsa_jax import arguments, attention, layout, reference
+from nsa_jax.doctor.budget import distance, size
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.xla.tiles import Tiles
 

@@ -15,7 +15,7 @@ from messages import has_form
 
 from nsa_jax import dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
-from nsa_jax.doctor import checks, choices, machine, operations, steps, text, versions
+from nsa_jax.doctor import budget, checks, choices, machine, operations, steps, text, versions
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.triton import gpu, support
 
@@ -471,3 +471,10 @@ def nvidia_smi(folder, monkeypatch, said, code):
     program.write_text(f"#!/bin/sh\n/bin/cat {folder}/said\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
+
+
+def test_results_of_two_shapes_have_no_budget():
+    with pytest.raises(ValueError, match=r"one shape, got \(2,\) and \(3,\)") as raised:
+        budget.allowance(np.zeros(2), np.zeros(3), 1e-3)
+    assert has_form(str(raised.value))
+    assert budget.distance(np.zeros(2), np.zeros(3)) == np.inf

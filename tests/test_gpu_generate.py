@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budget import allowance, distance
 from flax import nnx
 from modules import abstract
+
+from nsa_jax.doctor.budget import allowance, distance
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import nsa_jax
 from benchmarks import mosaic_forward
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor import budget
 from nsa_jax.kernels import gradients_in_parts
 
 pytestmark = pytest.mark.gpu
@@ -193,8 +193,8 @@ def held_blocks(length, tokens):
     run = (jnp.arange(length)[:, None] + tokens * slot // 16) // tokens
     drawn = jax.random.bits(jax.random.key(9), (length + 1, 16), "uint32")[run, slot]
     number = (drawn % jnp.maximum((own - slot) // 16 + 1, 1).astype("uint32")).astype("int32")
-    found = jnp.where(slot <= own, 16 * number + slot, 2**30)  # slots have different blocks
-    return jnp.where((found := jnp.sort(found, -1)) == 2**30, -1, found)[None, :, None]
+    found = jnp.sort(jnp.where(slot <= own, 16 * number + slot, 2**30), -1)  # slots have different blocks
+    return jnp.where(found == 2**30, -1, found)[None, :, None]
 
 
 @pytest.mark.parametrize("forced", [True, False], ids=["in_parts", "by_two_kernels"])

@@ -2,7 +2,6 @@
 
 import functools
 
-import budget
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 import nsa_jax
 from nsa_jax import attention, layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor import budget
 from nsa_jax.kernels.triton import gpu
 
 pytestmark = pytest.mark.gpu

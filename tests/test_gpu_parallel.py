@@ -3,13 +3,14 @@
 import functools
 import re
 
-import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from nsa_jax.doctor import budget
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 

@@ -10,11 +10,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budget import distance
 from cases import Case
 
 from nsa_jax import attention, layout, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor.budget import distance
 
 CONFIG = NSAConfig(
     compression_block_size=4,

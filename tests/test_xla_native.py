@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budget import distance, size
 from cases import BY_NAME
 from programs import MODULES, OPTIONS, Operands, by_brute_force, evaluate, random_cotangents
+
+from nsa_jax.doctor.budget import distance, size
 
 
 def of_the_sum_alone(case):

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budget import size
 from cases import BY_NAME, OVERLAPPING, PACKED_ROWS, Operands
 from programs import BRANCHES, MODULES, OPTIONS, cached, evaluate, random_cotangents
 from test_properties import TILES
+
+from nsa_jax.doctor.budget import size
 
 GRADIENTS = tuple(f"d_{name}" for name in Operands._fields)
 RESULTS = ("out", *(f"{kind}_{branch}" for kind in ("out", "lse") for branch in BRANCHES), *GRADIENTS)

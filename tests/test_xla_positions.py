@@ -9,11 +9,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from budget import distance, size
 from cases import OVERLAPPING, PACKED_ROWS, PLAIN
 from programs import disagreements
 
 from nsa_jax import attention, layout
+from nsa_jax.doctor.budget import distance, size
 from nsa_jax.layout import Run, Runs
 
 NUM_QUERIES = 11  # of 61 and of 75 keys

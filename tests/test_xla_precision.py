@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from budget import distance, size
 from cases import PLAIN, Operands
 from programs import evaluate, importance, random_cotangents, settled
+
+from nsa_jax.doctor.budget import distance, size
 
 DTYPES = ("float32", "bfloat16", "float16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from budget import allowance, distance
 from cases import PACKED
 from lists_by_loops import ring_lists_by_loops
 
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor.budget import allowance, distance
 from nsa_jax.kernels.dims import tokens_of
 from nsa_jax.kernels.lists.items import invert
 from nsa_jax.kernels.lists.ring import ring_lists

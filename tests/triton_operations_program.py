@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from budget import distance, size
 from cases import Case, Operands
 from programs import evaluate, random_cotangents
 
 from benchmarks import one_token
 from nsa_jax import attention, reference
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor.budget import distance, size
 
 CONFIG = NSAConfig(
     compression_block_size=8,

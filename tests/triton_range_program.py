@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from budget import allowance, distance
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.doctor.budget import allowance, distance
 from nsa_jax.kernels.triton.ranges.backward_key import query_bounds, range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
 from nsa_jax.kernels.triton.ranges.edges import Edges, KeyRanges, compression_ranges, window_ranges

@@ -81,10 +81,9 @@ def about(report: Report) -> list[tuple[str, str]]:
     lines.append(("commit", f"`{report.identity['commit']}`"))
     size = "quick" if report.identity["quick"] else "full"
     lines.append(("run", f"{size}, begun {report.started}, {report.seconds:.0f} s of steps"))
-    for ceiling in [fact(report, "environment", "ceiling")]:
-        if ceiling:
-            rates = "copy {copy_gb_per_s:.0f} GB/s, matmul {matmul_gflop_per_s:.0f} GFLOP/s".format(**ceiling)
-            lines.append(("ceilings", f"{rates} in {ceiling['dtype']}"))
+    if ceiling := fact(report, "environment", "ceiling"):
+        rates = "copy {copy_gb_per_s:.0f} GB/s, matmul {matmul_gflop_per_s:.0f} GFLOP/s".format(**ceiling)
+        lines.append(("ceilings", f"{rates} in {ceiling['dtype']}"))
     return lines
 
 

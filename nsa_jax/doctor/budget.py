@@ -32,5 +32,13 @@ def allowance(same: np.ndarray | Array, exact: np.ndarray | Array, eps: float) -
       same: what the same maths gives in the precision of the result.
       exact: the result in float64.
       eps: that of the dtype of the result.
+
+    Raises:
+      ValueError: their shapes differ, so nothing could be over the budget.
     """
+    if np.shape(same) != np.shape(exact):
+        raise ValueError(
+            f"same and exact must have one shape, got {np.shape(same)} and {np.shape(exact)}. "
+            "Pass results of one function."
+        )
     return 2 * distance(same, exact) + 8 * eps * size(exact)

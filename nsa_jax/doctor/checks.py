@@ -44,11 +44,18 @@ class Check(NamedTuple):
         """Whether the error is within its budget; NaN is not, nor is anything within infinity."""
         return self.error <= self.budget < math.inf
 
+    @property
+    def used(self) -> float:
+        """Share of the budget that the error takes."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.budget if self.budget else math.inf
+
 
 def checks(
     dtypes: Sequence[str], *, only: Sequence[str] = OPERATIONS, seed: int = 0
 ) -> Iterator[list[Check]]:
-    """All checks of the operations `only`, as they are done: those of one, as it runs once, together."""
+    """All checks of the operations `only`, as they are done: a list for each run of an operation."""
     for dtype in dtypes:
         rng = np.random.default_rng(seed)
         operands = draw(rng, dtype)
@@ -95,7 +102,7 @@ def problem(checks: Sequence[Check]) -> str | None:
     bad = [check for check in checks if not check.ok]
     if not bad:
         return None
-    worst = max(bad, key=lambda check: check.error / check.budget if check.budget else math.inf)
+    worst = max(bad, key=lambda check: check.used)
     what = f"{worst.operation} as {worst.implementation} in {worst.dtype}"
     report = "Report it with this output"
     if worst.implementation != "xla":

@@ -1,6 +1,5 @@
 """What a person reads: lines of at most 100 columns."""
 
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -59,13 +58,13 @@ def checks_heading(dtypes: Sequence[str]) -> str:
 
 def check(checks: Sequence[Check]) -> str:
     """One operation by one implementation in one dtype."""
-    worst = max(checks, key=_used)
+    worst = max(checks, key=lambda check: check.used)
     first = checks[0]
     verdict = "ok  " if all(check.ok for check in checks) else "FAIL"
     if worst.why:
         used = "raised an exception"
     else:
-        used = f"{100 * _used(worst):.0f} % of the budget ({worst.quantity})"
+        used = f"{100 * worst.used:.0f} % of the budget ({worst.quantity})"
     what = f"{first.operation:<24} {first.implementation:<10} {first.dtype:<8}"
     return f"  {verdict} {what} {used:<36} {first.seconds:5.1f} s"
 
@@ -77,12 +76,6 @@ def problems(found: Sequence[str]) -> Iterator[str]:
     else:
         yield f"\n{len(found)} problem{'s' if len(found) > 1 else ''}:"
         yield from (_line(f"  * {line}", indent="    ") for line in found)
-
-
-def _used(check: Check) -> float:
-    if check.error == 0:
-        return 0.0
-    return check.error / check.budget if check.budget else math.inf
 
 
 def _all_or_named(names: Sequence[str], every: Sequence[str], what: str) -> str:

@@ -22,7 +22,7 @@ from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
-from nsa_jax.kernels.mosaic_gpu.unstable import best_form, untyped
+from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.triton import blocks, operations
 from nsa_jax.kernels.triton.blocks.backward_key import join_items
 from nsa_jax.kernels.triton.nonfinite import (
@@ -56,6 +56,7 @@ __all__ = (
 )
 
 
+@drops_varying_axes
 def attend_blocks(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -66,18 +67,6 @@ def attend_blocks(
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """As `triton.blocks.attend_blocks`."""
-    return untyped(partial(_attend_blocks, scale=scale), query, key, value, block_indices, placement)
-
-
-def _attend_blocks(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    block_indices: Int32[Array, "B T K R"],
-    placement: Placement,
-    *,
-    scale: float,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     lists = _ring_lists(block_indices, placement, key.shape[1], tokens, tile)
@@ -89,6 +78,7 @@ def _attend_blocks(
     return recompute_forward(out, lse, query, key, value, visible, scale)
 
 
+@drops_varying_axes
 def block_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -105,25 +95,6 @@ def block_gradients(
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     """As `triton.blocks.block_gradients`."""
-    arrays = query, key, value, block_indices, placement, out, lse, d_out, d_lse, weight, previous
-    return untyped(partial(_block_gradients, scale=scale), *arrays)
-
-
-def _block_gradients(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    block_indices: Int32[Array, "B T K R"],
-    placement: Placement,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
-    *,
-    scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     arrays = query, key, value, block_indices, placement, out, lse, d_out, d_lse
     more = dict(weight=weight, previous=previous, scale=scale, **_known(placement))
 

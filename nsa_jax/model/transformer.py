@@ -34,7 +34,7 @@ class Transformer(nnx.Module):
 
     Raises:
       NotImplementedError: there is a `context_axis`, and the attention is not "nsa".
-      ValueError: `sharding` has an unknown name, or the mesh in context cannot divide a parameter so; or
+      ValueError: `sharding` has an unknown name, or the mesh in context cannot shard a parameter as asked; or
         `context_order` is unknown.
 
     Examples:

@@ -62,7 +62,7 @@ class DenseAttention(DenseCacheSteps):
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
       ValueError: head counts or widths do not divide; a number is out of range; `sharding` has an unknown
-        name, or the mesh in context cannot divide a parameter so; or `rotary` is given together with
+        name, or the mesh in context cannot shard a parameter as asked; or `rotary` is given together with
         `rope_base` or `rope_scaling`.
     """
 

@@ -34,7 +34,7 @@ class Gate(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: `sharding` cannot be had on the mesh in context.
+      ValueError: `sharding` has an unknown name, or the mesh in context cannot shard a parameter as asked.
     """
 
     def __init__(

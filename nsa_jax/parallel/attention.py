@@ -88,12 +88,14 @@ def context_attention(
         positions=positions, segment_ids=segment_ids,
     )  # fmt: skip
     shards = _shards(context_attention, arrays, axis, order, config)
-    pairs = (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win)
-    of_rows: dict[str, Any] = dict(positions=positions, segment_ids=segment_ids)
+    keys_values = exchanged(
+        shards, (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win),
+        compress=compress, config=config, positions=positions, segment_ids=segment_ids,
+    )  # fmt: skip
     return attention.native_sparse_attention(
         query,
         gates=gates,
-        **exchanged(shards, *pairs, compress=compress, config=config, **of_rows),
+        **keys_values,
         config=config,
         block_indices=block_indices,
         scale=scale,

@@ -8,7 +8,7 @@ make it fast:
 * `barrier_arrive` is an arrival of 128 threads. One thread can arrive for all of them.
 
 The functions here are used on a GPU as `Form.PRIVATE`. `Form.PUBLIC` is the same by public means; it is the
-fallback where a new JAX has renamed what the private form needs. `Form.INTERPRETED` is for the interpreter,
+fallback where JAX does not have what the private form needs. `Form.INTERPRETED` is for the interpreter,
 which knows neither of the two, no left operand of a product in registers and no accumulator with a start
 value. The forms differ in the functions of this file and nowhere else.
 """
@@ -216,21 +216,35 @@ def loop_with_references(
     return pl.run_state(run)((carry, *(lax.empty(x.shape, x.dtype) for x in shapes)))
 
 
-def untyped(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function without the types that say over which axes of a mesh its operands vary.
+def drops_varying_axes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that may launch these kernels inside `jax.shard_map`.
 
-    Inside `jax.shard_map` JAX types every array so. But Pallas takes no references that vary, and gives
-    kernels' results no such type. A `shard_map` over no axis checks nothing; its results vary as all operands
-    together do.
+    There JAX types every array by the axes of the mesh over which it varies. But Pallas takes no references
+    that vary, and gives kernels' results no such type. So the function runs in a `shard_map` over no axis,
+    which checks nothing; its results vary as all its operands together do.
     """
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(operands)))
-    if not axes:
-        return function(*operands)
-    everything = jax.sharding.PartitionSpec()
-    call = jax.shard_map(
-        function, in_specs=everything, out_specs=everything, axis_names=frozenset(), check_vma=False
-    )
-    return jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes)), to="varying"), call(*operands))
+
+    @functools.wraps(function)
+    def run(*operands: P.args, **named: P.kwargs) -> R:
+        leaves, tree = jax.tree.flatten((operands, named))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        arrays = [leaves[i] for i in places]
+        axes = frozenset[str]().union(*map(varying_axes, arrays))
+        if not axes:
+            return function(*operands, **named)
+
+        def plain(arrays: list[Array]) -> R:
+            replaced = dict(zip(places, arrays, strict=True))
+            operands, named = jax.tree.unflatten(tree, [replaced.get(i, x) for i, x in enumerate(leaves)])
+            return function(*operands, **named)
+
+        whole = jax.sharding.PartitionSpec()
+        without_types = jax.shard_map(
+            plain, in_specs=whole, out_specs=whole, axis_names=frozenset(), check_vma=False
+        )
+        return jax.tree.map(lambda x: lax.pcast(x, tuple(sorted(axes)), to="varying"), without_types(arrays))
+
+    return run
 
 
 WGMMA = plgpu.Layout.WGMMA  # of a tile that comes out of a product
