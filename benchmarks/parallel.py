@@ -49,6 +49,7 @@ class Run:
         self.rows: list[records.ParallelRow] = []
         self.red: list[str] = []
         self.green: set[str] = set()
+        self.programs: dict[tuple[str, str, Shape], timing.Compiled] = {}
 
     def measure(self, length: int, distribution: str) -> None:
         """Measures all strategies at one length; those of one mode take turns."""
@@ -78,7 +79,7 @@ class Run:
         programs = {}
         for strategy, arrays in there.items():
             progress(f"compiling {strategy.name} {strategy.mesh_name} {setting}")
-            program = strategy.compiled(mode, arrays, options.implementation, self.config)
+            program = self._program(strategy, mode, arrays, shape)
             if program.all_bytes > (memory := records.memory_bytes()):
                 needed, there_is = f"{program.all_bytes / 1e9:.1f} GB", f"{memory / 1e9:.1f} GB"
                 print(f"refused: {strategy.name} {strategy.mesh_name} {setting}: {needed} of {there_is}")
@@ -98,6 +99,14 @@ class Run:
         self.rows += rows
         for row in rows:
             print(row, flush=True)
+
+    def _program(self, way: Way, mode: str, arrays: Any, shape: Shape) -> timing.Compiled:
+        """The program, compiled once for all shares of a number of devices and for all distributions."""
+        key = way.gate_name, mode, shape
+        if key not in self.programs:
+            program = way.compiled(mode, arrays, self.options.implementation, self.config)
+            self.programs[key] = dataclasses.replace(program, arguments=())
+        return dataclasses.replace(self.programs[key], arguments=way.operands(mode, arrays))
 
     def finish(self) -> int:
         """Prints, as the last line, a summary in JSON. Returns the exit status."""

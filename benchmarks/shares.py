@@ -152,12 +152,15 @@ class Share(NamedTuple):
 
         return with_gradients
 
+    def operands(self, mode: str, there: dict[str, Any]) -> tuple[Any, ...]:
+        """What the program of a mode takes, of what `put` gave."""
+        return there["operands"] if mode == "fwd" else (*there["operands"], there["cotangents"])
+
     def compiled(
         self, mode: str, there: dict[str, Any], implementation: str, config: NSAConfig
     ) -> timing.Compiled:
         """Compiles the forward (`fwd`), or forward and backward with all gradients (`fwd_bwd`)."""
-        operands = there["operands"] if mode == "fwd" else (*there["operands"], there["cotangents"])
-        return timing.compile_for(self.function(mode, implementation, config), operands)
+        return timing.compile_for(self.function(mode, implementation, config), self.operands(mode, there))
 
     def whole(
         self, arrays: Mapping[str, np.ndarray], implementation: str, config: NSAConfig

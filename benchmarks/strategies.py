@@ -102,14 +102,19 @@ class Strategy(NamedTuple):
 
         return run
 
+    def operands(self, mode: str, arrays: dict[str, Array]) -> tuple[Any, ...]:
+        """What the program of a mode takes, of what `put` gave."""
+        taken = {name: x for name, x in arrays.items() if name != "cotangent"}
+        return (taken,) if mode == "fwd" else (taken, arrays["cotangent"])
+
     def compiled(
         self, mode: str, arrays: dict[str, Array], implementation: str, config: NSAConfig
     ) -> timing.Compiled:
         """Compiles the forward (`fwd`), or forward and backward with all gradients (`fwd_bwd`)."""
         run = self.function(implementation, config)
-        operands = {name: x for name, x in arrays.items() if name != "cotangent"}
-        if mode == "fwd":
-            return timing.compile_for(lambda operands: run(**operands), (operands,))
+
+        def forward(operands):
+            return run(**operands)
 
         def with_gradients(operands, cotangent):
             fixed = {name: x for name, x in operands.items() if name == "block_indices"}
@@ -117,7 +122,7 @@ class Strategy(NamedTuple):
             out, pull_back = jax.vjp(lambda floats: run(**floats, **fixed), floats)
             return dict(out=out, **pull_back(cotangent)[0])
 
-        return timing.compile_for(with_gradients, (operands, arrays["cotangent"]))
+        return timing.compile_for(forward if mode == "fwd" else with_gradients, self.operands(mode, arrays))
 
 
 def compressed(key_cmp: Array, value_cmp: Array, config: NSAConfig) -> tuple[Array, Array]:
