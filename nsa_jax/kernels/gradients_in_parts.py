@@ -37,7 +37,7 @@ MOST_RANGES = 4  # of the queries of a head
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys
 FEWEST_PAIRS = 2**20  # of a query and a block: with fewer, the choice costs about what it gains
-MOST_SHARED = 1.5  # pairs of a query and a block for each block that some neighbours chose
+MOST_SHARED = 2.4  # pairs of a query and a block for each block that some neighbours chose
 SAMPLED_TILES = 256  # of neighbours in a row of the batch, from which the choice is made
 
 
