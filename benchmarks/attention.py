@@ -7,6 +7,7 @@ beside the dense layer. `docs/benchmarks.md` explains the method and the columns
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -79,20 +80,24 @@ class Run:
         whole = Shape(batch=options.batch, length=length, dtype=options.dtype, **heads, **dims)
         wide = dataclasses.replace(whole, model_dim=options.model_dim or options.heads * options.key_dim)
         draws: dict[tuple[str, str, str], Draw] = {}
+        self._judge(modes, whole, wide)
         for mode in modes:
             compiled: dict[Variant, timing.Compiled] = {}
             for operation, implementation, distribution in self._combinations(whole):
                 shape = wide if operation in LAYERS else whole
                 try:
-                    self._refuse(operation, implementation, mode, shape)
+                    if reason := self._refusal(operation, implementation, mode, shape):
+                        raise Refused(reason)
                     key = (self._kind_of_draw(operation), implementation, distribution)
                     if key not in draws:
                         draws[key] = self._draw(*key, shape)
-                    self._judge(operation, implementation, mode, shape)
+                    judged = operation, implementation, mode
+                    self._stop_if_red(self.verdicts[judged], " ".join(judged))
                     variant = Variant(operation, implementation, mode, draws[key], shape)
                     compiled[variant] = self._compile(variant)
-                except Refused as reason:
-                    print(f"refused: {operation} {implementation} {mode} {distribution} T={length}: {reason}")
+                except Refused as refused:
+                    what = f"{operation} {implementation} {mode} {distribution} T={length}"
+                    print(f"refused: {what}: {refused}")
             runs = {str(variant): program.start for variant, program in compiled.items()}
             sample_s = timing.GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
             if runs:
@@ -133,20 +138,23 @@ class Run:
                 distributions = ["random"]
             yield from itertools.product([operation], implementations, distributions)
 
-    def _refuse(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
-        reason = programs.refusal(operation, implementation, mode, shape, self.config)
+    def _refusal(self, operation: str, implementation: str, mode: str, shape: Shape) -> str | None:
         if operation in records.DENSE.values() and shape.length > self.options.dense_up_to:
-            reason = f"longer than --dense-up-to {self.options.dense_up_to}"
-        if reason is not None:
-            raise Refused(reason)
+            return f"longer than --dense-up-to {self.options.dense_up_to}"
+        return programs.refusal(operation, implementation, mode, shape, self.config)
 
-    def _judge(self, operation: str, implementation: str, mode: str, shape: Shape) -> None:
-        key = (operation, implementation, mode)
-        if key not in self.verdicts:
-            progress(f"gate {' '.join(key)}: compiling and comparing with dense attention in float64")
-            self.verdicts[key] = gate.check_small(*key, shape, self.config)
-            print(f"gate {operation} {implementation} {mode}: {self.verdicts[key]}", flush=True)
-        self._stop_if_red(self.verdicts[key], " ".join(key))
+    def _judge(self, modes: Sequence[str], whole: Shape, wide: Shape) -> None:
+        """Compares what is to be measured and was not yet compared, each once for all lengths."""
+        checks = {}
+        for mode, (operation, implementation, _) in itertools.product(modes, self._combinations(whole)):
+            key, shape = (operation, implementation, mode), wide if operation in LAYERS else whole
+            if key not in self.verdicts and self._refusal(*key, shape) is None:
+                checks[key] = functools.partial(gate.check_small, *key, shape, self.config)
+        if checks:
+            progress(f"{len(checks)} gates: compiling and comparing with dense attention in float64")
+        for key, verdict in gate.verdicts(checks):
+            print(f"gate {' '.join(key)}: {verdict}", flush=True)
+            self.verdicts[key] = verdict
 
     def _stop_if_red(self, verdict: gate.Verdict, what: str) -> None:
         if not verdict.green:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import programs, records, roofline, timing
+from benchmarks import gate, programs, records, roofline, timing
 from benchmarks.command_line import (
     Parser,
     add_dtype,
@@ -262,15 +262,17 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
 
     run: list[str] = []
     red: list[str] = []
+    checks, titles = {}, {}
     for name, program in programs_of(settings[0], options).items():
-        title = f"{program.operation} {program.implementation} decode"
+        titles[name] = f"{program.operation} {program.implementation} decode"
         if reason := refusal(program, settings[0]):
-            print(f"refused: {title}: {reason}", flush=True)
-            continue
-        progress(f"gate {title}: compiling and comparing with dense attention in float64")
-        verdict = check(program.operation, program.implementation, settings[0])
-        print(f"gate {title}: {verdict}", flush=True)
-        (run if verdict.green else red).append(name if verdict.green else title)
+            print(f"refused: {titles[name]}: {reason}", flush=True)
+        else:
+            checks[name] = functools.partial(check, program.operation, program.implementation, settings[0])
+    progress(f"{len(checks)} gates: compiling and comparing with dense attention in float64")
+    for name, verdict in gate.verdicts(checks):
+        print(f"gate {titles[name]}: {verdict}", flush=True)
+        (run if verdict.green else red).append(name if verdict.green else titles[name])
     summary: dict[str, Any] = {"run_id": environment.run_id, "rows": 0, "red": red}
     if red or all("dense" in name for name in run):
         print(json.dumps(summary))

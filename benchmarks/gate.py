@@ -10,7 +10,9 @@ A layer is compared with its own projections, compressors and gates around dense
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, Operands, rotate
 
 SAMPLED_QUERIES = 16
+MOST_AT_ONCE = 4  # checks: each needs some gigabytes
 TINY = 1e-300  # makes 0 of a budget of 0 green and anything else red
 
 
@@ -41,6 +44,14 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{'green' if self.green else 'RED'}: error {self.share:.2f} of its budget in {self.where}"
+
+
+def verdicts[K](checks: Mapping[K, Callable[[], Verdict]]) -> Iterator[tuple[K, Verdict]]:
+    """Runs checks, some at a time because they mostly compile, and gives their verdicts in order."""
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        started = {name: pool.submit(check) for name, check in checks.items()}
+        for name, verdict in started.items():
+            yield name, verdict.result()
 
 
 def gate_shape(shape: Shape, config: NSAConfig) -> Shape:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ class Check(NamedTuple):
       quantity: "out", "lse", a gradient like "d_query", or what a step writes; "run" if it raised.
       error: largest distance from the oracle; infinite beside a NaN, or if it raised.
       budget: how large it may be.
-      seconds: time of the operation with all its quantities and compilation, without that of the oracle.
+      seconds: time of the operation with all its quantities and compilation, beside other checks.
       why: the exception, if it raised.
     """
 
@@ -60,16 +61,22 @@ def checks(
         rng = np.random.default_rng(seed)
         operands = draw(rng, dtype)
         every = itertools.chain(operations.subjects(operands, rng), steps.subjects(operands, rng))
-        subjects = [subject for subject in every if subject.operation in only]
-        oracle = ThreadPoolExecutor(1)  # compiles while the implementations do: half of the time
+        pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))  # compiling is most of the time
         try:
-            expected = [oracle.submit(subject.expect) for subject in subjects]
-            for subject, future in zip(subjects, expected, strict=True):
-                for implementation in IMPLEMENTATIONS:
-                    if _runs(implementation, subject):
-                        yield _check(subject, implementation, dtype, future.result)
+            started = []
+            for subject in every:
+                if subject.operation in only:
+                    # An oracle starts before the checks that wait for it.
+                    expected = pool.submit(subject.expect)
+                    started += [
+                        pool.submit(_check, subject, implementation, dtype, expected.result)
+                        for implementation in IMPLEMENTATIONS
+                        if _runs(implementation, subject)
+                    ]
+            for check in started:
+                yield check.result()
         finally:
-            oracle.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _runs(implementation: str, subject: Subject) -> bool:

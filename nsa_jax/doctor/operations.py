@@ -43,7 +43,7 @@ def subjects(operands: Results, rng: np.random.Generator) -> Iterator[Subject]:
     cached, one_at_a_time = functools.cache(functools.partial(_scores, operands)), threading.Lock()
 
     def scores(dtype: str) -> np.ndarray:
-        with one_at_a_time:  # the oracle and the implementations run in two threads
+        with one_at_a_time:  # checks run in several threads
             return cached(dtype)
 
     yield _selection(operands, scores)
