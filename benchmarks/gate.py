@@ -48,10 +48,13 @@ class Verdict:
 
 def verdicts[K](checks: Mapping[K, Callable[[], Verdict]]) -> Iterator[tuple[K, Verdict]]:
     """Runs checks, some at a time because they mostly compile, and gives their verdicts in order."""
-    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
+    try:
         started = {name: pool.submit(check) for name, check in checks.items()}
         for name, verdict in started.items():
             yield name, verdict.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nothing new begins
 
 
 def gate_shape(shape: Shape, config: NSAConfig) -> Shape:
