@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
+
 import nsa_jax
 from benchmarks import mosaic_forward
 from nsa_jax import layout, reference

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from nsa_jax.nn import YarnScaling, rotate
 from nsa_jax.nn.rotary import Rotary
-from nsa_torch_ref.rotary import rotate as torch_rotate
 
 
 def exact_angles(rotary: Rotary, head_dim: int, positions: list[int]) -> np.ndarray:
@@ -59,6 +57,9 @@ def test_angles_are_exact_at_every_position(framework, rotary):
         heads, at = jnp.asarray(ones, jnp.float32), jnp.asarray([positions], jnp.int32)
         turned = jax.jit(rotary)(heads, at)
     else:
+        torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
+        from nsa_torch_ref.rotary import rotate as torch_rotate
+
         turned = torch_rotate(
             torch.tensor(ones).float(), torch.tensor([positions]), rotary.base, rotary.scaling
         )
