@@ -150,8 +150,6 @@ class Run:
             key, shape = (operation, implementation, mode), wide if operation in LAYERS else whole
             if key not in self.verdicts and self._refusal(*key, shape) is None:
                 checks[key] = functools.partial(gate.check_small, *key, shape, self.config)
-        if checks:
-            progress(f"{len(checks)} gates: compiling and comparing with dense attention in float64")
         for key, verdict in gate.verdicts(checks):
             print(f"gate {' '.join(key)}: {verdict}", flush=True)
             self.verdicts[key] = verdict

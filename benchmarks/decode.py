@@ -269,7 +269,6 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
             print(f"refused: {titles[name]}: {reason}", flush=True)
         else:
             checks[name] = functools.partial(check, program.operation, program.implementation, settings[0])
-    progress(f"{len(checks)} gates: compiling and comparing with dense attention in float64")
     for name, verdict in gate.verdicts(checks):
         print(f"gate {titles[name]}: {verdict}", flush=True)
         (run if verdict.green else red).append(name if verdict.green else titles[name])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layers, programs
+from benchmarks.command_line import progress
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, draw_blocks, draw_queries
 from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.config import NSAConfig
@@ -47,7 +48,9 @@ class Verdict:
 
 
 def verdicts[K](checks: Mapping[K, Callable[[], Verdict]]) -> Iterator[tuple[K, Verdict]]:
-    """Runs checks, some at a time because they mostly compile, and gives their verdicts in order."""
+    """Runs checks, a few at the same time because they mostly compile; yields verdicts in the given order."""
+    if checks:
+        progress(f"{len(checks)} gates: compiling and comparing with dense attention in float64")
     pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
     try:
         started = {name: pool.submit(check) for name, check in checks.items()}

@@ -27,7 +27,7 @@ class Check(NamedTuple):
       quantity: "out", "lse", a gradient like "d_query", or what a step writes; "run" if it raised.
       error: largest distance from the oracle; infinite beside a NaN, or if it raised.
       budget: how large it may be.
-      seconds: time of the operation with all its quantities and compilation, beside other checks.
+      seconds: time of the operation with all its quantities and compilation; other checks run meanwhile.
       why: the exception, if it raised.
     """
 
