@@ -3,6 +3,7 @@
 `python -m benchmarks.decode_summary CSV` prints `S total cmp% sel% win% reads(dec) reads(tot)` and draws it
 beside the file. `total` is in ms. A percentage is the time of a branch alone over that of the whole step; the
 three need not add up to 100, for branches alone overlap with nothing and a whole step does more than they do.
+On a GPU one can be over 100: the whole step has kernels of its own, a branch alone runs those for sequences.
 Reads are `actual/expected`: (dec) of all 64 steps, (tot) of the last query.
 """
 
@@ -67,7 +68,7 @@ def draw(lines: Sequence[Line], path: pathlib.Path) -> None:
     lengths = [int(line["S"]) for line in lines]
     for name in ("actual", "expected"):
         reads.plot(lengths, [int(line[f"reads_{name}"]) for line in lines], marker="o", label=name)
-    times.set(ylabel="ms a step and layer", title="time")
+    times.set(ylabel="ms a step and layer", title="time of a whole step, and of branches alone")
     reads.set(ylabel="keys of a query and KV head", title="reads of the last query")
     for panel in (times, reads):
         panel.set_xscale("log", base=2)
