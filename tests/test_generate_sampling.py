@@ -98,8 +98,9 @@ def test_draws_follow_their_probabilities(temperature, top_k, top_p):
     assert scipy.stats.chisquare(counts[kept], draws * weights / weights.sum()).pvalue > 1e-4
 
 
-def test_draw_depends_on_its_own_row_alone():
-    logits, keys = jnp.asarray(rows("random")), jax.random.split(jax.random.key(1), 40)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_draw_depends_on_its_own_row_alone(impl):
+    logits, keys = jnp.asarray(rows("random")), jax.random.split(jax.random.key(1, impl=impl), 40)
     draw = jax.jit(lambda logits, keys: sample(logits, keys, temperature=1.0, top_p=0.9))
 
     together = draw(logits, keys)
@@ -110,7 +111,12 @@ def test_draw_depends_on_its_own_row_alone():
 def test_tiny_temperature_is_greedy_and_does_not_overflow():
     logits, keys = jnp.asarray(rows("random")), jax.random.split(jax.random.key(1), 40)
 
-    assert (sample(logits, keys, temperature=1e-30) == jnp.argmax(logits, axis=-1)).all()
+    for settings in (
+        {"temperature": 1e-30},
+        {"temperature": 1e-40, "top_p": 0.5},
+        {"temperature": 1e-300, "top_k": 3},
+    ):
+        assert (sample(logits, keys, **settings) == jnp.argmax(logits, axis=-1)).all()
 
 
 def test_half_precision_logits_are_drawn_in_float32():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_typing import Array, PRNGKeyArray
+from nsa_jax.generate.sampling import mappable
 
 
 def check_model(model: Any) -> None:
@@ -113,13 +114,14 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
 
 
 def check_key(key: Any, batch: int) -> PRNGKeyArray:
-    """Returns one key per row: as given, or derived from a single key or seed by the index of the row."""
+    """Returns a threefry key per row: from that of the row, or from a single key or seed and its index."""
     if isinstance(key, numbers.Integral) and not isinstance(key, bool):
         key = jax.random.key(int(key))
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             f"key must be an int or typed keys, got {type(key).__name__}. Use jax.random.key(seed)."
         )
+    key = mappable(key)
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     if key.shape != (batch,):

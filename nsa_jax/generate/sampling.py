@@ -1,10 +1,13 @@
 """Chooses the next token from the logits: the likeliest, or a draw with temperature, top-k and top-p."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int, Int32, PRNGKeyArray
 
+THREEFRY = "threefry2x32"  # JAX's default kind of keys
 type Number = float | Float[Array, ""]
 
 
@@ -20,7 +23,8 @@ def sample(
 
     Args:
       logits: logits of the next token, of any float dtype.
-      keys: one typed key for each row. A draw depends only on the key and the logits of its row.
+      keys: one typed key for each row. A draw depends only on the key and the logits of its row. Keys of
+        another kind than JAX's default are turned into such keys first.
       temperature: divides the logits before anything else; above 0. None takes the most likely token.
       top_k: see `truncate`, applied after the temperature.
       top_p: see `truncate`, applied after the temperature.
@@ -35,9 +39,26 @@ def sample(
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
+    temperature = jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)  # below it, 0 / 0
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     logits = truncate(logits, top_k=top_k, top_p=top_p)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(mappable(keys), logits).astype(jnp.int32)
+
+
+def mappable(keys: PRNGKeyArray) -> PRNGKeyArray:
+    """Makes threefry keys of keys of another kind.
+
+    Under `vmap`, JAX's "rbg" and "unsafe_rbg" draw for all rows from the first key.
+    """
+    if str(jax.random.key_impl(keys)) == THREEFRY:
+        return keys
+
+    def absorb(words: Array) -> PRNGKeyArray:
+        return functools.reduce(jax.random.fold_in, words, jax.random.key(0, impl=THREEFRY))
+
+    for _ in keys.shape:
+        absorb = jax.vmap(absorb)
+    return absorb(jax.random.key_data(keys))
 
 
 def truncate(
