@@ -272,6 +272,10 @@ def test_sharding_metadata():
     ("changes", "message"),
     [
         (dict(num_layers=0), r"num_layers must be at least 1, got 0\. Pass"),
+        (dict(mlp_dim=0), r"mlp_dim must be at least 1, got 0\. Pass"),
+        (dict(head_dim=0), r"head_dim must be at least 1, got 0\. Pass"),
+        (dict(rope_base=float("nan")), r"rope_base must be finite and above 0, got nan\. Pass"),
+        (dict(rope_base=0.0), r"rope_base must be finite and above 0, got 0\.0\. Pass"),
         (dict(attention="sparse"), r"attention must be one of .*, got 'sparse'\. Choose"),
         (dict(dtype="int32"), r"dtype must be floating, got 'int32'\. Pass"),
         (dict(num_heads=3), r"num_kv_heads must divide num_heads, got 2 and 3\. Give"),

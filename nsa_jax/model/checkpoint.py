@@ -86,7 +86,8 @@ def restore(
       implementation: "xla", "triton", "mosaic_gpu" or None, see `Transformer`.
 
     Returns:
-      The model. Its dropout starts from seed 0; `nnx.reseed(model, default=seed)` sets another seed.
+      The model, in training mode: call its `eval()` if it has dropout and should not train. Dropout starts
+      from seed 0; `nnx.reseed(model, default=seed)` sets another seed.
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.

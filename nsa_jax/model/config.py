@@ -85,11 +85,10 @@ class TransformerConfig:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
-                )
+        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
         head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
         arguments.resolve_scale(self.scale, head_dim)
         check_dropout_rate(self.dropout_rate)
@@ -104,3 +103,8 @@ class TransformerConfig:
                 raise ValueError(
                     f'{name} must be floating, got {getattr(self, name)!r}. Pass "float32" or "bfloat16".'
                 )
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner width of SwiGLU: `mlp_dim` or its default."""
+        return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim

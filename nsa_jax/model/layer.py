@@ -24,7 +24,7 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, sharding: Sharding | None, rngs: nnx.Rngs):
         width = config.model_dim
-        inner = -(-8 * width // 24) * 8 if config.mlp_dim is None else config.mlp_dim
+        inner = config.mlp_width
         check_sharding(sharding, mlp=inner)
         project = functools.partial(
             nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs

@@ -115,7 +115,11 @@ def check_dropout_rate(rate: float) -> None:
 
 
 def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """Returns `head_dim` or its default. Raises ValueError if head counts or widths do not divide."""
+    """Returns `head_dim` or its default.
+
+    Raises:
+      ValueError: head counts or widths do not divide, or the width is not positive.
+    """
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
@@ -126,7 +130,10 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
             "num_heads must divide in_features unless head_dim is given, got "
             f"{num_heads} and {in_features}. Pass head_dim."
         )
-    return in_features // num_heads if head_dim is None else head_dim
+    head_dim = in_features // num_heads if head_dim is None else head_dim
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}. Pass a positive number.")
+    return head_dim
 
 
 def check_inputs(

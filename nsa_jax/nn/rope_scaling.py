@@ -26,7 +26,7 @@ class LinearScaling:
     magnitude = 1.0
 
     def __post_init__(self):
-        _check_positive(factor=self.factor)
+        check_positive(factor=self.factor)
 
     def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Scales frequencies.
@@ -70,7 +70,7 @@ class Llama3Scaling:
     magnitude = 1.0
 
     def __post_init__(self):
-        _check_positive(**dataclasses.asdict(self))
+        check_positive(**dataclasses.asdict(self))
         _check_order("low_frequency_factor", "high_frequency_factor", self)
 
     def scaled(self, frequency: np.ndarray, base: float) -> np.ndarray:
@@ -113,7 +113,7 @@ class YarnScaling:
 
     def __post_init__(self):
         given = dataclasses.asdict(self)
-        _check_positive(**{name: value for name, value in given.items() if value is not None})
+        check_positive(**{name: value for name, value in given.items() if value is not None})
         _check_order("beta_slow", "beta_fast", self)
 
     @property
@@ -163,7 +163,8 @@ def from_plain(values: Mapping[str, Any]) -> RopeScaling:
     return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
 
 
-def _check_positive(**values: float) -> None:
+def check_positive(**values: float) -> None:
+    """Raises TypeError or ValueError unless the values are finite numbers above 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}. Pass an int or a float.")

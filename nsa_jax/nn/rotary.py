@@ -8,7 +8,7 @@ import numpy as np
 
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.compression import Rotation
-from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.nn.rope_scaling import RopeScaling, check_positive
 
 DEFAULT_BASE = 10000.0
 
@@ -80,8 +80,9 @@ def rotary_function(
     """Returns the rotary function of a layer: `rotary`, or one with `base` and `scaling`.
 
     Raises:
-      TypeError: `scaling` is not a `RopeScaling`, or `rotary` cannot be called.
-      ValueError: `rotary` is given together with settings that it does not read.
+      TypeError: `base` is no number, `scaling` is not a `RopeScaling`, or `rotary` cannot be called.
+      ValueError: `base` is not finite and above 0, or `rotary` is given together with settings that it does
+        not read.
     """
     if rotary is None:
         if scaling is not None and not isinstance(scaling, RopeScaling):
@@ -89,6 +90,7 @@ def rotary_function(
             raise TypeError(
                 f"rope_scaling must be one of {names}, got {type(scaling).__name__}. Build one of them."
             )
+        check_positive(rope_base=base)
         return Rotary(base, scaling)
     if base != DEFAULT_BASE or scaling is not None:
         raise ValueError(
