@@ -242,6 +242,26 @@ def check_module(make, call, axis_type: AxisType, order: Order, **axes: int) -> 
     assert np.any(results[0]["out"])
 
 
+def check_any_placement() -> None:
+    """A layer takes operands spread over some axes or none, on axes of any type, also without `jit`."""
+    per_token, _, out, _ = module_alone(make_attention, attend_packed)
+    rows, explicit, auto = Rows(2, out.shape[1], "zigzag"), AxisType.Explicit, AxisType.Auto
+    one, two = ("context",), ("data", "context")
+    placements = [
+        (lambda call: call, one, (explicit,), ()),
+        (lambda call: call, one, (auto,), (None, "context")),
+        (nnx.jit, two, (explicit, auto), ("data",)),
+        (nnx.jit, two, (auto, explicit), ("data", "context")),
+    ]
+    for transform, names, types, spec in placements:
+        mesh = jax.make_mesh((2,) * len(names), names, axis_types=types)
+        with jax.set_mesh(mesh):
+            spread = NamedSharding(mesh, PartitionSpec(*spec))
+            arrays = {name: jax.device_put(rows.spread(x), spread) for name, x in per_token.items()}
+            found = transform(attend_packed)(make_attention(context_axis="context"), arrays)
+        assert disagreements({"out": rows.collect(found)}, {"out": out}) == {}, (types, spec)
+
+
 def make_attention(**options):
     layer = NSAAttention(
         4, 12, num_kv_heads=2, head_dim=4, value_dim=3, config=CONFIG, param_dtype=jnp.float64, use_bias=True,
@@ -273,6 +293,7 @@ ROWS = {
     "packed, contiguous": Rows(8, 192, "contiguous", SEQUENCES, shift=-4),
 }
 MODULES = {
+    "layer, any placement": check_any_placement,
     "layer on three axes": functools.partial(
         check_module, make_attention, attend_packed, AxisType.Auto, "zigzag", data=2, context=2, tensor=2
     ),

@@ -28,7 +28,7 @@ CHECKS = {  # every check that the program must report
         *("1 device", "4 devices, odd length", "8 devices", "packed", "packed, contiguous"),
         "declared order",
     ),
-    "modules": ("layer on three axes", "layer on explicit axes", "model"),
+    "modules": ("layer, any placement", "layer on three axes", "layer on explicit axes", "model"),
 }
 
 
@@ -121,6 +121,23 @@ def test_calls_outside_of_a_shard_map():
 def test_shapes_of_a_call():
     assert call().shape == (1, 2048, 4, 16)
     assert call(operation=context_selection).shape == (1, 2048, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: padded_length(8, 0, CONFIG), r"num_devices must be at least 1, got 0\. Pass"),
+        (lambda: to_zigzag(np.zeros((1, 8)), 0), r"num_devices must be at least 1, got 0\. Pass"),
+        (
+            lambda: from_zigzag(np.zeros((4, 4)), 2, axis=3),
+            r"axis must be an axis of the array, got 3 .*",
+        ),
+    ],
+)
+def test_orders_that_cannot_be(call, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        call()
+    assert has_form(str(raised.value))
 
 
 def test_tokens_that_do_not_divide():

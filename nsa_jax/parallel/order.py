@@ -30,7 +30,8 @@ def to_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: i
       The array in zigzag order, of the same kind: NumPy's, or JAX's with the same sharding.
 
     Raises:
-      ValueError: the number of tokens is not a multiple of `2 P`.
+      ValueError: the number of tokens is not a multiple of `2 P`, there is no such axis, or `P` is
+        not positive.
 
     Examples:
       >>> to_zigzag(np.arange(8), 2, axis=0)
@@ -79,12 +80,13 @@ def padded_length(length: int, num_devices: int, config: NSAConfig, order: Order
       The smallest number, not below `length`, that is whole chunks of allowed length for every device.
 
     Raises:
-      ValueError: the order is unknown.
+      ValueError: the order is unknown, or the number of devices is not positive.
 
     Examples:
       >>> padded_length(100_000, 8, NSAConfig())
       100096
     """
+    _check_devices(num_devices)
     runs = num_devices * runs_per_device(order)
     chunk = max(-(-length // runs), shortest_chunk(config))
     return runs * (-(-chunk // config.compression_stride) * config.compression_stride)
@@ -117,12 +119,25 @@ def on_whole_rows(function: Callable[[Array], Array], array: Array) -> Array:
 
 def _chunks(num_devices: int) -> np.ndarray:
     """The chunks of a row in zigzag order."""
+    _check_devices(num_devices)
     first = np.arange(num_devices)
     return np.stack([first, 2 * num_devices - 1 - first], axis=1).reshape(-1)
 
 
+def _check_devices(num_devices: int) -> None:
+    if num_devices < 1:
+        raise ValueError(
+            f"num_devices must be at least 1, got {num_devices}. Pass the size of the context axis."
+        )
+
+
 def _reorder(array, chunks: np.ndarray, axis: int):
-    shape, axis = array.shape, axis % array.ndim
+    shape = array.shape
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"axis must be an axis of the array, got {axis} for shape {shape}. Pass its token axis."
+        )
+    axis %= len(shape)
     if shape[axis] % len(chunks):
         raise ValueError(
             f"zigzag order needs whole chunks for each of {len(chunks) // 2} devices, so a multiple of "

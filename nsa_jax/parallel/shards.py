@@ -157,17 +157,29 @@ def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     """
     devices_along(axis)
     tokens = PartitionSpec(None, axis)
+    # Without a jit, JAX compiles each instruction of a shard_map alone, and XLA crashes (0.11.2, on CPUs).
 
     def call(same, *spread):
+        mesh = jax.sharding.get_abstract_mesh()
         axes = Axes.of({"operands": spread}, tokens=axis)
+        if axes is None and axis in mesh.explicit_axes:  # every device holds all of the operands
+            axes = Axes(mesh, batch=None, heads=None, tokens=axis)
         if axes is not None:
+
+            def specs_in(axes: Axes) -> tuple[Any, ...]:
+                return (jax.tree.map(lambda _: PartitionSpec(), same), *(axes.specs(x) for x in spread))
+
+            names = {axis, *mesh.explicit_axes}
             results = axes.spec(HEADS + 1)
-            specs = (jax.tree.map(lambda _: PartitionSpec(), same), *(axes.specs(x) for x in spread))
-            names = {axis, *axes.mesh.explicit_axes}
-            run = jax.shard_map(function, in_specs=specs, out_specs=results, axis_names=names)
-            return run(*axes.place((same, *spread), specs))
+            run = jax.jit(
+                jax.shard_map(function, in_specs=specs_in(axes), out_specs=results, axis_names=names)
+            )
+            # On an auto axis XLA places the tokens.
+            placed = axes if axis in mesh.explicit_axes else axes._replace(tokens=None)
+            return run(*placed.place((same, *spread), specs_in(placed)))
         specs = (PartitionSpec(), *[tokens] * len(spread))
-        return jax.shard_map(function, in_specs=specs, out_specs=tokens, axis_names={axis})(same, *spread)
+        run = jax.jit(jax.shard_map(function, in_specs=specs, out_specs=tokens, axis_names={axis}))
+        return run(same, *spread)
 
     return call
 
