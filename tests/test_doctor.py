@@ -448,14 +448,25 @@ def test_gpus_are_those_of_nvidia_smi(case, monkeypatch, tmp_path):
         assert found[0] == H100 | {"memory_bytes": 81559 * 2**20}
 
 
-def test_a_broken_nvidia_smi_is_a_problem(monkeypatch, tmp_path, examine):
-    nvidia_smi(tmp_path, monkeypatch, "Failed to initialize NVML: Driver/library version mismatch", 18)
+@pytest.mark.parametrize("code", [0, 18])
+def test_a_broken_nvidia_smi_is_a_problem(code, monkeypatch, tmp_path, examine):
+    nvidia_smi(tmp_path, monkeypatch, "Failed to initialize NVML: Driver/library version mismatch", code)
 
-    code, report = examine("--json")
+    status, report = examine("--json")
 
-    assert code == 1
+    assert status == 1
     (problem,) = report["problems"]
+    assert "nvidia-smi must list the GPUs" in problem
     assert "Driver/library version mismatch" in problem
+
+
+def test_what_nvidia_smi_does_not_know_is_no_problem(monkeypatch, tmp_path):
+    nvidia_smi(tmp_path, monkeypatch, "NVIDIA L4, 8.9, 23034, [N/A], N/A", 0)
+
+    (found,) = machine.gpus()
+
+    assert found["power_limit_w"] is None
+    assert versions._driver([found]) == []
 
 
 def test_no_nvidia_smi_is_no_problem(monkeypatch, tmp_path):

@@ -48,14 +48,17 @@ def gpus() -> list[dict[str, Any]]:
         raise RuntimeError(f"nvidia-smi must list the GPUs, got {said!r}. Install or restart the driver.")
     found = []
     for line in done.stdout.splitlines():
-        name, capability, mebibytes, driver, watts = (part.strip() for part in line.split(","))
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != len(QUERY.split(",")):
+            raise RuntimeError(f"nvidia-smi must list the GPUs, got {said!r}. Install or restart the driver.")
+        name, capability, mebibytes, driver, watts = parts
         found.append(
             {
                 "name": name,
                 "capability": capability,
                 "memory_bytes": int(mebibytes) * 2**20 if mebibytes.isdecimal() else None,  # or [N/A]
                 "driver": driver,
-                "power_limit_w": None if watts.startswith("[") else float(watts),
+                "power_limit_w": float(watts) if watts.replace(".", "", 1).isdecimal() else None,
             }
         )
     return found

@@ -88,7 +88,7 @@ def _driver(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"the NVIDIA driver must be {OLDEST_DRIVER} or newer, for CUDA 13, got {driver}. Install a newer one."
         for driver in drivers
-        if int(driver.partition(".")[0]) < OLDEST_DRIVER
+        if (major := driver.partition(".")[0]).isdecimal() and int(major) < OLDEST_DRIVER  # or [N/A]
     ]
 
 
