@@ -360,14 +360,17 @@ def append(path: pathlib.Path | None, rows: Iterable[AnyRow]) -> None:
         file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
 
-def read(path: pathlib.Path) -> list[AnyRow]:
-    """All rows of a JSONL file.
+def read(path: pathlib.Path, *, cut_off: bool = False) -> list[AnyRow]:
+    """All rows of a JSONL file; with `cut_off` without the last line if it does not end.
 
     Raises:
       InputError: the file cannot be read, or holds something else.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
+        if cut_off:
+            text = text[: text.rfind("\n") + 1]
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
         return [ROWS.get(line["benchmark"], Row)(**line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -550,7 +551,7 @@ def test_every_committed_row_is_found_by_its_own_setting():
 
 def test_a_step_has_its_tables_and_its_ratios_on_the_page(tmp_path):
     lines = "\n".join(json.dumps(dataclasses.asdict(row)) for row in ROWS)
-    (tmp_path / "rows.jsonl").write_text(lines + "\n")
+    (tmp_path / "rows.jsonl").write_text(f"{lines}\n{lines[:80]}")  # the disk was full
     copies = f'import shutil, sys; shutil.copy("{tmp_path}/rows.jsonl", sys.argv[1])'
 
     _, text, _ = run(tmp_path, [step("decode", f"python -c '{copies}' $OUT")])
@@ -588,6 +589,37 @@ def test_every_command_of_the_steps_takes_its_options(monkeypatch, tmp_path):
             for command in plan.commands:
                 arguments = steps.spelled(command, tmp_path)[1]
                 assert wrong_with(arguments, monkeypatch) is None, command
+
+
+def test_a_second_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
+    """The program ignores Ctrl-C, as one may that is compiling; the second one comes while we wait for it."""
+    started = tmp_path / "pid"
+    stubborn = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def interrupt_twice(_):
+        if started.exists() and started.read_text():
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            interrupt()
+
+    monkeypatch.setattr(runner, "BEAT_S", 0.05)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(
+                [sys.executable, "-c", stubborn], log=tmp_path / "log", limit_s=30, folder=tmp_path,
+                beat=interrupt_twice,
+            )  # fmt: skip
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    assert not is_alive(started.read_text())
 
 
 def test_a_command_is_spelled_as_a_shell_does(tmp_path):

@@ -192,7 +192,7 @@ def errors(path: pathlib.Path) -> str:
 def rows_of(folder: pathlib.Path) -> list[AnyRow]:
     """The rows of the benchmarks of a step; those of parity are of another kind."""
     try:
-        return records.read(folder / "rows.jsonl")
+        return records.read(folder / "rows.jsonl", cut_off=True)
     except InputError:
         return []
 

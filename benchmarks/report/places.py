@@ -15,5 +15,5 @@ def without_places(text: str, folder: pathlib.Path) -> str:
     }  # fmt: skip
     for path, name in names.items():
         if path.is_absolute() and path != pathlib.Path("/"):
-            text = re.sub(rf"{re.escape(str(path))}(?=/|\b|$)", name, text)
+            text = re.sub(rf"(?<![\w.-]){re.escape(str(path))}(?![\w-])", name, text)
     return text

@@ -57,10 +57,13 @@ def run(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Asks the group of a program to end, and kills what is left of it, also children that outlived it."""
-    with contextlib.suppress(ProcessLookupError):
+    try:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            process.wait(GRACE_S)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    finally:  # also after a second Ctrl-C, which ends the waiting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

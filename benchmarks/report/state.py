@@ -72,7 +72,7 @@ class Report:
     def write(self, folder: pathlib.Path) -> None:
         """Writes `report.json`."""
         told = {"report": FORMAT, "passed": self.passed, "seconds": round(self.seconds, 1)}
-        text = json.dumps(told | dataclasses.asdict(self), indent=1) + "\n"
+        text = json.dumps(told | dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / FILE, without_places(text, folder))
 
 
