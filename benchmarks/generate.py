@@ -75,6 +75,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+class Unmeasurable(Exception):
+    """A time that drowns in noise."""
+
+
 @command("benchmarks.generate")
 def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int:
     """Runs the benchmark; `nsa` other than the paper's is for tests."""
@@ -94,7 +98,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
             progress(f"compiling and measuring generate: {attention} T={length}")
             try:
                 figures = measure(model, options.batch, length, options.new_tokens, options.budget_s)
-            except NotImplementedError as reason:
+            except (NotImplementedError, Unmeasurable) as reason:
                 print(f"refused: {attention} T={length}: {reason}", flush=True)
                 continue
             row = records.GenerateRow(
@@ -117,6 +121,7 @@ def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget
 
     Raises:
       NotImplementedError: the model cannot decode.
+      Unmeasurable: the tokens after the first take less than the noise.
     """
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length))
 
@@ -126,7 +131,13 @@ def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget
     first_call_s = timing.seconds_of(call(1))
     whole = timing.measure({"first": call(1), "all": call(new_tokens)}, budget_s=budget_s)
     first_ms = whole["first"].median_ms
-    token_ms = (whole["all"].median_ms - first_ms) / (new_tokens - 1)
+    further_ms = whole["all"].median_ms - first_ms
+    if further_ms <= 0:
+        raise Unmeasurable(
+            f"the tokens after the first must take more than the noise, got {further_ms:.3g} ms for "
+            f"{new_tokens - 1}. Pass more --new-tokens, or a longer --budget-s."
+        )
+    token_ms = further_ms / (new_tokens - 1)
 
     parts = {
         "products": lambda: token_parts.products(model, batch),

@@ -233,8 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for path in options.files:
         rows = [row for row in one_run(records.read(path), options.run_id) if isinstance(row, Row)]
-        if len({row.length for row in _shown(rows)}) < 2:
-            print(f"{path}: fewer than two lengths of a whole operation, nothing to draw")
+        points = {(row.mode, row.length) for row in _shown(rows)}
+        if max(collections.Counter(mode for mode, _ in points).values(), default=0) < 2:
+            print(f"{path}: no mode has two lengths of a whole operation, nothing to draw")
             continue
         figures = {"": draw}
         if any(row.mode == "fwd_bwd" for row in rows):

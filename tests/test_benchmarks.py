@@ -460,15 +460,17 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
     older = [dataclasses.replace(row, run_id="0", median_ms=1.0) for row in rows]
     records.append(path, [*rows, *older])
 
-    alone = path.with_name("alone.jsonl")
+    alone, points = path.with_name("alone.jsonl"), path.with_name("points.jsonl")
     records.append(alone, [window])
+    records.append(points, [make_row(mode="fwd"), make_row(mode="bwd", length=8192)])
 
-    plot.main([str(path), str(alone), "--output", str(tmp_path)])
+    plot.main([str(path), str(alone), str(points), "--output", str(tmp_path)])
     tables.main([str(path)])
 
     printed = capsys.readouterr().out
     assert path.with_suffix(".svg").stat().st_size > 10_000
     assert not alone.with_suffix(".svg").exists()  # no curve
+    assert not points.with_suffix(".svg").exists()  # a point for each mode
     assert "| 4096 | fwd | random | 20.0 (1.0-3.0) | 50.0 (49.0-51.0) | **2.50** |" in printed
     assert "0.90 / 19.0" in printed
     assert "| `window_attention` | xla | 4096 | fwd |" in printed
@@ -934,7 +936,8 @@ GENERATE = [
 def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
 
-    status = generate.main([*GENERATE, "--attention", "nsa", "--output", str(path)], SMALL)
+    many = ("--new-tokens", "257")  # so many that they take more than the noise of the first one
+    status = generate.main([*GENERATE, *many, "--attention", "nsa", "--output", str(path)], SMALL)
 
     printed, summary = last_line(capsys)
     (row,) = records.read(path)
@@ -950,6 +953,19 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
     assert f"{row.over_parts:.2f} times products" in printed
     assert "| 70 | nsa | " in tables.markdown([row])
+
+
+def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, capsys):
+    same = timing.Timing(samples_ms=(3.0, 3.0, 3.0))
+    monkeypatch.setattr(timing, "seconds_of", lambda _: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda calls, **_: dict.fromkeys(calls, same))
+
+    status = generate.main([*GENERATE, "--attention", "nsa", "--output", str(tmp_path / "rows.jsonl")], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert (status, summary["rows"]) == (0, 0)
+    assert "refused: nsa T=70: the tokens after the first must take more than the noise, got 0 ms" in printed
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_generate_prints_why_a_model_is_refused(monkeypatch, capsys):
