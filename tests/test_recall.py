@@ -207,7 +207,8 @@ BAD = {
     "layers": ("--num-layers 0", "num_layers must be at least 1, got 0."),
     "steps": ("--steps 0", "steps must be at least 1, got 0."),
     "learning rate": ("--learning-rate nan", "learning_rate must be positive and finite, got nan."),
-    "seed": ("--seeds 0 -1", "seeds must not be negative, got [0, -1]."),
+    "seed": ("--seeds 0 -1", "seeds must be from 0 to 2**32 - 1, got [0, -1]."),
+    "large seed": ("--seeds 4294967296", "seeds must be from 0 to 2**32 - 1, got [4294967296]."),
     "test sequences": ("--test-sequences 0", "test_sequences must be at least 1, got 0."),
     "results": ("--results {folder}", "--results must name a file that can be written, got "),
     "no file": (

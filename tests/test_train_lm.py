@@ -236,6 +236,8 @@ BAD_OPTIONS = {
     "steps": ("--steps 0", "--steps must be at least 1, got 0"),
     "kv heads": ("--kv-heads 0", "--kv-heads must be at least 1, got 0"),
     "seed": ("--seed -1", "--seed must be at least 0, got -1"),
+    "large seed": ("--seed 4294967296", r"--seed must be below 2\*\*32, got 4294967296"),
+    "one byte": ("--length 1", "--length must be at least 2, for a prompt and a byte to write, got 1"),
     "rate": ("--learning-rate 0", r"--learning-rate must be above 0 and finite, got 0\.0"),
     "rate that is none": ("--learning-rate nan", "--learning-rate must be above 0 and finite, got nan"),
     "infinite rate": ("--learning-rate inf", "--learning-rate must be above 0 and finite, got inf"),

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the example needs the extra `train`")
 from benchmarks.command_line import InputError
 from examples.train_lm import __main__ as command
 from examples.train_lm.mesh import ONE_DEVICE, MeshSizes
-from examples.train_lm.settings import NSA
+from examples.train_lm.settings import Settings
 
 
 def test_meshes_train_as_one_device_does_and_exchange_checkpoints(tmp_path):
@@ -54,10 +54,12 @@ def test_wrong_meshes_are_one_line(arguments, message, capsys, tmp_path):
         ("data=2,fsdp=3", dict(batch=8), "--batch must be a multiple of data x fsdp = 6, got 8"),
         ("tensor=2", dict(kv_heads=3), "--kv-heads must be a multiple of tensor = 2, got 3"),
         ("context=2", dict(length=100), "--length must be whole chunks for context = 2, got 100. Pass 256"),
+        ("fsdp=4", dict(batch=8, width=126), "--width must be a multiple of fsdp = 4"),
+        ("tensor=5", dict(heads=5, kv_heads=5, width=125), "inner width of tensor = 5, got 125 and 336"),
     ],
 )
 def test_what_does_not_divide_is_named(monkeypatch, mesh, changes, message):
     monkeypatch.setattr("jax.devices", lambda: [None] * 8)
-    sizes = dict(batch=6, kv_heads=2, length=1024, nsa=NSA) | changes
+    settings = Settings(**{"batch": 6, "heads": 6, "kv_heads": 2, "width": 192} | changes)
     with pytest.raises(InputError, match=re.escape(message)):
-        MeshSizes.parse(mesh).check(**sizes)
+        MeshSizes.parse(mesh).check(batch=settings.batch, length=settings.length, model=settings.model)

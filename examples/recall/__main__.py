@@ -82,8 +82,8 @@ class Settings:
 
     def __post_init__(self):
         check_sparse_and_far(self.task, self.model.nsa, self.model.num_layers)
-        if min(self.seeds) < 0:
-            raise ValueError(f"seeds must not be negative, got {list(self.seeds)}. Pass 0 or more.")
+        if min(self.seeds) < 0 or max(self.seeds) >= 2**32:
+            raise ValueError(f"seeds must be from 0 to 2**32 - 1, got {list(self.seeds)}. Pass others.")
         if self.test_sequences < 1:
             raise ValueError(f"test_sequences must be at least 1, got {self.test_sequences}. Pass more.")
 

@@ -50,9 +50,7 @@ def run(options: argparse.Namespace, folder: RunFolder) -> None:
     settings = Settings(**{name: value for name, value in vars(options).items() if name in fields})
     if options.stop_at is not None and options.stop_at < 1:
         raise InputError(f"--stop-at must be at least 1, got {options.stop_at}. Pass a step.")
-    options.mesh.check(
-        batch=settings.batch, kv_heads=settings.kv_heads, length=settings.length, nsa=settings.nsa
-    )
+    options.mesh.check(batch=settings.batch, length=settings.length, model=settings.model)
     corpus = text.load(options.data, settings.length)
     prompt = sampling.choose_prompt(options.prompt, corpus, settings.length)
     identity = run_folder.identity(settings, corpus)

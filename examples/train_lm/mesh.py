@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.command_line import InputError
 from nsa_jax import parallel
 from nsa_jax.array_typing import Array, Int
+from nsa_jax.model import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class MeshSizes:
         sharding = {"model": "fsdp"} | dict.fromkeys(("heads", "kv_heads", "mlp"), "tensor")
         return {"sharding": sharding} | ({"context_axis": "context"} if self.context > 1 else {})
 
-    def check(self, *, batch: int, kv_heads: int, length: int, nsa: Any) -> None:
+    def check(self, *, batch: int, length: int, model: TransformerConfig) -> None:
         """Raises InputError unless the devices exist and everything divides among them."""
         if self.devices > len(jax.devices()):
             raise InputError(
@@ -75,12 +76,18 @@ class MeshSizes:
                 f"--batch must be a multiple of data x fsdp = {self.data * self.fsdp}, got {batch}. "
                 "Pass another batch or mesh."
             )
-        if kv_heads % self.tensor:
+        if model.num_kv_heads % self.tensor:
             raise InputError(
-                f"--kv-heads must be a multiple of tensor = {self.tensor}, got {kv_heads}. "
+                f"--kv-heads must be a multiple of tensor = {self.tensor}, got {model.num_kv_heads}. "
                 "Pass another number or mesh."
             )
-        if self.context > 1 and length != (fitting := parallel.padded_length(length, self.context, nsa)):
+        if model.model_dim % self.fsdp or model.mlp_width % self.tensor:
+            raise InputError(
+                f"--width must be a multiple of fsdp = {self.fsdp}, and the MLP's inner width of tensor = "
+                f"{self.tensor}, got {model.model_dim} and {model.mlp_width}. Pass another width or mesh."
+            )
+        fitting = parallel.padded_length(length, self.context, model.nsa)
+        if self.context > 1 and length != fitting:
             raise InputError(
                 f"--length must be whole chunks for context = {self.context}, got {length}. Pass {fitting}."
             )

@@ -62,6 +62,10 @@ def choose_prompt(text: str | None, corpus: Corpus, length: int) -> bytes:
     Raises:
       InputError: it is empty, or leaves no room in a sequence.
     """
+    if length < 2:
+        raise InputError(
+            f"--length must be at least 2, for a prompt and a byte to write, got {length}. Pass 2."
+        )
     if text is None:
         return corpus.held_out[: max(length * 3 // 4, 1)].tobytes()
     prompt = text.encode(errors="surrogateescape")

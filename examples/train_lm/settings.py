@@ -67,6 +67,8 @@ class Settings:
         for name in ("seed", "warmup"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} must be at least 0, got {getattr(self, name)}. Pass 0 or more.")
+        if self.seed >= 2**32:
+            raise InputError(f"--seed must be below 2**32, got {self.seed}. Pass a smaller one.")
         if not 0 < self.learning_rate < float("inf"):
             raise InputError(
                 f"--learning-rate must be above 0 and finite, "
