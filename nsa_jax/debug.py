@@ -34,7 +34,7 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
       checkify.JaxRuntimeError: a non-zero id occurs in two separate runs. Under `checkify` inside `jit`, the
         error is returned instead.
     """
-    returning = layout.returning_ids(segment_ids)
+    returning = layout.returning_ids(_signed(segment_ids))
     repeated = returning != 0
     checkify.check(
         ~repeated.any(),
@@ -56,7 +56,7 @@ def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_
     """
     if cu_seqlens.size == 0:  # a batch of no rows
         return
-    rows = cu_seqlens.reshape(-1, cu_seqlens.shape[-1]).astype(jnp.int32)  # a uint8 cannot hold `length`
+    rows = _signed(cu_seqlens).reshape(-1, cu_seqlens.shape[-1])
     wrong = (rows[:, 0] != 0) | (rows[:, 1:] < rows[:, :-1]).any(axis=1)
     checkify.check(
         ~wrong.any(),
@@ -80,6 +80,7 @@ def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> 
     Raises:
       checkify.JaxRuntimeError: a position is below -1, or is `num_keys` or more, see `check_segment_ids`.
     """
+    query_positions = _signed(query_positions)
     checkify.check(
         ((query_positions >= -1) & (query_positions < num_keys)).all(),
         f"query_positions must lie in [-1, {num_keys}), got values from {{low}} to {{high}}. Pass key "
@@ -108,6 +109,7 @@ def check_block_indices(
     Raises:
       checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
     """
+    block_indices, query_positions = _signed(block_indices), _signed(query_positions)
     used = block_indices >= 0
     checkify.check(
         (block_indices >= -1).all(),
@@ -181,6 +183,11 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
         return operation(*args, **kwargs)
 
     return with_checks
+
+
+def _signed(index: Array) -> Array:
+    """The same integers with a sign and at least 32 bits: in fewer, comparisons with lengths would wrap."""
+    return jnp.asarray(index) + jnp.int32(0)
 
 
 def _check_values(given: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Wrong values in index arrays: refused at once outside jit, and returned as an error to throw inside."""
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -96,6 +97,21 @@ def test_wrong_cumulative_lengths_are_refused(rows, told, dtype):
 @pytest.mark.parametrize("positions", [[[0, 9]], [[-1, -1]], [[9, 0], [3, 3]]], ids=str)
 def test_positions_within_the_row_are_accepted(positions):
     debug.check_query_positions(jnp.asarray(positions), 10)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["NumPy", "JAX"])
+def test_arrays_of_every_kind_and_integer_dtype_are_compared_by_value(array, dtype):
+    given = lambda values: array(np.array(values).astype(dtype))  # noqa: E731
+
+    debug.check_segment_ids(given([[0, 5, 5]]))
+    debug.check_cu_seqlens(given([0, 3, 5]), 300)
+    debug.check_query_positions(given([[0, 100]]), 300)
+    with refused(match=r"must lie in \[-1, 100\), got values from 0 to 100"):
+        debug.check_query_positions(given([[0, 100]]), 100)
+    for blocks, wrong in (([[[[0, 1]]]], False), ([[[[1, 0]]]], True)):
+        with refused(match="must be ascending") if wrong else contextlib.nullcontext():
+            debug.check_block_indices(given(blocks), config=OVERLAPPING, query_positions=given([[30]]))
 
 
 @pytest.mark.parametrize(("positions", "values"), [([[0, 10]], "0 to 10"), ([[-2, 3]], "-2 to 3")], ids=str)
