@@ -302,6 +302,10 @@ def test_top_k_of_one_is_greedy(model):
     assert rows_of(run(model, temperature=5.0, top_p=1e-6)) == greedy(model, 10)
 
 
+def test_counts_may_be_numpy_integers(model):
+    assert rows_of(run(model, max_new_tokens=np.int64(10))) == greedy(model, 10)
+
+
 def test_runs_inside_jit(model):
     out = jax.jit(lambda prompts, lengths: generate(model, prompts, lengths=lengths, max_new_tokens=10))(
         PROMPTS, LENGTHS
@@ -366,6 +370,8 @@ BAD = {
     "eos": (dict(eos_id="."), TypeError, "eos_id must be an int, got str"),
     "negative eos": (dict(eos_id=-1), ValueError, "eos_id must be at least 0, got -1. Pass None for no end"),
     "pad": (dict(pad_id=None), TypeError, "pad_id must be an int, got NoneType"),
+    "large eos": (dict(eos_id=2**31), ValueError, "eos_id must fit into 32 bits, got 2147483648"),
+    "large key": (dict(key=2**70), ValueError, f"key must fit into 64 bits, got {2**70}"),
     "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
     "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
     "number of keys": (

@@ -116,6 +116,7 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
 def check_key(key: Any, batch: int) -> PRNGKeyArray:
     """Returns a threefry key per row: from that of the row, or from a single key or seed and its index."""
     if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        _check_int("key", key, bits=64)
         key = jax.random.key(int(key))
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
@@ -146,6 +147,8 @@ def _integers(name: str, values: Any, remedy: str) -> Array | np.ndarray:
     return values.astype(jnp.int32)
 
 
-def _check_int(name: str, value: Any) -> None:
+def _check_int(name: str, value: Any, bits: int = 32) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}. Pass a whole number.")
+    if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+        raise ValueError(f"{name} must fit into {bits} bits, got {value}. Pass a smaller number.")

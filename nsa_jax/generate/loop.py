@@ -159,7 +159,7 @@ def generate(
         checks.check_counts(prefill_chunk=prefill_chunk)
     checks.check_tokens(eos_id, pad_id)
     checks.check_room(counts, max_new_tokens, max_length)
-    batch, width = len(tokens), buckets.bucketed(tokens.shape[1])
+    batch, width, max_new_tokens = len(tokens), buckets.bucketed(tokens.shape[1]), int(max_new_tokens)
     if max_length is not None:  # no wider than prompts and cache require
         width = min(width, max(tokens.shape[1], int(max_length)))
     part = min(prefill_chunk or buckets.prefill_chunk(batch, width), width)
@@ -173,7 +173,7 @@ def generate(
         _Sampling.make(temperature, top_k, top_p) if temperature else _Sampling(None, None, None),
         None if eos_id is None else int(eos_id),
         int(pad_id),
-        int(max_new_tokens),
+        max_new_tokens,
         max_length=int(max_length or width + buckets.bucketed(max_new_tokens)),
         chunk_size=int(chunk_size),
         prefill_chunk=int(part),
