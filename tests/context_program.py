@@ -244,7 +244,7 @@ def check_module(make, call, axis_type: AxisType, order: Order, **axes: int) -> 
 
 def check_any_placement() -> None:
     """A layer takes operands spread over some axes or none, on axes of any type, also without `jit`."""
-    per_token, _, out, _ = module_alone(make_attention, attend_packed)
+    per_token, _, out, _ = module_alone(make_turned, attend_packed)
     rows, explicit, auto = Rows(2, out.shape[1], "zigzag"), AxisType.Explicit, AxisType.Auto
     one, two = ("context",), ("data", "context")
     placements = [
@@ -258,7 +258,9 @@ def check_any_placement() -> None:
         with jax.set_mesh(mesh):
             spread = NamedSharding(mesh, PartitionSpec(*spec))
             arrays = {name: jax.device_put(rows.spread(x), spread) for name, x in per_token.items()}
-            found = transform(attend_packed)(make_attention(context_axis="context"), arrays)
+            found = transform(attend_packed)(make_turned(context_axis="context"), arrays)
+            in_order = from_zigzag(found, 2)
+        assert in_order.sharding.is_equivalent_to(found.sharding, found.ndim), (types, spec)
         assert disagreements({"out": rows.collect(found)}, {"out": out}) == {}, (types, spec)
 
 
@@ -270,6 +272,20 @@ def make_attention(**options):
     for compressor in (layer.compressor_key, layer.compressor_value):  # it begins at 0
         compressor.kernel_out.set_value(0.1 + compressor.kernel_out.get_value())
     return layer
+
+
+class Turning(nnx.Module):
+    """A function of positions with a parameter, in the place of a rotary embedding."""
+
+    def __init__(self):
+        self.rate = nnx.Param(jnp.linspace(0.1, 1, 4, dtype=jnp.float64))
+
+    def __call__(self, heads, positions):
+        return heads * (1 + jnp.sin(positions[..., None] * self.rate[...]))[:, :, None]
+
+
+def make_turned(**options):
+    return make_attention(rotary=Turning(), **options)
 
 
 def make_model(**options):
@@ -298,7 +314,7 @@ MODULES = {
         check_module, make_attention, attend_packed, AxisType.Auto, "zigzag", data=2, context=2, tensor=2
     ),
     "layer on explicit axes": functools.partial(
-        check_module, make_attention, attend_packed, AxisType.Explicit, "contiguous", data=2, context=2
+        check_module, make_turned, attend_packed, AxisType.Explicit, "contiguous", data=2, context=2
     ),
     "model": functools.partial(
         check_module, make_model, lambda model, x: model(x["tokens"]), AxisType.Auto, "zigzag", context=2

@@ -212,9 +212,9 @@ def decoding() -> None:
     assert max(gathered) <= largest < held[0].key_cmp.size // 8
     given = dict(max_new_tokens=9, lengths=np.array([7, 2, 9, 5]), prefill_chunk=3, eos_id=3)
     given |= dict(temperature=1.0, top_k=5, top_p=0.9)
-    for key in (0, jax.random.key(0, impl="rbg")):
+    for prompts, key in ((on_mesh, 0), (tokens, jax.random.key(0, impl="rbg"))):
         with jax.set_mesh(mesh):
-            found = generate(sharded, on_mesh, key=key, **given)
+            found = generate(sharded, prompts, key=key, **given)
         agree(found, generate(plain, tokens, key=key, **given))
 
 

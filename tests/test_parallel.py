@@ -99,6 +99,8 @@ ERRORS = {
     "unknown order": (dict(order="ring"), r"order must be one of .*, got 'ring'"),
     "short chunks": (dict(tokens=1024), "at least max.* - 1 = 511 tokens, got 256"),
     "odd chunks": (dict(tokens=2052), "2 chunks of a multiple of compression_stride = 16 tokens, got 1026"),
+    "no compression": (dict(compress=None), "compress must be a Compression or a function, got NoneType"),
+    "two axes": (dict(axis=("data", "context")), r"axis must be the name of one axis, got \('data', 'cont"),
     "a wrong scale": (dict(scale=float("inf")), "scale must be finite, got inf"),
 }
 
@@ -106,7 +108,7 @@ ERRORS = {
 @pytest.mark.parametrize("operation", [context_attention, context_selection])
 @pytest.mark.parametrize(("settings", "rule"), ERRORS.values(), ids=ERRORS)
 def test_calls_that_make_no_sense(settings, rule, operation):
-    with pytest.raises(ValueError, match=rule) as raised:
+    with pytest.raises((ValueError, TypeError), match=rule) as raised:
         call(operation=operation, **settings)
     assert has_form(str(raised.value)), str(raised.value)
 
@@ -132,10 +134,15 @@ def test_shapes_of_a_call():
             lambda: from_zigzag(np.zeros((4, 4)), 2, axis=3),
             r"axis must be an axis of the array, got 3 .*",
         ),
+        (lambda: to_zigzag(np.zeros((1, 8)), 2.0), r"num_devices must be an int, got float\. Pass"),
+        (
+            lambda: token_indices(5, 2, "contiguous"),
+            "contiguous order needs whole chunks for each of 2 devices, so a multiple of 2 tokens, got 5",
+        ),
     ],
 )
 def test_orders_that_cannot_be(call, message):
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
         call()
     assert has_form(str(raised.value))
 
@@ -179,6 +186,69 @@ def test_a_layer_opens_its_own_shard_map():
 
     with pytest.raises(ValueError, match="opens a shard_map of its own, got 'context' inside") as raised:
         jax.eval_shape(call, state, jnp.zeros((1, 2048, 16)))
+    assert has_form(str(raised.value)), str(raised.value)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_packed_rows_trace_inside_a_shard_map_over_another_axis(axis_type):
+    graph, state = nnx.split(layer(context_axis="context"))
+
+    def call(state, x, segment_ids):
+        return nnx.merge(graph, state)(x, segment_ids=segment_ids)
+
+    spec, mesh = PartitionSpec("data"), AbstractMesh((2, 2), ("data", "context"), (axis_type,) * 2)
+    x, ids = (jax.ShapeDtypeStruct((2, 2048, *more), jnp.int32) for more in ((16,), ()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        over_rows = jax.shard_map(
+            call, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, axis_names={"data"}
+        )
+        out = jax.eval_shape(over_rows, state, x.update(dtype=jnp.float32), ids)
+
+    assert out.shape == (2, 2048, 16)
+
+
+class Counting(nnx.Module):
+    """A compressor that counts its calls, as one with dropout does."""
+
+    def __init__(self, *_, rngs):
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, blocks):
+        self.calls[...] += 1
+        return blocks.mean(axis=2)
+
+
+CONTEXT = AbstractMesh((2, 2), ("data", "context"), (AxisType.Auto,) * 2)
+EXPLICIT = AbstractMesh((2, 2), ("data", "context"), (AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "given", "message"),
+    [
+        ({}, CONTEXT, dict(tokens=2049, positions=True), "must divide the tokens of a row, got 2 devices"),
+        ({}, EXPLICIT, dict(rows="context"), "must spread tokens alone, got rows over context and heads"),
+        ({}, CONTEXT, dict(block_indices=[0]), "block_indices must be an array, got list"),
+        (dict(context_axis=("context",)), CONTEXT, {}, r"must be the name of one axis, got \('context',\)"),
+        (
+            dict(compressor=Counting),
+            CONTEXT,
+            {},
+            r"must not change their .* of \['compressor_key\.calls', 'c",
+        ),
+    ],
+    ids=["tokens", "rows", "list", "two axes", "state"],
+)
+def test_calls_of_a_layer_that_make_no_sense(options, mesh, given, message):
+    graph, state = nnx.split(layer(**{"context_axis": "context"} | options))
+    shape = (2, given.pop("tokens", 2048))
+    rows = jax.NamedSharding(mesh, PartitionSpec(given.pop("rows", None)))
+    x = jax.ShapeDtypeStruct((*shape, 16), jnp.float32, sharding=rows)
+    if given.pop("positions", False):
+        given["positions"] = np.broadcast_to(np.arange(shape[1]), shape)
+    refused = pytest.raises((ValueError, TypeError, NotImplementedError), match=message)
+    with jax.sharding.use_abstract_mesh(mesh), refused as raised:
+        jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x, **given), state, x)
+
     assert has_form(str(raised.value)), str(raised.value)
 
 

@@ -9,7 +9,9 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.nn.parameters import by_path
 from nsa_jax.nn.parts import CompressorFunction, compress
+from nsa_jax.nn.projections import check_array
 from nsa_jax.nn.rotary import RotaryFunction, turn
 from nsa_jax.parallel import Order, from_zigzag, to_zigzag, token_indices
 from nsa_jax.parallel.order import check_order, on_whole_rows
@@ -62,20 +64,47 @@ class ContextAxis:
           operands: its operands.
           per_token: its optional arrays of tokens.
           compressors: modules or functions that compress keys and values.
-          rotary: rotates compressed keys.
+          rotary: a module or function that rotates compressed keys.
           **settings: its other arguments.
+
+        Raises:
+          NotImplementedError: a module changes its state, of which each device would have another.
+          TypeError: something per token is not an array.
         """
-        # Modules enter as arrays: a shard_map over explicit axes may not close over any.
-        graph, state = nnx.split(compressors)
+        for name, x in per_token.items():
+            if x is not None:
+                check_array(name, x)
+        # Modules enter as arrays: a shard_map may not close over any that lie on its mesh.
+        names = ("compressor_key", "compressor_value", "rotary")
+        graph, state = nnx.split(dict(zip(names, (*compressors, rotary), strict=True)))
 
         def local(state, operands, per_token):
-            compress_keys, compress_values = nnx.merge(graph, state)
+            held = _values(state)  # the modules may share their variables with the state
+            modules = nnx.merge(graph, state)
+            compress_keys, compress_values, rotary = (modules[name] for name in names)
 
             def compress_both(key_windows, value_windows, first_positions):
                 key_cmp = turn(rotary, compress(compress_keys, key_windows), first_positions)
                 return key_cmp, compress(compress_values, value_windows)
 
             where = dict(axis=self.name, order=self.order)
-            return operation(*operands, **per_token, compress=compress_both, **where, **settings)
+            result = operation(*operands, **per_token, compress=compress_both, **where, **settings)
+            _check_unchanged(held, _values(nnx.state(modules)))
+            return result
 
         return over_axis(local, self.name)(state, operands, dict(per_token))
+
+
+def _values(state: nnx.State) -> dict[str, Any]:
+    """The values of all variables, by their paths."""
+    return {name: variable.get_value() for name, variable in by_path(state).items()}
+
+
+def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError if a variable was added or set."""
+    changed = [name for name, value in after.items() if value is not before.get(name)]
+    if changed:
+        raise NotImplementedError(
+            "compressors and rotary of a layer with a context_axis must not change their variables, got new "
+            f"values of {changed}. Call their eval(), or build the layer without context_axis."
+        )

@@ -64,10 +64,12 @@ def add_rows(x: Float[Array, "B T ..."], kernel: Array, *args: Any, **options: A
 
 def of_tokens(x: Float[Array, "B T ..."] | Int[Array, "B T"]) -> NamedSharding | None:
     """The sharding of `[B, T, D]` beside `x`; None unless `x` is on a mesh with explicit axes."""
-    sharding = jax.typeof(x).sharding
-    if not sharding.mesh.explicit_axes:
+    sharding, mesh = jax.typeof(x).sharding, jax.typeof(x).sharding.mesh
+    if mesh.empty:  # a NumPy array is on no mesh; JAX puts it on the one in context
+        mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
         return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:TOKENS], None))
+    return NamedSharding(mesh, PartitionSpec(*sharding.spec[:TOKENS], None))
 
 
 def _names(names: Any) -> tuple[str, ...]:

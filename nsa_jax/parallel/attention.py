@@ -80,14 +80,16 @@ def context_attention(
 
     Numerics:
       Under `jax.experimental.checkify`, `positions` must count the tokens of each sequence one by one in the
-      declared order, and segment ids must be contiguous runs of it.
+      declared order, and segment ids must be contiguous runs of it. JAX 0.11 traces checks only in a
+      `shard_map` over all axes of a mesh that is passed to it, without a mesh in context; elsewhere such a
+      call fails with an error about meshes.
     """
     arrays = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
         key_win=key_win, value_win=value_win, gates=gates, block_indices=block_indices,
         positions=positions, segment_ids=segment_ids,
     )  # fmt: skip
-    shards = _shards(context_attention, arrays, axis, order, config)
+    shards = _shards(context_attention, arrays, compress, axis, order, config)
     keys_values = exchanged(
         shards, (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win),
         compress=compress, config=config, positions=positions, segment_ids=segment_ids,
@@ -180,7 +182,7 @@ def context_selection(
     arrays = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, positions=positions, segment_ids=segment_ids
     )
-    shards = _shards(context_selection, arrays, axis, order, config)
+    shards = _shards(context_selection, arrays, compress, axis, order, config)
     rows = _rows(shards, positions, segment_ids)
     pair = (key_cmp, value_cmp), halo_of_blocks(config, segment_ids is not None)
     (to_compress,) = shards.stretches([pair])
@@ -203,9 +205,19 @@ def _rows(shards: Shards, positions: Array | None, segment_ids: Array | None) ->
 
 
 def _shards(
-    operation: Callable[..., Any], arrays: dict[str, Any], axis: str, order: Order, config: NSAConfig
+    operation: Callable[..., Any],
+    arrays: dict[str, Any],
+    compress: Compress,
+    axis: str,
+    order: Order,
+    config: NSAConfig,
 ) -> Shards:
-    """Validates the arrays of a call and finds how the rows lie on the devices."""
+    """Validates a call and finds how the rows lie on the devices."""
+    if not callable(compress):
+        raise TypeError(
+            f"compress must be a Compression or a function, got {type(compress).__name__}. Pass "
+            "Compression() for means."
+        )
     annotations = arguments.annotations_of(operation)
     sizes = arguments.bind_shapes(annotations, arrays)
     arguments.check_config(config)

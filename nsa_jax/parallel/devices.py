@@ -23,7 +23,14 @@ class Devices:
 
     @classmethod
     def along(cls, axis: str) -> "Devices":
-        """Finds the devices. Raises ValueError if the call is not inside a `shard_map` over the axis."""
+        """Finds the devices.
+
+        Raises:
+          TypeError: the axis is not one name.
+          ValueError: the call is not inside a `shard_map` over the axis.
+        """
+        if not isinstance(axis, str):
+            raise TypeError(f"axis must be the name of one axis, got {axis!r}. Pass a string.")
         mesh = jax.sharding.get_abstract_mesh()
         if axis not in mesh.manual_axes:
             raise ValueError(

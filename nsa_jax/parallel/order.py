@@ -1,7 +1,9 @@
 """The order in which the tokens of a row lie on the devices."""
 
+import functools
+import numbers
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -27,9 +29,11 @@ def to_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: i
       axis: the token axis.
 
     Returns:
-      The array in zigzag order, of the same kind: NumPy's, or JAX's with the same sharding.
+      The array in zigzag order, of the same kind: NumPy's, or JAX's with the same sharding. (Under `jit` the
+      sharding over auto axes is up to XLA.)
 
     Raises:
+      TypeError: `P` is not an int.
       ValueError: the number of tokens is not a multiple of `2 P`, there is no such axis, or `P` is
         not positive.
 
@@ -59,7 +63,8 @@ def token_indices(length: int, num_devices: int, order: Order = "zigzag") -> np.
     Raises:
       ValueError: the length does not divide, or the order is unknown.
     """
-    check_order(order)
+    _check_devices(num_devices)
+    _check_whole_chunks(length, runs_per_device(order) * num_devices, order)
     index = np.arange(length, dtype=np.int32)
     return index if order == "contiguous" else to_zigzag(index, num_devices, axis=0)
 
@@ -110,11 +115,16 @@ def check_order(order: Order) -> None:
 
 
 def on_whole_rows(function: Callable[[Array], Array], array: Array) -> Array:
-    """Applies a function that keeps shapes, also to tokens that are spread over explicit axes of a mesh."""
+    """Applies a function that keeps shapes, also to tokens that are spread over a mesh, where they stay.
+
+    Under `jit`, XLA decides over auto axes where they lie.
+    """
     sharding = jax.typeof(array).sharding
-    if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
-        return function(array)
-    return jax.sharding.auto_axes(function, out_sharding=sharding)(array)
+    if explicit := sharding.mesh.explicit_axes:
+        function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)
+    if not isinstance(array, jax.core.Tracer) and isinstance(array.sharding, jax.NamedSharding):
+        return jax.jit(function, out_shardings=array.sharding)(array)
+    return function(array)
 
 
 def _chunks(num_devices: int) -> np.ndarray:
@@ -125,28 +135,41 @@ def _chunks(num_devices: int) -> np.ndarray:
 
 
 def _check_devices(num_devices: int) -> None:
+    if isinstance(num_devices, bool) or not isinstance(num_devices, numbers.Integral):
+        raise TypeError(f"num_devices must be an int, got {type(num_devices).__name__}. Pass an int.")
     if num_devices < 1:
         raise ValueError(
             f"num_devices must be at least 1, got {num_devices}. Pass the size of the context axis."
         )
 
 
+def _check_whole_chunks(length: int, chunks: int, order: Order) -> None:
+    if length % chunks:
+        raise ValueError(
+            f"{order} order needs whole chunks for each of {chunks // runs_per_device(order)} devices, so a "
+            f"multiple of {chunks} tokens, got {length}. Pad the end of the rows, see padded_length."
+        )
+
+
 def _reorder(array, chunks: np.ndarray, axis: int):
+    array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape = array.shape
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"axis must be an axis of the array, got {axis} for shape {shape}. Pass its token axis."
         )
     axis %= len(shape)
-    if shape[axis] % len(chunks):
-        raise ValueError(
-            f"zigzag order needs whole chunks for each of {len(chunks) // 2} devices, so a multiple of "
-            f"{len(chunks)} tokens, got {shape[axis]}. Pad the end of the rows, see padded_length."
-        )
+    _check_whole_chunks(shape[axis], len(chunks), "zigzag")
+    reorder = _reordering(tuple(chunks.tolist()), axis)
+    return on_whole_rows(reorder, array) if isinstance(array, jax.Array) else reorder(array)
 
+
+@functools.cache  # the same function each time, so that JAX compiles it once for a shape
+def _reordering(chunks: tuple[int, ...], axis: int) -> Callable[[Any], Any]:
     def reorder(x):
-        cut = x.reshape(*shape[:axis], len(chunks), -1, *shape[axis + 1 :])
-        taken = cut[(slice(None),) * axis + (chunks,)]
+        shape = x.shape
+        cut = x.reshape(*shape[:axis], len(chunks), shape[axis] // len(chunks), *shape[axis + 1 :])
+        taken = cut[(slice(None),) * axis + (np.array(chunks),)]
         return taken.reshape(shape)
 
-    return on_whole_rows(reorder, array) if isinstance(array, jax.Array) else reorder(np.asarray(array))
+    return reorder

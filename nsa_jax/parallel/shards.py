@@ -153,18 +153,31 @@ def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     it holds.
 
     Raises:
-      ValueError: as in `devices_along` and `nsa_jax.sharding.per_shard`.
+      ValueError: as in `devices_along` and `nsa_jax.sharding.per_shard`; or the tokens do not divide, or rows
+        or heads lie on the axis already.
     """
-    devices_along(axis)
+    devices = devices_along(axis)
     tokens = PartitionSpec(None, axis)
     # Without a jit, JAX compiles each instruction of a shard_map alone, and XLA crashes (0.11.2, on CPUs).
 
     def call(same, *spread):
+        for x in jax.tree.leaves(spread):
+            if x.shape[1] % devices:
+                raise ValueError(
+                    f"the devices of a context axis must divide the tokens of a row, got {devices} devices "
+                    f"along {axis!r} and {x.shape[1]} tokens. Pad the end of the rows, see "
+                    "nsa_jax.parallel.padded_length."
+                )
         mesh = jax.sharding.get_abstract_mesh()
         axes = Axes.of({"operands": spread}, tokens=axis)
         if axes is None and axis in mesh.explicit_axes:  # every device holds all of the operands
             axes = Axes(mesh, batch=None, heads=None, tokens=axis)
         if axes is not None:
+            if axis in jax.tree.leaves((axes.batch, axes.heads)):
+                raise ValueError(
+                    f"a context axis must spread tokens alone, got rows over {axes.batch} and heads over "
+                    f"{axes.heads} beside tokens over {axis!r}. Use other axes for rows and heads."
+                )
 
             def specs_in(axes: Axes) -> tuple[Any, ...]:
                 return (jax.tree.map(lambda _: PartitionSpec(), same), *(axes.specs(x) for x in spread))
@@ -188,8 +201,11 @@ def devices_along(axis: str) -> int:
     """The number of devices along an axis of the mesh in context.
 
     Raises:
+      TypeError: the axis is not one name.
       ValueError: there is no mesh in context, it lacks the axis, or a `shard_map` has mapped it already.
     """
+    if not isinstance(axis, str):
+        raise TypeError(f"context_axis must be the name of one axis, got {axis!r}. Pass a string.")
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         raise ValueError(
