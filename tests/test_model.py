@@ -279,12 +279,15 @@ def test_sharding_metadata():
         (dict(attention="sparse"), r"attention must be one of .*, got 'sparse'\. Choose"),
         (dict(dtype="int32"), r"dtype must be floating, got 'int32'\. Pass"),
         (dict(num_heads=3), r"num_kv_heads must divide num_heads, got 2 and 3\. Give"),
-        (dict(compression="max"), r"compression must be \"mlp\" or \"mean\", got 'max'\. Choose"),
+        (dict(compression="max"), r"compression must be one of \('mlp', 'mean'\), got 'max'\. Choose"),
+        (dict(dtype="bf16"), r"dtype must be floating, got 'bf16'\. Pass"),
+        (dict(vocab_size=64.0), r"vocab_size must be an int, got float\. Pass"),
+        (dict(nsa={}), r"config must be an NSAConfig, got dict\. Build"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_configuration(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         abstract_model(dataclasses.replace(CONFIG, **changes))
 
 
@@ -294,6 +297,16 @@ def test_wrong_configuration(changes, message):
 def test_wrong_tokens(ids):
     with pytest.raises(ValueError, match=r"tokens must be integers of shape \[batch, tokens\], got .* Add"):
         nnx.eval_shape(lambda model, ids: model(ids), abstract_model(), ids)
+
+
+def test_a_row_without_tokens_has_finite_logits():
+    """In uint8, the index of its last token would be 255."""
+    model = randomised(abstract_model())
+    tokens, counts = jnp.ones((2, 3), jnp.int32), np.array([0, 3], np.uint8)
+
+    logits, _ = model.prefill(tokens, model.init_cache(2, 8), counts)
+
+    assert np.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("kind", ["dense", "window"])

@@ -112,6 +112,13 @@ def test_a_checkpoint_of_another_configuration_is_one_clear_error(tmp_path, chan
         restore(tmp_path, dataclasses.replace(CONFIG, **changes))
 
 
+def test_a_config_that_is_none_of_a_model(tmp_path):
+    save(tmp_path, make_model())
+
+    with pytest.raises(TypeError, match=r"config must be a TransformerConfig, got NSAConfig\. Pass None"):
+        restore(tmp_path, NSAConfig())
+
+
 def test_nothing_to_restore(tmp_path):
     file = tmp_path / "file"
     file.write_text("not a checkpoint")

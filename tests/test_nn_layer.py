@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from messages import has_form
 from modules import NSA, abstract, named
 
 from nsa_jax.config import NSAConfig
@@ -265,6 +266,9 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
             dict(num_heads=5, num_kv_heads=5, head_dim=None),
             r"num_heads must divide in_features .* 5 and 12\. Pass",
         ),
+        (dict(value_dim=0), r"value_dim must be at least 1, got 0\. Pass"),
+        (dict(config={}), r"config must be an NSAConfig, got dict\. Build"),
+        (dict(implementation="xlaa"), r"implementation must be None or one of .*, got 'xlaa'\. Check"),
         (dict(scale=np.ones(1)), "scale must be a Python number, got ndarray. Multiply"),
         (dict(scale=float("nan")), "scale must be finite, got nan. Pass"),
         (dict(dropout_rate="half"), "dropout_rate must be a number, got str. Pass"),
@@ -305,6 +309,15 @@ def test_wrong_inputs(x, arguments, message):
     layer = abstract_layer()
     with pytest.raises(ValueError, match=message):
         nnx.eval_shape(lambda layer, x, arguments: layer(x, **arguments), layer, x, arguments)
+
+
+@pytest.mark.parametrize("name", ["x", "positions", "segment_ids"])
+def test_lists_are_no_arrays(name):
+    given = {"x": jnp.zeros((1, 2, WIDTH)), name: [[0, 1]]}
+    with pytest.raises(TypeError, match=rf"{name} must be an array, got list\. Convert it") as error:
+        abstract_layer()(**given)
+
+    assert has_form(str(error.value))
 
 
 def test_a_named_implementation_never_falls_back():

@@ -98,6 +98,17 @@ def test_both_directions_copy():
         np.testing.assert_array_equal(value, drawn(layer)[name])
 
 
+def test_bfloat16_survives_a_file_of_numpy(tmp_path):
+    written, read = made(param_dtype=jnp.bfloat16), made(param_dtype=jnp.float32)
+    nn.load_weights(written, drawn(written))
+
+    np.savez(tmp_path / "layer.npz", **nn.weights(written))
+    nn.load_weights(read, np.load(tmp_path / "layer.npz"))
+
+    for name, value in nn.weights(read).items():
+        np.testing.assert_array_equal(value, nn.weights(written)[name].astype(np.float32))
+
+
 @pytest.mark.parametrize("given", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("start", [made, loaded], ids=["abstract", "created"])
 def test_dtypes_of_the_module_stay(start, given):

@@ -91,6 +91,7 @@ def restore(
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
+      TypeError: `config` is something else than a `TransformerConfig`.
       ValueError: the checkpoint has another configuration, or `sharding` names an unknown dimension or has no
         mesh in context.
       ImportError: Orbax is not installed.
@@ -235,6 +236,11 @@ def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
 
 
 def _check_same(config: TransformerConfig, saved: TransformerConfig) -> None:
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(
+            f"config must be a TransformerConfig, got {type(config).__name__}. Pass None to take it from the "
+            "checkpoint."
+        )
     names = [field.name for field in dataclasses.fields(saved) if field.name not in FREE_FIELDS]
     differing = [name for name in names if getattr(config, name) != getattr(saved, name)]
     if differing:

@@ -1,6 +1,7 @@
 """The configuration of a `Transformer`, which its checkpoint stores."""
 
 import dataclasses
+import numbers
 from typing import Literal
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from nsa_jax.nn.projections import check_dropout_rate, head_width
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
 
-_ATTENTION = ("nsa", "dense", "window")
+_ATTENTION, _COMPRESSION = ("nsa", "dense", "window"), ("mlp", "mean")
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary")
@@ -87,19 +88,25 @@ class TransformerConfig:
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_dim"):
             size = getattr(self, name)
-            if size is not None and size < 1:
+            if size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__}. Pass a whole number.")
+            if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
+        arguments.check_config(self.nsa)
         head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
         arguments.resolve_scale(self.scale, head_dim)
         check_dropout_rate(self.dropout_rate)
         rotary_function(self.rope_base, self.rope_scaling, self.rotary)
         check_parts(self.gate, self.compressor, self.compression)
-        if self.attention not in _ATTENTION:
-            raise ValueError(
-                f"attention must be one of {_ATTENTION}, got {self.attention!r}. Choose one of them."
-            )
+        for name, known in (("attention", _ATTENTION), ("compression", _COMPRESSION)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {known}, got {getattr(self, name)!r}. Choose one of them."
+                )
         for name in ("dtype", "param_dtype"):
-            if not jnp.issubdtype(jnp.dtype(getattr(self, name)), jnp.floating):
+            if not _is_floating(getattr(self, name)):
                 raise ValueError(
                     f'{name} must be floating, got {getattr(self, name)!r}. Pass "float32" or "bfloat16".'
                 )
@@ -108,3 +115,10 @@ class TransformerConfig:
     def mlp_width(self) -> int:
         """Inner width of SwiGLU: `mlp_dim` or its default."""
         return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim
+
+
+def _is_floating(dtype: str) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype has this name
+        return False

@@ -11,7 +11,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection, products
-from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
+from nsa_jax.nn.projections import Sharding, check_array, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
 
@@ -192,7 +192,8 @@ class Transformer(nnx.Module):
         if num_tokens is None:
             last = x[:, -1:]
         else:
-            last = jnp.take_along_axis(x, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)
+            last = jnp.maximum(jnp.asarray(num_tokens, jnp.int32) - 1, 0)  # a uint8 would wrap
+            last = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self._logits(last)[:, 0], tuple(caches)
 
     @overload
@@ -279,6 +280,7 @@ class Transformer(nnx.Module):
         return self.embed(tokens, out_sharding=products.of_tokens(tokens))
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
+        check_array("tokens", tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"tokens must be integers of shape [batch, tokens], got {tokens.dtype} of shape "

@@ -19,7 +19,9 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
     Sharding,
+    check_implementation,
     check_inputs,
+    check_width,
     head_norm,
     head_width,
     output_dropout,
@@ -131,7 +133,9 @@ class NSAAttention(CacheSteps):
         mesh in context (`jax.set_mesh`).
       context_axis: mesh axis over which the tokens of a row are spread. The layer then attends inside a
         `jax.shard_map` of its own over this axis of the mesh in context (`jax.set_mesh`), and its calls and
-        `inspect` need such a mesh. `prefill` and `decode_step` take whole rows, as without it.
+        `inspect` need such a mesh. `prefill` and `decode_step` take whole rows, as without it. Your own
+        compressors and `rotary` must then be modules if they hold JAX arrays, and must not change their
+        variables in a call.
       context_order: order of the tokens on the devices, "zigzag" (see `nsa_jax.parallel.to_zigzag`) or
         "contiguous".
       implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
@@ -141,8 +145,9 @@ class NSAAttention(CacheSteps):
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
       ValueError: head counts or widths do not divide; a number is out of range; `compression`,
-        `context_order` or a name in `sharding` is unknown, or the mesh in context cannot shard a parameter
-        as asked; or `rotary` or `compressor` is given together with the options that it replaces.
+        `context_order`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
+        shard a parameter as asked; or `rotary` or `compressor` is given together with the options that it
+        replaces.
 
     Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -188,6 +193,9 @@ class NSAAttention(CacheSteps):
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
         value_dim = head_dim if value_dim is None else value_dim
+        check_width(value_dim=value_dim)
+        arguments.check_config(config)
+        check_implementation(implementation)
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
         self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
         self.config, self.implementation, self.dtype = config, implementation, dtype
@@ -258,10 +266,12 @@ class NSAAttention(CacheSteps):
           of the output projection.
 
         Raises:
-          TypeError: `block_indices` is not an array of integers.
+          TypeError: `x` or an argument is not an array, or `block_indices` does not hold integers.
           ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
             does not fit `x`. With a `context_axis` also: there is no mesh in context, it lacks the axis, or
             the tokens do not divide into chunks of allowed length, see `nsa_jax.parallel.context_attention`.
+          NotImplementedError: a compressor or `rotary` of a layer with a `context_axis` changes its own
+            variables.
 
         Gradients:
           No gradient flows through the selection, as in the paper. The compressors and projections of the

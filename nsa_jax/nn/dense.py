@@ -14,6 +14,7 @@ from nsa_jax.dispatch import Implementation, default_platform
 from nsa_jax.nn.dense_steps import DenseCacheSteps
 from nsa_jax.nn.projections import (
     Sharding,
+    check_implementation,
     check_inputs,
     head_norm,
     head_width,
@@ -61,9 +62,9 @@ class DenseAttention(DenseCacheSteps):
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `sharding` has an unknown
-        name, or the mesh in context cannot shard a parameter as asked; or `rotary` is given together with
-        `rope_base` or `rope_scaling`.
+      ValueError: head counts or widths do not divide; a number is out of range; `implementation` or a name
+        in `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; or `rotary` is
+        given together with `rope_base` or `rope_scaling`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class DenseAttention(DenseCacheSteps):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        check_implementation(implementation)
         self.num_kv_heads, self.in_features, self.head_dim = num_kv_heads, in_features, head_dim
         self.dtype, self.implementation = dtype, implementation
         self.scale = arguments.resolve_scale(scale, head_dim)

@@ -60,6 +60,7 @@ def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) 
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must map names to arrays, got {type(weights).__name__}. Pass a dict.")
     _check_arrays(weights, "Convert them, for example with np.asarray, outside jit")
+    weights = {name: _without_void(value) for name, value in weights.items()}
     check_names_and_shapes(present, weights)
     _check_kinds(present, weights)
     places = {name: sharding_of(value) for name, value in present.items()}
@@ -133,6 +134,11 @@ def _check_arrays(named: Mapping[str, Any], remedy: str) -> None:
     for name, value in named.items():
         if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, jax.core.Tracer):
             raise TypeError(f"weights must be arrays, got {type(value).__name__} at {name}. {remedy}.")
+
+
+def _without_void(array: np.ndarray | Array) -> np.ndarray | Array:
+    """NumPy's files hold bfloat16 as two bytes without a meaning; no other floating dtype becomes that."""
+    return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 def _check_kinds(present: Mapping[str, Array], given: Mapping[str, np.ndarray | Array]) -> None:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
+from nsa_jax.dispatch import IMPLEMENTATIONS
 from nsa_jax.nn import products
 
 # The dimensions that can be sharded: "model" is D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU,
@@ -131,18 +132,40 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
             f"{num_heads} and {in_features}. Pass head_dim."
         )
     head_dim = in_features // num_heads if head_dim is None else head_dim
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}. Pass a positive number.")
+    check_width(head_dim=head_dim)
     return head_dim
+
+
+def check_width(**widths: int) -> None:
+    """Raises ValueError unless the widths are positive."""
+    for name, width in widths.items():
+        if width < 1:
+            raise ValueError(f"{name} must be at least 1, got {width}. Pass a positive number.")
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError unless there is such an implementation; whether it can run, each call finds out."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
+            "spelling."
+        )
+
+
+def check_array(name: str, x: Any) -> None:
+    """Raises TypeError unless `x` is an array."""
+    if not hasattr(x, "ndim"):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}. Convert it with jnp.asarray.")
 
 
 def check_inputs(
     x: Array, in_features: int, *, context_axis: str | None = None, **per_token: Array | None
 ) -> None:
-    """Raises ValueError unless `x` is `[B, T, in_features]` and the other arrays are integers `[B, T]`.
+    """Raises TypeError or ValueError unless `x` is `[B, T, in_features]`, the others are integers `[B, T]`.
 
     On explicit axes of a mesh, features of `x` must not be sharded, and tokens over the context axis only.
     """
+    check_array("x", x)
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(
             f"x must be [batch, tokens, {in_features}], got shape {x.shape}. "
@@ -158,6 +181,7 @@ def check_inputs(
     for name, value in per_token.items():
         if value is None:
             continue
+        check_array(name, value)
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(f"{name} must hold integers, got {value.dtype}. Cast it to int32.")
         if value.shape != x.shape[:2]:
