@@ -100,7 +100,7 @@ def block_indices_from_ranges(
       Block indices `[B, T, K, R]`, int32, ascending, -1 in the unused slots at the end.
 
     Raises:
-      TypeError: an array does not hold integers, or is traced by JAX.
+      TypeError: an array does not hold integers, or is traced by JAX; or `num_kv_heads` is not an int.
       ValueError: the layout is unknown, the number of axes is wrong, or a range is misaligned, reversed,
         overlaps another, reaches beyond its query or makes one block too many. The message gives the first
         such range.
@@ -115,6 +115,13 @@ def block_indices_from_ranges(
         raise ValueError(
             f"layout must be one of {RANGES_LAYOUTS}, got {layout!r}. Name the axes of the ranges."
         )
+    if num_kv_heads is not None:
+        if isinstance(num_kv_heads, bool) or not isinstance(num_kv_heads, numbers.Integral):
+            raise TypeError(f"num_kv_heads must be an int, got {type(num_kv_heads).__name__}. Pass an int.")
+        if num_kv_heads < 1:
+            raise ValueError(
+                f"num_kv_heads must be at least 1, got {num_kv_heads}. Pass the number of heads."
+            )
     array = _concrete("ranges", ranges)
     if array.ndim != len(layout) or array.shape[-1] != 2:
         raise ValueError(
@@ -160,7 +167,7 @@ def block_indices_from_ranges(
     unused = np.iinfo(np.int32).max
     steps = np.arange(slots)
     blocks = np.where(steps < count[..., None], (start // size)[..., None] + steps, unused)
-    blocks = np.sort(blocks.reshape(*blocks.shape[:3], -1), axis=-1)
+    blocks = np.sort(blocks.reshape(*blocks.shape[:3], blocks.shape[3] * slots), axis=-1)
     blocks = np.pad(blocks, ((0, 0),) * 3 + ((0, max(slots - blocks.shape[-1], 0)),), constant_values=unused)
     repeated = ((np.diff(blocks, axis=-1) == 0) & (blocks[..., 1:] != unused)).any(axis=-1, keepdims=True)
     _forbid(

@@ -176,9 +176,14 @@ def native_sparse_attention(
     arguments: dict[str, Any] = dict(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
-    out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **arguments)
+    # Compressed keys alone do not tell where the row ends, and so which positions are padding.
+    positions = query_positions
+    if isinstance(positions, Runs):
+        positions = layout.positions_of(positions, query.shape[0])
+    in_row = arguments | dict(query_positions=jnp.where(positions < key_slc.shape[1], positions, -1))
+    out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **in_row)
     if block_indices is None:
-        block_indices = select_blocks(query, key_cmp, **arguments)
+        block_indices = select_blocks(query, key_cmp, **in_row)
     out_slc, _ = selected_attention(query, key_slc, value_slc, block_indices, **arguments)
     out_win, _ = window_attention(query, key_win, value_win, first_key=first_key_win, **arguments)
     return gated_sum(out_cmp, out_slc, out_win, gates)

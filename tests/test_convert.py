@@ -237,19 +237,25 @@ def test_padding_queries_may_only_select_nothing():
             dict(layout="BTKn2", num_kv_heads=2),
             "ranges must have num_kv_heads = 2 KV heads, got 1",
         ),
+        ((1, 2, 1, 2), dict(layout="BTn2", num_kv_heads=0), "num_kv_heads must be at least 1, got 0"),
         (
             (1, 2, 1, 1, 2),
             dict(layout="BTKn2", query_positions=np.zeros((1, 3), int)),
             r"query_positions must be \[B, T\] = \(1, 2\), got shape \(1, 3\)",
         ),
     ],
-    ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "positions"],
+    ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "zero_kv_heads", "positions"],
 )
 def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
     with pytest.raises(ValueError, match="^" + rule) as error:
         convert(np.zeros(shape, int), **arguments)
 
     assert has_form(str(error.value))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 3, 2), (1, 0, 1, 3, 2)], ids=["rows", "queries"])
+def test_no_queries_have_no_blocks(shape):
+    assert convert(np.zeros(shape, int), layout="BTKn2").shape == (*shape[:3], CONFIG.num_selected_blocks)
 
 
 def test_floating_ranges_are_refused():

@@ -8,6 +8,8 @@ import pytest
 from cases import BY_NAME, CASES, PACKED_ROWS, PLAIN
 from programs import BRANCHES, by_brute_force, cached, disagreements, evaluate, importance
 
+from nsa_jax import layout, reference
+
 every_case = pytest.mark.parametrize("name", BY_NAME)
 
 
@@ -115,6 +117,20 @@ def test_queries_that_see_nothing_get_zero_and_minus_infinity(case):
     assert (found["blocks"][~sees] == -1).all()
     assert not found["d_query"][~sees].any()
     assert np.isfinite(found["d_query"]).all()
+
+
+def test_a_position_that_the_row_does_not_have_is_padding():
+    """Its compressed keys alone could be those of a longer row."""
+    query, *compressed, key_slc, value_slc, key_win, value_win, gates = PLAIN.draw()
+    length = layout.longest_length(compressed[0].shape[1], PLAIN.config) - 1
+    in_row = [x[:, :length] for x in (key_slc, value_slc, key_win, value_win)]
+
+    out = reference.native_sparse_attention(
+        query, *compressed, *in_row, gates, config=PLAIN.config,
+        query_positions=np.full(query.shape[:2], length),
+    )  # fmt: skip
+
+    assert not np.any(out)
 
 
 def test_padding_keys_get_no_gradient():
