@@ -54,6 +54,14 @@ def examine(monkeypatch, capsys):
     return run
 
 
+def test_a_reader_that_has_enough_ends_the_command_quietly():
+    command = f"{sys.executable} -m nsa_jax.doctor | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300)
+
+    assert "CPU cores" in done.stdout
+    assert done.stderr == ""
+
+
 def test_a_machine_without_gpu_torch_and_extras_is_well():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=300)
 
