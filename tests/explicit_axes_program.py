@@ -243,9 +243,33 @@ def empty_caches() -> None:
             agree(found, step(plain, tokens, whole))
 
 
+def without_the_mesh() -> None:
+    """Parameters that every device of a mesh holds, in calls without the mesh in context, of several tiles."""
+    plain, _ = model()
+    graph, state = nnx.split(plain)
+    on_mesh = put(state)
+    tokens = np.random.default_rng(0).integers(0, 12, (1, 384))
+
+    @jit
+    def gradient(state):
+        return jax.grad(lambda state: (nnx.merge(graph, state)(tokens) ** 2).mean())(state)
+
+    agree(gradient(on_mesh), gradient(state))
+    found, expected = (
+        generate(nnx.merge(graph, each), tokens, max_new_tokens=3) for each in (on_mesh, state)
+    )
+    agree(found, expected)
+
+
+CHECKS = (
+    *(operations, the_reference, shared_keys, layers, training, decoding, empty_caches),
+    without_the_mesh,
+)
+
+
 def main() -> int:
     jax.config.update("jax_enable_x64", True)
-    for check in (operations, the_reference, shared_keys, layers, training, decoding, empty_caches):
+    for check in CHECKS:
         start = time.perf_counter()
         check()
         print(f"{check.__name__}: ok, {time.perf_counter() - start:.1f} s", flush=True)

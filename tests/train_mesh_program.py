@@ -81,7 +81,7 @@ def main(root: pathlib.Path) -> None:
     print("equal to one device")
 
     jax.config.update("jax_enable_x64", False)
-    sizes = "--steps 2 --batch 2 --length 256 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
+    sizes = "--steps 2 --batch 2 --length 1024 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
     options = [*sizes.split(), "--mesh", "data=2,tensor=2,context=2", "--output", str(root / "command")]
     assert command.main(options) == 0
     assert {"sample.txt", "blocks.png"} <= {path.name for path in (root / "command").iterdir()}

@@ -80,7 +80,7 @@ class ContextAxis:
 
         def local(state, operands, per_token):
             held = _values(state)  # the modules may share their variables with the state
-            modules = nnx.merge(graph, state)
+            modules: dict[str, Any] = nnx.merge(graph, state)
             compress_keys, compress_values, rotary = (modules[name] for name in names)
 
             def compress_both(key_windows, value_windows, first_positions):

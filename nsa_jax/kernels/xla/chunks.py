@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.xla.tiles import Tiles
@@ -222,5 +223,10 @@ def of_rows(x: Bool[Array, "B #K tokens keys"], heads: int) -> Bool[Array, "B #K
 
 
 def zeros_beside(array: Array, shape: tuple[int, ...], dtype) -> Array:
-    """Zeros as the start of a loop. Under `shard_map` they vary over the same mesh axes as `array`."""
-    return jnp.zeros_like(array, dtype, shape)
+    """Zeros as the start of a loop. Under `shard_map` they vary over the same mesh axes as `array`.
+
+    Of an array on explicit axes, every device has all: what is sharded there runs under `shard_map`. The mesh
+    need not be in context.
+    """
+    zeros, mesh = jnp.zeros_like(array, dtype, shape), jax.typeof(array).sharding.mesh
+    return jax.reshard(zeros, NamedSharding(mesh, PartitionSpec())) if mesh.explicit_axes else zeros
