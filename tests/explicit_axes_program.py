@@ -244,7 +244,7 @@ def empty_caches() -> None:
 
 
 def without_the_mesh() -> None:
-    """Parameters that every device of a mesh holds, in calls without the mesh in context, of several tiles."""
+    """Parameters that every device of a mesh holds, in calls of several tiles without the mesh in context."""
     plain, _ = model()
     graph, state = nnx.split(plain)
     on_mesh = put(state)

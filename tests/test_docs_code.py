@@ -12,10 +12,12 @@ import pathlib
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 import unittest
 from collections.abc import Iterator
 
+import host_devices
 import pytest
 from sybil import Document, Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -70,6 +72,12 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
     if skipped := run_python(ROOT / page):
         pytest.skip(skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/guide/profiling.md", "docs/parallel.md"])
+def test_python_blocks_run_on_several_devices(page):
+    host_devices.run("test_docs_code.py", page, devices=8)
 
 
 def test_a_python_block_that_fails_is_found_where_it_stands(tmp_path):
@@ -249,7 +257,8 @@ def test_commands_exist(page, monkeypatch):
         ("```bash\nA=1 .venv/bin/python -m benchmarks.attention \\\n  --lengths x\n```\n", "refuses"),
         ("```bash\npython -m benchmarks.tables\n```\n", "are required"),
         ("Run `python -m benchmarks.tables --fast`.\n", "refuses"),
-        ("```bash\ntrue && python -m examples.drop_in --fast\n```\n", "takes no arguments"),
+        ("```bash\ntrue && python -m examples.drop_in --fast\n```\n", "unrecognized arguments: --fast"),
+        ("Run `python -m benchmarks.report.host --fast`.\n", "takes no arguments"),
         ("Run `python -m benchmarks.gone`.\n", "there is no module benchmarks.gone"),
         ("Run `python -m benchmarks.timing`.\n", "is not a command"),
         ("```bash\n.venv/bin/tox -e lint,gone\n```\n", "no environment gone"),
@@ -281,3 +290,7 @@ def test_commands_that_exist_are_accepted(tmp_path, monkeypatch):
     assert [command[0] for command in commands(*bash_blocks(page))] == [
         *("python", "cd", ".venv/bin/tox", "python")
     ]
+
+
+if __name__ == "__main__":
+    run_python(ROOT / sys.argv[1])
