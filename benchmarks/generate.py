@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
         num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
         nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype,
     )  # fmt: skip
-    ratios, rows = {}, 0
+    ratios, rows, unmeasured = {}, 0, []
     for length in options.lengths:
         token_ms = {}
         for attention in options.attention:
@@ -98,8 +98,12 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
             progress(f"compiling and measuring generate: {attention} T={length}")
             try:
                 figures = measure(model, options.batch, length, options.new_tokens, options.budget_s)
-            except (NotImplementedError, Unmeasurable) as reason:
+            except NotImplementedError as reason:
                 print(f"refused: {attention} T={length}: {reason}", flush=True)
+                continue
+            except Unmeasurable as reason:
+                unmeasured.append(f"{attention} T={length}: {reason}")
+                print(f"not measured: {unmeasured[-1]}", flush=True)
                 continue
             row = records.GenerateRow(
                 **dataclasses.asdict(environment), benchmark="generate", attention=attention,
@@ -112,8 +116,9 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
             records.append(options.output, [row])
         if len(token_ms) == 2:
             ratios[length] = round(token_ms["dense"] / token_ms["nsa"], 3)
-    print(json.dumps({"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}))
-    return 0
+    told = {"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios, "unmeasured": unmeasured}
+    print(json.dumps(told))
+    return 1 if unmeasured else 0
 
 
 def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget_s: float) -> dict[str, Any]:

@@ -104,9 +104,7 @@ class Share(NamedTuple):
 
     def refusal(self, shape: Shape, config: NSAConfig) -> str | None:
         """Why this shape cannot be spread; None if it can."""
-        if shape.length != padded_length(shape.length, self.num_devices, config):
-            return f"{shape.length} tokens are not whole chunks for {self.num_devices} devices"
-        return None
+        return not_whole_chunks(shape.length, self.num_devices, config)
 
     def put(self, arrays: Mapping[str, np.ndarray], config: NSAConfig) -> dict[str, Any]:
         """Puts on the device what it has and receives, and cotangents of its output and of what it sends."""
@@ -267,3 +265,13 @@ def _exchanged(
     shards = Shards.of(devices, "zigzag", arrays["key_slc"].shape[1], config)
     pairs = [(arrays[f"key_{branch}"], arrays[f"value_{branch}"]) for branch in ("cmp", "slc", "win")]
     return exchanged(shards, *pairs, compress=Compression(), config=config), devices
+
+
+def not_whole_chunks(length: int, num_devices: int, config: NSAConfig) -> str | None:
+    """Why rows of this length cannot be divided in zigzag order, and what to do; None if they can."""
+    fitting = padded_length(length, num_devices, config)
+    if length == fitting:
+        return None
+    return (
+        f"the devices must get whole chunks, got {length} tokens for {num_devices}. Pass --lengths {fitting}."
+    )

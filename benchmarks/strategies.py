@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import gate, programs, timing
 from benchmarks.inputs import Draw, Shape, draw_queries, key, tensor, tensor_shape
-from benchmarks.shares import KEYS_VALUES, Share
+from benchmarks.shares import KEYS_VALUES, Share, not_whole_chunks
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.compression import Compression, compress_blocks
@@ -68,9 +68,7 @@ class Strategy(NamedTuple):
         """Why this shape cannot be spread in this way; None if it can."""
         if self.name.startswith("heads") and shape.kv_heads % self.num_devices:
             return f"{shape.kv_heads} KV heads do not divide by {self.num_devices} devices"
-        if self.name == "context" and shape.length != padded_length(shape.length, self.num_devices, config):
-            return f"{shape.length} tokens are not whole chunks for {self.num_devices} devices"
-        return None
+        return not_whole_chunks(shape.length, self.num_devices, config) if self.name == "context" else None
 
     def put(self, arrays: Arrays, config: NSAConfig) -> dict[str, Array]:
         """Puts arrays on the devices."""

@@ -38,6 +38,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.inputs import Overlap, Shape
+from benchmarks.report import verdicts
 from nsa_jax import attention as operations
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
@@ -895,7 +896,7 @@ def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_pat
     printed, summary = last_line(capsys)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert status == 0
-    assert "refused: share T=256: 256 tokens are not whole chunks for 64 devices" in printed
+    assert "refused: share T=256: the devices must get whole chunks, got 256 tokens for 64. Pass" in printed
     meshes = [("one", "one"), ("share", "0 of 2"), ("share", "1 of 2")]
     assert [(row["strategy"], row["mesh"]) for row in rows] == meshes
     assert [faster["mesh"] for faster in summary["faster_than_one_device"]] == ["0 of 2", "1 of 2"]
@@ -963,8 +964,10 @@ def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, cap
     status = generate.main([*GENERATE, "--attention", "nsa", "--output", str(tmp_path / "rows.jsonl")], SMALL)
 
     printed, summary = last_line(capsys)
-    assert (status, summary["rows"]) == (0, 0)
-    assert "refused: nsa T=70: the tokens after the first must take more than the noise, got 0 ms" in printed
+    assert (status, summary["rows"]) == (1, 0)
+    assert "nsa T=70: the tokens after the first must take more than the noise, got 0 ms" in printed
+    problems, _ = verdicts.judge(["python", "-m", "benchmarks.generate"], status, printed)
+    assert problems == [f"not measured: {summary['unmeasured'][0]}"]
     assert not (tmp_path / "rows.jsonl").exists()
 
 

@@ -152,7 +152,7 @@ class Collector:
         left_s = self._left_s()
         if left_s < (needed_s if self.has_run else NOT_STARTED_S):
             raise OutOfTime(
-                f"--within must leave {needed_s:.0f} s for its next program, got {left_s:.0f} s. "
+                f"--within must leave {needed_s:.0f} s for its next program, got {max(left_s, 0):.0f} s. "
                 "Pass --resume to go on."
             )
 

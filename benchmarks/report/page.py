@@ -66,7 +66,7 @@ def about(report: Report) -> list[tuple[str, str]]:
     """Host, GPU, driver, commit and versions, as far as the steps found them out."""
     doctor = fact(report, "environment", "doctor") or {}
     host, versions = doctor.get("host") or {}, doctor.get("versions") or {}
-    lines = [("device", f"{report.host['device']} ({report.host['count']} seen by JAX)")]
+    lines = [("device", f"{report.host['device']} ({counted(report.host['count'], 'device')} seen by JAX)")]
     for gpu in doctor.get("gpus") or []:
         memory = _gigabytes(gpu.get("memory_bytes"))
         driver = gpu.get("driver") or "unknown"
@@ -217,13 +217,19 @@ def without_json(path: pathlib.Path) -> str:
     return "\n".join(line.rstrip() for line in lines if not line.startswith("{")).strip("\n")
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things: "1 row", "2 rows"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _said(each: Ran) -> str:
     """What a program that passed has to tell, in a few words."""
     facts = each.facts
     if "doctor" in facts:
-        return f"{len(facts['doctor'].get('checks', []))} checks of operations"
+        return f"{counted(len(facts['doctor'].get('checks', [])), 'check')} of operations"
     if "rows" in facts:
-        return f"{facts['rows']} rows"
+        refused = f", {len(facts['refused'])} refused" if "refused" in facts else ""
+        return counted(facts["rows"], "row") + refused
     if "passed" in facts:
         return f"{facts['passed']} passed, {facts['failed']} failed, {facts['skipped']} skipped"
     if "quantities" in facts:

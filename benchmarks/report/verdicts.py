@@ -87,7 +87,8 @@ def _of_parity(told: Facts) -> Verdict:
 
 def _of_benchmark(told: Facts) -> Verdict:
     red = [f"the gate is red: {what}" for what in told.get("red", [])]
-    problems = named(red) or ([] if told["rows"] else ["a row must be measured, got none"])
+    unmeasured = [f"not measured: {what}" for what in told.get("unmeasured", [])]
+    problems = named(red + unmeasured) or ([] if told["rows"] else ["a row must be measured, got none"])
     return problems, {"rows": told["rows"]}
 
 
