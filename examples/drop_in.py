@@ -6,11 +6,13 @@ What changes is the lines marked (1) and (2). NSA is causal by itself and carrie
 mask goes and no position embedding is needed.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.command_line import Parser, missing_package, progress
+from benchmarks.command_line import Parser, command, missing_package, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import NSAAttention
 
@@ -89,14 +91,16 @@ def train(decoder: DenseDecoder) -> list[float]:
     return [float(train_step(decoder, optimizer, tokens)) for _ in range(STEPS)]
 
 
-def main() -> None:
+@command("examples.drop_in")
+def main(argv: Sequence[str] | None = None) -> int:
     """Trains both decoders and prints what they reach."""
+    Parser(prog="python -m examples.drop_in", description=__doc__).parse_args(argv)
     for decoder in (DenseDecoder(rngs=nnx.Rngs(0)), NSADecoder(rngs=nnx.Rngs(0))):
         progress(f"{type(decoder).__name__}: the first of {STEPS} steps compiles")
         losses = train(decoder)
         print(f"{type(decoder).__name__:12} loss {losses[0]:.3f} -> {losses[-1]:.3f} nats in {STEPS} steps")
+    return 0
 
 
 if __name__ == "__main__":
-    Parser(prog="python -m examples.drop_in", description=__doc__).parse_args()
-    main()
+    raise SystemExit(main())

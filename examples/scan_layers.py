@@ -12,12 +12,13 @@ compiling a deep model takes too long, and decode with a list: `unstacked` gives
 """
 
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.command_line import Parser, missing_package, progress
+from benchmarks.command_line import Parser, command, missing_package, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import NSAAttention
 
@@ -95,8 +96,10 @@ def train_step(layers: ScannedLayers, optimizer: nnx.Optimizer, x: jax.Array, ta
     return loss
 
 
-def main() -> None:
+@command("examples.scan_layers")
+def main(argv: Sequence[str] | None = None) -> int:
     """Compiles and runs a training step of two depths and prints the seconds that each took."""
+    Parser(prog="python -m examples.scan_layers", description=__doc__).parse_args(argv)
     x, target = jax.random.normal(jax.random.key(0), (2, BATCH, LENGTH, WIDTH))
     for depth in (2, 6):
         layers = ScannedLayers(depth, rngs=nnx.Rngs(0))
@@ -107,8 +110,8 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         last = float(train_step(layers, optimizer, x, target))
         print(f"{depth} layers: compiled in {seconds:.1f} s, loss {first:.3f} -> {last:.3f}")
+    return 0
 
 
 if __name__ == "__main__":
-    Parser(prog="python -m examples.scan_layers", description=__doc__).parse_args()
-    main()
+    raise SystemExit(main())

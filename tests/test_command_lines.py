@@ -156,6 +156,16 @@ def test_interrupted_command_has_code_130_and_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nbenchmarks.attention: interrupted\n"
 
 
+@pytest.mark.parametrize(("name", "begins"), [("drop_in", "DenseDecoder"), ("scan_layers", "ScannedLayers")])
+def test_interrupted_examples_end_as_commands_do(monkeypatch, capsys, name, begins):
+    pytest.importorskip("optax", reason="the example needs the extra `train`")
+    example = importlib.import_module(f"examples.{name}")
+    monkeypatch.setattr(example, begins, mock.Mock(side_effect=KeyboardInterrupt))
+
+    assert example.main([]) == 130
+    assert capsys.readouterr().err.endswith(f"\nexamples.{name}: interrupted\n")
+
+
 def test_examples_without_options_refuse_some():
     """Given a real process, then its stderr is that line and nothing else."""
     done = subprocess.run(

@@ -380,10 +380,12 @@ def test_the_report_comes_last_whatever_is_raised(module, function, error, left,
 
     code, report = examine(only=("gated_sum",))
 
-    assert code == 1
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert code == (130 if interrupted else 1)
     assert list(report) == KEYS
     (problem,) = report["problems"]
     assert type(error).__name__ in problem
+    assert problem.endswith("Run it again.") == interrupted
     assert has_form(problem)
     assert [part for part in KEYS[3:8] if report[part]] == left
 

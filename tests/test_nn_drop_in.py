@@ -6,7 +6,7 @@ from examples import drop_in
 def test_both_decoders_learn(capsys, monkeypatch):
     monkeypatch.setattr(drop_in, "STEPS", 8)
 
-    drop_in.main()
+    drop_in.main([])
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["DenseDecoder", "NSADecoder"]

@@ -103,7 +103,7 @@ def test_without_remat_the_backward_pass_stores_more():
 
 @pytest.mark.slow
 def test_the_example_runs(capsys):
-    scan_layers.main()
+    scan_layers.main([])
 
     for line, depth in zip(capsys.readouterr().out.splitlines(), (2, 6), strict=True):
         assert line.startswith(f"{depth} layers: compiled in ")

@@ -64,7 +64,8 @@ class MeshSizes:
         if self.devices > len(jax.devices()):
             raise InputError(
                 f"--mesh must not have more devices than there are, got {self.devices} for "
-                f"{len(jax.devices())}. Pass smaller sizes."
+                f"{len(jax.devices())}. Pass smaller sizes, or on a CPU set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={self.devices}."
             )
         if jax.process_count() > 1 and self.devices < len(jax.devices()):
             raise InputError(

@@ -64,6 +64,13 @@ class Settings:
                     f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}. "
                     "Pass a positive number."
                 )
+        for name, parts in (("width", "heads"), ("heads", "kv_heads")):
+            whole, number = getattr(self, name), getattr(self, parts)
+            if whole % number:
+                raise InputError(
+                    f"--{parts.replace('_', '-')} must divide --{name}, got {number} and {whole}. "
+                    "Pass another number."
+                )
         for name in ("seed", "warmup"):
             if getattr(self, name) < 0:
                 raise InputError(f"--{name} must be at least 0, got {getattr(self, name)}. Pass 0 or more.")

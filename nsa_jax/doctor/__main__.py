@@ -2,7 +2,7 @@
 
 Looks at the machine and its packages, asks `nsa_jax.choose` for a few shapes, and compares outputs and
 gradients of every implementation that can run here with the reference. The last line is JSON.
-Exit code 0: all is well; 1: something that should work does not; 2: the options are wrong.
+Exit code 0: all is well; 1: something that should work does not; 2: the options are wrong; 130: Ctrl-C.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from nsa_jax.doctor import machine, text, versions
 from nsa_jax.doctor.checks import Check, checks, problem
 from nsa_jax.doctor.choices import DTYPES, choices
 
+INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 REPORT = "Report it with this output"  # what to do about an exception of our own
 
 type Say = Callable[[Iterable[str]], None]
@@ -39,15 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.json:
                 print(line, flush=True)
 
+    interrupted = False
     try:
         examine(options, found, say)
     except BaseException as error:  # the JSON line comes last whatever happens, also after Ctrl-C
-        found["problems"].append(_raised("the examination", error))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        found["problems"].append(_raised("the examination", error, "Run it again" if interrupted else REPORT))
     found["problems"] = [" ".join(line.split()) for line in found["problems"]]
     found |= {"ok": not found["problems"], "seconds": round(time.perf_counter() - began, 1)}
     say(text.problems(found["problems"]))
     print(json.dumps(found, allow_nan=False), flush=True)
-    return 0 if found["ok"] else 1
+    return INTERRUPTED if interrupted else 0 if found["ok"] else 1
 
 
 def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> None:
