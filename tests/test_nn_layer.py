@@ -266,6 +266,7 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
             dict(num_heads=5, num_kv_heads=5, head_dim=None),
             r"num_heads must divide in_features .* 5 and 12\. Pass",
         ),
+        (dict(num_heads=4.0), r"num_heads must be an int, got float\. Pass"),
         (dict(value_dim=0), r"value_dim must be at least 1, got 0\. Pass"),
         (dict(config={}), r"config must be an NSAConfig, got dict\. Build"),
         (dict(implementation="xlaa"), r"implementation must be None or one of .*, got 'xlaa'\. Check"),

@@ -119,8 +119,12 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
     """Returns `head_dim` or its default.
 
     Raises:
+      TypeError: a number is not an int.
       ValueError: head counts or widths do not divide, or the width is not positive.
     """
+    for name, count in dict(num_heads=num_heads, in_features=in_features, num_kv_heads=num_kv_heads).items():
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {type(count).__name__}. Pass a whole number.")
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}. "
