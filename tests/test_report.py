@@ -1,5 +1,6 @@
 """`python -m benchmarks.report`: whatever fails, hangs or is missing is named, and the others go on."""
 
+import asyncio
 import dataclasses
 import errno
 import json
@@ -34,8 +35,8 @@ def _this_machine(monkeypatch):
     monkeypatch.delenv(records.COMMIT_VARIABLE, raising=False)
 
 
-def step(name, *commands, limit_s=60.0, **more):
-    plan = Plan(limit_s, 1.0, commands)
+def step(name, *commands, limit_s=60.0, beside=False, **more):
+    plan = Plan(limit_s, 1.0, commands, beside)
     plans = {(place, size): plan for place in ("cpu", "gpu") for size in ("quick", "full")}
     return Step(name=name, question="Does it?", plans=plans, **more)
 
@@ -361,16 +362,10 @@ def test_a_step_that_does_not_fit_makes_room_for_smaller_ones(tmp_path, capsys):
     assert "no time for long: --within must leave 500 s for its next program, got" in capsys.readouterr().err
 
 
-def test_an_interrupted_report_has_what_is_there(tmp_path, monkeypatch, capsys):
-    right = runner.run
-
-    def interrupted(arguments, **more):
-        if "stop" in arguments:
-            raise KeyboardInterrupt
-        return right(arguments, **more)
-
-    monkeypatch.setattr(runner, "run", interrupted)
-    table = [step("good", GOOD), step("stops", "stop"), step("later", GOOD)]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_report_has_what_is_there(number, tmp_path, capsys):
+    stops = f"import os, signal, time; os.kill(os.getppid(), {number:d}); time.sleep(60)"
+    table = [step("good", GOOD), step("stops", f"python -c '{stops}'"), step("later", GOOD)]
 
     status, text, report = run(tmp_path, table)
 
@@ -379,6 +374,82 @@ def test_an_interrupted_report_has_what_is_there(tmp_path, monkeypatch, capsys):
     assert "stopped: interrupted" in line_of("stops", text)
     assert "not yet" in line_of("later", text)
     assert capsys.readouterr().err.endswith("benchmarks.report: interrupted\n")
+
+
+MEETS = """
+import pathlib, sys, time
+here, other, status = sys.argv[1:]
+pathlib.Path(here).touch()
+begin = time.monotonic()
+while not pathlib.Path(other).exists():
+    time.sleep(0.01)
+    assert time.monotonic() - begin < 30
+time.sleep(0.2)
+sys.exit(int(status))
+"""
+
+
+def test_steps_beside_one_another_run_at_the_same_time(tmp_path, capsys):
+    """Each waits for the other; one fails, and stops neither its neighbour nor the step between."""
+    (tmp_path / "meets.py").write_text(MEETS)
+    meets = f"python {tmp_path}/meets.py"
+    table = [
+        step("one", f"{meets} {tmp_path}/one {tmp_path}/two 3", beside=True),
+        step("between", GOOD),
+        step("two", f"{meets} {tmp_path}/two {tmp_path}/one 0", beside=True),
+        step("spread", GOOD, beside=True, devices=2),
+    ]
+
+    status, text, report = run(tmp_path, table)
+
+    assert status == 1
+    assert statuses(report) == {"one": "FAIL", "two": "PASS", "between": "PASS", "spread": "SKIPPED"}
+    results = report["results"]
+    assert (results["one"]["beside"], results["two"]["beside"]) == (["two"], ["one"])
+    assert results["between"]["beside"] == []
+    longest = max(results["one"]["seconds"], results["two"]["seconds"])
+    assert report["seconds"] == pytest.approx(longest + results["between"]["seconds"])
+    assert re.search(r"\| \(\d+ s\) \|", line_of("two", text))
+    assert "(" not in line_of("between", text)
+    assert "A time in brackets: one, two ran at the same time" in text
+    said = capsys.readouterr().err
+    assert "step 3 of 4: two, about 1 s, at most 60 s; 0 s elapsed, about 2 s left" in said
+    assert said.index("step 3 of 4: two") < said.index("step 2 of 4: between")
+
+
+def test_a_step_that_runs_again_alone_says_so(tmp_path):
+    (tmp_path / "meets.py").write_text(MEETS)
+    meets = f"python {tmp_path}/meets.py"
+    table = [
+        step("one", f"{meets} {tmp_path}/one {tmp_path}/two 3", beside=True),
+        step("two", f"{meets} {tmp_path}/two {tmp_path}/one 0", beside=True),
+    ]
+    run(tmp_path, table)
+    table[0] = step("one", GOOD, beside=True)
+
+    status, text, report = run(tmp_path, table, "--resume")
+
+    assert status == 0
+    assert report["results"]["one"]["beside"] == []
+    assert "(" not in line_of("one", text)
+
+
+def test_an_interrupt_ends_all_steps_that_run(tmp_path, capsys):
+    source = "import os, signal, time; open('{}', 'w').write(str(os.getpid())); {} time.sleep(60)"
+    wait = f"while not os.path.exists('{tmp_path}/one'): time.sleep(0.01)"
+    kill = f"exec({wait!r}); time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT);"
+    (tmp_path / "one.py").write_text(source.format(tmp_path / "one", ""))
+    (tmp_path / "two.py").write_text(source.format(tmp_path / "two", kill))
+    table = [step(name, f"python {tmp_path}/{name}.py", beside=True) for name in ("one", "two")]
+
+    begin = time.monotonic()
+    status, text, report = run(tmp_path, [*table, step("later", GOOD)])
+
+    assert time.monotonic() - begin < 30
+    assert status == 130
+    assert set(statuses(report).values()) == {"NOT RUN"}
+    assert all("stopped: interrupted" in line_of(name, text) for name in ("one", "two"))
+    assert not any(is_alive((tmp_path / name).read_text()) for name in ("one", "two"))
 
 
 def refusal(capsys, *arguments):
@@ -566,13 +637,16 @@ def test_full_limits_on_one_gpu_are_forty_minutes():
     one_gpu = [each for each in table.values() if each.devices == 1]
 
     assert sum(each.plans["gpu", "full"].limit_s for each in one_gpu) <= 40 * 60
-    assert sum(each.plans["gpu", "quick"].expected_s for each in one_gpu) <= 5 * 60
+    quick = [each.plans["gpu", "quick"] for each in one_gpu]
+    beside = max(plan.expected_s for plan in quick if plan.beside)
+    assert beside + sum(plan.expected_s for plan in quick if not plan.beside) <= 5 * 60
     assert sum(each.plans["cpu", "quick"].expected_s for each in one_gpu) <= 10 * 60
 
 
 def test_every_step_has_four_plans_whose_commands_are_those_of_the_repository():
     pattern = (
-        r"(XLA_PYTHON_CLIENT_ALLOCATOR=platform )?python -m (pytest|parity|benchmarks|examples|nsa_jax)\b"
+        r"(XLA_PYTHON_CLIENT_(ALLOCATOR=platform|PREALLOCATE=false) )?python -m "
+        r"(pytest|parity|benchmarks|examples|nsa_jax)\b"
     )
     for each in steps.load().values():
         assert sorted(each.plans) == [(x, y) for x in ("cpu", "gpu") for y in ("full", "quick")]
@@ -600,7 +674,7 @@ def test_a_second_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
     )
 
     def interrupt(*_):
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
     def interrupt_twice(_):
         if started.exists() and started.read_text():
@@ -609,16 +683,20 @@ def test_a_second_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "BEAT_S", 0.05)
     before = signal.signal(signal.SIGALRM, interrupt)
+    begin = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            runner.run(
-                [sys.executable, "-c", stubborn], log=tmp_path / "log", limit_s=30, folder=tmp_path,
-                beat=interrupt_twice,
+            asyncio.run(
+                runner.run(
+                    [sys.executable, "-c", stubborn], log=tmp_path / "log", limit_s=30, folder=tmp_path,
+                    beat=interrupt_twice,
+                )
             )  # fmt: skip
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
+    assert time.monotonic() - begin < runner.GRACE_S
     assert not is_alive(started.read_text())
 
 

@@ -1,5 +1,6 @@
-"""Runs the steps one after the other, and writes the report again after each."""
+"""Runs the steps, and writes the report again after each."""
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -36,6 +37,7 @@ class Collector:
         self.variables = dict(variables or {})
         self.within_s = within_s
         self.begin = time.perf_counter()
+        self.required: Sequence[str] = ()
         self.has_run = False
         self.unwritten: Exception | None = None
 
@@ -46,44 +48,65 @@ class Collector:
         """
         for name in names:  # whatever ends this process, no page says that all is done
             self.report.results.setdefault(name, Result(name=name, status="NOT RUN", reason="not yet"))
+        self.required = required
         with room_for_a_report(self.folder):
             self._write()
-            for number, name in enumerate(names, 1):
-                try:
-                    self._run_step(name, f"step {number} of {len(names)}", names[number:], name in required)
-                except OutOfTime as reason:
-                    progress(f"step {number} of {len(names)}: no time for {name}: {reason}")
-                finally:
-                    self._write()
+            asyncio.run(self._run(names))
 
-    def _run_step(self, name: str, number: str, later: Sequence[str], required: bool) -> None:
+    async def _run(self, names: Sequence[str]) -> None:
+        numbers = {name: f"step {number} of {len(names)}" for number, name in enumerate(names, 1)}
+        groups = self._groups(names)
+        for begun, group in enumerate(groups):
+            left_s = sum(self._expected_s(each) for each in groups[begun:])
+            elapsed_s = time.perf_counter() - self.begin
+            times = f"{elapsed_s:.0f} s elapsed, about {left_s:.0f} s left"
+            await asyncio.gather(*(self._run_step(name, numbers[name], times, group) for name in group))
+
+    def _groups(self, names: Sequence[str]) -> list[list[str]]:
+        """The steps in their order; those that may run beside one another begin together, with the first."""
+        beside = [name for name in names if self._plan(name).beside and not self.steps[name].lacks(self.host)]
+        alone = [[name] for name in names if name not in beside[1:]]
+        return [beside if group == beside[:1] else group for group in alone]
+
+    def _plan(self, name: str) -> Plan:
+        return self.steps[name].plan(self.host, self.quick)
+
+    def _expected_s(self, group: Sequence[str]) -> float:
+        can_run = [name for name in group if not self.steps[name].lacks(self.host)]
+        return max((self._plan(name).expected_s for name in can_run), default=0.0)
+
+    async def _run_step(self, name: str, number: str, times: str, group: Sequence[str]) -> None:
+        try:
+            await self._try_step(name, number, times, group)
+        except OutOfTime as reason:
+            progress(f"{number}: no time for {name}: {reason}")
+        finally:
+            self._write()
+
+    async def _try_step(self, name: str, number: str, times: str, group: Sequence[str]) -> None:
         step = self.steps[name]
         if lack := step.lacks(self.host):
             progress(f"{number}: {lack}")
-            self.report.results[name] = Result(
-                name=name, status="FAIL" if required or step.lacks_package() else "SKIPPED", reason=lack
-            )
+            fails = name in self.required or step.lacks_package()
+            status: Status = "FAIL" if fails else "SKIPPED"
+            self.report.results[name] = Result(name=name, status=status, reason=lack)
             return
-        plan = step.plan(self.host, self.quick)
-        left = [each for each in map(self.steps.__getitem__, (name, *later)) if not each.lacks(self.host)]
-        left_s = sum(each.plan(self.host, self.quick).expected_s for each in left)
-        progress(
-            f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; "
-            f"{time.perf_counter() - self.begin:.0f} s elapsed, about {left_s:.0f} s left"
-        )
+        plan = self._plan(name)
+        progress(f"{number}: {name}, about {plan.expected_s:.0f} s, at most {plan.limit_s:.0f} s; {times}")
         self._check_time(_share_s(plan))
         ran = self._ran_before(name, plan)
         if not ran:
             shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that failed
+        beside = [each for each in group if each != name]
         reasons = []
         try:
-            self._run_commands(step, plan, ran)
+            await self._run_commands(step, plan, ran)
         except OSError as error:
             reasons = [f"the step cannot write its files ({error.strerror})"]
-        except (KeyboardInterrupt, OutOfTime) as stop:
-            interrupted = isinstance(stop, KeyboardInterrupt)
+        except (asyncio.CancelledError, OutOfTime) as stop:
+            interrupted = isinstance(stop, asyncio.CancelledError)
             why = "interrupted" if interrupted else f"--within {self.within_s:g} s is over"
-            self.report.results[name] = result_of(name, "NOT RUN", [f"stopped: {why}"], ran)
+            self.report.results[name] = result_of(name, "NOT RUN", [f"stopped: {why}"], ran, beside)
             raise
         for leftover in step.leftovers:
             shutil.rmtree(self.folder / name / leftover, ignore_errors=True)
@@ -92,7 +115,7 @@ class Collector:
             reasons.append(f"{missing} of its commands did not run")
         if reasons and shutil.disk_usage(self.folder).free < ROOM_BYTES:
             reasons.append("the disk is full")  # a program cannot write that into its log
-        result = result_of(name, "FAIL" if reasons else "PASS", reasons, ran)
+        result = result_of(name, "FAIL" if reasons else "PASS", reasons, ran, beside)
         self.report.results[name] = result
         progress(f"{result.status} {name}, {result.seconds:.0f} s{': ' * bool(reasons)}{result.reason}")
 
@@ -104,7 +127,7 @@ class Collector:
         same = [each.command for each in before.ran] == list(plan.commands[: len(before.ran)])
         return before.ran.copy() if same else []
 
-    def _run_commands(self, step: Step, plan: Plan, ran: list[Ran]) -> None:
+    async def _run_commands(self, step: Step, plan: Plan, ran: list[Ran]) -> None:
         """Runs those that are not in `ran`, and adds them, until the time of the step is over."""
         out = self.folder / step.name
         out.mkdir(exist_ok=True)
@@ -115,21 +138,23 @@ class Collector:
             self._check_time(_share_s(plan))
             sizes = {path: path.stat().st_size for path in out.glob("*.jsonl")}
             try:
-                ran.append(self._run_command(command, out, number, left_s))
-            except (KeyboardInterrupt, OutOfTime):
+                ran.append(await self._run_command(step.name, command, out, number, left_s))
+            except (asyncio.CancelledError, OutOfTime):
                 for path in out.glob("*.jsonl"):  # its rows come again when it does
                     os.truncate(path, sizes.get(path, 0))
                 raise
 
-    def _run_command(self, command: str, out: pathlib.Path, number: int, limit_s: float) -> Ran:
+    async def _run_command(
+        self, step: str, command: str, out: pathlib.Path, number: int, limit_s: float
+    ) -> Ran:
         variables, arguments = spelled(command, out)
         log = out / f"{number}_{_title(arguments)}.log"
         self.has_run = True
-        ended = runner.run(
+        ended = await runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
             log=log, limit_s=min(limit_s, self._left_s()), folder=ROOT,
             environment=self.variables | variables,
-            beat=lambda seconds: progress(f"  {_title(arguments)}, {seconds:.0f} s: {_said(log)}"),
+            beat=lambda seconds: progress(f"  {step}: {_title(arguments)}, {seconds:.0f} s: {_said(log)}"),
         )  # fmt: skip
         if ended.status is None:
             self._check_time(NOT_STARTED_S)
@@ -198,10 +223,14 @@ def _share_s(plan: Plan) -> float:
     return max(plan.expected_s / len(plan.commands), NOT_STARTED_S)
 
 
-def result_of(name: str, status: Status, reasons: Sequence[str], ran: list[Ran]) -> Result:
-    """The result of a step whose programs ran."""
+def result_of(
+    name: str, status: Status, reasons: Sequence[str], ran: list[Ran], beside: Sequence[str]
+) -> Result:
+    """The result of a step whose programs ran, at the same time as the steps `beside` it."""
     seconds = round(sum(each.seconds for each in ran), 1)
-    return Result(name=name, status=status, reason="; ".join(reasons), seconds=seconds, ran=ran)
+    return Result(
+        name=name, status=status, reason="; ".join(reasons), seconds=seconds, ran=ran, beside=list(beside)
+    )
 
 
 def _title(arguments: Sequence[str]) -> str:

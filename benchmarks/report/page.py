@@ -41,6 +41,7 @@ def render(report: Report, folder: pathlib.Path, steps: Mapping[str, Step]) -> s
         verdict=verdict(report),
         host="\n".join(f"| {name} | {value} |" for name, value in about(report)),
         steps="\n".join(step_line(name, result) for name, result in results.items()),
+        beside=together(report),
         failures=failures(report, folder),
         comparison=ratios(found),
         refused=refusals(report),
@@ -92,8 +93,19 @@ def step_line(name: str, result: Result | None) -> str:
     if result is None:
         return f"| {name} | SKIPPED | | not asked for |"
     time = f"{result.seconds:.0f} s" if result.ran else ""
+    time = f"({time})" if time and result.beside else time
     said = result.reason or "; ".join(filter(None, (_said(each) for each in result.ran)))
     return f"| {name} | {_bold(result.status)} | {time} | {_cell(said)} |"
+
+
+def together(report: Report) -> str:
+    """What the brackets around a time mean."""
+    names = [name for name, result in report.results.items() if result.ran and result.beside]
+    return (
+        f"A time in brackets: {', '.join(names)} ran at the same time, and shared the machine. What they say "
+        "of speed is too slow.\n"
+        if names else ""
+    )  # fmt: skip
 
 
 def failures(report: Report, folder: pathlib.Path) -> str:

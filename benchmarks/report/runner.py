@@ -1,11 +1,11 @@
 """Runs a program in a process group of its own, with a log and a time limit, and leaves nothing behind."""
 
+import asyncio
 import contextlib
 import dataclasses
 import os
 import pathlib
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +21,7 @@ class Ended:
     seconds: float
 
 
-def run(
+async def run(
     arguments: Sequence[str],
     *,
     log: pathlib.Path,
@@ -30,7 +30,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     beat: Callable[[float], None] = lambda seconds: None,
 ) -> Ended:
-    """Runs the program in `folder`, with all it says in `log`; calls `beat` every 20 s.
+    """Runs the program in `folder`, with all it says in `log`; calls `beat` every 20 s. Cancelling ends it.
 
     Raises:
       OSError: the log cannot be written, or the program cannot be started.
@@ -39,31 +39,31 @@ def run(
     # Unbuffered, so that a log shows how far a program came, and its streams in their order.
     more = {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            arguments, cwd=folder, env=os.environ | more, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
+        process = await asyncio.create_subprocess_exec(
+            *arguments, cwd=folder, env=os.environ | more, stdin=asyncio.subprocess.DEVNULL, stdout=file,
+            stderr=asyncio.subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
             while (left_s := begin + limit_s - time.perf_counter()) > 0:
                 try:
-                    status = process.wait(min(BEAT_S, left_s))
+                    status = await asyncio.wait_for(process.wait(), min(BEAT_S, left_s))
                     return Ended(status, time.perf_counter() - begin)
-                except subprocess.TimeoutExpired:
+                except TimeoutError:
                     beat(time.perf_counter() - begin)
             return Ended(None, time.perf_counter() - begin)
         finally:
-            _end(process)
+            await _end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+async def _end(process: asyncio.subprocess.Process) -> None:
     """Asks the group of a program to end, and kills what is left of it, also children that outlived it."""
     try:
-        if process.poll() is None:
+        if process.returncode is None:
             os.killpg(process.pid, signal.SIGINT)
-            process.wait(GRACE_S)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+    except (ProcessLookupError, TimeoutError):
         pass
     finally:  # also after a second Ctrl-C, which ends the waiting
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        await process.wait()

@@ -30,13 +30,14 @@ class Ran:
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """A step; `reason` is empty where it passed."""
+    """A step; `reason` is empty where it passed. The steps `beside` it ran at the same time."""
 
     name: str
     status: Status
     reason: str = ""
     seconds: float = 0.0
     ran: list[Ran] = dataclasses.field(default_factory=list)
+    beside: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -55,8 +56,12 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Of all steps, in however many calls they ran."""
-        return sum(result.seconds for result in self.results.values())
+        """Of all steps, in however many calls they ran; of those at the same time the longest counts."""
+        longest: dict[frozenset[str], float] = {}
+        for name, result in self.results.items():
+            group = frozenset((name, *result.beside))
+            longest[group] = max(result.seconds, longest.get(group, 0.0))
+        return sum(longest.values())
 
     @property
     def failed(self) -> list[str]:

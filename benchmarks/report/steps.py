@@ -17,11 +17,15 @@ OUT = "$OUT"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Commands, the seconds that they may take together, and about how many they do."""
+    """Commands, the seconds that they may take together, and about how many they do.
+
+    Steps that say `beside` run at the same time: no time of theirs is compared with that of another machine.
+    """
 
     limit_s: float
     expected_s: float
     commands: tuple[str, ...]
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +73,7 @@ def load(path: pathlib.Path = FILE) -> dict[str, Step]:
 
 def _step(name: str, told: dict[str, Any]) -> Step:
     plans = {
-        (place, size): Plan(
-            plan["limit_s"], plan["expected_s"], tuple(" ".join(text.split()) for text in plan["commands"])
-        )
+        (place, size): Plan(**plan | {"commands": tuple(" ".join(text.split()) for text in plan["commands"])})
         for place in ("cpu", "gpu")
         for size, plan in told.pop(place).items()
     }
