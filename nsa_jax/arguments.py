@@ -242,12 +242,12 @@ def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> Non
 def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
     """Raises unless the runs cover the `T` queries and each index is an int, a scalar or one int per row."""
     lengths = [run.length for run in runs.runs]
-    if not all(isinstance(x, int) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
+    if not all(isinstance(x, numbers.Integral) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
         raise ValueError(
             f"the lengths of runs must be positive ints that add up to T, got {lengths} and "
             f"T = {sizes['T']}. Make the runs cover every query once."
         )
-    if not isinstance(runs.divisor, int) or runs.divisor < 1:
+    if not isinstance(runs.divisor, numbers.Integral) or runs.divisor < 1:
         raise ValueError(f"divisor must be a positive int, got {runs.divisor!r}. Pass 1 if nothing is known.")
     for run in runs.runs:
         _check_row_number("the first of a run", run.first, sizes["B"])
@@ -262,7 +262,7 @@ def check_halo(
     halo = runs.halo
     if halo is None:
         return
-    if not isinstance(halo, int) or halo < config.window_size - 1:
+    if not isinstance(halo, numbers.Integral) or halo < config.window_size - 1:
         raise ValueError(
             f"halo must be an int of at least window_size - 1 = {config.window_size - 1}, got {halo!r}. Give "
             "each run all keys that its first query sees."

@@ -37,6 +37,7 @@ OPERATIONS = (
     "dense_decode_step",
 )
 PREFERENCE = ("mosaic_gpu", "triton", "xla")  # the order in which `implementation=None` tries them
+PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")  # as JAX calls them; "gpu" means "cuda" here
 _forced = jax.make_user_context(default_value=None)
 
 
@@ -135,14 +136,14 @@ def unsupported_reason(
       *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
         they are known.
       config: block structure, if it is known.
-      platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for the platform of the default device.
       return_reads: whether the call asks for the number of keys that were read.
 
     Returns:
       The reason, with what to do about it, or None.
 
     Raises:
-      ValueError: the operation or the implementation is unknown.
+      ValueError: the operation, the implementation or the platform is unknown.
 
     Examples:
       >>> nsa_jax.unsupported_reason("gated_sum", "xla") is None
@@ -155,11 +156,15 @@ def unsupported_reason(
             f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
             "spelling."
         )
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(
+            f"platform must be None or one of {PLATFORMS}, got {platform!r}. Check the spelling."
+        )
     if implementation == "xla":
         return None  # plain JAX runs everything everywhere
     if return_reads:
         return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
-    where = platform or default_platform()
+    where = default_platform() if platform is None else _cuda_for_gpu(platform)
     reason = triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
     if reason or implementation == "triton":
         return reason
@@ -200,7 +205,7 @@ def choose(
       operation: name of the operation.
       *arrays: its arrays or their `jax.ShapeDtypeStruct`s, in this order, as far as they are known.
       config: block structure, if it is known.
-      platform: "cpu", "cuda" or "tpu"; None for the platform of the default device.
+      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for the platform of the default device.
       implementation: the implementation that the caller asks for by name, or None.
       return_reads: whether the call asks for the number of keys that were read.
 
@@ -209,7 +214,7 @@ def choose(
 
     Raises:
       NotImplementedError: the implementation asked for by name, or forced, cannot run the call.
-      ValueError: the operation or the implementation is unknown.
+      ValueError: the operation, the implementation or the platform is unknown.
 
     Examples:
       >>> nsa_jax.choose("gated_sum", platform="cpu").implementation
@@ -303,4 +308,8 @@ def default_platform() -> str:
         platform = default if isinstance(default, str) else default.platform
     else:
         platform = jax.default_backend()
+    return _cuda_for_gpu(platform)
+
+
+def _cuda_for_gpu(platform: str) -> str:
     return "cuda" if platform == "gpu" else platform

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_jax.array_typing import Array, Float
@@ -184,16 +185,10 @@ class Axes(NamedTuple):
     def run(self, operation: Callable[..., Any], operands: Mapping[str, Any], results: Any) -> Any:
         """Calls `operation` on shards; `results` say how its results are sharded."""
         arrays = {name: x for name, x in operands.items() if _has_arrays(x)}
-        others = {name: x for name, x in operands.items() if name not in arrays}
+        others = tuple((name, x) for name, x in operands.items() if name not in arrays)
         specs = {name: self.specs(x) for name, x in arrays.items()}
-        run = jax.shard_map(
-            lambda shards: operation(**_varying_alike({**shards, **others})),
-            mesh=self.mesh,
-            in_specs=(specs,),
-            out_specs=results,
-            axis_names=set(self.mesh.explicit_axes),
-        )
-        return run(self.place(arrays, specs))
+        leaves, tree = jax.tree.flatten(results)
+        return _on_shards(self.place(arrays, specs), operation, others, self, tuple(leaves), tree)
 
     def place(self, operand: Any, specs: Any) -> Any:
         """Shards the arrays of an operand as `specs` say."""
@@ -202,5 +197,25 @@ class Axes(NamedTuple):
         )
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _on_shards(
+    arrays: Mapping[str, Any],
+    operation: Callable[..., Any],
+    others: tuple[tuple[str, Any], ...],
+    axes: Axes,
+    results: tuple[PartitionSpec, ...],
+    tree: Any,
+) -> Any:
+    """Calls an operation on shards. A jit, because JAX compiles an eager `shard_map` anew in each call."""
+    run = jax.shard_map(
+        lambda shards: operation(**_varying_alike({**shards, **dict(others)})),
+        mesh=axes.mesh,
+        in_specs=({name: axes.specs(x) for name, x in arrays.items()},),
+        out_specs=jax.tree.unflatten(tree, results),
+        axis_names=set(axes.mesh.explicit_axes),
+    )
+    return run(arrays)
+
+
 def _has_arrays(operand: Any) -> bool:
-    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(operand))
+    return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(operand))

@@ -83,6 +83,22 @@ def operations() -> None:
     assert {x.sharding.spec[2] for x in gradients[1:]} == {None}
 
 
+def eager_calls() -> None:
+    """An eager call takes NumPy arrays beside sharded ones, and compiles nothing when it comes again."""
+    positions, segment_ids, _, query, *others = drawn()
+    given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    query_on_mesh = put(query, "data", None, "tensor")
+    for turn in range(2):
+        compiled.clear()
+        with jax.set_mesh(mesh):
+            found = attention.native_sparse_attention(query_on_mesh, *map(np.asarray, others), **given)
+        assert any("backend_compile" in event for event in compiled) == (turn == 0)
+    assert specs(found) == [P("data", None, "tensor", None)]
+    agree(found, whole()[0][0])
+
+
 def the_reference() -> None:
     """The reference runs on explicit axes too, and leaves its results there."""
     positions, segment_ids, _, *operands = drawn()
@@ -262,7 +278,7 @@ def without_the_mesh() -> None:
 
 
 CHECKS = (
-    *(operations, the_reference, shared_keys, layers, training, decoding, empty_caches),
+    *(operations, eager_calls, the_reference, shared_keys, layers, training, decoding, empty_caches),
     without_the_mesh,
 )
 

@@ -347,9 +347,10 @@ def test_runs_that_make_no_sense(operation, runs, error, rule):
         Runs((Run(T, 0),)),
         Runs((Run(T, 0),), divisor=1),
         Runs((Run(T - 1, np.int64(3)), Run(1, np.array(0, np.int8)))),
+        Runs((Run(np.int64(T), 0),), divisor=np.int32(2)),
         Runs((Run(T, np.zeros(B, int)),), divisor=64, num_queries=np.zeros(B, np.uint8)),
     ],
-    ids=["default", "divisor_one", "numpy_scalars", "one_a_row"],
+    ids=["default", "divisor_one", "numpy_scalars", "numpy_ints", "one_a_row"],
 )
 def test_runs_may_be_given_in_many_ways(runs):
     call("window_attention", dict(query_positions=runs))

@@ -176,6 +176,40 @@ def test_init_cache_refuses_sizes_below_one(name):
         cache.init_cache(**(SIZES | {name: 0}))
 
 
+@pytest.mark.parametrize("name", ["batch", "max_length", "value_dim", "step_capacity"])
+def test_init_cache_refuses_what_is_no_int(name):
+    with pytest.raises(TypeError, match=rf"{name} must be an int, got float\. Pass a whole number\."):
+        cache.init_cache(**(SIZES | {name: 2.0}))
+
+
+def test_init_cache_refuses_another_config():
+    with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
+        cache.init_cache(**(SIZES | dict(config={})))
+
+
+def test_init_cache_takes_ints_of_numpy_in_a_program():
+    sizes = {name: np.int64(SIZES[name]) for name in ("batch", "max_length", "num_kv_heads", "key_dim")}
+
+    held = jax.jit(lambda: cache.init_cache(**(SIZES | sizes)))()
+
+    assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, cache.init_cache(**SIZES))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
+def test_counts_may_be_narrow_where_lengths_are_not(dtype):
+    """300 tokens do not fit a narrow dtype, what is real of them does."""
+    long = Layer.make(length=300)
+    query, tokens, gates = long.slice(0, 300)
+    given = dict(query=query, tokens=tokens, gates=gates, config=SMALL)
+    given |= dict(compress=functools.partial(compress, SMALL), num_tokens=jnp.array([100, 3], dtype))
+
+    held = cache.prefill(long.empty(320), **given).cache
+
+    assert held.lengths.tolist() == [100, 3]
+    with pytest.raises(ValueError, match=r"got \[100, 3\] tokens for rows that hold \[300, 300\]"):
+        cache.prefill(held._replace(lengths=jnp.full(2, 300, jnp.int32)), **given)
+
+
 def test_init_cache_refuses_integers():
     with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass the dtype of the keys"):
         cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))

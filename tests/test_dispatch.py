@@ -84,6 +84,16 @@ def test_choice_works_on_shapes_and_explains_itself(operation):
     }
 
 
+def test_a_platform_has_two_names_or_is_refused():
+    calls = dispatch.choose, dispatch.unsupported_reason
+    for call, given in zip(calls, (("gated_sum",), ("gated_sum", "triton")), strict=True):
+        assert call(*given, platform="gpu") == call(*given, platform="cuda")
+        with pytest.raises(ValueError, match=r"platform must be None or one of .*, got 'cude'\. Check"):
+            call(*given, platform="cude")
+    assert dispatch.unsupported_reason("gated_sum", "triton", platform="cuda") is None
+    assert "got platform rocm" in dispatch.unsupported_reason("gated_sum", "triton", platform="rocm")
+
+
 def test_step_runs_as_what_is_chosen():
     held = cache.init_cache(1, 64, num_kv_heads=1, key_dim=4, value_dim=4, config=CONFIG, dtype=jnp.float32)
     query, gates, one = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 2, 3)), jnp.ones((1, 1, 1, 4))

@@ -1,5 +1,6 @@
 """Checks of the arguments of a step: shapes and dtypes at trace time, values if they are concrete."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -176,8 +177,10 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
 
 
 def check_new_cache(dtype: DType, **sizes: int) -> None:
-    """Raises ValueError unless a cache can have these sizes and this dtype."""
+    """Raises TypeError or ValueError unless a cache can have these sizes and this dtype."""
     for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise TypeError(f"{name} must be an int, got {type(size).__name__}. Pass a whole number.")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -191,7 +194,10 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
         raise ValueError(f"a prompt must fit the cache, got {num_new} tokens and {max_length=}. {remedy}")
     if isinstance(lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
         return
-    wanted = jnp.full_like(lengths, num_new) if num_tokens is None else num_tokens
+    wanted = jnp.full_like(lengths, num_new) if num_tokens is None else jnp.asarray(num_tokens)
+    wanted = wanted.astype(
+        jnp.promote_types(wanted.dtype, jnp.int32)
+    )  # T may be more than a narrow dtype holds
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
             f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass how many "

@@ -58,7 +58,7 @@ def init_dense_cache(
       is a ring, otherwise `max_length`.
 
     Raises:
-      TypeError: `window_size` is not an int.
+      TypeError: `window_size` or another size is not an int.
       ValueError: a size is below 1, or `dtype` is not a floating-point type.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)

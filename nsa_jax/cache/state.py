@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nsa_jax import layout
+from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig
@@ -86,8 +86,10 @@ def init_cache(
       keys and values, plus the rings.
 
     Raises:
+      TypeError: a size is not an int, or `config` is not an `NSAConfig`.
       ValueError: a size is below 1, or `dtype` is not a floating-point type.
     """
+    arguments.check_config(config)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nsa_jax.array_typing import Array, Bool, Int, Int32
 from nsa_jax.config import NSAConfig
@@ -10,7 +11,7 @@ from nsa_jax.config import NSAConfig
 def num_compression_blocks[L: (int, jax.Array)](length: L, config: NSAConfig) -> L:
     """Number of complete compression blocks in a sequence of `length` tokens (int or integer array)."""
     count = (length - config.compression_block_size) // config.compression_stride + 1
-    return max(count, 0) if isinstance(count, int) else jnp.maximum(count, 0)
+    return jnp.maximum(count, 0) if isinstance(count, jax.Array | np.ndarray) else max(int(count), 0)
 
 
 def longest_length(num_compressed: int, config: NSAConfig) -> int:
