@@ -123,8 +123,9 @@ def test_nothing_to_restore(tmp_path):
     file = tmp_path / "file"
     file.write_text("not a checkpoint")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "2026").mkdir(parents=True)
 
-    for path in (tmp_path / "missing", tmp_path / "empty", file):
+    for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "other", file):
         with pytest.raises(
             FileNotFoundError, match=r"path must hold a checkpoint that save wrote, got .* Check it"
         ):

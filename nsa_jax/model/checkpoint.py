@@ -174,6 +174,8 @@ def _newest(orbax: types.ModuleType, path: str | os.PathLike[str]) -> str:
     """Directory of the newest complete checkpoint under `path`."""
     path = os.path.abspath(path)
     steps = orbax.utils.checkpoint_steps(path) if os.path.isdir(path) else []
+    # A folder with a number for a name may be somebody else's.
+    steps = [step for step in steps if os.path.isdir(os.path.join(path, str(step), "model"))]
     if not steps:
         raise FileNotFoundError(
             f"path must hold a checkpoint that save wrote, got {path!r}. Check it, or save one first."
