@@ -75,6 +75,8 @@ def test_the_newest_checkpoint_counts_and_replaces_the_one_before(tmp_path):
     assert_same(restore(tmp_path), make_model(2))
     assert restore_training(tmp_path, {"step": 0}) == {"step": 2}
     assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "2026").mkdir()  # somebody else's
+    assert_same(restore(tmp_path), make_model(2))
 
 
 def test_dtype_and_remat_may_differ(tmp_path):
