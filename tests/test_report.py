@@ -411,7 +411,7 @@ def test_steps_beside_one_another_run_at_the_same_time(tmp_path, capsys):
     assert report["seconds"] == pytest.approx(longest + results["between"]["seconds"])
     assert re.search(r"\| \(\d+ s\) \|", line_of("two", text))
     assert "(" not in line_of("between", text)
-    assert "A time in brackets: one, two ran at the same time" in text
+    assert "A time in brackets: the step shared the machine with others (one, two)." in text
     said = capsys.readouterr().err
     assert "step 3 of 4: two, about 1 s, at most 60 s; 0 s elapsed, about 2 s left" in said
     assert said.index("step 3 of 4: two") < said.index("step 2 of 4: between")
@@ -432,6 +432,52 @@ def test_a_step_that_runs_again_alone_says_so(tmp_path):
     assert status == 0
     assert report["results"]["one"]["beside"] == []
     assert "(" not in line_of("one", text)
+    assert "(" in line_of("two", text)
+
+
+def test_a_step_that_had_no_time_was_beside_none(tmp_path):
+    """Given one of two that would take longer than there is, and so does not begin."""
+    plan = Plan(900.0, 500.0, (GOOD,), beside=True)
+    big = dataclasses.replace(step("big"), plans=dict.fromkeys(step("big").plans, plan))
+    counts = step("counts", GOOD)
+
+    _, text, report = run(tmp_path, [counts, step("small", GOOD, beside=True), big], "--within", "100")
+
+    assert statuses(report) == {"counts": "PASS", "small": "PASS", "big": "NOT RUN"}
+    assert report["results"]["small"]["beside"] == []
+    assert "in brackets" not in text
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
+    ids=["twice_from_outside", "then_ctrl_c", "after_ctrl_c"],
+)
+def test_a_second_signal_keeps_what_is_there(signals, tmp_path, capfd):
+    """The program ignores the first, as one may that is compiling. What ran before it need not run again."""
+    kills = "; ".join(f"os.kill(os.getppid(), {each:d}); time.sleep(0.5)" for each in signals)
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    keep = f'open("{tmp_path}/pid", "w").write(str(os.getpid()))'
+    (tmp_path / "stops.py").write_text(
+        f"import os, signal, time\n{ignore}; {keep}; {kills}; time.sleep(60)\n"
+    )
+
+    begin = time.monotonic()
+    status, text, report = run(
+        tmp_path, [step("stops", GOOD, f"python {tmp_path}/stops.py"), step("later", GOOD)]
+    )
+
+    assert time.monotonic() - begin < runner.GRACE_S
+    assert status == 130
+    assert statuses(report) == {"stops": "NOT RUN", "later": "NOT RUN"}
+    assert "stopped: interrupted" in line_of("stops", text)
+    assert len(report["results"]["stops"]["ran"]) == 1
+    assert not is_alive((tmp_path / "pid").read_text())
+    said = capfd.readouterr().err
+    assert said.endswith("\nbenchmarks.report: interrupted\n")
+    assert "Traceback" not in said
+    assert "coroutine" not in said
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_an_interrupt_ends_all_steps_that_run(tmp_path, capsys):

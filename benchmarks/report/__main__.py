@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -107,12 +106,7 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = N
     collector = Collector(
         report, folder, table, here, quick=options.quick, within_s=options.within, variables=variables
     )
-    # Whoever stops the command from outside gets what is there, as after Ctrl-C.
-    before_this = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        collector.run([name for name in options.names if name not in done], required=options.steps or ())
-    finally:
-        signal.signal(signal.SIGTERM, before_this)
+    collector.run([name for name in options.names if name not in done], required=options.steps or ())
     told = {name: result.status for name, result in report.results.items()}
     print(f"{page.verdict(report)}\n{folder / page.FILE}")
     if collector.unwritten is not None:

@@ -5,10 +5,11 @@ import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from benchmarks.command_line import progress
 from benchmarks.records import ROOT
@@ -38,6 +39,7 @@ class Collector:
         self.within_s = within_s
         self.begin = time.perf_counter()
         self.required: Sequence[str] = ()
+        self.running: dict[str, set[str]] = {}  # each with those that ran at the same time
         self.has_run = False
         self.unwritten: Exception | None = None
 
@@ -51,16 +53,26 @@ class Collector:
         self.required = required
         with room_for_a_report(self.folder):
             self._write()
-            asyncio.run(self._run(names))
+            before_this = signal.getsignal(signal.SIGTERM)
+            try:
+                asyncio.run(self._run(names))
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
+            finally:
+                signal.signal(signal.SIGTERM, before_this)
 
     async def _run(self, names: Sequence[str]) -> None:
+        # Whoever stops the command from outside gets what is there, as after Ctrl-C.
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         numbers = {name: f"step {number} of {len(names)}" for number, name in enumerate(names, 1)}
         groups = self._groups(names)
         for begun, group in enumerate(groups):
             left_s = sum(self._expected_s(each) for each in groups[begun:])
             elapsed_s = time.perf_counter() - self.begin
             times = f"{elapsed_s:.0f} s elapsed, about {left_s:.0f} s left"
-            await asyncio.gather(*(self._run_step(name, numbers[name], times, group) for name in group))
+            await asyncio.gather(*(self._run_step(name, numbers[name], times) for name in group))
 
     def _groups(self, names: Sequence[str]) -> list[list[str]]:
         """The steps in their order; those that may run beside one another begin together, with the first."""
@@ -75,15 +87,15 @@ class Collector:
         can_run = [name for name in group if not self.steps[name].lacks(self.host)]
         return max((self._plan(name).expected_s for name in can_run), default=0.0)
 
-    async def _run_step(self, name: str, number: str, times: str, group: Sequence[str]) -> None:
+    async def _run_step(self, name: str, number: str, times: str) -> None:
         try:
-            await self._try_step(name, number, times, group)
+            await self._try_step(name, number, times)
         except OutOfTime as reason:
             progress(f"{number}: no time for {name}: {reason}")
         finally:
             self._write()
 
-    async def _try_step(self, name: str, number: str, times: str, group: Sequence[str]) -> None:
+    async def _try_step(self, name: str, number: str, times: str) -> None:
         step = self.steps[name]
         if lack := step.lacks(self.host):
             progress(f"{number}: {lack}")
@@ -97,8 +109,8 @@ class Collector:
         ran = self._ran_before(name, plan)
         if not ran:
             shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that failed
-        beside = [each for each in group if each != name]
         reasons = []
+        beside = self._began(name)
         try:
             await self._run_commands(step, plan, ran)
         except OSError as error:
@@ -108,6 +120,8 @@ class Collector:
             why = "interrupted" if interrupted else f"--within {self.within_s:g} s is over"
             self.report.results[name] = result_of(name, "NOT RUN", [f"stopped: {why}"], ran, beside)
             raise
+        finally:
+            del self.running[name]
         for leftover in step.leftovers:
             shutil.rmtree(self.folder / name / leftover, ignore_errors=True)
         reasons += [problem for each in ran for problem in each.problems]
@@ -118,6 +132,13 @@ class Collector:
         result = result_of(name, "FAIL" if reasons else "PASS", reasons, ran, beside)
         self.report.results[name] = result
         progress(f"{result.status} {name}, {result.seconds:.0f} s{': ' * bool(reasons)}{result.reason}")
+
+    def _began(self, name: str) -> set[str]:
+        """The steps that run at the same time as this one, which grow in number while it runs."""
+        for others in self.running.values():
+            others.add(name)
+        self.running[name] = set(self.running)
+        return self.running[name]
 
     def _ran_before(self, name: str, plan: Plan) -> list[Ran]:
         """The first programs of a step that was stopped between them: they need not run again."""
@@ -224,12 +245,12 @@ def _share_s(plan: Plan) -> float:
 
 
 def result_of(
-    name: str, status: Status, reasons: Sequence[str], ran: list[Ran], beside: Sequence[str]
+    name: str, status: Status, reasons: Sequence[str], ran: list[Ran], beside: Iterable[str]
 ) -> Result:
     """The result of a step whose programs ran, at the same time as the steps `beside` it."""
     seconds = round(sum(each.seconds for each in ran), 1)
     return Result(
-        name=name, status=status, reason="; ".join(reasons), seconds=seconds, ran=ran, beside=list(beside)
+        name=name, status=status, reason="; ".join(reasons), seconds=seconds, ran=ran, beside=sorted(beside)
     )
 
 

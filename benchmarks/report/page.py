@@ -100,12 +100,16 @@ def step_line(name: str, result: Result | None) -> str:
 
 def together(report: Report) -> str:
     """What the brackets around a time mean."""
-    names = [name for name, result in report.results.items() if result.ran and result.beside]
+    shared = {
+        each for name, result in report.results.items() if result.beside for each in (name, *result.beside)
+    }
+    if not shared:
+        return ""
+    names = ", ".join(name for name in report.results if name in shared)
     return (
-        f"A time in brackets: {', '.join(names)} ran at the same time, and shared the machine. What they say "
-        "of speed is too slow.\n"
-        if names else ""
-    )  # fmt: skip
+        f"A time in brackets: the step shared the machine with others ({names}). What it says of speed is "
+        "too slow.\n"
+    )
 
 
 def failures(report: Report, folder: pathlib.Path) -> str:
