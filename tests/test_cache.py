@@ -1,10 +1,11 @@
 """A prefill or a step on a cache equals the rows of one full forward, wherever the prompt was cut."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import SMALL, Layer, decode_step, jit
+from cache_layer import SMALL, Layer, decode_step, jit, prefill
 
 from nsa_jax import layout, reference
 from nsa_jax.config import NSAConfig
@@ -54,6 +55,26 @@ def test_step_after_prefill_equals_row_of_full_forward(layer, chunk):
 
         layer.agree(out, np.s_[:, t : t + 1])
         assert cache.lengths.tolist() == [t + 1, t + 1]
+
+
+def test_an_exported_program_makes_a_cache_for_any_number_of_rows(layer):
+    """It makes an empty cache, appends a prompt and takes a step."""
+    arrays = layer.slice(0, 33)
+    (batch,) = jax.export.symbolic_shape("batch")
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), arrays)
+
+    @jit
+    def write(query, tokens, gates):
+        every = Layer(layer.config, query, tokens, gates)
+        prompt, new = (every.map(lambda x, part=part: x[:, part]).arrays for part in (np.s_[:32], np.s_[32:]))
+        out, held = prefill(every.empty(LENGTH), *prompt, config=layer.config)
+        return out, decode_step(held, *new, config=layer.config)[0]
+
+    exported = jax.export.export(write)(*rows)
+
+    layer.agree(jnp.concatenate(exported.call(*arrays), axis=1), np.s_[:, :33])
+    of_one = exported.call(*jax.tree.map(lambda x: x[1:], arrays))
+    layer.agree(jnp.concatenate(of_one, axis=1), np.s_[1:, :33])
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 4])

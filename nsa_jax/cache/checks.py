@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from nsa_jax import arguments, layout
 from nsa_jax.array_typing import Array, DType, Int
@@ -179,7 +180,8 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
 def check_new_cache(dtype: DType, **sizes: int) -> None:
     """Raises TypeError or ValueError unless a cache can have these sizes and this dtype."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        is_int = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        if not is_int and not export.is_symbolic_dim(size):
             raise TypeError(f"{name} must be an int, got {type(size).__name__}. Pass a whole number.")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
