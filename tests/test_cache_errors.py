@@ -187,12 +187,16 @@ def test_init_cache_refuses_another_config():
         cache.init_cache(**(SIZES | dict(config={})))
 
 
-def test_init_cache_takes_ints_of_numpy_in_a_program():
-    sizes = {name: np.int64(SIZES[name]) for name in ("batch", "max_length", "num_kv_heads", "key_dim")}
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+@pytest.mark.parametrize("max_length", [2, 16])
+def test_init_cache_takes_ints_of_numpy_in_a_program(max_length, dtype):
+    """2 tokens are fewer than a block has."""
+    given = SIZES | dict(max_length=max_length)
+    sizes = {name: dtype(given[name]) for name in ("batch", "max_length", "num_kv_heads", "key_dim")}
 
-    held = jax.jit(lambda: cache.init_cache(**(SIZES | sizes)))()
+    held = jax.jit(lambda: cache.init_cache(**(given | sizes)))()
 
-    assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, cache.init_cache(**SIZES))
+    assert jax.tree.map(jnp.shape, held) == jax.tree.map(jnp.shape, cache.init_cache(**given))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])

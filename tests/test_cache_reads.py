@@ -78,6 +78,6 @@ def test_expected_reads_is_the_formula_of_the_paper():
     """The formula counts 16 blocks where only 9 exist, so it is reported separately."""
     assert expected_reads(576, PAPER) == 1571
     assert expected_reads(31, PAPER) == 0 + 1024 + 31
-    assert isinstance(expected_reads(np.int64(576), PAPER), int)
+    assert expected_reads(np.uint8(31), PAPER) == 0 + 1024 + 31
     assert [expected_reads(length, PAPER) for length in (1088, 2112, 4160)] == [1603, 1667, 1795]
     assert all(expected_reads(length, PAPER) >= sum(brute_force(length, PAPER)) for length in LENGTHS)
