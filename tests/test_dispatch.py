@@ -90,7 +90,6 @@ def test_a_platform_has_two_names_or_is_refused():
         assert call(*given, platform="gpu") == call(*given, platform="cuda")
         with pytest.raises(ValueError, match=r"platform must be None or one of .*, got 'cude'\. Check"):
             call(*given, platform="cude")
-    assert dispatch.unsupported_reason("gated_sum", "triton", platform="cuda") is None
     assert "got platform rocm" in dispatch.unsupported_reason("gated_sum", "triton", platform="rocm")
 
 

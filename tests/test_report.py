@@ -35,6 +35,14 @@ def _this_machine(monkeypatch):
     monkeypatch.delenv(records.COMMIT_VARIABLE, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c():
+    """A shell starts what runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def step(name, *commands, limit_s=60.0, beside=False, **more):
     plan = Plan(limit_s, 1.0, commands, beside)
     plans = {(place, size): plan for place in ("cpu", "gpu") for size in ("quick", "full")}
