@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from messages import has_form
 
 from nsa_jax.compression import Compression
@@ -197,7 +197,8 @@ def test_packed_rows_trace_inside_a_shard_map_over_another_axis(axis_type):
         return nnx.merge(graph, state)(x, segment_ids=segment_ids)
 
     spec, mesh = PartitionSpec("data"), AbstractMesh((2, 2), ("data", "context"), (axis_type,) * 2)
-    x, ids = (jax.ShapeDtypeStruct((2, 2048, *more), jnp.int32) for more in ((16,), ()))
+    where = NamedSharding(mesh, spec) if axis_type == AxisType.Explicit else None
+    x, ids = (jax.ShapeDtypeStruct((2, 2048, *more), jnp.int32, sharding=where) for more in ((16,), ()))
     with jax.sharding.use_abstract_mesh(mesh):
         over_rows = jax.shard_map(
             call, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, axis_names={"data"}
@@ -241,7 +242,7 @@ EXPLICIT = AbstractMesh((2, 2), ("data", "context"), (AxisType.Explicit,) * 2)
 def test_calls_of_a_layer_that_make_no_sense(options, mesh, given, message):
     graph, state = nnx.split(layer(**{"context_axis": "context"} | options))
     shape = (2, given.pop("tokens", 2048))
-    rows = jax.NamedSharding(mesh, PartitionSpec(given.pop("rows", None)))
+    rows = NamedSharding(mesh, PartitionSpec(given.pop("rows", None)))
     x = jax.ShapeDtypeStruct((*shape, 16), jnp.float32, sharding=rows)
     if given.pop("positions", False):
         given["positions"] = np.broadcast_to(np.arange(shape[1]), shape)

@@ -57,7 +57,7 @@ class Collector:
             try:
                 asyncio.run(self._run(names))
             except asyncio.CancelledError:
-                raise KeyboardInterrupt from None
+                signal.default_int_handler(signal.SIGINT, None)  # raises KeyboardInterrupt
             finally:
                 signal.signal(signal.SIGTERM, before_this)
 
