@@ -1,8 +1,8 @@
 """Logs which implementation a call takes, under the name `nsa_jax`, once for each place that calls.
 
 What was chosen is logged at level INFO, what was refused, and why, at level DEBUG. Under `jax.jit` that
-happens while a function is traced; calls on explicit axes of a mesh are traced inside, too. A place that is
-called again with the same outcome logs nothing.
+happens while a function is traced, and so it may with operands on explicit axes of a mesh, which are computed
+under a `jit` of ours. A place that is called again with the same outcome logs nothing.
 """
 
 import inspect

@@ -39,7 +39,7 @@ class Collector:
         self.within_s = within_s
         self.begin = time.perf_counter()
         self.required: Sequence[str] = ()
-        self.running: dict[str, set[str]] = {}  # each with those that ran at the same time
+        self.running: dict[str, set[str]] = {}  # each with those that have run at the same time
         self.has_run = False
         self.unwritten: Exception | None = None
 
@@ -47,6 +47,9 @@ class Collector:
         """Runs the steps `names`, of which those in `required` fail if they cannot run here.
 
         A step that does not fit into the time that is left makes room for smaller ones.
+
+        Raises:
+          KeyboardInterrupt: after Ctrl-C or SIGTERM, once every program has ended and the report is written.
         """
         for name in names:  # whatever ends this process, no page says that all is done
             self.report.results.setdefault(name, Result(name=name, status="NOT RUN", reason="not yet"))
@@ -134,7 +137,7 @@ class Collector:
         progress(f"{result.status} {name}, {result.seconds:.0f} s{': ' * bool(reasons)}{result.reason}")
 
     def _began(self, name: str) -> set[str]:
-        """The steps that run at the same time as this one, which grow in number while it runs."""
+        """The set of steps that run at the same time as this one; it grows while this one runs."""
         for others in self.running.values():
             others.add(name)
         self.running[name] = set(self.running)

@@ -19,7 +19,7 @@ OUT = "$OUT"
 class Plan:
     """Commands, the seconds that they may take together, and about how many they do.
 
-    Steps that say `beside` run at the same time: no time of theirs is compared with that of another machine.
+    Plans that say `beside` run at the same time; no time of theirs is compared with other machines.
     """
 
     limit_s: float

@@ -197,9 +197,8 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
     if isinstance(lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
         return
     wanted = jnp.full_like(lengths, num_new) if num_tokens is None else jnp.asarray(num_tokens)
-    wanted = wanted.astype(
-        jnp.promote_types(wanted.dtype, jnp.int32)
-    )  # T may be more than a narrow dtype holds
+    # T may be more than a narrow dtype holds.
+    wanted = wanted.astype(jnp.promote_types(wanted.dtype, jnp.int32))
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
             f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass how many "

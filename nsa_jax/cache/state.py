@@ -51,7 +51,7 @@ def expected_reads(length: int, config: NSAConfig) -> int:
     Returns:
       Keys per query and KV head, all branches together; a compressed key counts as one.
     """
-    length = int(length)  # an unsigned int of NumPy would wrap below
+    length = int(length)  # an unsigned int of NumPy would wrap in `length - l`
     selected = config.num_selected_blocks * config.selection_block_size
     return layout.num_compression_blocks(length, config) + selected + min(config.window_size, length)
 
@@ -93,7 +93,7 @@ def init_cache(
     arguments.check_config(config)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
-    num_blocks = layout.num_compression_blocks(int(max_length), config)
+    num_blocks = layout.num_compression_blocks(int(max_length), config)  # an int, as in `expected_reads`
 
     def arrays(name: str, length: int) -> dict[str, Array]:
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}
