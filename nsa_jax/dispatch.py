@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_c
 import jax
 
 from nsa_jax.array_typing import Array, Attended, AttendedReads
-from nsa_jax.call_log import log_choice
+from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import xla
+from nsa_jax.kernels.capability import capability
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
-from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton import support as triton_support
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
 from nsa_jax.sharding import PerShard
@@ -168,7 +168,7 @@ def unsupported_reason(
     reason = triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
     if reason or implementation == "triton":
         return reason
-    return mosaic_support.unsupported_reason(operation, *arrays, config=config, capability=gpu.capability())
+    return mosaic_support.unsupported_reason(operation, *arrays, config=config, capability=capability())
 
 
 def choose(
@@ -237,12 +237,19 @@ def choose(
         refused.append(("mosaic_gpu", slower))
     for name in PREFERENCE:
         if name not in dict(refused):
-            return Choice(
-                name, f"{name} is the first of {PREFERENCE} that is good for this call.", tuple(refused)
-            )
+            reason = f"{name} is the first of {PREFERENCE} that is good for this call."
+            if _falls_back(name, platform):
+                reason = f"{name} is all that is left on this GPU, and many times as slow as the kernels."
+            return Choice(name, reason, tuple(refused))
     raise NotImplementedError(
         f"{operation} needs an implementation that can run here, got {dict(refused)}. Use the CPU platform."
     )
+
+
+def _falls_back(implementation: str, platform: str | None) -> bool:
+    """Whether a choice that nobody asked for takes plain JAX on a GPU that the kernels are for."""
+    where = default_platform() if platform is None else _cuda_for_gpu(platform)
+    return implementation == "xla" and where == "cuda"
 
 
 def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
@@ -279,13 +286,15 @@ def running(
     """Returns a context that gives the chosen implementation.
 
     Its operations run where their operands lie, see `nsa_jax.sharding`. What is lowered inside carries the
-    names of the implementation and of the operation, for profiles. The choice is logged, see
-    `nsa_jax.call_log`.
+    names of the implementation and of the operation, for profiles. The choice is logged, with a warning
+    where it is `xla` on a GPU and nobody asked for that: see `nsa_jax.call_log`.
     """
     settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
+    if implementation is None and _forced.value is None and not return_reads and _falls_back(chosen, None):
+        warn_of_fallback(operation, dict(choice.refused)["triton"])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         yield cast(Operations, PerShard(_operations(chosen)))
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import nsa_jax
-from nsa_jax import call_log
+from nsa_jax import call_log, dispatch
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import NSAAttention
 
@@ -22,6 +22,7 @@ GATES = jnp.full((1, 8, 2, 3), 0.5)
 @pytest.fixture(autouse=True)
 def nothing_logged_yet(monkeypatch):
     monkeypatch.setattr(call_log, "_logged", set())
+    monkeypatch.setattr(call_log, "_warned", set())
 
 
 def call_sum():
@@ -93,6 +94,34 @@ def test_it_is_silent_unless_asked():
     loud = f"import logging; logging.basicConfig(level=logging.INFO); {program}"
     done = subprocess.run([sys.executable, "-c", loud], capture_output=True, text=True, check=True)
     assert "INFO:nsa_jax:<string>:1: gated_sum runs as xla." in done.stderr
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Calls are placed as on a GPU whose JAX the kernels refuse."""
+    reason = "the Triton kernels need jax<0.13 (why), got 0.13.0. Install nsa_jax[cuda13], or use 'xla'."
+    monkeypatch.setattr(dispatch, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(dispatch.triton_support, "unsupported_reason", lambda *_, **__: reason)
+    return reason
+
+
+def test_a_fallback_to_xla_on_a_gpu_warns_once(a_gpu, caplog):
+    """With JAX 0.12 every call once took `xla`, 25 times as slow, and nothing said so."""
+    for _ in range(2):
+        call_sum()
+        nsa_jax.gated_sum(OUT, OUT, OUT, GATES)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "gated_sum runs as xla, many times as slow as the GPU kernels: " in record.getMessage()
+    assert record.getMessage().endswith(a_gpu)
+    assert nsa_jax.choose("gated_sum", OUT).reason.startswith("xla is all that is left on this GPU")
+
+
+def test_xla_that_was_asked_for_warns_of_nothing(a_gpu, caplog):
+    nsa_jax.gated_sum(OUT, OUT, OUT, GATES, implementation="xla")
+    with nsa_jax.use_implementation("xla"):
+        call_sum()
+    assert caplog.records == []
 
 
 def test_a_call_without_a_frame_of_the_caller(monkeypatch, caplog):

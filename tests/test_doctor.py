@@ -307,6 +307,7 @@ def a_gpu(monkeypatch):
     def of(capability):
         monkeypatch.setattr(dispatch, "default_platform", lambda: "cuda")
         monkeypatch.setattr(support, "_installation", lambda: None)
+        monkeypatch.setattr(dispatch, "capability", lambda: capability)
         monkeypatch.setattr(gpu, "capability", lambda: capability)
 
     return of

@@ -26,6 +26,7 @@ UNSTABLE = (
 )
 
 TRITON, KERNELS = "nsa_jax/kernels/triton", ("nsa_jax/kernels/triton", "tests")
+DEAD_LAUNCHES = ("nsa_jax/kernels/dead_launches.py",)
 LAUNCH, MOSAIC = "nsa_jax/kernels/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
 PARTITION, DIVIDES = ("nsa_jax/kernels/partition.py",), "lets XLA divide kernels; nothing public does"
 FORMS = ("nsa_jax/kernels/mosaic_gpu/unstable.py",)
@@ -81,6 +82,9 @@ USED = {
         PARTITION,
         "which axes an array is sharded over: inside of shard_map, `custom_partitioning` does not say",
     ),
+    "jax.interpreters.partial_eval": (DEAD_LAUNCHES, "where jax-triton's rule for dead code is kept"),
+    "jax.interpreters.partial_eval.dce_rules.get": (DEAD_LAUNCHES, "as above"),
+    "jax.interpreters.partial_eval.dce_rules": ((*DEAD_LAUNCHES, "tests"), "as above"),
     "jax.interpreters.mlir": (PARTITION, "makes each program of `custom_partitioning` unlike all others"),
     "jax.interpreters.mlir.ir_constant": (PARTITION, "as above"),
     "jax.experimental.checkify": (
@@ -121,8 +125,9 @@ USED = {
     "jax_triton.triton_call": ((LAUNCH,), "launches the kernels; `input_output_aliases` is deprecated"),
     "jax_triton.TensorDescriptor": ((TRITON,), "host-side TMA descriptors"),
     "jax_triton.TensorDescriptor.from_array": ((TRITON,), "host-side TMA descriptors"),
-    "jax_triton.triton_lib": (KERNELS, "whether it could import its compiler; what it compiles for"),
-    "jax_triton.triton_lib.gpu_info": ((TRITON,), "what it compiles for"),
+    "jax_triton.triton_lib": ((*KERNELS, *DEAD_LAUNCHES), "whether it could import its compiler"),
+    "jax_triton.triton_lib.gpu_info": (("nsa_jax/kernels/capability.py",), "what it compiles for"),
+    "jax_triton.triton_lib.triton_kernel_call_p": ((*DEAD_LAUNCHES, "tests"), "the primitive of a launch"),
     "jax_triton.triton_lib.CompilationResult": (("tests",), "registers and memory of the compiled kernels"),
     "jax_triton.triton_lib.compile_ttir_to_ptx_inplace": (("tests",), "registers and memory of the kernels"),
     "triton.runtime.interpreter._LangPatchScope": (("tests",), "runs kernels without a GPU"),
@@ -156,7 +161,7 @@ THROUGH_VARIABLES = {
     "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
-    "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.triton.gpu: what it compiles for",
+    "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.capability: what it compiles for",
 }
 
 
@@ -257,7 +262,7 @@ def exists(name: str) -> bool:
 def test_instances_have_what_is_read_of_them():
     linear = nnx.eval_shape(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
 
-    # nsa_jax.dispatch and nsa_jax.kernels.triton.gpu: the platform that a program is lowered for.
+    # nsa_jax.dispatch and nsa_jax.kernels.capability: the platform that a program is lowered for.
     assert hasattr(jax.sharding.get_abstract_mesh(), "abstract_device")
     # nsa_jax.model.restorable leaves out flax's own attributes when it compares the settings of modules.
     own = {name for name in vars(linear) if name.startswith("_")}

@@ -124,12 +124,12 @@ def test_missing_package(installed, package):
 @pytest.mark.parametrize(
     ("package", "version", "bounds"),
     [
-        ("jax", "0.12.0", ">=0.11.1,<0.12"),
+        ("jax", "0.13.0", ">=0.11.1,<0.13"),
         ("jax-triton", "0.3.1", ">=0.4.1,<0.5"),
         ("triton", "3.9.0", ">=3.8,<3.9"),
         ("triton", "3.7.1", ">=3.8,<3.9"),
-        ("jax", "0.11.1rc2", ">=0.11.1,<0.12"),  # comes before 0.11.1
-        ("jax", "0.12.0.dev20261101", ">=0.11.1,<0.12"),
+        ("jax", "0.11.1rc2", ">=0.11.1,<0.13"),  # comes before 0.11.1
+        ("jax", "0.13.0.dev20261101", ">=0.11.1,<0.13"),
     ],
 )
 def test_wrong_version(installed, package, version, bounds):
@@ -141,7 +141,7 @@ def test_wrong_version(installed, package, version, bounds):
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("jax", "0.11.1+local"), ("jax-triton", "0.4.1+git0a1b2c3")]
+    ("package", "version"), [("jax", "0.11.1+local"), ("jax", "0.12.0.1"), ("jax-triton", "0.4.1+git0a1b2c3")]
 )
 def test_version_with_a_label_is_read_as_a_version(installed, package, version):
     """Versions were once cut at their dots, which made 0.11 of `0.11.1+local`: too old."""

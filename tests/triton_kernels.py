@@ -17,6 +17,7 @@ import triton_compile
 from jax_triton import triton_lib
 
 from nsa_jax import kernels
+from nsa_jax.kernels import launch
 
 ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
@@ -64,6 +65,8 @@ def jit_functions() -> dict[triton.JITFunction, str]:
 
 
 def assemble(result: triton_lib.CompilationResult, target: str) -> Kernel:
+    (major, minor) = map(int, re.search(r"\.version (\d+)\.(\d+)", result.binary).groups())
+    assert 10 * major + minor <= launch.NEWEST_PTX, f"{result.name}: CUDA 13.0 refuses PTX {major}.{minor}"
     blackwell = target in (TARGETS[100], TARGETS[120])
     command = [
         ASSEMBLERS / ("ptxas-blackwell" if blackwell else "ptxas"),

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import jax_triton
 
 from nsa_jax.array_typing import Array
+from nsa_jax.kernels.capability import capability
+from nsa_jax.kernels.dead_launches import follow_jax
+
+follow_jax()
 
 MOST_PROGRAMS_Y = 65535  # CUDA's limit of a grid along y and z
+# The newest PTX that CUDA 13.0 takes. Triton 3.8 writes 8.8 for GPUs up to Hopper, and 9.3 for Blackwell.
+NEWEST_PTX = 90
 
 
 def named(name: str) -> Callable[[Any], str]:
@@ -54,7 +60,9 @@ def launch(
             f"the Triton kernels run at most {MOST_PROGRAMS_Y} batch rows times KV heads, got "
             f"{max(grid[1:])}. Split the batch (jax.lax.map), or use implementation='xla'."
         )
-    options = {} if registers is None else dict(backend_options=dict(maxnreg=registers))
+    compiler = {} if registers is None else dict(maxnreg=registers)
+    if (capability() or (0, 0)) >= (10, 0):
+        compiler["ptx_version"] = NEWEST_PTX
     updated = tuple(like(x) for x in operands[:in_place] if x is not None)
     # Aliases of jax-triton 0.4.1 count results, new ones first: operands in place come after them.
     places = [i for i in range(in_place) if operands[i] is not None]
@@ -74,7 +82,7 @@ def launch(
             num_warps=num_warps,
             num_stages=num_stages,
             input_output_aliases=aliases,
-            **options,
+            backend_options=compiler,
             **constants,
         )
     if in_place:

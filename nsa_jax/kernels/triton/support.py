@@ -24,9 +24,9 @@ _MOST_BLOCK = 128  # tokens of a selection block in a decode step, which are loa
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 # What a GPU needs: the versions of each package, and why; `nsa_jax.doctor` reads them, too.
 VERSIONS = {
-    "jax": (">=0.11.1,<0.12", "jax-triton 0.4.1 does not lower on JAX 0.12"),
+    "jax": (">=0.11.1,<0.13", "jax-triton 0.4.1 relies on private parts of JAX, tested up to 0.12"),
     "jax-triton": (">=0.4.1,<0.5", "0.4 launches through the FFI"),
-    "triton": (">=3.8,<3.9", "jax-triton lowers no descriptor of 3.7, CUDA 13.0 refuses the PTX of 3.9"),
+    "triton": (">=3.8,<3.9", "jax-triton lowers no descriptor of 3.7, kernels spill more with 3.9"),
 }
 
 
