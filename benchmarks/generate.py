@@ -3,7 +3,9 @@
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
 the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
 per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
-compiled loop, with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
+compiled loop, with the bytes that it reads. With `--devices` and `--spread` several devices share the rows,
+or the heads and weights, and the parts are left out. Rows go to a JSONL file of their own kind; the last line
+is JSON.
 """
 
 import argparse
@@ -12,11 +14,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import records, timing, token_parts
+from benchmarks import devices, records, timing, token_parts
 from benchmarks.command_line import (
+    InputError,
     Parser,
     add_dtype,
     add_sampling,
@@ -31,6 +36,8 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
+
+SPREADS = ("rows", "heads")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,11 +58,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["nsa", "dense"],
         help="models to measure; default: both",
     )
+    parser.add_argument(
+        "--spread",
+        choices=SPREADS,
+        default="rows",
+        help="what several --devices share: rows, or heads and weights; default: rows",
+    )
     add_dtype(parser, "bfloat16", "of parameters and activations")
     add_sizes(
         parser,
         ("new-tokens", 257, "tokens to write for each prompt: 1 plus a multiple of 8"),
         ("batch", 8, "prompts"),
+        ("devices", 1, "devices that share the work"),
         ("layers", 18, "decoder layers"),
         ("model-dim", 1024, "width of the residual stream"),
         ("heads", 16, "query heads"),
@@ -72,6 +86,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")
+    devices.check(options.devices)
+    name = "batch" if options.spread == "rows" else "kv_heads"
+    if getattr(options, name) % options.devices:
+        raise InputError(
+            f"--{name.replace('_', '-')} must be a multiple of --devices, got {getattr(options, name)} and "
+            f"{options.devices}. Pass another number."
+        )
     return options
 
 
@@ -94,10 +115,12 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
     for length in options.lengths:
         token_ms = {}
         for attention in options.attention:
-            model = Transformer(dataclasses.replace(config, attention=attention), rngs=nnx.Rngs(0))
+            of_attention = dataclasses.replace(config, attention=attention)
             progress(f"compiling and measuring generate: {attention} T={length}")
             try:
-                figures = measure(model, options.batch, length, options.new_tokens, options.budget_s)
+                with devices.in_context(options.devices):
+                    model = Transformer(of_attention, **spreading(options), rngs=nnx.Rngs(0))
+                    figures = measure(model, options, length)
             except NotImplementedError as reason:
                 print(f"refused: {attention} T={length}: {reason}", flush=True)
                 continue
@@ -107,6 +130,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
                 continue
             row = records.GenerateRow(
                 **dataclasses.asdict(environment), benchmark="generate", attention=attention,
+                devices=options.devices, spread=options.spread if options.devices > 1 else None,
                 batch=options.batch, length=length, new_tokens=options.new_tokens,
                 model=dataclasses.asdict(model.config),
                 parameters=sum(x.size for x in weights(model).values()), **figures,
@@ -121,14 +145,26 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
     return 1 if unmeasured else 0
 
 
-def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget_s: float) -> dict[str, Any]:
+def spreading(options: argparse.Namespace) -> dict[str, Any]:
+    """How a model lies on the mesh in context: whole on each device, or in parts."""
+    if options.devices == 1:
+        return {}
+    parts = ("heads", "kv_heads", "mlp") if options.spread == "heads" else ()
+    return dict(sharding=dict.fromkeys(parts, devices.AXIS))
+
+
+def measure(model: Transformer, options: argparse.Namespace, length: int) -> dict[str, Any]:
     """The figures of one row; both calls run one program.
 
     Raises:
       NotImplementedError: the model cannot decode.
       Unmeasurable: the tokens after the first take less than the noise.
     """
-    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length))
+    batch, new_tokens, budget_s = options.batch, options.new_tokens, options.budget_s
+    prompts: Any = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
+    if options.devices > 1:
+        spec = PartitionSpec(devices.AXIS) if options.spread == "rows" else PartitionSpec()
+        prompts = jax.device_put(prompts, NamedSharding(jax.sharding.get_mesh(), spec))
 
     def call(count: int) -> Callable[[], Any]:
         return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
@@ -144,13 +180,13 @@ def measure(model: Transformer, batch: int, length: int, new_tokens: int, budget
         )
     token_ms = further_ms / (new_tokens - 1)
 
-    parts = {
+    parts: dict[str, Callable[[], Any]] = {
         "products": lambda: token_parts.products(model, batch),
         "attention": lambda: token_parts.attention(model, batch, length),
         "sampling": lambda: token_parts.sampling(model, batch),
     }
     figures: dict[str, Any] = {}
-    for name, make in parts.items():
+    for name, make in parts.items() if options.devices == 1 else ():
         progress(f"compiling and measuring {name} alone")
         part = make()
         alone = timing.measure({name: part.run}, budget_s=budget_s)[name]

@@ -139,8 +139,14 @@ def abstract_arguments(operation: str, shape: Shape, config: NSAConfig) -> tuple
 
 def tensor(name: str, shape: Shape, config: NSAConfig) -> Array:
     """Standard normal values, or uniform ones for gates; the same for one name and shape on one platform."""
-    draw = jax.random.uniform if name == "gates" else jax.random.normal
-    return draw(key(name), tensor_shape(name, shape, config)).astype(shape.dtype)
+    return _drawn(key(name), name == "gates", tensor_shape(name, shape, config), shape.dtype)
+
+
+# One program, so that the float32 numbers of a row of a million tokens exist only once.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _drawn(key: Array, uniform: bool, size: tuple[int, ...], dtype: str) -> Array:
+    draw = jax.random.uniform if uniform else jax.random.normal
+    return draw(key, size).astype(dtype)
 
 
 def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import records, strategies, timing
+from benchmarks import devices, records, strategies, timing
 from benchmarks.command_line import (
     InputError,
     Parser,
@@ -217,11 +217,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check_writable(options.output, "--output")
     if not options.strategies and not options.shares:
         raise InputError("--strategies or --shares must name something, got neither. Pass --strategies one.")
-    if options.devices > jax.device_count():
-        raise InputError(
-            f"--devices must be at most the {jax.device_count()} of this machine, got {options.devices}. "
-            "Pass a smaller number."
-        )
+    devices.check(options.devices)
     return options
 
 

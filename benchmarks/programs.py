@@ -107,4 +107,5 @@ def compile_mode(run: Function, mode: str, arguments: tuple[Array, ...]) -> Comp
 
 def cotangent_like(out: jax.Array | jax.ShapeDtypeStruct, dtype: DType) -> Array:
     """The random cotangent of an output of this shape, drawn in float32 and rounded to `dtype`."""
-    return jax.random.normal(key("cotangent"), out.shape, jnp.float32).astype(dtype)
+    draw = jax.jit(lambda key: jax.random.normal(key, out.shape, jnp.float32).astype(dtype))
+    return draw(key("cotangent"))

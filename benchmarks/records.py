@@ -127,12 +127,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRow:
-    """One measurement: a step of one model at one length. `peak_bytes` is temporary memory."""
+    """One measurement: a step of one model at one length. `peak_bytes` is temporary memory of each device."""
 
     run_id: str
     benchmark: str
     attention: str
     implementation: str
+    devices: int = 1  # which share the tokens of each sequence
     batch: int
     length: int
     model: dict[str, Any]
@@ -152,8 +153,8 @@ class TrainingRow:
 
     def __str__(self) -> str:
         return (
-            f"{self.attention:6}{self.implementation:8}T={self.length:<7}{self.median_ms:10.1f} ms "
-            f"[{self.p20_ms:.1f}, {self.p80_ms:.1f}]  {self.samples:3} samples  "
+            f"{self.attention:6}{self.implementation:11}{self.devices} devices  T={self.length:<7}"
+            f"{self.median_ms:10.1f} ms [{self.p20_ms:.1f}, {self.p80_ms:.1f}]  {self.samples:3} samples  "
             f"{self.tokens_per_s:10.0f} tokens/s  temp {self.peak_bytes / 1e9:.2f} GB  "
             f"{self.parameters / 1e6:.1f} M parameters  compile {self.compile_s:.1f} s"
         )
@@ -165,14 +166,18 @@ class GenerateRow:
 
     Attributes:
       length: tokens of each prompt.
+      devices, spread: how many devices share the work, and by what: "rows", or "heads" and weights.
       first_token_ms: of a call for one new token.
       token_ms: of each further one, all rows together; `tokens_per_s` counts those of all rows.
-      products_ms, attention_ms, sampling_ms: of one token, each alone in a compiled loop.
+      products_ms, attention_ms, sampling_ms: of one token, each alone in a compiled loop; None on several
+        devices.
     """
 
     run_id: str
     benchmark: str
     attention: str
+    devices: int = 1
+    spread: str | None = None
     batch: int
     length: int
     new_tokens: int
@@ -183,12 +188,12 @@ class GenerateRow:
     tokens_per_s: float
     samples: int
     compile_s: float
-    products_ms: float
-    products_bytes: int
-    attention_ms: float
-    attention_bytes: int
-    sampling_ms: float
-    sampling_bytes: int
+    products_ms: float | None = None
+    products_bytes: int | None = None
+    attention_ms: float | None = None
+    attention_bytes: int | None = None
+    sampling_ms: float | None = None
+    sampling_bytes: int | None = None
     device: str
     jax: str
     jaxlib: str
@@ -196,8 +201,10 @@ class GenerateRow:
     commit: str
 
     @property
-    def over_parts(self) -> float:
-        """The time per token over the sum of its parts."""
+    def over_parts(self) -> float | None:
+        """The time per token over the sum of its parts; None where these were not measured."""
+        if self.products_ms is None or self.attention_ms is None or self.sampling_ms is None:
+            return None
         return self.token_ms / (self.products_ms + self.attention_ms + self.sampling_ms)
 
     def __str__(self) -> str:
@@ -205,12 +212,16 @@ class GenerateRow:
             ms, read = getattr(self, f"{name}_ms"), getattr(self, f"{name}_bytes")
             return f"{name} {ms:.3f} ms ({read / 1e6:.1f} MB, {read / ms / 1e6:.0f} GB/s)"
 
+        parts = f"{self.devices} devices, by {self.spread}"
+        if self.over_parts is not None:
+            measured = ", ".join(map(part, ("products", "attention", "sampling")))
+            parts = f"{self.over_parts:.2f} times {measured}"
+
         layer_us = 1e3 * self.token_ms / self.model["num_layers"]
         return (
             f"{self.attention:6}T={self.length:<7}first token {self.first_token_ms:.1f} ms, then "
             f"{self.token_ms:.3f} ms a token, {layer_us:.1f} us a layer, {self.tokens_per_s:.0f} tokens/s  "
-            f"{self.samples} samples  compile {self.compile_s:.1f} s\n"
-            f"      {self.over_parts:.2f} times {', '.join(map(part, ('products', 'attention', 'sampling')))}"
+            f"{self.samples} samples  compile {self.compile_s:.1f} s\n      {parts}"
         )
 
 

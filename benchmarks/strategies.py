@@ -143,16 +143,20 @@ def compress_and_attend(
 def draw(
     distribution: str, implementation: str, shape: Shape, config: NSAConfig
 ) -> tuple[Draw, dict[str, np.ndarray]]:
-    """Queries of a distribution, and all arrays on the host, among them a cotangent of the output."""
+    """Queries of a distribution, and all arrays on the host, among them a cotangent of the output.
+
+    Of a row of a million tokens one large array after the other has room on the device.
+    """
     arrays = {name: _tokens(name, shape, config) for name in KEYS_VALUES}
     arrays["gates"] = tensor("gates", shape, config)
-    arrays["cotangent"] = programs.cotangent_like(_out(shape), jnp.dtype(shape.dtype))
     key_blocks, _ = jax.jit(compressed, static_argnums=2)(arrays["key_cmp"], arrays["value_cmp"], config)
     choose = jax.jit(programs.function("select_blocks", implementation, config))
     drawn = draw_queries(shape, config, distribution, lambda query, _: choose(query, key_blocks))
-    query: Any = np.asarray(drawn.query)  # a row of a million tokens has no room on the device twice
+    query: Any = np.asarray(drawn.query)
+    drawn = dataclasses.replace(drawn, query=query)
     on_host = {name: np.asarray(x) for name, x in arrays.items()}
-    return dataclasses.replace(drawn, query=query), on_host | dict(query=query)
+    on_host["cotangent"] = np.asarray(programs.cotangent_like(_out(shape), jnp.dtype(shape.dtype)))
+    return drawn, on_host | dict(query=query)
 
 
 def check(strategy: Strategy | Share, implementation: str, shape: Shape, config: NSAConfig) -> gate.Verdict:

@@ -1,7 +1,8 @@
 """How many tokens a second does a training step of the example's language model take, with NSA and dense?
 
 `python -m benchmarks.training` times forward, backward and AdamW of `nsa_jax.model.Transformer` on random
-tokens, one row of each length and attention, layers rematerialised; all but the attention is the same. Rows
+tokens, one row of each length and attention, layers rematerialised; all but the attention is the same. With
+`--devices` it also times NSA with the tokens of each sequence spread over several (`docs/parallel.md`). Rows
 go to a JSONL file of their own kind; the last line is JSON.
 """
 
@@ -13,9 +14,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import records, timing
+from benchmarks import devices, records, timing
 from benchmarks.command_line import (
+    InputError,
     Parser,
     add_dtype,
     add_sampling,
@@ -30,9 +33,11 @@ from benchmarks.command_line import (
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
+from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.nn.projections import head_width
+from nsa_jax.parallel import padded_length, to_zigzag
 
 try:
     import optax
@@ -42,22 +47,32 @@ except ImportError as error:
 OPTIMIZER = optax.adamw(1e-4)
 
 
-def compile_step(config: TransformerConfig, batch: int, length: int) -> tuple[timing.Compiled, int]:
-    """The compiled step on its arguments, and the number of parameters."""
-    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
-    tokens = jax.random.randint(key("tokens"), (batch, length + 1), 0, config.vocab_size)
+def compile_step(
+    config: TransformerConfig, batch: int, length: int, num_devices: int = 1
+) -> tuple[timing.Compiled, int]:
+    """The compiled step on its arguments, and the number of parameters; tokens spread over the devices."""
+    spread = dict(context_axis=devices.AXIS) if num_devices > 1 else {}
+    with devices.in_context(num_devices):
+        graph, state = nnx.split(Transformer(config, **spread, rngs=nnx.Rngs(0)))
+        tokens = jax.random.randint(key("tokens"), (batch, length + 1), 0, config.vocab_size)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        if num_devices > 1:
+            mesh = jax.sharding.get_mesh()
+            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+            there = NamedSharding(mesh, PartitionSpec(None, devices.AXIS))
+            inputs, labels = (jax.device_put(to_zigzag(x, num_devices), there) for x in (inputs, labels))
 
-    def loss(state: Any, tokens: Array) -> Array:
-        logits = nnx.merge(graph, state)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        def loss(state: Any, inputs: Array, labels: Array) -> Array:
+            logits = nnx.merge(graph, state)(inputs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def step(state: Any, moments: Any, tokens: Array) -> tuple[Any, Any, Array]:
-        value, gradient = jax.value_and_grad(loss)(state, tokens)
-        updates, moments = OPTIMIZER.update(gradient, moments, state)
-        return optax.apply_updates(state, updates), moments, value
+        def step(state: Any, moments: Any, inputs: Array, labels: Array) -> tuple[Any, Any, Array]:
+            value, gradient = jax.value_and_grad(loss)(state, inputs, labels)
+            updates, moments = OPTIMIZER.update(gradient, moments, state)
+            return optax.apply_updates(state, updates), moments, value
 
-    parameters = sum(x.size for x in jax.tree.leaves(state))
-    return timing.compile_for(step, (state, OPTIMIZER.init(state), tokens)), parameters
+        parameters = sum(x.size for x in jax.tree.leaves(state))
+        return timing.compile_for(step, (state, OPTIMIZER.init(state), inputs, labels)), parameters
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,6 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_dtype(parser, "bfloat16", "of the activations")
     add_sizes(
         parser,
+        ("devices", 1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
         ("batch", 1, "sequences of a step"),
         ("layers", 2, "decoder layers"),
         ("model-dim", 2048, "width of the residual stream"),
@@ -92,6 +108,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")
+    devices.check(options.devices)
+    for length in options.lengths:
+        whole = padded_length(length, options.devices, NSAConfig())
+        if options.devices > 1 and length != whole:
+            raise InputError(
+                f"--lengths must be whole chunks for {options.devices} devices, got {length}. Pass {whole}."
+            )
     return options
 
 
@@ -105,24 +128,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
         num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
     )  # fmt: skip
-    configs = {name: dataclasses.replace(model, attention=name) for name in options.attention}
-    ratios = {}
+    ways = [(name, 1) for name in options.attention] + [("nsa", options.devices)] * (options.devices > 1)
+    configs = {way: dataclasses.replace(model, attention=way[0]) for way in ways}
+    ratios, faster = {}, {}
     rows = 0
     for length in options.lengths:
         steps, sizes = {}, {}
-        for attention, config in configs.items():
-            progress(f"compiling the training step: {attention} T={length}")
-            steps[attention], sizes[attention] = compile_step(config, options.batch, length)
-        runs = {attention: step.run for attention, step in steps.items()}
+        for way, config in configs.items():
+            attention, count = way
+            progress(f"compiling the training step: {attention} on {count} T={length}")
+            steps[way], sizes[way] = compile_step(config, options.batch, length, count)
+        runs = {way: step.run for way, step in steps.items()}
         progress(f"measuring {len(runs)} programs at T={length}")
         times = timing.measure(runs, budget_s=options.budget_s)
-        for attention, step in steps.items():
-            taken = times[attention]
+        for way, step in steps.items():
+            taken = times[way]
             row = records.TrainingRow(
-                **dataclasses.asdict(environment), benchmark="training", attention=attention,
-                implementation=implementation(configs[attention], options.batch, length),
-                batch=options.batch, length=length, model=dataclasses.asdict(configs[attention]),
-                parameters=sizes[attention], median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
+                **dataclasses.asdict(environment), benchmark="training", attention=way[0], devices=way[1],
+                implementation=implementation(configs[way], options.batch, length),
+                batch=options.batch, length=length, model=dataclasses.asdict(configs[way]),
+                parameters=sizes[way], median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
                 p80_ms=taken.percentile_ms(80), samples=len(taken.samples_ms),
                 tokens_per_s=options.batch * length / taken.median_ms * 1e3, compile_s=step.compile_s,
                 peak_bytes=step.peak_bytes,
@@ -130,9 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += 1
             print(row, flush=True)
             records.append(options.output, [row])
-        if {"nsa", "dense"} <= times.keys():
-            ratios[length] = round(times["dense"].median_ms / times["nsa"].median_ms, 3)
-    print(json.dumps({"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}))
+        alone, spread = times.get(("nsa", 1)), times.get(("nsa", options.devices))
+        if alone and ("dense", 1) in times:
+            ratios[length] = round(times["dense", 1].median_ms / alone.median_ms, 3)
+        if alone and spread and options.devices > 1:
+            faster[length] = round(alone.median_ms / spread.median_ms, 3)
+    told = {"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}
+    print(json.dumps(told | ({"faster_than_one_device": faster} if faster else {})))
     return 0
 
 
