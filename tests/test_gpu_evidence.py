@@ -243,6 +243,7 @@ def test_devices_and_versions_that_count_prove(device, jax):
 def test_a_test_that_fails_in_a_later_run_loses_its_proof():
     runs = gpu_evidence.record([a_run([SELECTED, WHOLE])], a_run([], failed=[WHOLE]))
     assert gpu_evidence.stale([SELECTED, WHOLE], runs, HASHES) == {WHOLE: gpu_evidence.FAILED}
+    assert [list(run["passed"]) for run in runs] == [[SELECTED]]
 
     runs = gpu_evidence.record(runs, a_run([WHOLE]))
     assert gpu_evidence.stale([SELECTED, WHOLE], runs, HASHES) == {}
@@ -381,9 +382,9 @@ def test_skips(): pytest.skip("no kernel")
 """
 # Stands for gpu_evidence.py: says what it was called with.
 TOLD = """
-import json
+import json, os, pathlib
 def rooms_at_start():
-    print("rooms at start")
+    pathlib.Path(f"began in {os.getpid()}").touch()
     return {"a": "1"}
 def write(path, rooms, passed, failed):
     path.write_text(json.dumps([rooms, list(passed), failed]))
@@ -408,7 +409,8 @@ def test_a_run_records_what_passed_and_what_failed(tmp_path):
     )  # fmt: skip
 
     rooms, passed, failed = json.loads((tmp_path / "found.json").read_text())
-    assert done.stdout.count("rooms at start") == 1
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("began in *"))) == 1
     assert rooms == {"a": "1"}
     assert "test_kernels.py::test_passes" in passed
     assert sorted(failed) == ["test_kernels.py::test_breaks_at_its_end", "test_kernels.py::test_fails"]
