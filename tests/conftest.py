@@ -74,14 +74,16 @@ def pytest_sessionfinish(session, exitstatus):
     if _ROOMS in session.config.stash:
         import gpu_evidence
 
-        stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
-        passed, failed, wrong = (stats.get(key, []) for key in ("passed", "failed", "error"))
-        gpu_evidence.write(
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        passed, failed, wrong = (terminal.stats.get(key, []) for key in ("passed", "failed", "error"))
+        refusal = gpu_evidence.write(
             session.config.getoption("--evidence"),
             session.config.stash[_ROOMS],
             {report.nodeid: report.duration for report in passed},
             [report.nodeid for report in (*failed, *wrong)],
         )
+        if refusal is not None:
+            terminal.write_line(f"\n{refusal}", red=True)
     result = yield
     if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -342,7 +342,9 @@ def test_merging_refuses_a_device_that_does_not_count_and_other_code(committed, 
     gpu_evidence.save(brought, [a_run([SELECTED], device="NVIDIA A100-SXM4-80GB")])
 
     assert "is not merged: evidence must be of NVIDIA H100" in gpu_evidence.main(["merge", str(brought)])
-    gpu_evidence.save(brought, [a_run([SELECTED], {})])
+    old = a_run([SELECTED], {})
+    del old["failed"]  # evidence began without
+    gpu_evidence.save(brought, [old])
     assert "its tests are of other code, by blocks, nonfinite" in gpu_evidence.main(["merge", str(brought)])
     assert gpu_evidence.FILE.read_text() == before
 
@@ -359,6 +361,17 @@ def test_what_is_written_is_what_ran(tmp_path, monkeypatch):
     assert run["passed"] == {SELECTED: 2.0, WHOLE: 1.23}
     assert run["failed"] == [TWO_GPUS]
     assert run["rooms"] == HASHES
+
+
+def test_a_run_that_proves_nothing_replaces_no_proof(committed, monkeypatch):
+    monkeypatch.setattr(gpu_evidence.metadata, "version", lambda name: "0.0.1")
+    committed([a_run([WHOLE])])
+    before = gpu_evidence.FILE.read_text()
+
+    said = gpu_evidence.write(gpu_evidence.FILE, HASHES, {WHOLE: 1.0}, [])
+
+    assert "evidence.json stays as it was: evidence must be of" in said
+    assert gpu_evidence.FILE.read_text() == before
 
 
 def test_evidence_of_another_copy_of_the_code_is_refused(tmp_path, monkeypatch):
