@@ -12,6 +12,7 @@ import sys
 import pytest
 
 _OPTIMISE_LITTLE = "--xla_backend_optimization_level=0"
+_ROOMS = pytest.StashKey[dict[str, str]]()  # of a run with --evidence: hashes of the code that it tests
 
 
 def pytest_configure(config):
@@ -31,8 +32,20 @@ def pytest_addoption(parser):
         "--evidence",
         type=pathlib.Path,
         metavar="FILE",
-        help="with -m gpu: add the GPU tests that passed to this JSON",
+        help="with -m gpu: add the GPU tests that passed, and those that failed, to this JSON",
     )
+
+
+def pytest_sessionstart(session):
+    """Evidence is of the code as it is before the first test. Under pytest-xdist the controller writes it."""
+    evidence = session.config.getoption("--evidence", None)
+    if evidence is not None and not hasattr(session.config, "workerinput"):
+        import gpu_evidence
+
+        try:
+            session.config.stash[_ROOMS] = gpu_evidence.rooms_at_start()
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(items):
@@ -58,12 +71,19 @@ def pytest_sessionfinish(session, exitstatus):
 
     The evidence comes first: a run that is cut off may not live through the end of its workers.
     """
-    evidence = session.config.getoption("--evidence", None)
-    if evidence is not None and not hasattr(session.config, "workerinput"):
+    if _ROOMS in session.config.stash:
         import gpu_evidence
 
-        passed = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("passed", [])
-        gpu_evidence.write(evidence, {report.nodeid: report.duration for report in passed})
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        passed, failed, wrong = (terminal.stats.get(key, []) for key in ("passed", "failed", "error"))
+        refusal = gpu_evidence.write(
+            session.config.getoption("--evidence"),
+            session.config.stash[_ROOMS],
+            {report.nodeid: report.duration for report in passed},
+            [report.nodeid for report in (*failed, *wrong)],
+        )
+        if refusal is not None:
+            terminal.write_line(f"\n{refusal}", red=True)
     result = yield
     if exitstatus == pytest.ExitCode.OK and _lacks_gpu_tests(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,154 +1,320 @@
-"""Evidence that the GPU tests passed on the kernels as they are: what ran, where, and on which code.
+"""Evidence that the GPU tests passed on the code as it is: what ran, on which device, versions and code.
 
-The code that a GPU run vouches for stands in rooms, and each room has a hash. A test is stale if one of its
-rooms has changed since it passed on a GPU, or if it never ran. Stale tests stand in `gpu_pending.json`. That
-list may hold tests while an issue is under way; it is empty when the issue ends.
+The code that a GPU run vouches for stands in rooms, and each room has a hash. A test depends on the room of
+its own file, which holds all that the file imports, directly or not: oracles, layers, operations. Kernels
+have rooms of their own, because most tests need only some. A test is stale unless it passed in the last run
+that it took part in, on a GPU and with versions that count, and none of its rooms has changed since. Stale
+tests stand in `gpu_pending.json`.
 
-    python -m pytest -m gpu --evidence tests/gpu_evidence.json    on a GPU: records what passed
-    python tests/gpu_evidence.py list                             writes the list of what is stale
-    python tests/gpu_evidence.py check                            fails unless the list says what is stale
+    python -m pytest -m gpu --evidence FILE      on a GPU: adds what passed and what failed to FILE
+    python tests/gpu_evidence.py merge FILE...   adds what was recorded elsewhere, and writes the list
+    python tests/gpu_evidence.py list            writes the list of what is stale
+    python tests/gpu_evidence.py check           fails unless the list says what is stale
+    python tests/gpu_evidence.py release         fails also if a test is stale that needs but one GPU
+
+A changed room needs a new run, even if no kernel changed. To compare what the tests lower before and after
+would take longer. We measured it for 27 tests, with JAX 0.11.2 on two busy cores without a GPU: assertions
+off, all but small programs traced and not executed, Triton IR built for each kernel. A test of parity took 9
+seconds of processor time, most of it for PyTorch's oracle, another test 3. All 202 would take 10 minutes on
+two cores, before and after 20, and the tests themselves take 12 on a GPU. Two of the 27 could not be lowered
+so, tests of two GPUs neither, and results that were never computed would decide what some lower next.
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "gpu_evidence.json"
 PENDING = ROOT / "tests" / "gpu_pending.json"
+SUPPORT = "nsa_jax/kernels/triton/support.py"  # says which versions count
+
+DEVICES = ("NVIDIA H100", "NVIDIA H200")  # those that the documentation has results of
+PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flax")  # recorded; SUPPORT says which count
 
 TRITON = "nsa_jax/kernels/triton"
-ROOMS = {
+KERNELS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
     "blocks": (f"{TRITON}/blocks/**/*.py", "nsa_jax/kernels/lists/**/*.py"),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
-    "decode": (f"{TRITON}/decode/**/*.py", "nsa_jax/cache/**/*.py", "nsa_jax/compression.py"),
+    "decode": (f"{TRITON}/decode/**/*.py",),
     "mosaic": (
         "nsa_jax/kernels/mosaic_gpu/**/*.py",
         "nsa_jax/kernels/gradients_in_parts.py",
         "nsa_jax/kernels/mixed.py",
     ),
-    "shared": (
-        f"{TRITON}/*.py",
-        *(f"nsa_jax/kernels/{name}.py" for name in ("launch", "partition", "dims")),
-    ),
-    "calls": (
-        "nsa_jax/attention/**/*.py",
-        "nsa_jax/layout/**/*.py",
-        "nsa_jax/arguments.py",
-        "nsa_jax/dispatch.py",
-        "nsa_jax/sharding.py",
-    ),
 }
-ALWAYS = ("nonfinite", "shared", "calls")
+EVERY = tuple(KERNELS)
+FAILED = "it failed when it ran last"
+OF_OPERATIONS = ("ranges", "blocks", "selection", "nonfinite")
 NATIVE = "tests/test_gpu_native.py::"
 SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
-OF_TRITON = tuple(room for room in ROOMS if room != "mosaic")
-# Rooms of tests that need no others, by how the test's name begins. All other tests depend on every room of
-# Triton but that of decoding.
-ROOMS_OF_TESTS = {
-    "tests/test_gpu_decode.py::": ("decode", "shared", "calls"),
-    "tests/test_gpu_dense_decode.py::": ("decode", "shared", "calls"),
-    "tests/test_gpu_mosaic.py::": ("mosaic", *(room for room in OF_TRITON if room != "decode")),
-    "tests/test_gpu_generate.py::": OF_TRITON,
-    "tests/test_gpu_parallel.py::": OF_TRITON,
-    "tests/test_gpu_parity.py::test_case_is_within_its_budget[decode": OF_TRITON,
-    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", *ALWAYS),
-    f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", *ALWAYS),
-    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", *ALWAYS),
-    f"{SAMPLED}[compressed_attention": ("ranges", *ALWAYS),
-    f"{SAMPLED}[window_attention": ("ranges", *ALWAYS),
-    f"{SAMPLED}[selected_attention": ("blocks", *ALWAYS),
+PARITY = "tests/test_gpu_parity.py::"
+TWO_GPUS = "tests/test_gpu_parallel.py::"
+# Kernels that a test depends on, by how its name begins; the first that fits counts. Others depend on all.
+KERNELS_OF_TESTS = {
+    "tests/test_gpu_decode.py::test_step_kernels_are_what_runs_by_default": ("decode", "mosaic"),
+    "tests/test_gpu_dense_decode.py::test_step_kernels_are_what_runs_by_default": ("decode", "mosaic"),
+    "tests/test_gpu_decode.py::": ("decode",),
+    "tests/test_gpu_dense_decode.py::": ("decode",),
+    "tests/test_gpu_mosaic.py::": (*OF_OPERATIONS, "mosaic"),
+    f"{PARITY}test_case_is_within_its_budget[decode": (*OF_OPERATIONS, "decode"),
+    PARITY: OF_OPERATIONS,
+    f"{NATIVE}test_the_kernels_are_what_runs_by_default": (*OF_OPERATIONS, "mosaic"),
+    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", "nonfinite"),
+    f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", "nonfinite"),
+    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", "nonfinite"),
+    f"{SAMPLED}[compressed_attention": ("ranges", "nonfinite"),
+    f"{SAMPLED}[window_attention": ("ranges", "nonfinite"),
+    f"{SAMPLED}[selected_attention": ("blocks", "nonfinite"),
+    NATIVE: OF_OPERATIONS,
 }
+
+
+def rooms_of(test: str) -> tuple[str, ...]:
+    """The rooms that a test depends on."""
+    fitting = (rooms for beginning, rooms in KERNELS_OF_TESTS.items() if test.startswith(beginning))
+    return test.split("::")[0], *next(fitting, EVERY)
+
+
+class _Source(NamedTuple):
+    code: str  # without docstrings and the messages of errors
+    imports: frozenset[str]  # dotted names of all that the file may import
 
 
 def room_hashes(root: pathlib.Path = ROOT) -> dict[str, str]:
     """SHA-256 of the syntax of each room's files, without docstrings and the messages of errors."""
-    return {room: _hash(root, _files(root, patterns)) for room, patterns in ROOMS.items()}
+    sources = read_sources(root)
+    return {room: hash_of(root, files, sources) for room, files in room_files(root, sources).items()}
 
 
-def _files(root: pathlib.Path, patterns: Iterable[str]) -> list[pathlib.Path]:
-    return sorted({file for pattern in patterns for file in root.glob(pattern)})
+def read_sources(root: pathlib.Path) -> dict[pathlib.Path, _Source]:
+    """All Python files that a test could import, but for this program."""
+    folders = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "tests")
+    files = (file for folder in folders for file in root.glob(f"{folder}/**/*.py"))
+    return {file: _read(file.read_text()) for file in files if file.name != pathlib.Path(__file__).name}
 
 
-def _hash(root: pathlib.Path, files: Iterable[pathlib.Path]) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        code = _without_words(file.read_text())
-        if code != "pass":  # a file of documentation only
-            total.update(f"{file.relative_to(root).as_posix()}\n{code}\n".encode())
-    return total.hexdigest()
+def room_files(root: pathlib.Path, sources: Mapping[pathlib.Path, _Source]) -> dict[str, set[pathlib.Path]]:
+    """The files of each room."""
+    rooms = {
+        room: {file for pattern in patterns for file in root.glob(pattern)}
+        for room, patterns in KERNELS.items()
+    }
+    kernels = {file for files in rooms.values() for file in files}
+    for file in sorted(root.glob("tests/test_gpu_*.py")):
+        if re.search(r"^pytestmark = pytest\.mark\.gpu$", sources[file].code, re.MULTILINE):
+            rooms[file.relative_to(root).as_posix()] = _imported(root, file, sources) - kernels
+    return rooms
 
 
-def _without_words(source: str) -> str:
-    tree = ast.parse(source)
+def _imported(
+    root: pathlib.Path, test_file: pathlib.Path, sources: Mapping[pathlib.Path, _Source]
+) -> set[pathlib.Path]:
+    """A test file, conftest.py and all that they import, directly or not, but for this program."""
+    found: set[pathlib.Path] = set()
+    ahead = {test_file, root / "tests" / "conftest.py"} & sources.keys()
+    while ahead:
+        found |= ahead
+        names = {name for file in ahead for name in sources[file].imports}
+        ahead = {file for name in names for file in _modules(root, name)} & sources.keys() - found
+    return found
+
+
+def _modules(root: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
+    """The files that the import of a dotted name may run: its packages and itself."""
+    parts = name.split(".")
+    for folder in (root, root / "tests"):
+        for i in range(1, len(parts) + 1):
+            path = folder.joinpath(*parts[:i])
+            yield from (path / "__init__.py", path.with_name(f"{path.name}.py"))
+
+
+def _read(text: str) -> _Source:
+    tree = ast.parse(text)
+    imports = frozenset(_imports(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args.clear()
-    return ast.unparse(tree)
+    return _Source(ast.unparse(tree), imports)
 
 
-def rooms_of(test: str) -> tuple[str, ...]:
-    """The rooms that a test depends on."""
-    for beginning, rooms in ROOMS_OF_TESTS.items():
-        if test.startswith(beginning):
-            return rooms
-    return tuple(room for room in OF_TRITON if room != "decode")
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """What a file may import, anywhere in it. `nsa_jax.dispatch` has names of modules in strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"imports must be absolute, got line {node.lineno}. Name the package.")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"\w+(\.\w+)+", str(node.value)):
+            yield str(node.value)
 
 
-def stale(tests: Iterable[str], runs: Iterable[Mapping[str, Any]], hashes: Mapping[str, str]) -> list[str]:
-    """Those of `tests` that passed in none of the runs, or in one whose rooms were others than `hashes`."""
-    run_of = {test: run["rooms"] for run in runs for test in run["passed"]}
+def hash_of(
+    root: pathlib.Path, files: Iterable[pathlib.Path], sources: Mapping[pathlib.Path, _Source]
+) -> str:
+    """The hash of a room."""
+    total = hashlib.sha256()
+    for file in sorted(files):
+        if sources[file].code != "pass":  # a file of documentation only
+            total.update(f"{file.relative_to(root).as_posix()}\n{sources[file].code}\n".encode())
+    return total.hexdigest()
 
-    def as_it_is(test: str) -> bool:
-        return test in run_of and all(run_of[test].get(room) == hashes[room] for room in rooms_of(test))
 
-    return sorted(test for test in tests if not as_it_is(test))
+def stale(
+    tests: Iterable[str], runs: Iterable[Mapping[str, Any]], hashes: Mapping[str, str]
+) -> dict[str, str]:
+    """Those of `tests` that no run proves for code with these hashes, and why."""
+    run_of = {test: run for run in runs for test in _ran(run)}
+
+    def reason(test: str) -> str | None:
+        if test not in run_of:
+            return "it never ran"
+        run = run_of[test]
+        if test in run["failed"]:
+            return FAILED
+        changed = ", ".join(_changed_rooms(test, run, hashes))
+        return refusal(run) or (f"changed since it passed: {changed}" if changed else None)
+
+    reasons = {test: reason(test) for test in sorted(tests)}
+    return {test: why for test, why in reasons.items() if why is not None}
 
 
-def problems(stale_tests: Iterable[str], listed: Iterable[str]) -> list[str]:
+def _changed_rooms(test: str, run: Mapping[str, Any], hashes: Mapping[str, str]) -> list[str]:
+    return [room for room in rooms_of(test) if run["rooms"].get(room) != hashes.get(room, "no such room")]
+
+
+def refusal(run: Mapping[str, Any]) -> str | None:
+    """Why a run proves nothing, whatever its code was; None if it does."""
+    from packaging.specifiers import SpecifierSet
+
+    if not run["device"].startswith(DEVICES):
+        return f"evidence must be of {' or '.join(DEVICES)}, got {run['device']}. Run on one of them."
+    for package, (bounds, _) in _versions_that_count(ROOT / SUPPORT).items():
+        found = run["versions"].get(package, "0")
+        if not SpecifierSet(bounds).contains(found, prereleases=True):
+            return f"evidence must be of {package}{bounds}, got {found}. Run with a version that counts."
+    return None
+
+
+@functools.cache
+def _versions_that_count(file: pathlib.Path) -> dict[str, tuple[str, str]]:
+    """`VERSIONS` of the code beside this program, which need not be the one that is installed."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VERSIONS":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{file} must define VERSIONS, got no such name. Correct SUPPORT in {__file__}.")
+
+
+def problems(found: Mapping[str, str], listed: Iterable[str]) -> list[str]:
     """What is stale and not listed, and what is listed and not stale, a line each."""
-    stale_tests, listed = set(stale_tests), set(listed)
-    return [f"stale, and not in the list: {test}" for test in sorted(stale_tests - listed)] + [
-        f"in the list, and not stale: {test}" for test in sorted(listed - stale_tests)
-    ]
+    listed = set(listed)
+    return [
+        f"stale, and not in the list: {test} ({why})" for test, why in found.items() if test not in listed
+    ] + [f"in the list, and not stale: {test}" for test in sorted(listed - found.keys())]
 
 
-def record(runs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs with a new one: a test counts for the run that it passed in last."""
-    kept = [
-        old | {"passed": {test: s for test, s in old["passed"].items() if test not in run["passed"]}}
-        for old in runs
-    ]
+def record(runs: Iterable[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs with a new one. A test stands where it ran last: there it passed or failed."""
+    kept = [_only(old, _ran(old) - _ran(run)) for old in runs]
     same = [old for old in kept if all(old[key] == run[key] for key in ("device", "versions", "rooms"))]
-    others = [old for old in kept if old not in same and old["passed"]]
+    others = [old for old in kept if old not in same]
     passed = {test: seconds for old in (*same, run) for test, seconds in old["passed"].items()}
-    return [*others, run | {"passed": dict(sorted(passed.items()))}]
+    failed = {test for old in (*same, run) for test in old["failed"]}
+    joined = run | {"passed": dict(sorted(passed.items())), "failed": sorted(failed)}
+    return [one for one in (*others, joined) if _ran(one)]
 
 
-def write(path: pathlib.Path, durations: Mapping[str, float]) -> None:
-    """Adds a run to the evidence in `path`: the tests that passed now, on the code as it is now."""
+def _ran(run: Mapping[str, Any]) -> set[str]:
+    return {*run["passed"], *run["failed"]}
+
+
+def _only(run: dict[str, Any], tests: Set[str]) -> dict[str, Any]:
+    """The part of a run that is of these tests."""
+    passed = {test: seconds for test, seconds in run["passed"].items() if test in tests}
+    return run | {"passed": passed, "failed": [test for test in run["failed"] if test in tests]}
+
+
+def rooms_at_start() -> dict[str, str]:
+    """`room_hashes` for a run that begins: of this code, which must be what the tests import.
+
+    Raises:
+      ValueError: the tests would import another copy of nsa_jax.
+    """
+    spec = importlib.util.find_spec("nsa_jax")
+    origin = None if spec is None else spec.origin
+    if origin is None or not pathlib.Path(origin).resolve().is_relative_to(ROOT):
+        raise ValueError(
+            f"evidence must be of the nsa_jax in {ROOT}, got {origin}. Set PYTHONPATH to {ROOT}."
+        )
+    return room_hashes()
+
+
+def write(
+    path: pathlib.Path, rooms: dict[str, str], passed: Mapping[str, float], failed: Iterable[str]
+) -> str | None:
+    """Adds a run to the evidence in `path`: the GPU tests of `rooms`, with seconds of those that passed.
+
+    Any GPU may write a file of its own. In the project's file a run that proves nothing would replace those
+    that do: it is left out, and the result says why.
+    """
     import jax
 
-    packages = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flax")
     run = {
         "device": jax.local_devices()[0].device_kind,
-        "versions": {name: metadata.version(name) for name in packages},
-        "rooms": room_hashes(),
-        "passed": {name: round(seconds, 2) for name, seconds in durations.items()},
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "rooms": rooms,
+        "passed": {name: round(seconds, 2) for name, seconds in passed.items() if name not in failed},
+        "failed": list(failed),
     }
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    path.write_text(json.dumps({"runs": record(runs, run)}, indent=1) + "\n")
+    run = _only(run, {test for test in _ran(run) if test.split("::")[0] in rooms})
+    if path.resolve() == FILE and (reason := refusal(run)):
+        return f"{path} stays as it was: {reason}"
+    save(path, record(load(path) if path.exists() else [], run))
+    return None
+
+
+def load(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The runs in a file of evidence. At first they had no failures."""
+    return [{"failed": []} | run for run in json.loads(path.read_text())["runs"]]
+
+
+def save(path: pathlib.Path, runs: list[dict[str, Any]]) -> None:
+    """Writes a file of evidence."""
+    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+
+
+def merge(paths: Iterable[pathlib.Path]) -> str | None:
+    """Adds the runs of other files, as far as they are of this code. The result says why one cannot be."""
+    runs, hashes = load(FILE), room_hashes()
+    for path in paths:
+        for run in load(path):
+            if reason := refusal(run):
+                return f"{path} is not merged: {reason}"
+            changed = {test: rooms for test in _ran(run) if (rooms := _changed_rooms(test, run, hashes))}
+            others = ", ".join(sorted(set().union(*changed.values())))
+            if changed.keys() == _ran(run):
+                return f"{path} is not merged: its tests are of other code, by {others}. Run them again."
+            run = _only(run, _ran(run) - changed.keys())
+            print(f"{path}: {len(run['passed'])} passed, {len(run['failed'])} failed", end="")
+            print(f"; left out {len(changed)} of other code, by {others}." if changed else ".")
+            runs = record(runs, run)
+    save(FILE, runs)
+    return None
 
 
 def gpu_tests() -> list[str]:
@@ -166,20 +332,33 @@ def gpu_tests() -> list[str]:
 
 
 def main(arguments: list[str]) -> int | str:
-    """Runs `check` or `list`; the result is the exit status, or the text of a failure."""
-    if arguments not in (["check"], ["list"]):
+    """Runs a command; the result is the exit status, or the text of a failure."""
+    command, *files = arguments or [""]
+    if command not in ("merge", "list", "check", "release") or bool(files) != (command == "merge"):
         return __doc__
-    found = stale(gpu_tests(), json.loads(FILE.read_text())["runs"], room_hashes())
-    if arguments == ["list"]:
-        PENDING.write_text(json.dumps(found, indent=1) + "\n")
+    if command == "merge" and (failure := merge(map(pathlib.Path, files))):
+        return failure
+    found = stale(gpu_tests(), load(FILE), room_hashes())
+    if command in ("merge", "list"):
+        PENDING.write_text(json.dumps(list(found), indent=1) + "\n")
         print(f"{len(found)} GPU tests are stale.")
         return 0
-    wrong = problems(found, json.loads(PENDING.read_text()))
-    if wrong:
+    if wrong := problems(found, json.loads(PENDING.read_text())):
         advice = "Run them on a GPU with --evidence, or write the list: python tests/gpu_evidence.py list"
         return "\n".join([*wrong, advice])
     print(f"{len(found)} GPU tests are stale, as tests/gpu_pending.json says.")
+    if command == "release" and (more := not_for_a_release(found)):
+        return "\n".join([*more, "A release needs them proven: run them on a GPU with --evidence."])
     return 0
+
+
+def not_for_a_release(found: Mapping[str, str]) -> list[str]:
+    """Stale tests with which no release is made, a line each: not those that no machine with two GPUs ran."""
+    return [
+        f"stale: {test} ({why})"
+        for test, why in found.items()
+        if not test.startswith(TWO_GPUS) or why == FAILED
+    ]
 
 
 if __name__ == "__main__":
