@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.command_line import InputError
 
@@ -26,3 +26,8 @@ def in_context(count: int) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     there = jax.devices()[:count]
     return jax.set_mesh(jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=there))
+
+
+def put(tree: Any, spec: PartitionSpec) -> Any:
+    """Puts arrays onto the mesh in context."""
+    return jax.device_put(tree, NamedSharding(jax.sharding.get_mesh(), spec))

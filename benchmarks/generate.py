@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from benchmarks import devices, records, timing, token_parts
 from benchmarks.command_line import (
@@ -164,7 +164,7 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
     prompts: Any = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
     if options.devices > 1:
         spec = PartitionSpec(devices.AXIS) if options.spread == "rows" else PartitionSpec()
-        prompts = jax.device_put(prompts, NamedSharding(jax.sharding.get_mesh(), spec))
+        prompts = devices.put(prompts, spec)
 
     def call(count: int) -> Callable[[], Any]:
         return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from benchmarks import devices, records, timing
 from benchmarks.command_line import (
@@ -57,10 +57,9 @@ def compile_step(
         tokens = jax.random.randint(key("tokens"), (batch, length + 1), 0, config.vocab_size)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         if num_devices > 1:
-            mesh = jax.sharding.get_mesh()
-            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-            there = NamedSharding(mesh, PartitionSpec(None, devices.AXIS))
-            inputs, labels = (jax.device_put(to_zigzag(x, num_devices), there) for x in (inputs, labels))
+            state = devices.put(state, PartitionSpec())
+            spread_tokens = PartitionSpec(None, devices.AXIS)
+            inputs, labels = (devices.put(to_zigzag(x, num_devices), spread_tokens) for x in (inputs, labels))
 
         def loss(state: Any, inputs: Array, labels: Array) -> Array:
             logits = nnx.merge(graph, state)(inputs)

@@ -17,6 +17,7 @@ from nsa_jax import dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
 from nsa_jax.doctor import budget, checks, choices, machine, operations, steps, text, versions
 from nsa_jax.kernels import xla
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
 KEYS = ["doctor", "ok", "problems", "host", "gpus", "versions", "choices", "checks", "seconds"]
@@ -309,6 +310,7 @@ def a_gpu(monkeypatch):
         monkeypatch.setattr(support, "_installation", lambda: None)
         monkeypatch.setattr(dispatch, "capability", lambda: capability)
         monkeypatch.setattr(gpu, "capability", lambda: capability)
+        monkeypatch.setattr(mosaic_support, "_jaxlib", lambda: "0.11.2")
 
     return of
 

@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
 pytest.importorskip(
@@ -20,9 +21,10 @@ import nsa_jax
 from benchmarks import mosaic_forward
 from nsa_jax import NSAConfig
 from nsa_jax.kernels import mixed
-from nsa_jax.kernels.mosaic_gpu import unstable
+from nsa_jax.kernels.mosaic_gpu import support, unstable
 
 KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("forward", "query_gradient", "key_gradients"))
+LINKED = support.links(jaxlib.__version__)
 # Shape: query heads, KV heads, dims, block, options. Bytes spilled by forward, d_query and d_key at most.
 SHAPES = {
     "paper": ((64, 4, 128, 128, 64, {}), (0, 0, 0)),
@@ -30,6 +32,15 @@ SHAPES = {
     "wide_keys": ((64, 4, 192, 128, 64, {}), (0, 0, 0)),
     "packed": ((64, 4, 128, 128, 64, dict(packed=True)), (0, 8, 0)),
     "odd_sizes": ((24, 4, 64, 64, 128, dict(dtype="float16", length=1001)), (36, 12, 24)),
+}
+# The same where jaxlib links the kernels, so that warpgroups cannot share registers. Triton's kernels are the
+# default there, see `support`; when these bytes are gone, they need not be.
+LINKED_SPILLS = {
+    "paper": (0, 320, 1440),
+    "four_heads": (0, 280, 1444),
+    "wide_keys": (0, 340, 1540),
+    "packed": (164, 752, 1808),
+    "odd_sizes": (0, 184, 0),
 }
 
 
@@ -64,9 +75,10 @@ def reports(text: str) -> list[tuple[str, int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_kernels_compile_without_spilling_or_serialising(name, capfd, monkeypatch):
+def test_kernels_share_registers_and_spill_no_more_than_known(name, capfd, monkeypatch):
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     (*shape, options), allowed = SHAPES[name]
+    allowed = LINKED_SPILLS[name] if LINKED else allowed
     function, arrays = program(*shape, **options)
 
     triton_compile.compile_for_h100(function, *arrays)
@@ -78,8 +90,9 @@ def test_kernels_compile_without_spilling_or_serialising(name, capfd, monkeypatc
         registers, spilled = found[kernel]
         assert registers <= 168, (kernel, registers)
         assert spilled <= most, (kernel, spilled)
-    serialised = [line for line in said.splitlines() if re.search(r"C75(0|1[0-8])", line)]
-    assert not serialised, serialised
+    lost = [line for line in said.splitlines() if re.search(r"C75(0|1[0-8])", line)]
+    assert bool(lost) == LINKED, lost
+    assert said.count("'setmaxnreg' ignored") == (len(KERNELS) if LINKED else 0)
 
 
 @pytest.mark.slow

@@ -94,5 +94,17 @@ def test_choice_is_the_faster_one(installed, operation, heads, chosen, part):  #
     assert named.implementation == "mosaic_gpu"
 
 
+@pytest.mark.parametrize(("jaxlib", "chosen"), [("0.11.2", "mosaic_gpu"), ("0.12.0.1", "triton")])
+def test_a_jaxlib_that_makes_the_kernels_spill_prefers_triton(installed, jaxlib, chosen):  # noqa: F811
+    installed.versions["jaxlib"] = jaxlib
+
+    choice = dispatch.choose("native_sparse_attention", *shapes(heads=32), config=CONFIG, platform="cuda")
+
+    assert choice.implementation == chosen
+    if chosen == "triton":
+        assert f"got {jaxlib}. " in dict(choice.refused)["mosaic_gpu"]
+        assert has_form(dict(choice.refused)["mosaic_gpu"])
+
+
 def test_reads_are_not_counted(installed):  # noqa: F811
     assert "do not count what they read" in reason(return_reads=True)

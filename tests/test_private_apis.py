@@ -109,9 +109,12 @@ USED = {
     "jax.core.Tracer": (("nsa_jax", "tests"), "whether values are known: checked where they are"),
     "jax.make_user_context": (("nsa_jax/dispatch.py",), "use_implementation reaches what is traced already"),
     "jax.sharding.get_abstract_mesh": (("nsa_jax", "tests"), "the platform of a program, and its mesh"),
-    "jax.sharding.get_mesh": (("nsa_jax/nn", "examples/train_lm"), "where abstract parameters are to lie"),
+    "jax.sharding.get_mesh": (
+        ("nsa_jax/nn", "examples/train_lm", "benchmarks/devices.py"),
+        "where abstract parameters are to lie",
+    ),
     "jax.set_mesh": (
-        ("tests", "examples/train_lm"),
+        ("tests", "examples/train_lm", "benchmarks/devices.py"),
         "the mesh in context, which flax wants for sharded parameters",
     ),
     "jax.enable_x64": (
@@ -119,8 +122,8 @@ USED = {
         "float64 in one block; younger than the global switch",
     ),
     "jax.P": (("tests",), "the short name of PartitionSpec"),
-    "jaxlib": (("benchmarks",), "its version"),
-    "jaxlib.__version__": (("benchmarks",), "its version"),
+    "jaxlib": (("benchmarks", "tests"), "its version"),
+    "jaxlib.__version__": (("benchmarks", "tests"), "its version"),
     "jax_triton": ((LAUNCH, TRITON, "tests"), "the module itself"),
     "jax_triton.triton_call": ((LAUNCH,), "launches the kernels; `input_output_aliases` is deprecated"),
     "jax_triton.TensorDescriptor": ((TRITON,), "host-side TMA descriptors"),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
@@ -23,9 +24,11 @@ from triton_kernels import TARGETS  # noqa: E402
 
 from nsa_jax import attention, dispatch, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH = 65536
+DEFAULT_ON_HOPPER = "triton" if mosaic_support.links(jaxlib.__version__) else "mosaic_gpu"
 
 # Every kernel, by the name that a profile shows.
 WITH_PRODUCTS = {
@@ -255,7 +258,7 @@ def test_dispatch_accepts_the_gpus(capability):
         chosen = dispatch.choose("native_sparse_attention", *operands(MAIN), config=CONFIG)
 
     assert reasons == {None}
-    assert chosen.implementation == ("mosaic_gpu" if capability == 90 else "triton")
+    assert chosen.implementation == (DEFAULT_ON_HOPPER if capability == 90 else "triton")
 
 
 @pytest.mark.parametrize("operation", [name for name in dispatch.OPERATIONS if "decode" not in name])
@@ -269,7 +272,7 @@ def test_operation_launches_kernels(operation):
     text = triton_compile.lower(run, *calls()[operation]).as_text(debug_info=True)
 
     selects = operation in ("selected_attention", "native_sparse_attention")
-    assert f"nsa_jax.{'mosaic_gpu' if selects else 'triton'}.{operation}" in text
+    assert f"nsa_jax.{DEFAULT_ON_HOPPER if selects else 'triton'}.{operation}" in text
     assert "triton_kernel_call_ffi" in text
 
 

@@ -14,6 +14,7 @@ from messages import has_form
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels import dims
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
 CONFIG = NSAConfig()
@@ -29,7 +30,7 @@ def shapes(dtype="bfloat16", key_dim=128, value_dim=128, heads=4):
 @pytest.fixture
 def installed(monkeypatch):
     """A machine on which all packages are there, in versions that work, with a GPU of capability 9.0."""
-    versions = {"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.8.0"}
+    versions = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-triton": "0.4.1", "triton": "3.8.0"}
     lowering = types.SimpleNamespace(triton_kernel_call_lib=object(), cb=types)  # any module
 
     def version(name):
@@ -40,6 +41,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(support.importlib.metadata, "version", version)
     monkeypatch.setattr(support.importlib, "import_module", lambda name: lowering)
     monkeypatch.setattr(gpu, "capability", lambda: (9, 0))
+    monkeypatch.setattr(mosaic_support, "_jaxlib", lambda: versions["jaxlib"])
     support._installation.cache_clear()
     yield types.SimpleNamespace(versions=versions, lowering=lowering)
     support._installation.cache_clear()

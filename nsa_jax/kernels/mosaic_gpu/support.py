@@ -1,6 +1,10 @@
 """Whether the Mosaic GPU kernels can run a call, and if not, why. Does not import Pallas."""
 
+import functools
+import importlib.metadata
+
 import jax
+from packaging.specifiers import SpecifierSet
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
@@ -10,6 +14,9 @@ DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
 _MOST_SELECTED = 128  # blocks of a query: those of up to 32 queries are sorted in a program's registers
 FEWEST_HEADS = 9  # query heads of a KV head from which on the gradients are faster than Triton's
+# These give the kernels to nvJitLink, which ignores `setmaxnreg`: warpgroups that multiply get no more
+# registers than the one that loads, so they spill, and their products wait for one another.
+_LINKS = SpecifierSet(">=0.12")
 _OPERATIONS = ("selected_attention", "native_sparse_attention")  # those with the selected branch
 _USE = "Use implementation='triton'."
 
@@ -81,7 +88,22 @@ def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str 
             f"the Mosaic GPU kernels are no faster with fewer than {FEWEST_HEADS} query heads of a KV head, "
             f"got {floats[0].shape[2]} / {floats[1].shape[2]}. {_USE}"
         )
+    if links(jaxlib := _jaxlib()):
+        return (
+            f"the Mosaic GPU kernels need a jaxlib below 0.12 to be faster, because it keeps their split of "
+            f"registers, got {jaxlib}. {_USE}"
+        )
     return None
+
+
+def links(jaxlib: str) -> bool:
+    """Whether this version of jaxlib compiles the kernels through nvJitLink, so that they spill registers."""
+    return _LINKS.contains(jaxlib, prereleases=True)
+
+
+@functools.cache
+def _jaxlib() -> str:
+    return importlib.metadata.version("jaxlib")
 
 
 def _of_branch(
