@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
