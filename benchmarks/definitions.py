@@ -7,7 +7,7 @@ program.
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +21,45 @@ from nsa_jax.nn import DenseAttention, Operands, rotate
 MOST_LOGITS = 1 << 25  # at a time: 256 MB in float64, and a few arrays of this size
 
 type Arrays = Mapping[str, Any]
+type Scalar = float | Float[Array, ""]
+
+
+class Queries(NamedTuple):
+    """The queries of a call, and how to differentiate.
+
+    Attributes:
+      positions: their tokens, `[T]`.
+      blocks: what they select, `[B, T, K, R]`; None where they select nothing.
+      uncentred: 1 for the gradient as if the sum of a softmax were a constant, else 0.
+    """
+
+    positions: Int[Array, "T"]
+    blocks: Int[Array, "B T K R"] | None
+    uncentred: Scalar
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
 def results(
-    x: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, *,
+    x: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, uncentred: Scalar = 0.0, *,
     operation: str, config: NSAConfig, shape: Shape | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """`out`, and the `lse` of a branch, of the queries at `positions`; a layer also needs its shape."""
-    found = _results(operation, x, positions, blocks, config, shape)
-    return dict(zip(("out", "lse"), found, strict=False))
+    queries = Queries(positions, blocks, uncentred)
+    return dict(zip(("out", "lse"), _results(operation, x, queries, config, shape), strict=False))
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
 def gradients(
-    x: Arrays, cotangents: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, *,
-    operation: str, config: NSAConfig, shape: Shape | None = None,
+    x: Arrays, cotangents: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None,
+    uncentred: Scalar, *, operation: str, config: NSAConfig, shape: Shape | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """Gradients of all arrays for cotangents, by name, of the queries at `positions`; others have none."""
+    """Gradients of all arrays by name, for cotangents of the queries at `positions`; others have none.
+
+    The gradient of a logit is `p (d_out . value - delta)`, which is zero where a query sees one key. An
+    `uncentred` one is `p (d_out . value)`, as large as what is rounded there.
+    """
     run = functools.partial(results, operation=operation, config=config, shape=shape)
-    found, pull_back = jax.vjp(lambda x: run(x, positions, blocks), x)
+    found, pull_back = jax.vjp(lambda x: run(x, positions, blocks, uncentred), x)
     given = {name: cotangents.get(name, jnp.zeros_like(result)) for name, result in found.items()}
     (by_name,) = pull_back({name: given[name].astype(result.dtype) for name, result in found.items()})
     return dict(by_name)
@@ -73,11 +92,11 @@ def layer_operands(x: Arrays, *, shape: Shape, config: NSAConfig) -> Operands:
 
 
 def _results(
-    operation: str, x: Arrays, positions: Array, blocks: Any, config: NSAConfig, shape: Shape | None = None
+    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape | None = None
 ) -> tuple[Array, ...]:
     if operation in LAYERS:
         assert shape is not None
-        return (_layer_rows(operation, x, positions, blocks, config, shape),)
+        return (_layer_rows(operation, x, queries, config, shape),)
     if operation == "gated_sum":
         outs = enumerate(("out_cmp", "out_slc", "out_win"))
         return (sum(x["gates"][..., i, None] * x[name] for i, name in outs),)
@@ -86,14 +105,14 @@ def _results(
         branches = {"gates": x["gates"]}
         for branch, part in parts.items():
             own = {"query": x["query"], "key": x[f"key_{branch}"], "value": x[f"value_{branch}"]}
-            branches[f"out_{branch}"] = _results(part, own, positions, blocks, config)[0]
-        return _results("gated_sum", branches, positions, None, config)
+            branches[f"out_{branch}"] = _results(part, own, queries, config)[0]
+        return _results("gated_sum", branches, queries, config)
     key, value = (next(x[name] for name in x if name.startswith(kind)) for kind in ("key", "value"))
-    return _attend(operation, x["query"], key, value, positions, blocks, config)
+    return _attend(operation, x["query"], key, value, queries, config)
 
 
 def _attend(
-    operation: str, query: Array, key: Array, value: Array, positions: Array, blocks: Any, config: NSAConfig
+    operation: str, query: Array, key: Array, value: Array, queries: Queries, config: NSAConfig
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     batch, length, heads, _ = query.shape
     # Gradients of keys are sums over all queries: these add them up in float64 whatever the dtype is.
@@ -113,15 +132,19 @@ def _attend(
         return out.reshape(batch, heads, -1), lse.reshape(batch, heads)
 
     at_once = max(MOST_LOGITS // max(batch * heads * key.shape[1], 1), 1)
-    chosen = None if operation != "selected_attention" else jnp.moveaxis(blocks, 1, 0)
-    rows = (jnp.moveaxis(query, 1, 0), positions, chosen)
+    by_token = functools.partial(jnp.moveaxis, source=1, destination=0)
+    chosen = jax.tree.map(by_token, queries.blocks)
+    rows = (by_token(query), queries.positions, chosen)
     found = jax.lax.map(lambda row: of_one(*row), rows, batch_size=0 if at_once >= length else at_once)
     out, lse = (jnp.moveaxis(x, 0, 1) for x in found)
-    return out, lse
+    # This is zero. Its gradient adds `p delta` to that of a logit: the sum of the softmax is constant then.
+    change = queries.uncentred * (lse - jax.lax.stop_gradient(lse))
+    change = jnp.where(lse > -jnp.inf, change, 0).astype(out.dtype)[..., None]
+    return out + jax.lax.stop_gradient(out) * change, lse
 
 
 def _layer_rows(
-    operation: str, x: Arrays, positions: Array, blocks: Any, config: NSAConfig, shape: Shape
+    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape
 ) -> Float[Array, "B T D"]:
     layer = _layer(operation, x, shape, config)
     if isinstance(layer, DenseAttention):
@@ -130,8 +153,8 @@ def _layer_rows(
         operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
     else:
         operands = layer_operands(x, shape=shape, config=config)._asdict()
-    rows = {name: y[:, positions] if of_query(name) else y for name, y in operands.items()}
-    return layer.out_proj(_results(LAYERS[operation], rows, positions, blocks, config)[0])
+    rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
+    return layer.out_proj(_results(LAYERS[operation], rows, queries, config)[0])
 
 
 def _layer(operation: str, x: Arrays, shape: Shape, config: NSAConfig) -> layers.Layer:

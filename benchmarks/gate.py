@@ -28,7 +28,7 @@ from benchmarks.command_line import progress
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, draw_blocks, draw_queries, of_query
 from benchmarks.selections import check_form, check_scores
 from benchmarks.timing import Compiled
-from benchmarks.verdict import NOTHING, Verdict, judge, worst
+from benchmarks.verdict import NOTHING, Expected, Verdict, judge, worst
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 
@@ -80,17 +80,13 @@ def check_small(operation: str, implementation: str, mode: str, shape: Shape, co
 
 
 def sample_positions(length: int, operation: str = "") -> np.ndarray:
-    """Queries that the check at full length compares: one in each of equal parts of a row, at the end the last.
-
-    That of the first part is its last one, too: the gradients of a query that sees one key are rounding alone.
-    It would be all of the error, and none of the size, of what few queries add to the gradient of that key.
-    """
+    """Queries that the check at full length compares: one in each of equal parts of a row, and the last."""
     count = SAMPLED_OF_LAYER if operation == "layer" else SAMPLED_QUERIES
     if length <= count:
         return np.arange(length)
     edges = np.linspace(0, length, count + 1).astype(int)
     positions = np.random.default_rng(0).integers(edges[:-1], edges[1:])
-    positions[0], positions[-1] = edges[1] - 1, length - 1
+    positions[-1] = length - 1
     return positions
 
 
@@ -130,11 +126,13 @@ def _check_gradients(
     blocks = _blocks(draw, positions)
     if operation in LAYERS:
         dense = functools.partial(dense, positions=positions, blocks=blocks, shape=shape)
-        both = in_both(dense, (operands, given), shape.dtype)
-        verdict = judge(got, *both, positions, whole=set(got) - {"x"})
+        expected = gradients_in_both(dense, (operands, given), shape.dtype)
+        verdict = judge(got, expected, positions, whole=set(got) - {"x"})
     else:
         arrays = _rows(operands, positions), given
-        verdict = compare(dense, _rows(got, positions), arrays, positions, blocks, shape.kv_heads)
+        verdict = compare(
+            dense, _rows(got, positions), arrays, positions, blocks, shape.kv_heads, gradients_in_both
+        )
     return worst(verdict, *_of_selection(operation, operands, positions, draw, shape, config))
 
 
@@ -152,10 +150,30 @@ def check_rows(
             definitions.results, positions=positions, blocks=blocks, operation=operation, config=config,
             shape=shape,
         )  # fmt: skip
-        verdict = judge({"out": rows[0]}, *in_both(dense, (operands,), shape.dtype), positions)
+        verdict = judge({"out": rows[0]}, in_both(dense, (operands,), shape.dtype), positions)
     else:
         verdict = compare_rows(operation, rows, _rows(operands, positions), positions, blocks, config)
     return worst(verdict, *_of_selection(operation, operands, positions, draw, shape, config))
+
+
+def in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
+    """`dense` in the input's own precision and in float64."""
+    return Expected(_computed_in(dtype, dense, given), _computed_in("float64", dense, given))
+
+
+def gradients_in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
+    """The same of gradients, with their terms: `dense` takes `uncentred`, as `definitions.gradients`."""
+    same, exact, _ = in_both(functools.partial(dense, uncentred=0.0), given, dtype)
+    return Expected(same, exact, _computed_in("float64", functools.partial(dense, uncentred=1.0), given))
+
+
+def _computed_in(dtype: str, dense: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def cast(x: Any) -> Array:
+        return jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+    with jax.enable_x64(True):
+        found = dense(*jax.tree.map(cast, given))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
 
 
 def compare_rows(
@@ -171,7 +189,7 @@ def compare_rows(
 
 def compare(
     dense: Callable[..., Any], got: Mapping[str, Any], given: tuple[Any, ...], positions: np.ndarray,
-    blocks: Any, kv_heads: int,
+    blocks: Any, kv_heads: int, compute: Callable[..., Expected] = in_both,
 ) -> Verdict:  # fmt: skip
     """Compares results by name with those of `dense`, one row of the batch and one KV head at a time.
 
@@ -182,28 +200,15 @@ def compare(
       positions: of the queries.
       blocks: selected by these queries, or None.
       kv_heads: number of KV heads; none sees what another holds.
+      compute: `in_both`, or `gradients_in_both` where `dense` gives gradients.
     """
     verdict, (first, *_) = NOTHING, got.values()
     for row, head in itertools.product(range(first.shape[0]), range(kv_heads)):
         results, arrays, chosen = _piece((dict(got), given, blocks), row, head, kv_heads)
         of_piece = functools.partial(dense, positions=positions, blocks=chosen)
-        found = judge(results, *in_both(of_piece, arrays, first.dtype.name), positions)
+        found = judge(results, compute(of_piece, arrays, first.dtype.name), positions)
         verdict = worst(verdict, _in_piece(found, row, head))
     return verdict
-
-
-def in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> tuple[Any, Any]:
-    """`dense` in the input's own precision and in float64, both as float64 arrays of NumPy."""
-
-    def cast(x: Any, computed_in: str) -> Array:
-        return jnp.asarray(x, computed_in if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-
-    found = []
-    for computed_in in (dtype, "float64"):
-        with jax.enable_x64(True):
-            result = dense(*jax.tree.map(functools.partial(cast, computed_in=computed_in), given))
-        found.append(jax.tree.map(lambda x: np.asarray(x, np.float64), result))
-    return found[0], found[1]
 
 
 def _of_selection(
@@ -231,7 +236,7 @@ def _check_selection(
     scored = {"query": operands["query"][:, positions], "key_cmp": operands["key_cmp"]}
     for row, head in itertools.product(range(shape.batch), range(shape.kv_heads)):
         arrays, chosen = _piece((scored, blocks[:, positions]), row, head, shape.kv_heads)
-        same, exact = in_both(scores, (arrays,), shape.dtype)
+        same, exact, _ = in_both(scores, (arrays,), shape.dtype)
         found = check_scores(np.asarray(chosen), positions, same, exact, shape.dtype, config)
         verdict = worst(verdict, _in_piece(found, row, head))
     return verdict

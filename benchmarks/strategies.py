@@ -173,13 +173,14 @@ def check(strategy: Strategy | Share, implementation: str, shape: Shape, config:
         for by_name in (found, arrays | dict(cotangent=cotangent[:, positions]))
     )
     dense = functools.partial(_dense, config=config)
-    verdict = gate.compare(dense, got, (given,), positions, chosen[:, positions], shape.kv_heads)
+    blocks, compute = chosen[:, positions], gate.gradients_in_both
+    verdict = gate.compare(dense, got, (given,), positions, blocks, shape.kv_heads, compute)
     return worst(verdict, check_form(chosen, np.arange(shape.length), config))
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _dense(
-    arrays: Mapping[str, Array], positions: Array, blocks: Array, *, config: NSAConfig
+    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *, config: NSAConfig
 ) -> dict[str, Array]:
     """Output of the queries at `positions`, and all gradients for their cotangent."""
 
@@ -187,7 +188,7 @@ def _dense(
         key_blocks, value_blocks = compressed(x["key_cmp"], x["value_cmp"], config)
         operands = {**x, "key_cmp": key_blocks, "value_cmp": value_blocks}
         settings: dict[str, Any] = dict(operation="native_sparse_attention", config=config)
-        return definitions.results(operands, positions, blocks, **settings)["out"]
+        return definitions.results(operands, positions, blocks, uncentred, **settings)["out"]
 
     out, pull_back = jax.vjp(run, {name: x for name, x in arrays.items() if name != "cotangent"})
     return dict(out=out, **pull_back(arrays["cotangent"])[0])

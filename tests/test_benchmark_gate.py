@@ -181,7 +181,7 @@ def test_the_sample_has_the_last_query_and_no_long_gap():
 
     assert short.tolist() == list(range(100))
     assert len(np.unique(long)) == gate.SAMPLED_QUERIES
-    assert (long[0], long[-1]) == (255, 65535)
+    assert long[-1] == 65535
     assert np.diff(long).max() < 2 * 65536 / gate.SAMPLED_QUERIES
 
 
@@ -237,14 +237,12 @@ def test_late_tokens_have_a_budget_of_their_own():
     """In 16 bits, 8 eps of the first output are more than the whole of a late one."""
     exact = np.random.default_rng(0).normal(size=(1, 4096, 2, 8)) / np.sqrt(np.arange(1, 4097))[:, None, None]
     rounded = np.asarray(jnp.asarray(exact, jnp.bfloat16))
-    same = {"value_slc": rounded.astype(float)}
+    expected = verdict.Expected({"value_slc": rounded.astype(float)}, {"value_slc": exact})
     wrong = rounded.copy()
     wrong[:, 2000:] = 0
     assert np.abs(exact[:, 2000:]).max() < 8 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(exact).max()
 
-    right, late = (
-        verdict.judge({"value_slc": x}, same, {"value_slc": exact}, np.arange(4096)) for x in (rounded, wrong)
-    )
+    right, late = (verdict.judge({"value_slc": x}, expected, np.arange(4096)) for x in (rounded, wrong))
 
     assert right.green
     assert not late.green
