@@ -37,6 +37,7 @@ from benchmarks.inputs import (
     draw_blocks,
     draw_queries,
 )
+from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
 
 LEAST_LENGTH = 4  # the overlap of blocks is that of 4 adjacent tokens
@@ -65,7 +66,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, config: NSAConfig):
         self.options, self.config = options, config
         self.rows: list[records.Row] = []
-        self.verdicts: dict[tuple[str, str, str], gate.Verdict] = {}
+        self.verdicts: dict[tuple[str, str, str], Verdict] = {}
         self.red: list[str] = []
         self.environment = records.environment()
         self.environment.print()
@@ -154,7 +155,7 @@ class Run:
             print(f"gate {' '.join(key)}: {verdict}", flush=True)
             self.verdicts[key] = verdict
 
-    def _stop_if_red(self, verdict: gate.Verdict, what: str) -> None:
+    def _stop_if_red(self, verdict: Verdict, what: str) -> None:
         if not verdict.green:
             self.red.append(what)
             raise Refused(f"the gate is {verdict}; no speed is reported")
@@ -190,13 +191,12 @@ class Run:
             raise Refused(
                 f"needs {program.peak_bytes / 1e9:.1f} GB beside its arguments, has {memory / 1e9:.1f}"
             )
-        if variant.mode == "fwd":
-            positions = gate.sample_positions(shape.length)
-            verdict = gate.check_rows(
-                variant.operation, program.run(), positions, variant.draw, shape, self.config
-            )
-            print(f"gate {variant} T={shape.length}, {len(positions)} queries: {verdict}", flush=True)
-            self._stop_if_red(verdict, f"{variant} T={shape.length}")
+        positions = gate.sample_positions(shape.length, variant.operation)
+        verdict = gate.check_program(
+            variant.operation, variant.mode, program, positions, variant.draw, shape, self.config
+        )
+        print(f"gate {variant} T={shape.length}, {len(positions)} queries: {verdict}", flush=True)
+        self._stop_if_red(verdict, f"{variant} T={shape.length}")
         return program
 
     def _row(

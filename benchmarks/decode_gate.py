@@ -1,6 +1,7 @@
-"""The correctness gate of decode steps: the timed steps, at a small size, against dense maths in float64.
+"""The correctness gate of decode steps: the timed steps, at a small length, against dense maths in float64.
 
-A row is filled up to a small odd length, then decoded past the end of a compression block, `T` tokens a step.
+As many rows as are timed are filled up to a small odd length, then decoded past the end of a compression
+block, `T` tokens a step.
 """
 
 import dataclasses
@@ -15,12 +16,14 @@ from benchmarks import gate, layers
 from benchmarks.decode_inputs import TOKEN_NAMES, Setting, compression
 from benchmarks.decode_steps import BRANCHES, Program, dense, dense_layer, layer, nsa
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, tensor
+from benchmarks.selections import check_form
+from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, cache, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.nn import DenseAttention, NSAAttention, rotate
 
 
-def check(operation: str, implementation: str, setting: Setting) -> gate.Verdict:
+def check(operation: str, implementation: str, setting: Setting) -> Verdict:
     """Checks the steps that rows of `operation` time; of branches, which decode nothing, the operations."""
     if operation in BRANCHES.values():
         parts = ("select_blocks", operation) if operation == "selected_attention" else (operation,)
@@ -28,7 +31,8 @@ def check(operation: str, implementation: str, setting: Setting) -> gate.Verdict
             gate.check_small(part, implementation, "fwd", setting.shape, setting.config) for part in parts
         ]
         return max(verdicts, key=lambda verdict: verdict.share)
-    small = dataclasses.replace(setting, shape=gate.gate_shape(setting.shape, setting.config))
+    shape = gate.gate_shape(setting.shape, setting.config)
+    small = dataclasses.replace(setting, shape=dataclasses.replace(shape, batch=setting.shape.batch))
     if operation == "native_sparse_attention":
         return _check_nsa(nsa(small), small)
     if operation == "layer":
@@ -43,6 +47,12 @@ def _positions(setting: Setting) -> np.ndarray:
     return np.arange(num_steps * setting.new_tokens) + setting.shape.length
 
 
+def _at(setting: Setting) -> Array:
+    """Positions of the decoded tokens of all rows."""
+    positions = jnp.asarray(_positions(setting), jnp.int32)
+    return jnp.broadcast_to(positions, (setting.shape.batch, positions.size))
+
+
 def _whole(setting: Setting) -> Shape:
     """The shape of the sequence up to the last decoded token."""
     return dataclasses.replace(setting.shape, length=int(_positions(setting)[-1]) + 1)
@@ -54,7 +64,7 @@ def _empty(program: Program) -> Any:
     return state._replace(lengths=jnp.zeros_like(state.lengths))
 
 
-def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
+def _check_nsa(program: Program, setting: Setting) -> Verdict:
     shape, config, length = _whole(setting), setting.config, setting.shape.length
     # Keys of the compressed branch are not compressed yet: one for each token.
     names = {name: name.replace("_cmp", "_raw") for name in ("query", "gates", *TOKEN_NAMES)}
@@ -85,15 +95,15 @@ def _check_nsa(program: Program, setting: Setting) -> gate.Verdict:
     now = {name: raw[name][:, positions] for name in ("query", "gates")}
     operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
     # The selection comes from the keys in the cache: keys that are rounded otherwise may select other blocks.
-    at: dict[str, Any] = {"query_positions": jnp.asarray(positions, jnp.int32)[None]}
-    select = jax.jit(functools.partial(attention.select_blocks, **settings, **at))
+    select = jax.jit(functools.partial(attention.select_blocks, **settings, query_positions=_at(setting)))
     blocks = select(now["query"], state.key_cmp[:, :num_blocks])
     named = {name: operands[name] for name in ARGUMENTS["native_sparse_attention"]}
     rows = (jnp.concatenate(outs, axis=1),)
-    return gate.compare_rows("native_sparse_attention", rows, named, positions, blocks, config)
+    verdict = gate.compare_rows("native_sparse_attention", rows, named, positions, blocks, config)
+    return worst(verdict, check_form(np.asarray(blocks), positions, config))
 
 
-def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
+def _check_layer(program: Program, setting: Setting) -> Verdict:
     shape, length, config = _whole(setting), setting.shape.length, setting.config
     x, *values = layers.arguments("layer", shape, config)
     positions = _positions(setting)
@@ -123,16 +133,16 @@ def _check_layer(program: Program, setting: Setting) -> gate.Verdict:
             query(state._replace(lengths=jnp.full_like(state.lengths, first)), now, tuple(values))[0]
         )
     keys = after.key_cmp[:, : layout.num_compression_blocks(shape.length, config)]
-    at = jnp.asarray(positions, jnp.int32)[None]
     chosen = attention.select_blocks(
-        jnp.concatenate(queries, axis=1), keys, config=config, query_positions=at,
+        jnp.concatenate(queries, axis=1), keys, config=config, query_positions=_at(setting),
         implementation=setting.implementation,
     )  # fmt: skip
-    blocks = jnp.zeros((1, shape.length, *chosen.shape[2:]), chosen.dtype).at[:, positions].set(chosen)
+    blocks = jnp.zeros((shape.batch, shape.length, *chosen.shape[2:]), chosen.dtype)
+    blocks = blocks.at[:, positions].set(chosen)
     return _compare(program, rows, Draw("random", x, blocks), setting)
 
 
-def _check_dense(program: Program, setting: Setting) -> gate.Verdict:
+def _check_dense(program: Program, setting: Setting) -> Verdict:
     shape, config, operation = _whole(setting), setting.config, program.operation
     if operation in LAYERS:
         x, *values = layers.arguments(operation, shape, config)
@@ -167,8 +177,8 @@ def _decode(
     return jnp.concatenate(rows, axis=1), state
 
 
-def _compare(program: Program, rows: Array, draw: Draw, setting: Setting) -> gate.Verdict:
+def _compare(program: Program, rows: Array, draw: Draw, setting: Setting) -> Verdict:
     """Compares decoded rows with those of the whole sequence."""
     shape, positions = _whole(setting), _positions(setting)
-    whole = jnp.zeros((1, shape.length, *rows.shape[2:]), rows.dtype).at[:, positions].set(rows)
+    whole = jnp.zeros((shape.batch, shape.length, *rows.shape[2:]), rows.dtype).at[:, positions].set(rows)
     return gate.check_rows(program.operation, whole, positions, draw, shape, setting.config)

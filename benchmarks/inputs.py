@@ -122,6 +122,11 @@ def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
     return batch, compressed if branch == "cmp" else length, shape.kv_heads, last
 
 
+def of_query(name: str) -> bool:
+    """Whether the argument or result called `name` has a row for each query, not for each key."""
+    return name in ("query", "gates", "lse") or name.startswith("out")
+
+
 def tensor_dtype(name: str, shape: Shape) -> str:
     """Dtype of the argument or result called `name`; block indices and log-sum-exps have their own."""
     if name == "block_indices":

@@ -48,7 +48,7 @@ class Run:
         print(f"{options.devices} devices, config {config}", flush=True)
         self.rows: list[records.ParallelRow] = []
         self.red: list[str] = []
-        self.green: set[str] = set()
+        self.green: set[tuple[str, Shape]] = set()
         self.programs: dict[tuple[str, str, Shape], timing.Compiled] = {}
 
     def measure(self, length: int, distribution: str) -> None:
@@ -134,15 +134,15 @@ class Run:
             print(f"refused: {strategy.name} T={shape.length}: {reason}")
             return False
         name = strategy.gate_name
-        if name not in self.green and name not in self.red:
-            progress(f"gate {name}: compiling and comparing with one device in float64")
+        if name not in self.red and (name, shape) not in self.green:
+            progress(f"gate {name} T={shape.length}: compiling and comparing with dense attention in float64")
             verdict = strategies.check(strategy, self.options.implementation, shape, self.config)
-            print(f"gate {name}: {verdict}", flush=True)
+            print(f"gate {name}: {verdict}, T={shape.length}", flush=True)
             if verdict.green:
-                self.green.add(name)
+                self.green.add((name, shape))
             else:
                 self.red.append(name)
-        return name in self.green
+        return name not in self.red
 
     def _row(
         self, strategy: Way, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,

@@ -74,35 +74,42 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
 
 
-def compile_mode(run: Function, mode: str, arguments: tuple[Array, ...]) -> Compiled:
+def compile_mode(
+    run: Function, mode: str, arguments: tuple[Array, ...], every_result: bool = False
+) -> Compiled:
     """Compiles one mode of `run`.
 
     `fwd` returns all results. `bwd` is the pullback of the output alone, with the residuals as arguments;
     `fwd_bwd` is `value_and_grad` of the output's inner product with a random cotangent. Both give the
-    gradients of every float argument. The lse of a branch has no cotangent, because in training it has none.
+    gradients of every float argument. The lse of a branch has no cotangent, because in training it has none,
+    unless `every_result` has one. The last argument of both is a tuple of cotangents.
     """
     if mode == "fwd":
         return compile_for(run, arguments)
     places = tuple(i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating))
 
-    def output(*floats: Array) -> Array:
+    def outputs(*floats: Array) -> tuple[Array, ...]:
         whole = list(arguments)
         for place, x in zip(places, floats, strict=True):
             whole[place] = x
         result = run(*whole)
-        return result[0] if isinstance(result, tuple) else result
+        found = tuple(result) if isinstance(result, tuple) else (result,)
+        return found if every_result else found[:1]
 
     floats = tuple(arguments[i] for i in places)
-    like = jax.eval_shape(output, *floats)
-    cotangent = cotangent_like(like, like.dtype)
+    out, *others = jax.eval_shape(outputs, *floats)
+    # Rounded to the dtype of the output, all of them are exact in the precision of the input.
+    cotangents = tuple(cotangent_like(x, out.dtype).astype(x.dtype) for x in (out, *others))
     if mode == "bwd":
-        _, pullback = jax.jit(lambda *floats: jax.vjp(output, *floats))(*floats)
-        return compile_for(lambda pullback, cotangent: pullback(cotangent), (pullback, cotangent))
+        _, pullback = jax.jit(lambda *floats: jax.vjp(outputs, *floats))(*floats)
+        return compile_for(lambda pullback, cotangents: pullback(cotangents), (pullback, cotangents))
 
-    def loss(floats: tuple[Array, ...], cotangent: Array) -> Array:
-        return (output(*floats).astype(jnp.float32) * cotangent).sum()
+    def loss(floats: tuple[Array, ...], cotangents: tuple[Array, ...]) -> Array:
+        products = zip(outputs(*floats), cotangents, strict=True)
+        first, *others = [(x.astype(jnp.float32) * cotangent).sum() for x, cotangent in products]
+        return sum(others, start=first)
 
-    return compile_for(jax.value_and_grad(loss), (floats, cotangent))
+    return compile_for(jax.value_and_grad(loss), (floats, cotangents))
 
 
 def cotangent_like(out: jax.Array | jax.ShapeDtypeStruct, dtype: DType) -> Array:

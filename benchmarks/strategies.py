@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import gate, programs, timing
-from benchmarks.inputs import Draw, Shape, draw_queries, key, tensor, tensor_shape
+from benchmarks import definitions, gate, programs, timing
+from benchmarks.inputs import Draw, Shape, draw_queries, key, of_query, tensor, tensor_shape
+from benchmarks.selections import check_form
 from benchmarks.shares import KEYS_VALUES, Share, not_whole_chunks
+from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.compression import Compression, compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
+from nsa_jax.parallel import context_attention, from_zigzag, to_zigzag
 
 STRATEGIES = ("one", "heads", "heads_jit", "context")
 
@@ -159,24 +161,41 @@ def draw(
     return drawn, on_host | dict(query=query)
 
 
-def check(strategy: Strategy | Share, implementation: str, shape: Shape, config: NSAConfig) -> gate.Verdict:
-    """Compares output and gradients at a small length with one device in float64, for one selection."""
-    small = dataclasses.replace(gate.gate_shape(shape, config), kv_heads=shape.kv_heads)
-    length = padded_length(small.length, strategy.num_devices, config)
-    small = dataclasses.replace(small, length=length, query_heads=shape.query_heads)
-    drawn, arrays = draw("random", implementation, small, config)
-    arrays["block_indices"] = np.asarray(drawn.block_indices)
-    got = strategy.whole(arrays, implementation, config)
-    blocks = arrays.pop("block_indices")
+def check(strategy: Strategy | Share, implementation: str, shape: Shape, config: NSAConfig) -> Verdict:
+    """Compares output and gradients with dense attention in float64, as `gate.check_program`.
 
-    def on_one_device(x):
-        fixed = jnp.asarray(blocks)
-        run = functools.partial(compress_and_attend, block_indices=fixed, config=config, implementation="xla")
-        floats = {name: jnp.asarray(value) for name, value in x.items() if name != "cotangent"}
-        out, pull_back = jax.jit(lambda floats: jax.vjp(lambda floats: run(**floats), floats))(floats)
-        return dict(out=out, **pull_back(jnp.asarray(x["cotangent"]))[0])
+    All devices get one selection: what they compress they round otherwise than one device, and where scores
+    are close that decides.
+    """
+    drawn, arrays = draw("random", implementation, shape, config)
+    positions = gate.sample_positions(shape.length)
+    chosen, cotangent = np.asarray(drawn.block_indices), np.zeros_like(arrays["cotangent"])
+    cotangent[:, positions] = arrays["cotangent"][:, positions]
+    found = strategy.whole(arrays | dict(cotangent=cotangent, block_indices=chosen), implementation, config)
+    got, given = (
+        {name: x[:, positions] if of_query(name) else x for name, x in by_name.items()}
+        for by_name in (found, arrays | dict(cotangent=cotangent[:, positions]))
+    )
+    dense = functools.partial(_dense, config=config)
+    blocks, compute = chosen[:, positions], gate.gradients_in_both
+    verdict = gate.compare(dense, got, (given,), positions, blocks, shape.kv_heads, compute)
+    return worst(verdict, check_form(chosen, np.arange(shape.length), config))
 
-    return gate.compare(got, on_one_device, arrays, shape.dtype)
+
+@functools.partial(jax.jit, static_argnames="config")
+def _dense(
+    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *, config: NSAConfig
+) -> dict[str, Array]:
+    """Output of the queries at `positions`, and all gradients for their cotangent."""
+
+    def run(x: Mapping[str, Array]) -> Array:
+        key_blocks, value_blocks = compressed(x["key_cmp"], x["value_cmp"], config)
+        operands = {**x, "key_cmp": key_blocks, "value_cmp": value_blocks}
+        settings: dict[str, Any] = dict(operation="native_sparse_attention", config=config)
+        return definitions.results(operands, positions, blocks, uncentred, **settings)["out"]
+
+    out, pull_back = jax.vjp(run, {name: x for name, x in arrays.items() if name != "cotangent"})
+    return dict(out=out, **pull_back(arrays["cotangent"])[0])
 
 
 def _tokens(name: str, shape: Shape, config: NSAConfig) -> Array:

@@ -25,9 +25,11 @@ from benchmarks import (
     gate,
     generate,
     inputs,
+    layers,
     parallel,
     plot,
     prediction,
+    programs,
     records,
     roofline,
     shares,
@@ -132,88 +134,6 @@ def test_too_short_for_coherent_is_refused(capsys):
     printed, summary = last_line(capsys)
     assert summary["rows"] == 0
     assert "refused: selected_attention xla fwd coherent T=300: a coherent selection must have" in printed
-
-
-RIGHT, RIGHT_SUM = operations.window_attention, operations.gated_sum
-
-
-def short_window(*arrays, config, **options):
-    return RIGHT(*arrays, config=dataclasses.replace(config, window_size=config.window_size - 1), **options)
-
-
-def not_a_number(*arrays, **options):
-    out, lse = RIGHT(*arrays, **options)
-    return out.at[0, -1, 0, 0].set(jnp.nan), lse
-
-
-def lse_in_base_2(*arrays, **options):
-    out, lse = RIGHT(*arrays, **options)
-    return out, lse * jnp.log2(jnp.e)
-
-
-def gates_without_gradient(*branches_and_gates, **options):
-    *branches, gates = branches_and_gates
-    return RIGHT_SUM(*branches, jax.lax.stop_gradient(gates), **options)
-
-
-WRONG = {
-    "short window": ("window_attention", short_window, "fwd"),
-    "NaN": ("window_attention", not_a_number, "fwd"),
-    "base-2 lse": ("window_attention", lse_in_base_2, "fwd"),
-    "missing gradient, bwd": ("gated_sum", gates_without_gradient, "bwd"),
-    "missing gradient, fwd_bwd": ("gated_sum", gates_without_gradient, "fwd_bwd"),
-}
-
-
-@pytest.mark.parametrize(("operation", "wrong", "mode"), WRONG.values(), ids=WRONG.keys())
-def test_red_gate_reports_no_speed(monkeypatch, tmp_path, capsys, operation, wrong, mode):
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(operations, operation, wrong)
-    command = ["--lengths", "100", "--modes", mode, "--operations", operation, "--output", str(path)]
-
-    status = attention.main([*command, *SIZES], SMALL)
-
-    printed, summary = last_line(capsys)
-    assert status == 1
-    assert f"gate {operation} xla {mode}: RED" in printed
-    assert " ms [" not in printed
-    assert summary["rows"] == 0
-    assert summary["red"] == [f"{operation} xla {mode}"]
-    assert not path.exists()
-
-
-def test_gate_judges_the_timed_length_too(monkeypatch, capsys):
-    def wrong_when_long(*arrays, **options):
-        out, lse = RIGHT(*arrays, **options)
-        return (out * 1.001 if out.shape[1] == 300 else out), lse
-
-    monkeypatch.setattr(operations, "window_attention", wrong_when_long)
-
-    status = attention.main(["--lengths", "300:fwd", "--operations", "window_attention", *SIZES], SMALL)
-
-    printed, summary = last_line(capsys)
-    assert status == 1
-    assert "gate window_attention xla fwd: green" in printed
-    assert "T=300, 16 queries: RED" in printed
-    assert summary["rows"] == 0
-
-
-def test_selection_gate_sees_a_better_block_left_out():
-    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8)
-    draw = inputs.draw_queries(shape, SMALL, "random", None)
-    key_cmp = inputs.tensor("key_cmp", shape, SMALL)
-    blocks = jax.jit(lambda *x: operations.select_blocks(*x, config=SMALL))(draw.query, key_cmp)
-
-    def judge(blocks):
-        return gate.check_rows("select_blocks", blocks, np.arange(shape.length), draw, shape, SMALL)
-
-    (free,) = set(np.asarray(blocks[0, -1, 0]).tolist()) - {0, 8, 9}
-    worse = next(block for block in range(1, 8) if block != free)
-
-    assert judge(blocks).green
-    assert not judge(blocks.at[0, -1, 0].set(jnp.array([0, worse, 8, 9]))).green
-    assert not judge(blocks.at[0, -1, 0, 0].set(1)).green  # the initial block is forced
-    assert not judge(blocks.at[0, 0, 0, 1].set(5)).green  # of the future
 
 
 def test_overlap_by_hand():
@@ -751,16 +671,18 @@ def test_decode_gate_sees_a_wrong_compression(monkeypatch):
 
 
 @pytest.mark.parametrize("operation", ["dense_attention", "dense_layer"])
-def test_decode_gate_sees_a_shifted_mask(monkeypatch, operation):
+def test_decode_gate_sees_a_shifted_mask_in_one_row_of_the_timed_batch(monkeypatch, operation):
     def judge():
-        return decode_gate.check(operation, "jax_nn", setting_of(new_tokens=2, model_dim=24))
+        return decode_gate.check(operation, "jax_nn", setting_of(new_tokens=2, model_dim=24, batch=2))
 
     assert 0 < judge().share <= 1
 
     right = jax.nn.dot_product_attention
-    monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *x, mask: right(*x, mask=jnp.roll(mask, 1, axis=-1))
-    )
+
+    def shifted(*arrays, mask):
+        return right(*arrays, mask=mask.at[1:].set(jnp.roll(mask[1:], 1, axis=-1)))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", shifted)
 
     assert not judge().green
 
@@ -838,10 +760,17 @@ def test_parallel_writes_a_row_of_each_strategy(monkeypatch, tmp_path, capsys):
 
 
 def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
+    """The gate judges gradients at the timed length and batch."""
     attend = strategies.context_attention
-    monkeypatch.setattr(strategies, "context_attention", lambda **arrays: 1.001 * attend(**arrays))
+    halved = jax.custom_vjp(lambda x: x)
+    halved.defvjp(lambda x: (x, None), lambda _, gradient: (0.5 * gradient,))
 
-    status = parallel.main([*PARALLEL, "--strategies", "context", *SIZES], SMALL)
+    def wrong_in_batches(key_win, **arrays):
+        return attend(key_win=halved(key_win) if key_win.shape[:2] == (2, 256) else key_win, **arrays)
+
+    monkeypatch.setattr(strategies, "context_attention", wrong_in_batches)
+
+    status = parallel.main([*PARALLEL, "--strategies", "context", "--batch", "2", *SIZES], SMALL)
 
     printed, summary = last_line(capsys)
     assert status == 1
@@ -1016,7 +945,8 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
     assert layer.model_dim == dense.model_dim == 24
     assert layer.mean_union_4 > 1
     assert dense.mean_union_4 is None
-    assert printed.count("16 queries: green: error") == 2
+    assert printed.count("16 queries: green: error") == 1
+    assert printed.count("256 queries: green: error") == 1
     (ratio,) = summary["dense_over_nsa"]
     assert ratio["operation"] == "layer"
     assert ratio["time"] == pytest.approx(dense.median_ms / layer.median_ms, abs=1e-3)
@@ -1055,17 +985,23 @@ def test_gate_of_a_layer_sees_a_short_window(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bwd", "fwd_bwd"])
-def test_gate_of_a_layer_sees_a_missing_gradient(monkeypatch, mode):
+def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch(monkeypatch, mode):
     whole = operations.native_sparse_attention
 
     def without(*arrays, **options):
         *rest, gates = arrays
+        assert gates.shape[:2] == (2, 300)
         return whole(*rest, jax.lax.stop_gradient(gates), **options)
 
     monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", without)
-    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+    shape = Shape(batch=2, length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+    draw = layers.draw("layer", "xla", shape, SMALL)
+    operands = layers.arguments("layer", shape, SMALL)
+    program = programs.compile_mode(layers.function("layer", "xla", shape, SMALL), mode, operands)
 
-    verdict = gate.check_small("layer", "xla", mode, shape, SMALL)
+    positions = gate.sample_positions(300, "layer")
+
+    verdict = gate.check_program("layer", mode, program, positions, draw, shape, SMALL)
 
     assert not verdict.green
     assert "gate." in verdict.where

@@ -1,0 +1,182 @@
+"""What the gate compares with: dense attention under explicit masks, from the definitions alone.
+
+Arrays come by name, in the dtype to compute in: keys and values whole, all that belongs to a query for those
+at `positions` alone. A few queries are taken at a time, so that their logits have room beside a measured
+program.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import layers
+from benchmarks.inputs import LAYERS, Shape, of_query
+from nsa_jax.array_typing import Array, Bool, Float, Int
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn import DenseAttention, Operands, rotate
+
+MOST_LOGITS = 1 << 25  # at a time: 256 MB in float64, and a few arrays of this size
+
+type Arrays = Mapping[str, Any]
+type Scalar = float | Float[Array, ""]
+
+
+class Queries(NamedTuple):
+    """The queries of a call, and how to differentiate.
+
+    Attributes:
+      positions: their tokens, `[T]`.
+      blocks: what they select, `[B, T, K, R]`; None where they select nothing.
+      uncentred: 1 for the gradient as if the sum of a softmax were a constant, else 0.
+    """
+
+    positions: Int[Array, "T"]
+    blocks: Int[Array, "B T K R"] | None
+    uncentred: Scalar
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
+def results(
+    x: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, uncentred: Scalar = 0.0, *,
+    operation: str, config: NSAConfig, shape: Shape | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """`out`, and the `lse` of a branch, of the queries at `positions`; a layer also needs its shape."""
+    queries = Queries(positions, blocks, uncentred)
+    return dict(zip(("out", "lse"), _results(operation, x, queries, config, shape), strict=False))
+
+
+@functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
+def gradients(
+    x: Arrays, cotangents: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None,
+    uncentred: Scalar, *, operation: str, config: NSAConfig, shape: Shape | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients of all arrays by name, for cotangents of the queries at `positions`; others have none.
+
+    The gradient of a logit is `p (d_out . value - delta)`, which is zero where a query sees one key. An
+    `uncentred` one is `p (d_out . value)`, as large as what is rounded there.
+    """
+    run = functools.partial(results, operation=operation, config=config, shape=shape)
+    found, pull_back = jax.vjp(lambda x: run(x, positions, blocks, uncentred), x)
+    given = {name: cotangents.get(name, jnp.zeros_like(result)) for name, result in found.items()}
+    (by_name,) = pull_back({name: given[name].astype(result.dtype) for name, result in found.items()})
+    return dict(by_name)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "config"))
+def importance(
+    x: Arrays, positions: Int[Array, "T"], *, length: int, config: NSAConfig
+) -> Float[Array, "B T K M"]:
+    """Eq. 8-10: probabilities of compressed blocks, weighted by the tokens shared with a selection block."""
+    key = x["key_cmp"]
+    visible = _visible("compressed_attention", positions, key.shape[1], config)[None, :, None, None]
+    per_block = _softmax(_logits(x["query"], key), visible)[0].sum(axis=3)
+    num_blocks = -(-length // config.selection_block_size)
+    start, block = jnp.arange(key.shape[1]) * config.compression_stride, jnp.arange(num_blocks)
+    first = jnp.maximum(start[:, None], block * config.selection_block_size)
+    last = jnp.minimum(
+        start[:, None] + config.compression_block_size, (block + 1) * config.selection_block_size
+    )
+    weight = jnp.maximum(last - first, 0) / config.compression_stride
+    return jnp.einsum("btkc,cm->btkm", per_block, weight.astype(per_block.dtype), precision="highest")
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def layer_operands(x: Arrays, *, shape: Shape, config: NSAConfig) -> Operands:
+    """What the layer called `layer` gives to its operation, for all tokens."""
+    layer = _layer("layer", x, shape, config)
+    assert not isinstance(layer, DenseAttention)
+    return layer.operands(x["x"])
+
+
+def _results(
+    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape | None = None
+) -> tuple[Array, ...]:
+    if operation in LAYERS:
+        assert shape is not None
+        return (_layer_rows(operation, x, queries, config, shape),)
+    if operation == "gated_sum":
+        outs = enumerate(("out_cmp", "out_slc", "out_win"))
+        return (sum(x["gates"][..., i, None] * x[name] for i, name in outs),)
+    if operation == "native_sparse_attention":
+        parts = {"cmp": "compressed_attention", "slc": "selected_attention", "win": "window_attention"}
+        branches = {"gates": x["gates"]}
+        for branch, part in parts.items():
+            own = {"query": x["query"], "key": x[f"key_{branch}"], "value": x[f"value_{branch}"]}
+            branches[f"out_{branch}"] = _results(part, own, queries, config)[0]
+        return _results("gated_sum", branches, queries, config)
+    key, value = (next(x[name] for name in x if name.startswith(kind)) for kind in ("key", "value"))
+    return _attend(operation, x["query"], key, value, queries, config)
+
+
+def _attend(
+    operation: str, query: Array, key: Array, value: Array, queries: Queries, config: NSAConfig
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    batch, length, heads, _ = query.shape
+    # Gradients of keys are sums over all queries: these add them up in float64 whatever the dtype is.
+    wide_key, wide_value = key.astype(float), value.astype(float)
+
+    @jax.checkpoint
+    def of_one(query: Array, position: Array, chosen: Array | None) -> tuple[Array, Array]:
+        key, value = wide_key.astype(query.dtype), wide_value.astype(query.dtype)
+        visible = _visible(operation, position[None], key.shape[1], config)
+        if operation == "selected_attention":
+            assert chosen is not None
+            key_block = jnp.arange(key.shape[1]) // config.selection_block_size
+            visible = visible & (chosen[..., None] == key_block).any(axis=-2)
+        shown = jnp.broadcast_to(visible, (batch, key.shape[2], key.shape[1]))[:, None, :, None]
+        weights, lse = _softmax(_logits(query[:, None], key), shown)
+        out = jnp.einsum("btkgs,bskv->btkgv", weights, value, precision="highest")
+        return out.reshape(batch, heads, -1), lse.reshape(batch, heads)
+
+    at_once = max(MOST_LOGITS // max(batch * heads * key.shape[1], 1), 1)
+    by_token = functools.partial(jnp.moveaxis, source=1, destination=0)
+    chosen = jax.tree.map(by_token, queries.blocks)
+    rows = (by_token(query), queries.positions, chosen)
+    found = jax.lax.map(lambda row: of_one(*row), rows, batch_size=0 if at_once >= length else at_once)
+    out, lse = (jnp.moveaxis(x, 0, 1) for x in found)
+    # This is zero. Its gradient adds `p delta` to that of a logit: the sum of the softmax is constant then.
+    change = queries.uncentred * (lse - jax.lax.stop_gradient(lse))
+    change = jnp.where(lse > -jnp.inf, change, 0).astype(out.dtype)[..., None]
+    return out + jax.lax.stop_gradient(out) * change, lse
+
+
+def _layer_rows(
+    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape
+) -> Float[Array, "B T D"]:
+    layer = _layer(operation, x, shape, config)
+    if isinstance(layer, DenseAttention):
+        index = jnp.arange(shape.length)[None]
+        query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
+        operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
+    else:
+        operands = layer_operands(x, shape=shape, config=config)._asdict()
+    rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
+    return layer.out_proj(_results(LAYERS[operation], rows, queries, config)[0])
+
+
+def _layer(operation: str, x: Arrays, shape: Shape, config: NSAConfig) -> layers.Layer:
+    values = tuple(x[name] for name in layers.parameters(operation, shape, config))
+    return layers.merged(operation, "", shape, config, values)
+
+
+def _visible(operation: str, positions: Array, num_keys: int, config: NSAConfig) -> Bool[Array, "T S"]:
+    t, s = positions[:, None], jnp.arange(num_keys)
+    if operation == "compressed_attention":
+        return s * config.compression_stride + config.compression_block_size - 1 <= t
+    if operation == "window_attention":
+        return (s <= t) & (s > t - config.window_size)
+    return s <= t
+
+
+def _logits(query: Array, key: Array) -> Float[Array, "B T K G S"]:
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+    return jnp.einsum("btkgh,bskh->btkgs", grouped, key, precision="highest") * query.shape[-1] ** -0.5
+
+
+def _softmax(logits: Array, visible: Array) -> tuple[Array, Array]:
+    masked = jnp.where(visible, logits, -1e30)  # finite, so that an empty row has finite gradients
+    weights = jnp.where(visible, jax.nn.softmax(masked, axis=-1), 0)
+    return weights, jnp.where(visible.any(axis=-1), jax.nn.logsumexp(masked, axis=-1), -jnp.inf)

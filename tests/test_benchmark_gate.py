@@ -1,0 +1,249 @@
+"""The gate of the benchmarks rejects wrong programs, also those that are wrong only where they are timed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from printed import last_line
+
+from benchmarks import attention, gate, inputs, roofline, selections, verdict
+from benchmarks.inputs import Shape
+from nsa_jax import attention as operations
+from nsa_jax.config import NSAConfig
+
+SMALL = NSAConfig(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=4,
+    window_size=24,
+)
+LENGTH = 300  # longer than the small check, and than the sample of the other one
+SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
+RIGHT, RIGHT_SUM, RIGHT_BLOCKS = operations.window_attention, operations.gated_sum, operations.select_blocks
+
+
+@pytest.fixture(autouse=True)
+def _no_ceiling(monkeypatch):
+    measure = roofline.measure_ceiling
+    monkeypatch.setattr(
+        roofline, "measure_ceiling", lambda dtype: measure(dtype, matmul_size=64, copy_bytes=1 << 16)
+    )
+
+
+def with_gradient(x, wrong):
+    """`x`, whose gradient is what `wrong` makes of it."""
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, gradient: (wrong(gradient),))
+    return same(x)
+
+
+def halved(gradient):
+    return 0.5 * gradient
+
+
+def short_window(*arrays, config, **options):
+    return RIGHT(*arrays, config=dataclasses.replace(config, window_size=config.window_size - 1), **options)
+
+
+def not_a_number(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return out.at[0, -1, 0, 0].set(jnp.nan), lse
+
+
+def lse_in_base_2(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return out, lse * jnp.log2(jnp.e)
+
+
+def no_gradient_of_the_lse(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return out, jax.lax.stop_gradient(lse)
+
+
+def no_gradient_of_the_gates(*branches_and_gates, **options):
+    *branches, gates = branches_and_gates
+    return RIGHT_SUM(*branches, jax.lax.stop_gradient(gates), **options)
+
+
+def a_token_late(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return jnp.roll(out, 1, axis=1), lse
+
+
+def garbage_in_unused_slots(*arrays, **options):
+    blocks = RIGHT_BLOCKS(*arrays, **options)
+    return jnp.where(blocks < 0, 10**6, blocks)
+
+
+def descending_blocks(*arrays, **options):
+    return RIGHT_BLOCKS(*arrays, **options)[..., ::-1]
+
+
+def wrong_when_long(*arrays, **options):
+    out, lse = RIGHT(*arrays, **options)
+    return (out * 1.001 if out.shape[1] == LENGTH else out), lse
+
+
+def query_gradient_halved_when_long(query, *keys, **options):
+    return RIGHT(with_gradient(query, halved) if query.shape[1] == LENGTH else query, *keys, **options)
+
+
+def query_gradient_halved_in_batches(query, *keys, **options):
+    return RIGHT(with_gradient(query, halved) if query.shape[0] > 1 else query, *keys, **options)
+
+
+def value_gradient_halved_in_the_last_row(query, key, value, **options):
+    wrong = with_gradient(value, lambda x: x.at[1:].multiply(0.5))
+    return RIGHT(query, key, wrong, **options)
+
+
+def key_gradient_missing_at_the_end(query, key, value, **options):
+    wrong = with_gradient(key, lambda x: x.at[:, 290:].set(0))
+    return RIGHT(query, wrong, value, **options)
+
+
+def key_gradient_of_half_the_queries(query, key, value, **options):
+    out, lse = RIGHT(query, key, value, **options)
+    without, _ = RIGHT(query, jax.lax.stop_gradient(key), value, **options)
+    early = jnp.arange(out.shape[1])[:, None, None] < LENGTH // 2
+    return jnp.where(early, out, without), lse
+
+
+def gradient_of_the_gates_halved_when_long(*branches_and_gates, **options):
+    *branches, gates = branches_and_gates
+    wrong = with_gradient(gates, halved) if gates.shape[1] == LENGTH else gates
+    return RIGHT_SUM(*branches, wrong, **options)
+
+
+BATCH = ["--batch", "2"]
+WRONG_WHEN_SMALL = {
+    "short window": ("window_attention", short_window, "fwd"),
+    "NaN": ("window_attention", not_a_number, "fwd"),
+    "base-2 lse": ("window_attention", lse_in_base_2, "fwd"),
+    "a token late": ("window_attention", a_token_late, "fwd"),
+    "missing gradient, bwd": ("gated_sum", no_gradient_of_the_gates, "bwd"),
+    "missing gradient, fwd_bwd": ("gated_sum", no_gradient_of_the_gates, "fwd_bwd"),
+    "cotangent of the lse": ("window_attention", no_gradient_of_the_lse, "bwd"),
+    "garbage in unused slots": ("select_blocks", garbage_in_unused_slots, "fwd"),
+    "descending blocks": ("select_blocks", descending_blocks, "fwd"),
+}
+WRONG_AS_TIMED = {
+    "output": ("window_attention", wrong_when_long, "fwd", []),
+    "query, long": ("window_attention", query_gradient_halved_when_long, "bwd", []),
+    "query, long, fwd_bwd": ("window_attention", query_gradient_halved_when_long, "fwd_bwd", []),
+    "query, batch": ("window_attention", query_gradient_halved_in_batches, "bwd", BATCH),
+    "value, last row": ("window_attention", value_gradient_halved_in_the_last_row, "bwd", BATCH),
+    "key, last tokens": ("window_attention", key_gradient_missing_at_the_end, "bwd", []),
+    "key, late queries": ("window_attention", key_gradient_of_half_the_queries, "bwd", []),
+    "gates": ("gated_sum", gradient_of_the_gates_halved_when_long, "bwd", []),
+}
+
+
+@pytest.mark.parametrize(("operation", "wrong", "mode"), WRONG_WHEN_SMALL.values(), ids=WRONG_WHEN_SMALL)
+def test_red_gate_reports_no_speed(monkeypatch, tmp_path, capsys, operation, wrong, mode):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(operations, operation, wrong)
+    command = ["--lengths", "100", "--modes", mode, "--operations", operation, "--output", str(path)]
+
+    status = attention.main([*command, *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert f"gate {operation} xla {mode}: RED" in printed
+    assert " ms [" not in printed
+    assert summary["rows"] == 0
+    assert summary["red"] == [f"{operation} xla {mode}"]
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("operation", "wrong", "mode", "more"), WRONG_AS_TIMED.values(), ids=WRONG_AS_TIMED.keys()
+)
+def test_gate_judges_the_timed_shape_and_batch_too(monkeypatch, capsys, operation, wrong, mode, more):
+    monkeypatch.setattr(operations, operation, wrong)
+    command = ["--lengths", f"{LENGTH}:{mode}", "--operations", operation]
+
+    status = attention.main([*command, *SIZES, *more], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert f"gate {operation} xla {mode}: green" in printed
+    assert f"T={LENGTH}, {gate.SAMPLED_QUERIES} queries: RED" in printed
+    assert summary["rows"] == 0
+    assert summary["red"] == [f"{operation} xla {mode} random T={LENGTH}"]
+
+
+def test_the_sample_has_the_last_query_and_no_long_gap():
+    short, long = gate.sample_positions(100), gate.sample_positions(65536)
+
+    assert short.tolist() == list(range(100))
+    assert len(np.unique(long)) == gate.SAMPLED_QUERIES
+    assert long[-1] == 65535
+    assert np.diff(long).max() < 2 * 65536 / gate.SAMPLED_QUERIES
+
+
+def selection(length: int) -> np.ndarray:
+    """Each query selects block 0, its own, the one before it, and block 1."""
+    blocks = np.full((1, length, 1, SMALL.num_selected_blocks), -1)
+    for t in range(length):
+        chosen = sorted({0, min(1, t // 16), max(t // 16 - 1, 0), t // 16})
+        blocks[0, t, 0, : len(chosen)] = chosen
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("token", "slots", "rule"),
+    [
+        (30, [0, 1, 10**6, -1], "an unused slot that is not -1"),
+        (30, [0, -1, 1, -1], "an unused slot that is not -1"),
+        (90, [0, 1, 4, -1], "a missing block"),
+        (90, [0, 1, 5, 4], "not ascending"),
+        (90, [0, 4, 4, 5], "not ascending"),
+        (90, [0, 1, 5, 6], "a block of the future"),
+        (90, [1, 2, 4, 5], "a forced block is missing"),
+        (90, [0, 1, 2, 5], "a forced block is missing"),
+        (90, [0, 1, 2, 4], "a forced block is missing"),
+    ],
+)
+def test_the_form_of_block_indices_is_judged(token, slots, rule):
+    blocks, positions = selection(100), np.arange(100)
+    assert selections.check_form(blocks, positions, SMALL).green
+
+    blocks[0, token, 0] = slots
+
+    assert selections.check_form(blocks, positions, SMALL).where == f"block_indices: {rule}"
+
+
+def test_selection_gate_sees_a_better_block_left_out():
+    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8)
+    draw = inputs.draw_queries(shape, SMALL, "random", None)
+    key_cmp = inputs.tensor("key_cmp", shape, SMALL)
+    blocks = jax.jit(lambda *x: operations.select_blocks(*x, config=SMALL))(draw.query, key_cmp)
+
+    def judge(blocks):
+        return gate.check_rows("select_blocks", blocks, np.arange(shape.length), draw, shape, SMALL)
+
+    (free,) = set(np.asarray(blocks[0, -1, 0]).tolist()) - {0, 8, 9}
+    worse = next(block for block in range(1, 8) if block != free)
+
+    assert judge(blocks).green
+    assert not judge(blocks.at[0, -1, 0].set(jnp.array([0, worse, 8, 9]))).green
+
+
+def test_late_tokens_have_a_budget_of_their_own():
+    """In 16 bits, 8 eps of the first output are more than the whole of a late one."""
+    exact = np.random.default_rng(0).normal(size=(1, 4096, 2, 8)) / np.sqrt(np.arange(1, 4097))[:, None, None]
+    rounded = np.asarray(jnp.asarray(exact, jnp.bfloat16))
+    expected = verdict.Expected({"value_slc": rounded.astype(float)}, {"value_slc": exact})
+    wrong = rounded.copy()
+    wrong[:, 2000:] = 0
+    assert np.abs(exact[:, 2000:]).max() < 8 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(exact).max()
+
+    right, late = (verdict.judge({"value_slc": x}, expected, np.arange(4096)) for x in (rounded, wrong))
+
+    assert right.green
+    assert not late.green
+    assert late.where.startswith("value_slc ")
