@@ -46,7 +46,8 @@ PALLAS = (
     ),
 )
 INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
-CHECKPOINT = ("nsa_jax/model/checkpoint.py",)
+SAVES, READS = ("nsa_jax/model/checkpoint.py",), ("nsa_jax/model/checkpoint_reader.py",)
+FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", ("nsa_jax/model/checksums.py",)
 # name: (where it is used, why)
 USED = {
     "jax.experimental.pallas": (MOSAIC, IN_KERNELS),
@@ -137,19 +138,28 @@ USED = {
     "triton.runtime.interpreter._implicit_cvt": (("tests",), "runs kernels without a GPU"),
     "triton.runtime.interpreter._patch_lang": (("tests",), "runs kernels without a GPU"),
     "orbax.checkpoint": (
-        (*CHECKPOINT, "examples", "tests"),
+        (*SAVES, *READS, FOLDER, "examples", "tests"),
         "checkpoints: its API is being replaced by a new one",
     ),
     **{
-        f"orbax.checkpoint.{name}": (CHECKPOINT, "checkpoints")
+        f"orbax.checkpoint.{name}": (SAVES, "saves checkpoints")
+        for name in ("CheckpointManager", "CheckpointManagerOptions", "args.JsonSave", "args.StandardSave")
+    },
+    **{
+        f"orbax.checkpoint.{name}": (READS, "reads checkpoints")
         for name in (
-            *("CheckpointManager", "CheckpointManagerOptions", "Checkpointer", "CompositeCheckpointHandler"),
-            *("StandardCheckpointHandler", "args.Composite", "args.JsonSave", "args.JsonRestore"),
-            *("args.StandardSave", "args.StandardRestore"),
+            *("Checkpointer", "CompositeCheckpointHandler", "StandardCheckpointHandler"),
+            *("args.JsonRestore", "args.StandardRestore"),
         )
     },
-    "orbax.checkpoint.JsonCheckpointHandler": ((*CHECKPOINT, "tests"), "checkpoints"),
-    "orbax.checkpoint.utils.checkpoint_steps": (CHECKPOINT, "the newest step without opening a manager"),
+    "orbax.checkpoint.args.Composite": ((*SAVES, *READS), "checkpoints"),
+    "orbax.checkpoint.JsonCheckpointHandler": ((*READS, "tests"), "reads checkpoints"),
+    "orbax.checkpoint.utils.checkpoint_steps": ((FOLDER,), "the newest step without opening a manager"),
+    "jax.experimental.multihost_utils": (SUMS, "adds up sums of several processes"),
+    "jax.experimental.multihost_utils.process_allgather": (
+        SUMS,
+        "adds up the checksums of several processes",
+    ),
     "flax.nnx.nn.dtypes.promote_dtype": (("nsa_jax/nn",), "promotes as nnx.Linear does"),
     "flax.nnx.to_flat_state": (("nsa_jax/nn", "tests"), "parameters by path"),
     "flax.nnx.to_pure_dict": (("tests",), "gradients as a tree"),

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.model import restorable
+from nsa_jax.model import checkpoint_folder, checksums, restorable
+from nsa_jax.model.checkpoint_reader import Reader
 from nsa_jax.model.config import TransformerConfig
+from nsa_jax.model.orbax_errors import Failure, attempt
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.parameters import by_path, sharding_of
 from nsa_jax.nn.projections import Sharding
@@ -27,7 +30,8 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
     """Writes a checkpoint to the directory `path` and then deletes the one before it.
 
     The new checkpoint becomes visible by one rename after all of it is on disk, and only then is the old one
-    deleted. So a save that fails or is killed leaves the old checkpoint.
+    deleted. So a save that fails or is killed leaves the old checkpoint. With the arrays it writes their
+    checksums, so that `restore` notices when they were damaged since.
 
     Args:
       path: directory of the checkpoint; created if it does not exist.
@@ -37,11 +41,12 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
         None to save the model only.
 
     Raises:
-      TypeError: `model` is not a `Transformer`, or its configuration holds something that JSON cannot, such
-        as your own `rotary`, `compressor` or `gate`. Nothing is written then.
-      ValueError: `restore` could not rebuild the model, because its parameters, submodules or their settings
-        are not those of its configuration; or `training` holds something other than arrays and numbers.
-        Nothing is written then.
+      TypeError: `path` is not a path; `model` is not a `Transformer`, or its configuration holds something
+        that JSON cannot, such as your own `rotary`, `compressor` or `gate`. Nothing is written then.
+      ValueError: `path` is a file, or another save writes there; `restore` could not rebuild the model,
+        because its parameters, submodules or their settings are not those of its configuration; or `training`
+        holds something other than arrays and numbers. Nothing is written then.
+      OSError: the checkpoint cannot be written, for example because the disk is full.
       ImportError: Orbax is not installed.
 
     Examples:
@@ -49,19 +54,32 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
       >>> model = restore("run/checkpoint")
     """
     orbax = _orbax()
+    path = checkpoint_folder.absolute(path)
+    if os.path.isfile(path):
+        raise ValueError(f"path must be a folder or new, got the file {path!r}. Name another path.")
     restorable.check_model(model)
+    config, parameters = _config_to_json(model.config), _parameters(model)
+    sums = {"config": checksums.of_json(config), "model": checksums.of_arrays(parameters)}
     items = {
-        "config": orbax.args.JsonSave(_config_to_json(model.config)),
-        "model": orbax.args.StandardSave(_parameters(model)),
+        "config": orbax.args.JsonSave(config),
+        "model": orbax.args.StandardSave(parameters),
+        "checksums": orbax.args.JsonSave(sums),
     }
     if training is not None:
         named = _named_leaves(training)
         restorable.check_training(named)
         items["training"] = orbax.args.StandardSave(named)
+        sums["training"] = checksums.of_arrays(named)
     options = orbax.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-    with orbax.CheckpointManager(os.path.abspath(path), options=options) as manager:
-        latest = manager.latest_step()
-        manager.save(0 if latest is None else latest + 1, args=orbax.args.Composite(**items))
+
+    def write() -> None:
+        with orbax.CheckpointManager(path, options=options) as manager:
+            latest = manager.latest_step()
+            manager.save(0 if latest is None else latest + 1, args=orbax.args.Composite(**items))
+
+    _write(path, lambda: os.makedirs(path, exist_ok=True))
+    with checkpoint_folder.only_writer(path):
+        _write(path, write)
 
 
 def restore(
@@ -91,26 +109,27 @@ def restore(
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
-      TypeError: `config` is something else than a `TransformerConfig`.
-      ValueError: the checkpoint has another configuration, or `sharding` names an unknown dimension or has no
-        mesh in context.
+      TypeError: `path` is not a path, or `config` is something else than a `TransformerConfig`.
+      ValueError: the checkpoint was damaged after it was saved, or has another configuration; or `sharding`
+        names an unknown dimension or has no mesh in context.
       ImportError: Orbax is not installed.
+
+    Warns:
+      UserWarning: the checkpoint is of an earlier version and has no checksums, so that damage to its arrays
+        would not be noticed.
     """
-    orbax = _orbax()
-    newest = _newest(orbax, path)
-    with _reader(orbax) as reader:
-        args = orbax.args.Composite(config=orbax.args.JsonRestore())
-        saved_config = _config_from_json(reader.restore(newest, args=args)["config"])
-        config = saved_config if config is None else config
-        _check_same(config, saved_config)
-        make = lambda: Transformer(  # noqa: E731
-            config, sharding=sharding, context_axis=context_axis, context_order=context_order,
-            implementation=implementation, rngs=nnx.Rngs(0),
-        )  # fmt: skip
-        abstract = nnx.as_abstract(nnx.eval_shape(make)) if sharding else nnx.eval_shape(make)
-        wanted = jax.tree.map(_placed, _parameters(abstract))
-        args = orbax.args.Composite(model=orbax.args.StandardRestore(wanted))
-        parameters = reader.restore(newest, args=args)["model"]
+    _orbax()
+    reader = Reader(path)
+    values = reader.json("config")
+    saved_config = reader.understand("config", lambda: _config_from_json(values))
+    config = saved_config if config is None else config
+    _check_same(config, saved_config)
+    make = lambda: Transformer(  # noqa: E731
+        config, sharding=sharding, context_axis=context_axis, context_order=context_order,
+        implementation=implementation, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    abstract = nnx.as_abstract(nnx.eval_shape(make)) if sharding else nnx.eval_shape(make)
+    parameters = reader.arrays("model", jax.tree.map(_placed, _parameters(abstract)))
     state = nnx.state(abstract, nnx.Param)
     for name, variable in by_path(state).items():
         variable.set_value(parameters[name])
@@ -132,31 +151,34 @@ def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
 
     Raises:
       FileNotFoundError: `path` holds no checkpoint.
-      ValueError: the checkpoint holds no `training` tree, or one of another structure, shape or dtype.
+      TypeError: `path` is not a path.
+      ValueError: the checkpoint was damaged after it was saved, or holds no `training` tree, or one of
+        another structure, shape or dtype; or `like` holds something other than arrays and numbers.
       ImportError: Orbax is not installed.
+
+    Warns:
+      UserWarning: the checkpoint has no checksums, as in `restore`.
     """
-    orbax = _orbax()
-    newest = _newest(orbax, path)
-    if not os.path.isdir(os.path.join(newest, "training")):
+    _orbax()
+    reader = Reader(path)
+    if not reader.has("training"):
         raise ValueError(
-            f"restore_training needs a checkpoint saved with training=..., got {os.fspath(path)!r}. "
+            f"restore_training needs a checkpoint saved with training=..., got {reader.path!r}. "
             "Restore the model alone, or save again."
         )
     wanted = _named_leaves(like)
-    with _reader(orbax) as reader:
-        held = reader.metadata(newest).item_metadata["training"].tree
-        changed = [
-            name
-            for name in sorted(wanted.keys() | set(held))
-            if name not in wanted or name not in held or not _fits(wanted[name], held[name])
-        ]
-        if changed:
-            raise ValueError(
-                f"like must have the structure, shapes and dtypes that were saved, got others at "
-                f"{changed[:3]}. Build it as the run that was saved did."
-            )
-        args = orbax.args.Composite(training=orbax.args.StandardRestore(wanted))
-        saved = reader.restore(newest, args=args)["training"]
+    held = reader.shapes("training")
+    changed = [
+        name
+        for name in sorted(wanted.keys() | set(held))
+        if name not in wanted or name not in held or not _fits(wanted[name], held[name])
+    ]
+    if changed:
+        raise ValueError(
+            f"like must have the structure, shapes and dtypes that were saved, got others at "
+            f"{changed[:3]}. Build it as the run that was saved did."
+        )
+    saved = reader.arrays("training", wanted)
     return jax.tree.unflatten(jax.tree.structure(like), [saved[name] for name in wanted])
 
 
@@ -170,26 +192,13 @@ def _orbax() -> types.ModuleType:
     return orbax.checkpoint
 
 
-def _newest(orbax: types.ModuleType, path: str | os.PathLike[str]) -> str:
-    """Directory of the newest complete checkpoint under `path`."""
-    path = os.path.abspath(path)
-    steps = orbax.utils.checkpoint_steps(path) if os.path.isdir(path) else []
-    # A folder with a number for a name may be somebody else's.
-    steps = [step for step in steps if os.path.isdir(os.path.join(path, str(step), "model"))]
-    if not steps:
-        raise FileNotFoundError(
-            f"path must hold a checkpoint that save wrote, got {path!r}. Check it, or save one first."
+def _write(path: str, call: Callable[[], object]) -> None:
+    found = attempt(call)
+    if isinstance(found, Failure):
+        raise OSError(
+            f"path must take a whole checkpoint, got {found.said!r} at {path!r}. Make room or name another "
+            "path. What was saved there before still is."
         )
-    return os.path.join(path, str(max(steps)))
-
-
-def _reader(orbax: types.ModuleType) -> Any:
-    handlers = dict(
-        config=orbax.JsonCheckpointHandler(),
-        model=orbax.StandardCheckpointHandler(),
-        training=orbax.StandardCheckpointHandler(),
-    )
-    return orbax.Checkpointer(orbax.CompositeCheckpointHandler(**handlers))
 
 
 def _fits(leaf: Any, held: Any) -> bool:
