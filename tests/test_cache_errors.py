@@ -45,7 +45,7 @@ BAD = {
     "batch": (
         dict(cache=Layer.make(batch=3, length=1).empty(16)),
         ValueError,
-        r"axis B of query must be 3 \(in cache",
+        r"axis B of tokens.key_cmp must be 3 \(in cache",
     ),
     "heads": (
         dict(query=zeros(2, 3, 3, 6), gates=zeros(2, 3, 3, 3)),
@@ -215,7 +215,7 @@ def test_counts_may_be_narrow_where_lengths_are_not(dtype):
 
 
 def test_init_cache_refuses_integers():
-    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass the dtype of the keys"):
+    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass one of"):
         cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))
 
 

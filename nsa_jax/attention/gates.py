@@ -1,6 +1,7 @@
 """The sum of the branches."""
 
 from nsa_jax import arguments, dispatch
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.dispatch import Implementation
 
@@ -34,8 +35,6 @@ def gated_sum(
       With respect to all four arrays.
     """
     arrays = dict(out_cmp=out_cmp, out_slc=out_slc, out_win=out_win, gates=gates)
-    annotations = arguments.annotations_of(gated_sum)
-    arguments.check_not_empty(arguments.bind_shapes(annotations, arrays), "BTNV")
-    arguments.check_dtypes(annotations, arrays)
+    arguments.check_not_empty(check_arrays(gated_sum, **arrays), "BTNV")
     with dispatch.running("gated_sum", implementation, *arrays.values()) as kernels:
         return kernels.gated_sum(*arrays.values())
