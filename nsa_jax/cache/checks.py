@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 from nsa_jax import arguments, layout
@@ -218,23 +219,31 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
     remedy = "Call init_cache with a larger max_length."
     if num_tokens is None and num_new > max_length:
         raise ValueError(f"a prompt must fit the cache, got {num_new} tokens and {max_length=}. {remedy}")
-    if isinstance(lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
+    held, wanted = _known(lengths), np.full(1, num_new) if num_tokens is None else _known(num_tokens)
+    if held is None or wanted is None:
         return
-    wanted = jnp.full_like(lengths, num_new) if num_tokens is None else jnp.asarray(num_tokens)
-    # T may be more than a narrow dtype holds.
-    wanted = wanted.astype(jnp.promote_types(wanted.dtype, jnp.int32))
+    held, wanted = held.astype(np.int64), np.broadcast_to(wanted.astype(np.int64), held.shape)
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
             f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass how many "
             "tokens of each row are real."
         )
-    if ((lengths < 0) | (lengths + wanted > max_length)).any():
-        if (lengths < 0).any():
-            raise ValueError(
-                f"the lengths of a cache must be at least 0, got {lengths.tolist()}. Pass what init_cache or an "
-                "earlier step gave."
-            )
+    if (held < 0).any():
+        raise ValueError(
+            f"the lengths of a cache must be at least 0, got {held.tolist()}. Pass what init_cache or an "
+            "earlier step gave."
+        )
+    if (held + wanted > max_length).any():
         raise ValueError(
             f"a prompt must fit the cache, got {wanted.tolist()} tokens for rows that hold "
-            f"{lengths.tolist()} of {max_length=}. {remedy}"
+            f"{held.tolist()} of {max_length=}. {remedy}"
         )
+
+
+def _known(counts: Array) -> np.ndarray | None:
+    """The values of counts, fetched from a GPU if need be; None while tracing, or if other processes have them."""
+    if isinstance(counts, jax.core.Tracer):
+        return None
+    if isinstance(counts, jax.Array) and not (counts.is_fully_addressable or counts.is_fully_replicated):
+        return None
+    return np.asarray(counts)

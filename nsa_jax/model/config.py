@@ -89,6 +89,9 @@ class TransformerConfig:
         check_int(low=1, **{name: size for name, size in sizes.items() if size is not None or name != "mlp_dim"})
         check_config(self.nsa)
         head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
+        for name in (*sizes, "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:  # products of narrow ints of NumPy would overflow
+                object.__setattr__(self, name, int(getattr(self, name)))
         check_dtype(dtype=self.dtype, param_dtype=self.param_dtype)
         arguments.resolve_scale(self.scale, head_dim, self.dtype)
         check_dropout_rate(self.dropout_rate)

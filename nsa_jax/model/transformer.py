@@ -303,6 +303,7 @@ class Transformer(nnx.Module):
         return self.embed(tokens, out_sharding=products.of_tokens(tokens))
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
+        check_array("tokens", tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"tokens must be integers of shape [batch, tokens], got {tokens.dtype} of shape "

@@ -195,6 +195,7 @@ class NSAAttention(CacheSteps):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        num_heads, in_features, num_kv_heads = int(num_heads), int(in_features), int(num_kv_heads)
         value_dim = head_dim if value_dim is None else value_dim
         check_int(low=1, value_dim=value_dim)
         check_config(config)
@@ -206,10 +207,11 @@ class NSAAttention(CacheSteps):
             precision=precision,
             rngs=rngs,
             kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
+            out_kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init=bias_init,
         )
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
+        value_dim = int(value_dim)
         self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
         self.config, self.implementation, self.dtype = config, implementation, dtype
         self.context = ContextAxis.given(context_axis, context_order)
@@ -241,7 +243,7 @@ class NSAAttention(CacheSteps):
             (num_heads, value_dim),
             in_features,
             dimensions=("heads", None, "model"),
-            kernel_init=out_kernel_init or kernel_init,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
         check_parts(gate, compressor, compression)
         own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)

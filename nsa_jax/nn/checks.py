@@ -16,14 +16,11 @@ from nsa_jax.option_checks import check_dtype, check_function, check_int
 def check_parameters(
     *, dtype: DType | None, param_dtype: DType, precision: Any, rngs: nnx.Rngs, **initializers: Any
 ) -> None:
-    """Raises TypeError or ValueError unless parameters can be made and used with these options.
-
-    An initializer may be None, for a default.
-    """
+    """Raises TypeError or ValueError unless parameters can be made and used with these options."""
     check_dtype(param_dtype=param_dtype, **({} if dtype is None else {"dtype": dtype}))
     check_precision(precision)
     check_rngs(rngs)
-    check_function(**{name: make for name, make in initializers.items() if make is not None})
+    check_function(**initializers)
 
 
 def check_rngs(rngs: Any) -> None:
@@ -55,7 +52,7 @@ def check_dropout_rate(rate: float) -> None:
 
 
 def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """Returns `head_dim` or its default.
+    """Returns `head_dim` or its default, as an int.
 
     Raises:
       TypeError: a number is not an int.
@@ -75,7 +72,7 @@ def head_width(num_heads: int, in_features: int, num_kv_heads: int, head_dim: in
         )
     head_dim = in_features // num_heads if head_dim is None else head_dim
     check_int(low=1, head_dim=head_dim)
-    return head_dim
+    return int(head_dim)
 
 
 def check_array(name: str, x: Any) -> None:

@@ -63,11 +63,12 @@ class Compressor(nnx.Module):
         check_config(config)
         check_choice(get_args(CompressionMode), compression=mode)
         check_parameters(dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
+        head_dim = int(head_dim)
         self.head_dim, self.config, self.mode = head_dim, config, mode
         self.dtype, self.precision = dtype, precision
         if mode == "mlp":
             size = config.compression_block_size
-            hidden = 2 * head_dim if hidden_dim is None else hidden_dim
+            hidden = 2 * head_dim if hidden_dim is None else int(hidden_dim)
             embed = nnx.initializers.normal(POSITION_EMBEDDING_STD)
             kernel = nnx.initializers.lecun_normal()
             self.position_embedding = nnx.Param(embed(rngs.params(), (size, head_dim), param_dtype))

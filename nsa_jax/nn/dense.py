@@ -97,6 +97,7 @@ class DenseAttention(DenseCacheSteps):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        num_heads, in_features, num_kv_heads = int(num_heads), int(in_features), int(num_kv_heads)
         check_implementation(implementation)
         check_flag(use_bias=use_bias, normalize_qk=normalize_qk)
         check_parameters(
@@ -105,7 +106,7 @@ class DenseAttention(DenseCacheSteps):
             precision=precision,
             rngs=rngs,
             kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
+            out_kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init=bias_init,
         )
         self.num_kv_heads, self.in_features, self.head_dim = num_kv_heads, in_features, head_dim
@@ -132,7 +133,7 @@ class DenseAttention(DenseCacheSteps):
             (num_heads, head_dim),
             in_features,
             dimensions=("heads", None, "model"),
-            kernel_init=out_kernel_init or kernel_init,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
         norm = functools.partial(
             head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs

@@ -60,6 +60,7 @@ class Gate(nnx.Module):
         self.dtype, self.precision = dtype, precision
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
         check_int(low=1, hidden_dim=hidden)
+        in_features, num_heads, hidden = int(in_features), int(num_heads), int(hidden)
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
         # Drawn with two axes: with three, the initializer would count the heads as part of the fan-in.

@@ -114,7 +114,9 @@ class YarnScaling:
 
     def __post_init__(self):
         given = dataclasses.asdict(self)
-        check_positive(**{name: value for name, value in given.items() if value is not None})
+        if self.attention_factor is None:
+            del given["attention_factor"]
+        check_positive(**given)
         _check_order("beta_slow", "beta_fast", self)
 
     @property
