@@ -31,8 +31,8 @@ from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.model import Transformer, TransformerConfig
-from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.nn.checks import head_width
+from nsa_jax.nn.dense import choose_implementation
 
 try:
     import optax

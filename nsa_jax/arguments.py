@@ -136,7 +136,7 @@ def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
 
 
 def check_firsts(runs: layout.Runs, batch: int) -> None:
-    """Raises unless the divisor is a positive int, and each first index an int, a scalar or one int per row."""
+    """Raises unless the divisor is a positive int, and first indices are ints, scalars or one int per row."""
     check_int(low=1, divisor=runs.divisor)
     for run in runs.runs:
         check_int(low=1, **{"the length of a run": run.length})
@@ -224,8 +224,7 @@ def resolve_scale(scale: float | None, key_dim: int, dtype: DType) -> float:
     most = float(jnp.finfo(jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)).max) / 2
     if not is_finite(scale) or abs(scale) > most:
         raise ValueError(
-            f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim), or at most {most:.3g} for these "
-            "dtypes."
+            f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim), or at most {most:.3g} here."
         )
     return float(scale)
 

@@ -1,4 +1,4 @@
-"""Checks of arrays against the shapes and dtypes in annotations, and of their values where these are known."""
+"""Checks of arrays against the shapes and dtypes in annotations, and of values that the host knows."""
 
 import functools
 import inspect
@@ -157,7 +157,8 @@ def check_cu_seqlens(cu_seqlens: Any) -> None:
     check_integers(cu_seqlens=cu_seqlens)
     if cu_seqlens.ndim not in (1, 2) or cu_seqlens.shape[-1] < 1:
         raise ValueError(
-            f"cu_seqlens must be [n + 1] or [B, n + 1], got shape {cu_seqlens.shape}. Pass one row, or a batch."
+            f"cu_seqlens must be [n + 1] or [B, n + 1], got shape {cu_seqlens.shape}. Pass one row, or a "
+            "batch."
         )
 
 

@@ -96,7 +96,7 @@ class Rotation(NamedTuple):
         check_number(magnitude=magnitude)
         if not isinstance(frequency, np.ndarray) or not np.issubdtype(frequency.dtype, np.floating):
             given = getattr(frequency, "dtype", type(frequency).__name__)
-            raise TypeError(f"frequency must be an array of floats in NumPy, got {given}. Pass an np.ndarray.")
+            raise TypeError(f"frequency must be an array of floats, got {given}. Pass an np.ndarray.")
         if not np.isfinite(frequency).all():
             raise ValueError(f"frequency must be finite, got {frequency}. Pass radians per position.")
         ticks = frequency.astype(np.float64) / RADIANS_PER_TICK

@@ -98,10 +98,10 @@ def block_indices_from_ranges(
       Block indices `[B, T, K, R]`, int32, ascending, -1 in the unused slots at the end.
 
     Raises:
-      TypeError: an array does not hold integers, or is traced by JAX; or `num_kv_heads` is not an int or `config`
-        not an `NSAConfig`.
-      ValueError: the layout is unknown, the number of axes is wrong, a position is below -1, a number does not
-        fit into 32 bits, or a range is misaligned, reversed,
+      TypeError: an array does not hold integers, or is traced by JAX; `num_kv_heads` is not an int; or
+        `config` is not an `NSAConfig`.
+      ValueError: the layout is unknown, the number of axes is wrong, a position is below -1, a number does
+        not fit into 32 bits, or a range is misaligned, reversed,
         overlaps another, reaches beyond its query or makes one block too many. The message gives the first
         such range.
 
@@ -180,7 +180,8 @@ def _concrete(name: str, array) -> np.ndarray:
     try:
         array = np.asarray(array)
     except ValueError:  # lists of different lengths
-        raise TypeError(f"{name} must be an array, got a {type(array).__name__}. Pass rows of one length.") from None
+        given = type(array).__name__
+        raise TypeError(f"{name} must be an array, got a ragged {given}. Pass rows of one length.") from None
     check_integers(**{name: array})
     return array.astype(np.int64)  # differences of unsigned integers would wrap instead of being negative
 

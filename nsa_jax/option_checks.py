@@ -1,4 +1,4 @@
-"""Checks of options: ints, numbers, switches and names. A wrong one is refused before anything is computed."""
+"""Checks of options: ints, numbers, switches, names and dtypes."""
 
 import math
 import numbers

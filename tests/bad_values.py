@@ -16,7 +16,13 @@ NO_FLOAT = {"str": "3", "nan": math.nan, "inf": math.inf, "list": [1.0], "bool":
 
 def no_name(rng) -> dict[str, Any]:
     letters = "".join(rng.choice(list("abcdefgh"), 6))
-    return {"unknown": letters, "int": int(rng.integers(100)), "nan": math.nan, "list": ["xla"], "array": np.ones(3)}
+    return {
+        "unknown": letters,
+        "int": int(rng.integers(100)),
+        "nan": math.nan,
+        "list": ["xla"],
+        "array": np.ones(3),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +49,11 @@ class Whole(Kind):
 
     def values(self, value, rng):
         huge = {"2^k": 2 ** int(rng.integers(33, 100)), "10^400": 10**400}
-        below = {} if self.low is None else {"below": self.low - 1, "negative": self.low - int(rng.integers(2, 99))}
+        below = (
+            {}
+            if self.low is None
+            else {"below": self.low - 1, "negative": self.low - int(rng.integers(2, 99))}
+        )
         return NO_INT | huge | below
 
     def same(self, value):
@@ -57,7 +67,11 @@ class Real(Kind):
     positive: bool = True
 
     def values(self, value, rng):
-        return NO_FLOAT | {"10^400": 10**400} | ({"negative": -float(rng.random()), "0": 0} if self.positive else {})
+        return (
+            NO_FLOAT
+            | {"10^400": 10**400}
+            | ({"negative": -float(rng.random()), "0": 0} if self.positive else {})
+        )
 
     def same(self, value):
         return {} if value is None else {"numpy": np.float64(value)}
@@ -106,7 +120,14 @@ class Of(Kind):
     """An object of a class of ours, or of Flax."""
 
     def values(self, value, rng):
-        return {"int": int(rng.integers(9)), "str": "a", "nan": math.nan, "dict": {}, "list": [3], "class": type(value)}
+        return {
+            "int": int(rng.integers(9)),
+            "str": "a",
+            "nan": math.nan,
+            "dict": {},
+            "list": [3],
+            "class": type(value),
+        }
 
 
 class Function(Kind):
@@ -120,7 +141,12 @@ class Sharding(Kind):
     """Names of mesh axes by the names of dimensions."""
 
     def values(self, value, rng):
-        names = {"unknown": {no_name(rng)["unknown"]: "data"}, "axis": {"heads": 3}, "list": ["heads"], "str": "heads"}
+        names = {
+            "unknown": {no_name(rng)["unknown"]: "data"},
+            "axis": {"heads": 3},
+            "list": ["heads"],
+            "str": "heads",
+        }
         return names | {"int": 3, "nan": math.nan}
 
 
@@ -133,7 +159,12 @@ class Floats(Kind):
 
     def values(self, value, rng):
         others = {"int": value.astype(np.int32), "bool": value.astype(bool), "complex": value.astype(complex)}
-        others |= {"float8": value.astype(ml_dtypes.float8_e5m2), "str": "a", "float": 1.0, "list": value.tolist()}
+        others |= {
+            "float8": value.astype(ml_dtypes.float8_e5m2),
+            "str": "a",
+            "float": 1.0,
+            "list": value.tolist(),
+        }
         return others | self.shapes(value, rng)
 
     def shapes(self, value, rng):
@@ -149,7 +180,12 @@ class Integers(Floats):
     """An array of integers that fit into 32 bits."""
 
     def values(self, value, rng):
-        others = {"float": value.astype(np.float32), "bool": value.astype(bool), "list": value.tolist(), "str": "a"}
+        others = {
+            "float": value.astype(np.float32),
+            "bool": value.astype(bool),
+            "list": value.tolist(),
+            "str": "a",
+        }
         wide = value.astype(np.int64)
         others |= {"wraps": wide + 2 ** int(rng.integers(32, 60)), "uint32": value.astype(np.uint32) + 2**31}
         return others | self.shapes(value, rng)
@@ -176,9 +212,11 @@ class Exact(Floats):
     """An array of one dtype."""
 
     def values(self, value, rng):
-        return {"float": value.astype(np.float32), "int64": value.astype(np.int64), "list": value.tolist()} | self.shapes(
-            value, rng
-        )
+        return {
+            "float": value.astype(np.float32),
+            "int64": value.astype(np.int64),
+            "list": value.tolist(),
+        } | self.shapes(value, rng)
 
 
 class Flags(Exact):

@@ -47,7 +47,11 @@ import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, generate, model, nn, parallel
 
 CONFIG = NSAConfig(
-    compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=4, window_size=5
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=4,
+    num_selected_blocks=4,
+    window_size=5,
 )
 B, T, N, K, H, V, D, C, VOCAB, ROOM = 2, 10, 4, 2, 4, 3, 12, 4, 11, 12
 RNG = np.random.default_rng(0)
@@ -109,7 +113,9 @@ def made(make: Callable[..., nnx.Module]) -> Callable[..., Any]:
 
     def call(rngs, **given):
         def parameters():
-            return nnx.state(make(rngs=nnx.Rngs(0) if isinstance(rngs, nnx.Rngs) else rngs, **given), nnx.Param)
+            return nnx.state(
+                make(rngs=nnx.Rngs(0) if isinstance(rngs, nnx.Rngs) else rngs, **given), nnx.Param
+            )
 
         return nnx.eval_shape(parameters)
 
@@ -159,7 +165,10 @@ PLACES = dict(
 READS = dict(return_reads=(False, Flag()))
 QUERY = (floats(B, T, N, H), Floats(axes="BTNH"))
 KEY, VALUE = (floats(B, T, K, H), Floats(axes="BSKH")), (floats(B, T, K, V), Floats(axes="BSKV", free="V"))
-KEY_CMP, VALUE_CMP = (floats(B, C, K, H), Floats(axes="BCKH")), (floats(B, C, K, V), Floats(axes="BCKV", free="V"))
+KEY_CMP, VALUE_CMP = (
+    (floats(B, C, K, H), Floats(axes="BCKH")),
+    (floats(B, C, K, V), Floats(axes="BCKV", free="V")),
+)
 BOUND_VALUE = (VALUE[0], Floats(axes="BSKV"))
 BLOCKS = (np.tile(np.array([0, -1, -1, -1], np.int32), (B, T, K, 1)), Integers(axes="BTKR"))
 GATES = (floats(B, T, N, 3), Floats(axes="BTN3"))
@@ -219,7 +228,9 @@ OPERATIONS = {
     ),
 }  # fmt: skip
 
-PLATFORM = dict(config=(CONFIG, Of(optional=True)), platform=("cuda", Name(optional=True)), return_reads=(False, Flag()))
+PLATFORM = dict(
+    config=(CONFIG, Of(optional=True)), platform=("cuda", Name(optional=True)), return_reads=(False, Flag())
+)
 RANGES = np.zeros((B, T, K, 4, 2), np.int32)
 RANGE_VALUES = {
     "float": RANGES * 1.0, "bool": RANGES.astype(bool), "str": "a", "ragged": [[1, 2], [3]], "rank": RANGES[0],
@@ -242,7 +253,9 @@ def in_shard_map(operation):
 
     def call(**given):
         # Arrays of floats are given to the shard_map; the rest is closed over.
-        spread = {name: x for name, x in given.items() if getattr(x, "dtype", None) == np.float32 and x.ndim > 2}
+        spread = {
+            name: x for name, x in given.items() if getattr(x, "dtype", None) == np.float32 and x.ndim > 2
+        }
         others = {name: x for name, x in given.items() if name not in spread}
         spec = PartitionSpec(None, None)
         run = jax.shard_map(
@@ -359,7 +372,10 @@ DENSE_OPTIONS = dict(
 )  # fmt: skip
 X = (floats(B, T, D), Floats(axes="BTD", free="BT"))
 X_OF_MANY = (floats(B, T, D), Floats(axes="BTD"))
-PER_TOKEN = dict(positions=(ints(B, T), Integers(True, "BT")), segment_ids=(np.ones((B, T), np.int32), Integers(True, "BT")))
+PER_TOKEN = dict(
+    positions=(ints(B, T), Integers(True, "BT")),
+    segment_ids=(np.ones((B, T), np.int32), Integers(True, "BT")),
+)
 DROPOUT = dict(deterministic=(True, Flag(optional=True)), rngs=(nnx.Rngs(0), Of(optional=True)))
 
 UNMAPPED = {"list": [1.0], "None": None, "int": 3, "unknown": {"a": np.ones(3)}, "no array": {"a": 3}}
@@ -444,7 +460,9 @@ LAYERS = {
 
 NEW = 2
 ROWS = dict(batch=(B, Whole()), max_length=(ROOM, Whole()), step_capacity=(8, Whole()))
-NEW_CACHE = ROWS | dict(num_kv_heads=(K, Whole()), key_dim=(H, Whole()), value_dim=(V, Whole()), dtype=(jnp.float32, DType()))
+NEW_CACHE = ROWS | dict(
+    num_kv_heads=(K, Whole()), key_dim=(H, Whole()), value_dim=(V, Whole()), dtype=(jnp.float32, DType())
+)
 COUNTS = (np.array([0, 2], np.int32), Counts(True, "B", low=0, high=NEW))
 NEW_QUERY = (floats(B, NEW, N, H), Floats(axes="BTNH"))
 NEW_X = (floats(B, NEW, D), Floats(axes="BTD", free="T"))
@@ -611,7 +629,9 @@ def test_another_form_of_the_same_value_is_the_same_call(name):
     argument, (value, _) = next(iter(call.arguments.items()))
     expected = call.outcome(argument, value)
 
-    wrong = [f"{name}, {label}" for name, label, value in call.same() if call.outcome(name, value) != expected]
+    wrong = [
+        f"{name}, {label}" for name, label, value in call.same() if call.outcome(name, value) != expected
+    ]
 
     assert not wrong, "\n".join(wrong)
 

@@ -16,6 +16,7 @@ from nsa_jax.config import LONGEST, NSAConfig, check_config
 from nsa_jax.layout import NSACache, TokenKeysValues
 from nsa_jax.option_checks import check_dtype, check_int
 
+
 def check_operands(
     step: Callable[..., Any],
     cache: NSACache,
@@ -36,9 +37,7 @@ def check_operands(
     check_arrays(step, holders, query=query, gates=gates, num_tokens=num_tokens)
 
 
-def check_arrays(
-    step: Callable[..., Any], holders: Mapping[str, NamedTuple], **arrays: Array | None
-) -> None:
+def check_arrays(step: Callable[..., Any], holders: Mapping[str, NamedTuple], **arrays: Array | None) -> None:
     """Raises unless the arrays of a step, with those in its cache, fit together by their annotations.
 
     Args:
@@ -113,7 +112,7 @@ def check_layer_cache(
 
 
 def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
-    """Raises TypeError or ValueError if a `Compression` does not fit the cache. A function need only be one."""
+    """Raises TypeError or ValueError unless `compress` is a function, or data that fit the cache."""
     check_compress(compress)
     if not isinstance(compress, Compression):
         return
@@ -241,7 +240,7 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
 
 
 def _known(counts: Array) -> np.ndarray | None:
-    """The values of counts, fetched from a GPU if need be; None while tracing, or if other processes have them."""
+    """The values of counts, also from a GPU; None while tracing, or if other processes have them."""
     if isinstance(counts, jax.core.Tracer):
         return None
     if isinstance(counts, jax.Array) and not (counts.is_fully_addressable or counts.is_fully_replicated):

@@ -59,7 +59,7 @@ def init_dense_cache(
 
     Raises:
       TypeError: `window_size` or another size is not an int.
-      ValueError: a size is below 1 or above 2^30, or `dtype` is not a floating-point type of at least 16 bits.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)

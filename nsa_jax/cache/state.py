@@ -95,7 +95,7 @@ def init_cache(
 
     Raises:
       TypeError: a size is not an int, `config` is not an `NSAConfig`, or `share_keys_values` is not a bool.
-      ValueError: a size is below 1 or above 2^30, or `dtype` is not a floating-point type of at least 16 bits.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
     """
     check_config(config)
     check_flag(share_keys_values=share_keys_values)

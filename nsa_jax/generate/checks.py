@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from nsa_jax.array_checks import check_ids, check_integers
 from nsa_jax.array_typing import Array, PRNGKeyArray
@@ -18,13 +19,17 @@ LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError unless the model has the methods of `Decoder`, with `num_tokens` as a keyword."""
+    """Raises TypeError unless the model is a module with the methods of `Decoder`, `num_tokens` a keyword."""
     methods = ("init_cache", "prefill", "decode_step")
     missing = [name for name in methods if not callable(getattr(model, name, None))]
     if missing:
         raise TypeError(
             f"model must have the methods of Decoder, got {type(model).__name__} without "
             f"{', '.join(missing)}. Pass an nsa_jax.model.Transformer, or add them."
+        )
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model must be an nnx.Module, got {type(model).__name__}. Make it a subclass, and pass one of it."
         )
     for name in methods[1:]:
         signature = inspect.signature(getattr(model, name))
@@ -128,7 +133,9 @@ def check_draw(*, temperature: Any = None, top_k: Any = None, top_p: Any = None)
                 f"{name} must be a number or a scalar array, got {type(number).__name__}. Pass a float."
             )
         if not 0 < number <= most:
-            raise ValueError(f"{name} must be above 0 and at most {most:.3g}, got {number}. Pass None for none.")
+            raise ValueError(
+                f"{name} must be above 0 and at most {most:.3g}, got {number}. Pass None to leave it out."
+            )
     if top_k is not None and not _is_scalar(top_k, jnp.integer):
         check_counts(top_k=top_k)
 

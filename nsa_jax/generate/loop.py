@@ -27,9 +27,9 @@ from nsa_jax.option_checks import check_int
 class Decoder(Protocol):
     """The methods that `generate` needs of a model, such as `nsa_jax.model.Transformer`.
 
-    The model must also be an `nnx.Module`. It may have an int `vocab_size`: then `generate` refuses prompts with
-    ids that are not below it, where the host has their values. `generate` passes `num_tokens` by its name, all other arguments by
-    position.
+    The model must also be an `nnx.Module`. `generate` passes `num_tokens` by its name, all other arguments by
+    position. If the model has an int `vocab_size`, `generate` refuses prompts with ids that are not below it,
+    where the host has their values.
     """
 
     def init_cache(self, batch: int, max_length: int) -> Any:
@@ -151,7 +151,8 @@ def generate(
       TypeError: an argument has the wrong type, or `model` lacks a method or its `num_tokens`.
       ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, an
         argument is out of range, or `top_k` or `top_p` is given without a temperature; or an id is not in the
-        vocabulary, where the host has its value: in NumPy arrays and in JAX arrays on a CPU. Nothing runs then.
+        vocabulary, where the host has its value: in NumPy arrays and in JAX arrays on a CPU. Nothing runs
+        then.
 
     Examples:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens

@@ -93,7 +93,9 @@ class Runs:
 
     def __post_init__(self):
         if not isinstance(self.runs, tuple) or not all(isinstance(run, Run) for run in self.runs):
-            raise TypeError(f"runs must be a tuple of Run, got {self.runs!r}. Pass Runs((Run(length, first),)).")
+            raise TypeError(
+                f"runs must be a tuple of Run, got {self.runs!r}. Pass Runs((Run(length, first),))."
+            )
         # As Python ints: sums of NumPy's would overflow where these are narrow.
         object.__setattr__(self, "runs", tuple(Run(*map(_as_int, run)) for run in self.runs))
         object.__setattr__(self, "divisor", _as_int(self.divisor))

@@ -85,8 +85,8 @@ class TransformerConfig:
     remat: bool = False
 
     def __post_init__(self):
-        sizes = {name: getattr(self, name) for name in ("vocab_size", "num_layers", "model_dim", "mlp_dim")}
-        check_int(low=1, **{name: size for name, size in sizes.items() if size is not None or name != "mlp_dim"})
+        sizes = ("vocab_size", "num_layers", "model_dim", *([] if self.mlp_dim is None else ["mlp_dim"]))
+        check_int(low=1, **{name: getattr(self, name) for name in sizes})
         check_config(self.nsa)
         head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
         for name in (*sizes, "num_heads", "num_kv_heads", "head_dim"):

@@ -119,10 +119,10 @@ class Transformer(nnx.Module):
           Logits in float32, or in float64 for a float64 computation.
 
         Raises:
-          TypeError: `tokens` or an index array is not an array of integers.
-          ValueError: `tokens` is not a matrix, or the shape of an argument does not fit it; or an id is not in
-            the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in JAX arrays on
-            a CPU. Elsewhere the logits of such an id are meaningless.
+          TypeError: `tokens` is not an array, or an index array not one of integers.
+          ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it; or an
+            id is not in the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in
+            JAX arrays on a CPU. Elsewhere the logits of such an id are meaningless.
         """
         x = self._embed(tokens)
         run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__

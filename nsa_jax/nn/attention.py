@@ -148,9 +148,9 @@ class NSAAttention(CacheSteps):
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
       ValueError: head counts or widths do not divide; a number is out of range; `compression`, `dtype`,
-        `param_dtype`, `precision`, `context_order`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
-        shard a parameter as asked; or `rotary` or `compressor` is given together with the options that it
-        replaces.
+        `param_dtype`, `precision`, `context_order`, `implementation` or a name in `sharding` is unknown, or
+        the mesh in context cannot shard a parameter as asked; or `rotary` or `compressor` is given together
+        with the options that it replaces.
 
     Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))

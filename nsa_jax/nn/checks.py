@@ -33,11 +33,12 @@ def check_precision(precision: Any) -> None:
     """Raises ValueError unless JAX knows this precision of a product."""
     if precision is None:
         return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
-        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=precision), jax.ShapeDtypeStruct((1, 1), "float32"))
+        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=precision), one)
     except (TypeError, ValueError):
         raise ValueError(
-            f'precision must be one of jax.lax.Precision, got {precision!r}. Pass None or "highest", for example.'
+            f"precision must be one of jax.lax.Precision, got {precision!r}. Pass None for the default."
         ) from None
 
 

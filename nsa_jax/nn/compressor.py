@@ -94,7 +94,7 @@ class Compressor(nnx.Module):
         own = dict(l=self.config.compression_block_size, H=self.head_dim)
         if (given := {axis: sizes[axis] for axis in own}) != own:
             raise ValueError(
-                f"windows must be [B, m, l, K, H] with {own}, got {given}. Make the compressor for these sizes."
+                f"windows must be [B, m, l, K, H] with {own}, got {given}. Make the compressor for them."
             )
         if self.mode == "mean":
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)

@@ -9,9 +9,9 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.nn.checks import check_array
 from nsa_jax.nn.parameters import by_path
 from nsa_jax.nn.parts import CompressorFunction, compress
-from nsa_jax.nn.checks import check_array
 from nsa_jax.nn.rotary import RotaryFunction, turn
 from nsa_jax.parallel import Order, from_zigzag, to_zigzag, token_indices
 from nsa_jax.parallel.order import check_order, on_whole_rows

@@ -67,8 +67,8 @@ class DenseAttention(DenseCacheSteps):
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
       ValueError: head counts or widths do not divide; a number is out of range; `dtype`, `param_dtype`,
-        `precision`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; or `rotary` is
-        given together with `rope_base` or `rope_scaling`.
+        `precision`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
+        shard a parameter as asked; or `rotary` is given together with `rope_base` or `rope_scaling`.
     """
 
     def __init__(

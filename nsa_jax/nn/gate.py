@@ -38,8 +38,8 @@ class Gate(nnx.Module):
 
     Raises:
       TypeError: an option is of the wrong kind.
-      ValueError: a number is out of range; `dtype`, `param_dtype` or `precision` is unknown; `sharding` has an
-        unknown name, or the mesh in context cannot shard a parameter as asked.
+      ValueError: a number is out of range; `dtype`, `param_dtype`, `precision` or a name in `sharding` is
+        unknown, or the mesh in context cannot shard a parameter as asked.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Gate(nnx.Module):
         width = check_arrays(Gate.__call__, x=x)["D"]
         if width != self.kernel_in.shape[0]:
             raise ValueError(
-                f"x must have the width {self.kernel_in.shape[0]} of the gate, got {width}. Make the gate with this "
+                f"x must be as wide as the gate, {self.kernel_in.shape[0]}, got {width}. Make the gate with this "
                 "width as in_features."
             )
         parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)

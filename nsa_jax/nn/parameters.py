@@ -134,7 +134,7 @@ def sharding_of(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | 
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"module must be an nnx.Module, got {type(module).__name__}. Pass a layer or a model.")
+        raise TypeError(f"module must be an nnx.Module, got {type(module).__name__}. Pass a layer or model.")
 
 
 def _check_arrays(named: Mapping[str, Any], remedy: str) -> None:

@@ -13,9 +13,9 @@ from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
-from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
 from nsa_jax.option_checks import check_flag
 

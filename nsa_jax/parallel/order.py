@@ -63,7 +63,8 @@ def token_indices(length: int, num_devices: int, order: Order = "zigzag") -> np.
 
     Raises:
       TypeError: a number is not an int.
-      ValueError: the length is negative or does not divide, the order is unknown, or the number of devices is not positive.
+      ValueError: the length is negative or does not divide, the order is unknown, or the number of devices is
+        not positive.
     """
     check_int(low=0, length=length)
     _check_devices(num_devices)
