@@ -29,7 +29,7 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model must be an nnx.Module, got {type(model).__name__}. Make it a subclass, and pass one of it."
+            f"model must be an nnx.Module, got {type(model).__name__}. Make it one, and pass an instance."
         )
     for name in methods[1:]:
         signature = inspect.signature(getattr(model, name))

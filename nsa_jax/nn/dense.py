@@ -35,7 +35,8 @@ class DenseAttention(DenseCacheSteps):
     """Causal self-attention with rotary embedding and grouped queries, for comparison with `NSAAttention`.
 
     Without `window_size` it is full attention by `jax.nn.dot_product_attention`, which uses cuDNN where it
-    can. With `window_size`, a query sees that many of the most recent tokens, its own included, by
+    can; but in float64 by `nsa_jax.window_attention`, because the former has a softmax in float32. With
+    `window_size`, a query sees that many of the most recent tokens, its own included, by
     `nsa_jax.window_attention`. Both have the same parameters: `query_proj`, `key_proj`, `value_proj` and
     `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.
 
@@ -174,15 +175,18 @@ class DenseAttention(DenseCacheSteps):
         if positions is None:
             positions = token_positions(x, segment_ids)
         query, key, value = self._project(x, positions)
-        if self.window is not None:
+        window, implementation = self.window, self.implementation
+        if window is None and query.dtype == jnp.float64:
+            window, implementation = NSAConfig(window_size=x.shape[1]), "xla"
+        if window is not None:
             out, _ = attention.window_attention(
                 query,
                 key,
                 value,
-                config=self.window,
+                config=window,
                 segment_ids=segment_ids,
                 scale=self.scale,
-                implementation=self.implementation,
+                implementation=implementation,
             )
         else:
             out = per_shard(_attend, query, key, value, segment_ids, self.scale)

@@ -87,8 +87,8 @@ class Gate(nnx.Module):
         width = check_arrays(Gate.__call__, x=x)["D"]
         if width != self.kernel_in.shape[0]:
             raise ValueError(
-                f"x must be as wide as the gate, {self.kernel_in.shape[0]}, got {width}. Make the gate with this "
-                "width as in_features."
+                f"x must be as wide as the gate, {self.kernel_in.shape[0]}, got {width}. Make the gate with "
+                "this width as in_features."
             )
         parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
         x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
