@@ -76,8 +76,9 @@ def check_dtype(**values: Any) -> None:
     """Raises ValueError unless the values are floating-point dtypes of at least 16 bits, or names of such."""
     for name, value in values.items():
         try:
-            found = repr(value) if value is None else jnp.dtype(value).name  # NumPy takes None for float64
+            known = value is not None and jnp.dtype(value).name in FLOATS  # NumPy takes None for float64
         except TypeError:  # no dtype has this name
-            found = repr(value)
-        if found not in FLOATS:
-            raise ValueError(f"{name} must be floating, got {found}. Pass one of {FLOATS}.")
+            known = False
+        if not known:
+            given = getattr(value, "__name__", repr(value))
+            raise ValueError(f"{name} must be floating, got {given}. Pass one of {FLOATS}.")

@@ -301,7 +301,7 @@ def test_wrong_construction(arguments, message):
         (
             X,
             dict(positions=IDS.update(dtype=jnp.float32)),
-            "positions must hold integers, got float32. Cast it",
+            "positions must be an integer array, got float32. Cast it",
         ),
     ],
     ids=["rank", "width", "segment_ids", "positions", "float positions"],

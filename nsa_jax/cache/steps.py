@@ -50,8 +50,8 @@ def prefill(
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without room
-      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
+      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. Under `jit`, a
+      row without room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype, or the
@@ -186,7 +186,7 @@ def decode_step(
 
     Returns:
       `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
-      and is 0 for padding. A row without room for all its new tokens keeps what it held, gets output 0, and
+      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held, gets output 0, and
       its `overflowed` is set, under `jit` and outside.
 
     Raises:

@@ -100,7 +100,9 @@ def check_counts(**counts: Any) -> None:
 def check_tokens(eos_id: Any, pad_id: Any) -> None:
     """Raises TypeError unless both are ints; `eos_id` may be None. ValueError if `eos_id` is negative."""
     if eos_id is not None:
-        check_int(low=0, eos_id=eos_id)
+        check_int(eos_id=eos_id)
+        if eos_id < 0:
+            raise ValueError(f"eos_id must be at least 0, got {eos_id}. Pass None for no end token.")
     check_int(low=-LARGEST_INT, pad_id=pad_id)
 
 

@@ -277,8 +277,8 @@ class NSAAttention(CacheSteps):
           rngs: source of the random numbers for dropout, by default the layer's own.
 
         Returns:
-          The layer output. For a padding token the attention output is 0, so the layer returns 0, or the bias
-          of the output projection.
+          The layer output. For a padding token with finite input the attention output is 0, so the layer
+          returns 0, or the bias of the output projection.
 
         Raises:
           TypeError: `x` or an argument is not an array, `x` does not hold floats or an index array does not

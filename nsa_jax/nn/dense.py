@@ -35,7 +35,8 @@ class DenseAttention(DenseCacheSteps):
     """Causal self-attention with rotary embedding and grouped queries, for comparison with `NSAAttention`.
 
     Without `window_size` it is full attention by `jax.nn.dot_product_attention`, which uses cuDNN where it
-    can; but in float64 by `nsa_jax.window_attention`, because the former has a softmax in float32. With
+    can; but in float64 by `nsa_jax.window_attention`, because the former has a softmax in float32. It also
+    lets NaN and infinity of padding and later tokens into other outputs, which nothing else here does. With
     `window_size`, a query sees that many of the most recent tokens, its own included, by
     `nsa_jax.window_attention`. Both have the same parameters: `query_proj`, `key_proj`, `value_proj` and
     `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.

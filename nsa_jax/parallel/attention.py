@@ -67,7 +67,8 @@ def context_attention(
         `nsa_jax.choose`.
 
     Returns:
-      The output for the tokens of this device, in the query's dtype; 0 for a padding token.
+      The output for the tokens of this device, in the query's dtype; 0 for a padding token with finite
+      gates.
 
     Raises:
       TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
