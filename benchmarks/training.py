@@ -35,8 +35,8 @@ from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn.checks import head_width
 from nsa_jax.nn.dense import choose_implementation
-from nsa_jax.nn.projections import head_width
 from nsa_jax.parallel import padded_length, to_zigzag
 
 try:

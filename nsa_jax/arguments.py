@@ -1,14 +1,10 @@
 """Validates a call at trace time: checks shapes, dtypes and options, and returns where its queries stand.
 
-The expected shapes are read from the annotations of the public operations. The values of index arrays are
-checked by `nsa_jax.debug`.
+The expected shapes are read from the annotations of the public operations (`array_checks`). The values of
+index arrays are checked by `nsa_jax.debug`.
 """
 
-import functools
-import inspect
-import math
 import numbers
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.config import NSAConfig
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+from nsa_jax.array_checks import check_arrays, check_integers, check_values
+from nsa_jax.array_typing import Array, DType, Int
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.option_checks import LARGEST_INT, check_int, is_finite
 
 
 class Call(NamedTuple):
@@ -65,13 +61,11 @@ def check(
     """
     positions_array = None if isinstance(query_positions, layout.Runs) else query_positions
     arrays = dict(arrays, query_positions=positions_array, segment_ids=segment_ids)
-    annotations = annotations_of(operation)
-    sizes = bind_shapes(annotations, arrays)
+    sizes = check_arrays(operation, **arrays)
     check_config(config)
     check_not_empty(sizes)
     check_heads(sizes)
     check_selection(sizes, config)
-    check_dtypes(annotations, arrays)
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
         check_halo(query_positions, first_key_win, sizes, config)
@@ -89,88 +83,7 @@ def check(
         segment_ids=_as_given(segment_ids),
         first_keys=layout.FirstKeys(win=layout.Index(first_key_win)),
     )
-    return Call(placement, resolve_scale(scale, sizes["H"]))
-
-
-def bind_shapes(annotations: "Annotations", arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Finds the size of each letter in `annotations` from the shapes of `arrays`.
-
-    An array may be None if its annotation allows it.
-
-    Raises:
-      TypeError: something is not an array.
-      ValueError: an array has the wrong number of axes, or one letter has two sizes.
-    """
-    sizes: dict[str, int] = {}
-    origin: dict[str, str] = {}
-    for name, array in arrays.items():
-        annotation, optional = annotations[name]
-        axes = annotation.dim_str.split()
-        if array is None and optional:
-            continue
-        if not isinstance(array, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-            raise TypeError(f"{name} must be an array, got {type(array).__name__}. Pass a jax.Array.")
-        if len(array.shape) != len(axes):
-            raise ValueError(
-                f"{name} must have {len(axes)} axes [{', '.join(axes)}], got shape {tuple(array.shape)}. "
-                "Reshape or transpose it."
-            )
-        for axis, size in zip(axes, array.shape, strict=True):
-            expected = int(axis) if axis.isdigit() else sizes.setdefault(axis, size)
-            if size != expected:
-                source = "by definition" if axis.isdigit() else f"in {origin[axis]}"
-                raise ValueError(
-                    f"axis {axis} of {name} must be {expected} ({source}), got shape {tuple(array.shape)}. "
-                    f"Pass {name} as [{', '.join(axes)}]."
-                )
-            origin.setdefault(axis, name)
-    return sizes
-
-
-type Annotations = Mapping[str, tuple[Any, bool]]
-
-
-def annotations_of(owner: Callable[..., Any]) -> Annotations:
-    """The jaxtyping annotation of each array of a function or a class, and whether it may be None."""
-    return _annotations_of(owner)
-
-
-# Separate from `annotations_of` because type checkers let a cached function take hashable types only.
-@functools.cache
-def _annotations_of(owner: Any) -> Annotations:
-    if isinstance(owner, type):
-        annotated = inspect.get_annotations(owner)
-    else:
-        annotated = {name: x.annotation for name, x in inspect.signature(owner).parameters.items()}
-    found = {}
-    for name, annotation in annotated.items():
-        parts = typing.get_args(annotation) or (annotation,)
-        if shaped := [part for part in parts if hasattr(part, "dim_str")]:
-            found[name] = (shaped[0], type(None) in parts)
-    return found
-
-
-def check_dtypes(annotations: Annotations, arrays: Mapping[str, Any]) -> None:
-    """Raises unless each array has the kind of dtype that its annotation names.
-
-    Queries, keys and values must also share one dtype; gates and log-sum-exps may have their own.
-
-    Raises:
-      TypeError: an array has another kind of dtype, or a float type that is not supported.
-      ValueError: queries, keys and values differ in dtype.
-    """
-    present = {name: array for name, array in arrays.items() if array is not None}
-    floats = {name: x for name, x in present.items() if annotations[name][0].dtype is Float}
-    check_floats(**{name: x for name, x in floats.items() if not _own_dtype(name)})
-    for name, array in present.items():
-        if name in floats:
-            check_floats(**{name: array})
-        else:
-            check_integers(**{name: array})
-
-
-def _own_dtype(name: str) -> bool:
-    return name.startswith(("gates", "lse"))
+    return Call(placement, resolve_scale(scale, sizes["H"], arrays["query"].dtype))
 
 
 def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHV") -> None:
@@ -185,37 +98,6 @@ def check_heads(sizes: Mapping[str, int]) -> None:
         raise ValueError(
             "the number of query heads must be a multiple of the number of KV heads, got "
             f"N = {sizes['N']} and K = {sizes['K']}. Choose num_kv_heads so that it divides num_heads."
-        )
-
-
-def check_floats(**arrays: Array) -> None:
-    """Raises TypeError or ValueError unless all arrays are of one dtype, a float of at least 16 bits."""
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} must be floating point, got {array.dtype}. Cast it, for example to bfloat16."
-            )
-        if array.dtype.name not in FLOATS:
-            raise TypeError(f"{name} must be one of {FLOATS}, got {array.dtype}. Cast it to bfloat16.")
-    if len({array.dtype for array in arrays.values()}) > 1:
-        got = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        raise ValueError(
-            f"queries, keys and values must have one dtype, got {got}. Cast them to the same dtype."
-        )
-
-
-def check_integers(**arrays: Array) -> None:
-    """Raises TypeError unless all arrays hold integers."""
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"{name} must be an integer array, got {array.dtype}. Cast it to int32.")
-
-
-def check_config(config: NSAConfig) -> None:
-    """Raises TypeError unless `config` is an `NSAConfig`, not, for example, the configuration of a model."""
-    if not isinstance(config, NSAConfig):
-        raise TypeError(
-            f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...)."
         )
 
 
@@ -240,19 +122,25 @@ def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> Non
 
 
 def check_runs(runs: layout.Runs, sizes: Mapping[str, int]) -> None:
-    """Raises unless the runs cover the `T` queries and each index is an int, a scalar or one int per row."""
+    """Raises unless the runs cover the `T` queries, and each index is an int, a scalar or one int per row."""
     lengths = [run.length for run in runs.runs]
     if not all(isinstance(x, numbers.Integral) and x > 0 for x in lengths) or sum(lengths) != sizes["T"]:
         raise ValueError(
             f"the lengths of runs must be positive ints that add up to T, got {lengths} and "
             f"T = {sizes['T']}. Make the runs cover every query once."
         )
-    if not isinstance(runs.divisor, numbers.Integral) or runs.divisor < 1:
-        raise ValueError(f"divisor must be a positive int, got {runs.divisor!r}. Pass 1 if nothing is known.")
-    for run in runs.runs:
-        _check_row_number("the first of a run", run.first, sizes["B"])
+    check_firsts(runs, sizes["B"])
     if runs.num_queries is not None:
-        _check_row_number("num_queries", runs.num_queries, sizes["B"], scalar=False)
+        check_row_number("num_queries", runs.num_queries, sizes["B"], scalar=False)
+        check_values(0, sizes["T"], num_queries=runs.num_queries)
+
+
+def check_firsts(runs: layout.Runs, batch: int) -> None:
+    """Raises unless the divisor is a positive int, and first indices are ints, scalars or one int per row."""
+    check_int(low=1, divisor=runs.divisor)
+    for run in runs.runs:
+        check_int(low=1, **{"the length of a run": run.length})
+        check_row_number("the first of a run", run.first, batch, after=run.length)
 
 
 def check_halo(
@@ -267,6 +155,7 @@ def check_halo(
             f"halo must be an int of at least window_size - 1 = {config.window_size - 1}, got {halo!r}. Give "
             "each run all keys that its first query sees."
         )
+    check_int(high=(LARGEST_INT - sizes["T"]) // len(runs.runs), halo=halo)
     if not is_zero(first_key):
         raise ValueError(
             "first_key must be left out if runs have a halo, got both. Leave it out: the runs say where "
@@ -285,7 +174,7 @@ def check_first_key(first_key: int | Array, sizes: Mapping[str, int]) -> None:
 
     If it is 0, the window's keys must be those of the whole row.
     """
-    _check_row_number("first_key", first_key, sizes["B"])
+    check_row_number("first_key", first_key, sizes["B"], after=sizes.get("W", 0))
     if is_zero(first_key) and "W" in sizes and sizes.get("S", sizes["W"]) != sizes["W"]:
         raise ValueError(
             f"the window's keys must cover all S = {sizes['S']} tokens unless first_key is given, got "
@@ -298,8 +187,13 @@ def is_zero(first_key: int | Array) -> bool:
     return isinstance(first_key, numbers.Integral) and first_key == 0
 
 
-def _check_row_number(name: str, number: Any, batch: int, scalar: bool = True) -> None:
-    if scalar and isinstance(number, numbers.Integral) and not isinstance(number, bool):
+def check_row_number(name: str, number: Any, batch: int, *, scalar: bool = True, after: int = 0) -> None:
+    """Raises unless `number` is a token index for each row: an int or scalar if `scalar`, or one per row.
+
+    An int must be such that the indices of `after` tokens from it on fit into int32, and itself when negated.
+    """
+    if scalar and isinstance(number, numbers.Integral):
+        check_int(low=-LARGEST_INT, high=LARGEST_INT - after, **{name: number})
         return
     shapes = ((), (batch,)) if scalar else ((batch,),)
     if not isinstance(number, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -309,14 +203,15 @@ def _check_row_number(name: str, number: Any, batch: int, scalar: bool = True) -
             f"{name} must be {'a scalar integer, or ' if scalar else ''}one integer for each of {batch} "
             f"rows, got {number.dtype} of shape {number.shape}. Reshape or cast it."
         )
+    check_integers(**{name: number})
 
 
-def resolve_scale(scale: float | None, key_dim: int) -> float:
+def resolve_scale(scale: float | None, key_dim: int, dtype: DType) -> float:
     """Returns the factor of the logits: `scale`, or `1/sqrt(key_dim)` if it is None.
 
     Raises:
       TypeError: `scale` is not a Python number.
-      ValueError: `scale` is not finite.
+      ValueError: `scale` is not finite, or too large for the logits of queries of this dtype.
     """
     if scale is None:
         return key_dim**-0.5
@@ -325,8 +220,12 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
             f"scale must be a Python number, got {type(scale).__name__}. Multiply the queries by an array "
             "instead."
         )
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim).")
+    # Half of the largest number, because kernels multiply the scale by log2(e).
+    most = float(jnp.finfo(jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)).max) / 2
+    if not is_finite(scale) or abs(scale) > most:
+        raise ValueError(
+            f"scale must be finite, got {scale}. Pass None for 1/sqrt(key dim), or at most {most:.3g} here."
+        )
     return float(scale)
 
 

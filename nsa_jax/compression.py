@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
+from nsa_jax.option_checks import check_number
 
 
 class ResidualMLP(NamedTuple):
@@ -86,8 +87,19 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, frequency: Float[np.ndarray, " pairs"], magnitude: float = 1.0) -> "Rotation":
-        """Returns the rotation by `frequency`, the angle per position of each pair in radians (float64)."""
-        ticks = np.asarray(frequency, np.float64) / RADIANS_PER_TICK
+        """Returns the rotation by `frequency`, the angle per position of each pair in radians (float64).
+
+        Raises:
+          TypeError: `frequency` is not an array of floats, or `magnitude` is not a number.
+          ValueError: a value is not finite.
+        """
+        check_number(magnitude=magnitude)
+        if not isinstance(frequency, np.ndarray) or not np.issubdtype(frequency.dtype, np.floating):
+            given = getattr(frequency, "dtype", type(frequency).__name__)
+            raise TypeError(f"frequency must be an array of floats, got {given}. Pass an np.ndarray.")
+        if not np.isfinite(frequency).all():
+            raise ValueError(f"frequency must be finite, got {frequency}. Pass radians per position.")
+        ticks = frequency.astype(np.float64) / RADIANS_PER_TICK
         whole = np.rint(ticks)
         rest = (ticks - whole) * RADIANS_PER_TICK
         return cls((whole % 2**32).astype(np.uint32).view(np.int32), rest.astype(np.float32), magnitude)
@@ -162,6 +174,15 @@ class Compression(NamedTuple):
 
 # Maps key windows, value windows and first positions to compressed keys and values, as `Compression` does.
 type Compress = Callable[[Array, Array, Array], tuple[Array, Array]] | Compression
+
+
+def check_compress(compress: Any) -> None:
+    """Raises TypeError unless `compress` can be called."""
+    if not callable(compress):
+        raise TypeError(
+            f"compress must be a Compression or a function, got {type(compress).__name__}. Pass "
+            "Compression() for means."
+        )
 
 
 def compress_blocks(

@@ -1,15 +1,20 @@
 """The block structure of Native Sparse Attention."""
 
 import dataclasses
-import numbers
+from typing import Any
+
+from nsa_jax.option_checks import check_int
+
+# Positions are int32, and sizes such as the window are added to them.
+LONGEST = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NSAConfig:
     """Block structure of Native Sparse Attention (arXiv:2502.11089, section 3).
 
-    Block sizes, stride and window are in tokens. The defaults are the paper's. A config is hashable, so it
-    can be a static argument of `jax.jit`.
+    Block sizes, stride and window are in tokens. No value may exceed 2^30. The defaults are the paper's. A
+    config is hashable, so it can be a static argument of `jax.jit`.
 
     Attributes:
       compression_block_size: `l`, tokens that one compressed key summarises; a multiple of
@@ -19,7 +24,7 @@ class NSAConfig:
       selection_block_size: `l'`, tokens of one selection block; a multiple of `compression_stride`.
       num_selected_blocks: `n`, most blocks that a query selects per KV head, the initial and local blocks
         included; at least `num_initial_blocks + num_local_blocks`.
-      window_size: `w`, tokens that the window branch sees, the query's own included; from 1 to 2^30.
+      window_size: `w`, tokens that the window branch sees, the query's own included; at least 1.
       num_initial_blocks: number of blocks at the start of the sequence that are always selected; at least 0.
       num_local_blocks: number of blocks up to and including the query's own that are always selected; at
         least 1.
@@ -43,28 +48,8 @@ class NSAConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise TypeError(f"{field.name} must be an int, got {value!r}. Pass a whole number.")
+            check_int(low=0 if field.name == "num_initial_blocks" else 1, high=LONGEST, **{field.name: value})
             object.__setattr__(self, field.name, int(value))  # NumPy integers are accepted, too
-        for name in ("compression_block_size", "compression_stride", "selection_block_size", "window_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}. Pass a positive number."
-                )
-        if self.window_size > 2**30:  # kernels add it to positions, which are int32
-            raise ValueError(
-                f"window_size must be at most 2^30, got {self.window_size}. Pass the length of the "
-                "longest row."
-            )
-        if self.num_initial_blocks < 0:
-            raise ValueError(
-                f"num_initial_blocks must be at least 0, got {self.num_initial_blocks}. Pass 0 for none."
-            )
-        if self.num_local_blocks < 1:
-            raise ValueError(
-                f"num_local_blocks must be at least 1, got {self.num_local_blocks}. Pass 1 for the query's "
-                "own block alone."
-            )
         for name in ("compression_block_size", "selection_block_size"):
             if getattr(self, name) % self.compression_stride:
                 raise ValueError(
@@ -84,3 +69,11 @@ class NSAConfig:
                 f"{self.num_selected_blocks} < "
                 f"{self.num_initial_blocks} + {self.num_local_blocks}. Raise it to at least {forced}."
             )
+
+
+def check_config(config: Any) -> None:
+    """Raises TypeError unless `config` is an `NSAConfig`, not, for example, the configuration of a model."""
+    if not isinstance(config, NSAConfig):
+        raise TypeError(
+            f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...)."
+        )

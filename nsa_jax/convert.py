@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.arguments import check_integers
+from nsa_jax import array_checks
+from nsa_jax.array_checks import check_integers
 from nsa_jax.array_typing import Array, Int, Int32
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import LONGEST, NSAConfig, check_config
+from nsa_jax.option_checks import check_choice, check_int
 
 type RangesLayout = Literal["BTKn2", "TKn2", "BTn2"]
 
@@ -47,16 +49,12 @@ def segment_ids_from_cu_seqlens(
         raise TypeError(
             f"length must be a Python int, got {type(length).__name__}. Make it a static argument of jit."
         )
-    if length < 0:
-        raise ValueError(f"length must be at least 0, got {length}. Pass the number of tokens of a row.")
+    check_int(low=0, high=LONGEST, length=length)
     traced = isinstance(cu_seqlens, jax.core.Tracer)
     if traced:
         check_integers(cu_seqlens=cu_seqlens)
     bounds = cu_seqlens if traced else _concrete("cu_seqlens", cu_seqlens)
-    if bounds.ndim not in (1, 2) or bounds.shape[-1] < 1:
-        raise ValueError(
-            f"cu_seqlens must be [n + 1] or [B, n + 1], got shape {bounds.shape}. Pass one row, or a batch."
-        )
+    array_checks.check_cu_seqlens(bounds)
     rows = bounds.reshape(-1, bounds.shape[-1])
     if traced:
         rows, token = rows.astype(jnp.int32), jnp.arange(length, dtype=jnp.int32)
@@ -100,8 +98,10 @@ def block_indices_from_ranges(
       Block indices `[B, T, K, R]`, int32, ascending, -1 in the unused slots at the end.
 
     Raises:
-      TypeError: an array does not hold integers, or is traced by JAX; or `num_kv_heads` is not an int.
-      ValueError: the layout is unknown, the number of axes is wrong, or a range is misaligned, reversed,
+      TypeError: an array does not hold integers, or is traced by JAX; `num_kv_heads` is not an int; or
+        `config` is not an `NSAConfig`.
+      ValueError: the layout is unknown, the number of axes is wrong, a position is below -1, a number does
+        not fit into 32 bits, or a range is misaligned, reversed,
         overlaps another, reaches beyond its query or makes one block too many. The message gives the first
         such range.
 
@@ -111,17 +111,10 @@ def block_indices_from_ranges(
       >>> block_indices_from_ranges(ranges, layout="BTKn2", config=config, query_positions=positions)
       Array([[[[ 0,  2, -1, -1]]]], dtype=int32)
     """
-    if layout not in RANGES_LAYOUTS:
-        raise ValueError(
-            f"layout must be one of {RANGES_LAYOUTS}, got {layout!r}. Name the axes of the ranges."
-        )
+    check_choice(RANGES_LAYOUTS, layout=layout)
+    check_config(config)
     if num_kv_heads is not None:
-        if isinstance(num_kv_heads, bool) or not isinstance(num_kv_heads, numbers.Integral):
-            raise TypeError(f"num_kv_heads must be an int, got {type(num_kv_heads).__name__}. Pass an int.")
-        if num_kv_heads < 1:
-            raise ValueError(
-                f"num_kv_heads must be at least 1, got {num_kv_heads}. Pass the number of heads."
-            )
+        check_int(low=1, num_kv_heads=num_kv_heads)
     array = _concrete("ranges", ranges)
     if array.ndim != len(layout) or array.shape[-1] != 2:
         raise ValueError(
@@ -132,7 +125,7 @@ def block_indices_from_ranges(
     elif layout == "BTn2":
         if num_kv_heads is None:
             raise ValueError("the layout BTn2 needs num_kv_heads, got None. Pass the number of KV heads.")
-        array = np.repeat(array[:, :, None], num_kv_heads, axis=2)
+        array = np.broadcast_to(array[:, :, None], (*array.shape[:2], num_kv_heads, *array.shape[2:]))
     if num_kv_heads not in (None, array.shape[2]):
         raise ValueError(
             f"ranges must have num_kv_heads = {num_kv_heads} KV heads, got {array.shape[2]}. Leave "
@@ -147,6 +140,10 @@ def block_indices_from_ranges(
             raise ValueError(
                 f"query_positions must be [B, T] = {(batch, num_queries)}, got shape {positions.shape}. "
                 "Reshape it."
+            )
+        if (positions < -1).any():
+            raise ValueError(
+                f"query_positions must be at least -1, got {positions.min()}. Mark padding queries with -1."
             )
 
     start, end = array[..., 0], array[..., 1]
@@ -180,7 +177,11 @@ def block_indices_from_ranges(
 def _concrete(name: str, array) -> np.ndarray:
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{name} must be concrete, got a traced array. Convert it outside jit.")
-    array = np.asarray(array)
+    try:
+        array = np.asarray(array)
+    except ValueError:  # lists of different lengths
+        given = type(array).__name__
+        raise TypeError(f"{name} must be an array, got a ragged {given}. Pass rows of one length.") from None
     check_integers(**{name: array})
     return array.astype(np.int64)  # differences of unsigned integers would wrap instead of being negative
 

@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from nsa_jax import arguments, layout
+from nsa_jax import arguments, array_checks, layout
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Int
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.option_checks import check_function, check_int
 
 
 def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
@@ -33,7 +35,9 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
     Raises:
       checkify.JaxRuntimeError: a non-zero id occurs in two separate runs. Under `checkify` inside `jit`, the
         error is returned instead.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
+    check_arrays(check_segment_ids, segment_ids=segment_ids)
     returning = layout.returning_ids(_signed(segment_ids))
     repeated = returning != 0
     checkify.check(
@@ -53,7 +57,10 @@ def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_
 
     Raises:
       checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
+    array_checks.check_cu_seqlens(cu_seqlens)
+    check_int(low=0, length=length)
     if cu_seqlens.size == 0:  # a batch of no rows
         return
     rows = _signed(cu_seqlens).reshape(-1, cu_seqlens.shape[-1])
@@ -79,7 +86,10 @@ def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> 
 
     Raises:
       checkify.JaxRuntimeError: a position is below -1, or is `num_keys` or more, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
+    check_arrays(check_query_positions, query_positions=query_positions)
+    check_int(low=0, num_keys=num_keys)
     query_positions = _signed(query_positions)
     checkify.check(
         ((query_positions >= -1) & (query_positions < num_keys)).all(),
@@ -108,7 +118,11 @@ def check_block_indices(
 
     Raises:
       checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
+    check_config(config)
+    index_arrays = dict(block_indices=block_indices, query_positions=query_positions)
+    check_arrays(check_block_indices, **index_arrays, segment_ids=segment_ids)
     block_indices, query_positions = _signed(block_indices), _signed(query_positions)
     used = block_indices >= 0
     checkify.check(
@@ -144,11 +158,16 @@ def check_runs(runs: layout.Runs, batch: int) -> None:
 
     Args:
       runs: the runs that are passed as `query_positions`.
-      batch: number of rows of the call; not needed for this check.
+      batch: number of rows of the call.
 
     Raises:
       checkify.JaxRuntimeError: an index is not a multiple, see `check_segment_ids`.
+      TypeError, ValueError: `runs` are not `Runs` of whole numbers, or not of `batch` rows.
     """
+    if not isinstance(runs, layout.Runs):
+        raise TypeError(f"runs must be Runs, got {type(runs).__name__}. Pass Runs((Run(length, first),)).")
+    check_int(low=0, batch=batch)
+    arguments.check_firsts(runs, batch)
     for run in runs.runs:
         first = jnp.asarray(run.first, jnp.int32)
         checkify.check(
@@ -170,9 +189,13 @@ def checked[**P, R](operation: Callable[P, R]) -> Callable[P, R]:
       A function with the arguments and results of `operation`. It raises `checkify.JaxRuntimeError` where the
       `check_*` functions of this module do.
 
+    Raises:
+      TypeError: `operation` is not a function.
+
     Examples:
       >>> out, lse = checked(nsa_jax.selected_attention)(q, k, v, block_indices, config=config)
     """
+    check_function(operation=operation)
     signature = inspect.signature(operation)
 
     @functools.wraps(operation)

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
+import numpy as np
 
 from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.kernels import xla
 from nsa_jax.kernels.capability import capability
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import support as triton_support
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
+from nsa_jax.option_checks import check_choice, check_flag
 from nsa_jax.sharding import PerShard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
@@ -143,23 +145,26 @@ def unsupported_reason(
       The reason, with what to do about it, or None.
 
     Raises:
-      ValueError: the operation, the implementation or the platform is unknown.
+      TypeError, ValueError: as in `choose`.
 
     Examples:
       >>> nsa_jax.unsupported_reason("gated_sum", "xla") is None
       True
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation must be one of {OPERATIONS}, got {operation!r}. Check the spelling.")
-    if implementation not in IMPLEMENTATIONS:
+    check_choice(OPERATIONS, operation=operation)
+    if implementation is None:
         raise ValueError(
-            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
-            "spelling."
+            f"implementation must be one of {IMPLEMENTATIONS}, got None. Call choose for the best one."
         )
-    if platform is not None and platform not in PLATFORMS:
+    check_implementation(implementation)
+    if platform is not None and (not isinstance(platform, str) or platform not in PLATFORMS):
         raise ValueError(
             f"platform must be None or one of {PLATFORMS}, got {platform!r}. Check the spelling."
         )
+    if config is not None:
+        check_config(config)
+    check_flag(return_reads=return_reads)
+    _check_operands(operation, arrays)
     if implementation == "xla":
         return None  # plain JAX runs everything everywhere
     if return_reads:
@@ -169,6 +174,31 @@ def unsupported_reason(
     if reason or implementation == "triton":
         return reason
     return mosaic_support.unsupported_reason(operation, *arrays, config=config, capability=capability())
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError unless there is such an implementation; whether it can run, each call finds out."""
+    if implementation is not None and (
+        not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS
+    ):
+        raise ValueError(
+            f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}. Check the "
+            "spelling."
+        )
+
+
+def _check_operands(operation: str, arrays: tuple[Any, ...]) -> None:
+    """Raises TypeError or ValueError unless the arrays have the kind and the rank of all operands."""
+    for array in arrays:
+        if not isinstance(array, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise TypeError(
+                f"an operand of {operation} must be an array or a jax.ShapeDtypeStruct, got "
+                f"{type(array).__name__}. Pass arrays alone by position."
+            )
+        if len(array.shape) != 4:
+            raise ValueError(
+                f"an operand of {operation} must have 4 axes, got shape {tuple(array.shape)}. Reshape it."
+            )
 
 
 def choose(
@@ -214,7 +244,8 @@ def choose(
 
     Raises:
       NotImplementedError: the implementation asked for by name, or forced, cannot run the call.
-      ValueError: the operation, the implementation or the platform is unknown.
+      TypeError: an array or `config` is of the wrong kind.
+      ValueError: the operation, the implementation or the platform is unknown, or an array has not four axes.
 
     Examples:
       >>> nsa_jax.choose("gated_sum", platform="cpu").implementation
@@ -270,8 +301,7 @@ def use_implementation(implementation: Implementation | None) -> contextlib.Abst
       >>> with nsa_jax.use_implementation("xla"):
       ...     out = jitted(query, key, value)
     """
-    if implementation is not None:
-        unsupported_reason(OPERATIONS[0], implementation)
+    check_implementation(implementation)
     return _forced(implementation)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_layer import SMALL, Layer, compress
+from messages import has_form
 
 from nsa_jax import cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation
@@ -45,7 +46,7 @@ BAD = {
     "batch": (
         dict(cache=Layer.make(batch=3, length=1).empty(16)),
         ValueError,
-        r"axis B of query must be 3 \(in cache",
+        r"axis B of tokens.key_cmp must be 3 \(in cache",
     ),
     "heads": (
         dict(query=zeros(2, 3, 3, 6), gates=zeros(2, 3, 3, 3)),
@@ -152,6 +153,45 @@ def test_prompt_longer_than_the_cache():
         jax.jit(lambda: cache.prefill(**arguments(12, cache=held)))()
 
 
+def test_a_prompt_may_fill_the_cache():
+    given = arguments(12, cache=LAYER.empty(12))
+
+    step = jax.eval_shape(lambda: cache.prefill(**given))
+
+    assert step.out.shape == (2, 12, 4, 5)
+
+
+def test_a_cache_of_arrays_that_do_not_fit_together():
+    held = LAYER.empty(16)
+    bad = {
+        r"axis raw of cache\.value_raw_ring must be 7": dict(value_raw_ring=held.value_raw_ring[:, :3]),
+        r"axis window of cache\.value_win_ring must be 11": dict(value_win_ring=held.value_win_ring[:, :3]),
+        r"axis K of cache\.key_win_ring must be 2": dict(key_win_ring=held.key_win_ring[:, :, :1]),
+        r"axis B of cache\.lengths must be 2": dict(lengths=held.lengths[:1]),
+        r"axis B of cache\.overflowed must be 2": dict(overflowed=held.overflowed[:1]),
+        r"axis V of cache\.value_cmp must be 5": dict(value_cmp=held.value_cmp[..., :3]),
+        "one dtype, got .*cache.key_raw_ring bfloat16": dict(
+            key_raw_ring=held.key_raw_ring.astype("bfloat16")
+        ),
+        r"cache\.lengths must be int32, got float32": dict(lengths=held.lengths * 1.0),
+        r"cache\.overflowed must be bool, got int32": dict(overflowed=held.lengths),
+        "both window rings or neither, got one without values": dict(value_win_ring=None),
+        "(the lengths of a cache must be at least 0|cache.lengths must be within 0)": dict(
+            lengths=held.lengths - 1
+        ),
+    }
+    for message, change in bad.items():
+        for step in (cache.prefill, cache.decode_step):
+            with pytest.raises((TypeError, ValueError), match=message) as raised:
+                step(**arguments(cache=held._replace(**change)))
+            assert has_form(str(raised.value)), str(raised.value)
+
+
+def test_decode_step_refuses_counts_that_the_host_knows_to_be_wrong():
+    with pytest.raises(ValueError, match=r"num_tokens must be within 0 \.\. 3, got values from -1 to 4"):
+        cache.decode_step(**arguments(num_tokens=jnp.array([-1, 4])))
+
+
 def test_chunk_without_room_in_one_row():
     held = LAYER.empty(16)._replace(lengths=jnp.array([13, 14]))
     with pytest.raises(
@@ -215,7 +255,7 @@ def test_counts_may_be_narrow_where_lengths_are_not(dtype):
 
 
 def test_init_cache_refuses_integers():
-    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass the dtype of the keys"):
+    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass one of"):
         cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))
 
 

@@ -27,12 +27,8 @@ def layer(window_size, **changes):
     return DenseAttention(4, WIDTH, **(sizes | changes), rngs=nnx.Rngs(0))
 
 
-def budget(window_size):
-    """Tolerance for sums of at most 40 products of numbers around 1, added in another order.
-
-    `jax.nn.dot_product_attention`, the forward without a window, computes its softmax in float32.
-    """
-    return 64 * float(jnp.finfo(float if window_size is not None else jnp.float32).eps)
+# For sums of at most 40 products of numbers around 1, added in another order, in float64.
+BUDGET = 64 * float(np.finfo(np.float64).eps)
 
 
 def inputs(length=LENGTH):
@@ -88,7 +84,7 @@ def test_rows_are_those_of_a_full_forward(window_size):
             done += number
 
     for row, right, count in zip(rows, exact, done, strict=True):
-        np.testing.assert_allclose(row, right[:count], rtol=0, atol=budget(window_size))
+        np.testing.assert_allclose(row, right[:count], rtol=0, atol=BUDGET)
     assert held.lengths.tolist() == done.tolist()
     assert not held.overflowed.any()
 
@@ -104,9 +100,9 @@ def test_a_whole_prompt_is_its_chunks(window_size):
         _, held = prefilled(made, x, empty)
 
     for row, right, count in zip(np.asarray(out), exact, PROMPTS, strict=True):
-        np.testing.assert_allclose(row[:count], right[:count], rtol=0, atol=budget(window_size))
+        np.testing.assert_allclose(row[:count], right[:count], rtol=0, atol=BUDGET)
     for found, other in zip(held, whole, strict=True):
-        np.testing.assert_allclose(found, other, rtol=0, atol=budget(7))
+        np.testing.assert_allclose(found, other, rtol=0, atol=BUDGET)
 
 
 def operands(num_new=2, lengths=(30, 31, 9), window_size=None, max_length=32):
@@ -237,6 +233,14 @@ def told(function, error, part):
     with pytest.raises(error, match=re.escape(part)) as raised:
         function()
     assert has_form(str(raised.value))
+
+
+def test_a_prompt_may_fill_the_cache():
+    held, *new = operands(32, lengths=(0, 0, 0))
+
+    step = jax.eval_shape(lambda: dense_prefill(held, *new))
+
+    assert step.out.shape == (3, 32, 4, 5)
 
 
 def test_bad_input_is_told():

@@ -316,7 +316,7 @@ def test_runs_inside_jit(model):
 
 BAD = {
     "rank": (dict(prompts=PROMPTS[0]), ValueError, r"prompts must be \[batch, tokens\], got shape \(5,\)"),
-    "floats": (dict(prompts=PROMPTS * 1.0), TypeError, "prompts must be integers, got float64"),
+    "floats": (dict(prompts=PROMPTS * 1.0), TypeError, "prompts must be an integer array, got float64"),
     "list": (dict(prompts=[[1, 2], [3]]), TypeError, "prompts must be an array, got list. Pad to one length"),
     "list of lengths": (
         dict(lengths=[5, 3, 1]),
@@ -370,8 +370,8 @@ BAD = {
     "eos": (dict(eos_id="."), TypeError, "eos_id must be an int, got str"),
     "negative eos": (dict(eos_id=-1), ValueError, "eos_id must be at least 0, got -1. Pass None for no end"),
     "pad": (dict(pad_id=None), TypeError, "pad_id must be an int, got NoneType"),
-    "large eos": (dict(eos_id=2**31), ValueError, "eos_id must fit into 32 bits, got 2147483648"),
-    "large key": (dict(key=2**70), ValueError, f"key must fit into 64 bits, got {2**70}"),
+    "large eos": (dict(eos_id=2**31), ValueError, "eos_id must be at most 2147483647, got 2147483648"),
+    "large key": (dict(key=2**70), ValueError, f"key must be at most {2**63 - 1}, got {2**70}"),
     "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
     "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
     "number of keys": (
@@ -379,6 +379,17 @@ BAD = {
         ValueError,
         "one per prompt, got key.shape=",
     ),
+    "id that wraps": (
+        dict(prompts=PROMPTS + 2**32),
+        ValueError,
+        "prompts must be within -2147483648 .. 2147",
+    ),
+    "length that wraps": (
+        dict(lengths=LENGTHS + 2**32),
+        ValueError,
+        "lengths must be within -2147483648 .. 21",
+    ),
+    "more than a cache": (dict(max_new_tokens=2**30), ValueError, "max_new_tokens must be at most 536870912"),
     "model": (dict(model=nnx.Dict()), TypeError, "got Dict without init_cache, prefill, decode_step"),
 }
 

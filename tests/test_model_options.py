@@ -152,7 +152,7 @@ WRONG = {
         TypeError,
         "rope_scaling must be one of .* got dict. Build",
     ),
-    "rotary": (dict(rotary="none"), TypeError, "rotary must be a function .* got str. Pass"),
+    "rotary": (dict(rotary="none"), TypeError, "rotary must be a function, got str. Pass"),
     "rotary and base": (
         dict(rotary=turn_first_pair, rope_base=5e5),
         ValueError,

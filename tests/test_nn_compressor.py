@@ -186,5 +186,7 @@ def test_mlp_mode_is_its_formula():
 
 
 def test_unknown_mode_is_an_error():
-    with pytest.raises(ValueError, match=r'compression must be "mlp" or "mean", got \'max\'. Choose one'):
+    with pytest.raises(
+        ValueError, match=r"compression must be one of \('mlp', 'mean'\), got 'max'\. Choose one"
+    ):
         Compressor(5, NSAConfig(), "max", rngs=nnx.Rngs(0))

@@ -136,7 +136,7 @@ WRONG_ROTARY = {
         "rope_scaling must be one of LinearScaling, .*dict",
     ),
     "class": (dict(rope_scaling=LinearScaling), TypeError, "rope_scaling must be one of .* got type"),
-    "no function": (dict(rotary="rope"), TypeError, "rotary must be a function .* got str"),
+    "no function": (dict(rotary="rope"), TypeError, "rotary must be a function, got str"),
     "and base": (
         dict(rotary=none, rope_base=5e5),
         ValueError,

@@ -229,7 +229,6 @@ EXPLICIT = AbstractMesh((2, 2), ("data", "context"), (AxisType.Explicit,) * 2)
         ({}, CONTEXT, dict(tokens=2049, positions=True), "must divide the tokens of a row, got 2 devices"),
         ({}, EXPLICIT, dict(rows="context"), "must spread tokens alone, got rows over context and heads"),
         ({}, CONTEXT, dict(block_indices=[0]), "block_indices must be an array, got list"),
-        (dict(context_axis=("context",)), CONTEXT, {}, r"must be the name of one axis, got \('context',\)"),
         (
             dict(compressor=Counting),
             CONTEXT,
@@ -237,7 +236,7 @@ EXPLICIT = AbstractMesh((2, 2), ("data", "context"), (AxisType.Explicit,) * 2)
             r"must not change their .* of \['compressor_key\.calls', 'c",
         ),
     ],
-    ids=["tokens", "rows", "list", "two axes", "state"],
+    ids=["tokens", "rows", "list", "state"],
 )
 def test_calls_of_a_layer_that_make_no_sense(options, mesh, given, message):
     graph, state = nnx.split(layer(**{"context_axis": "context"} | options))

@@ -14,7 +14,8 @@ These rules hold for every operation:
   run of tokens, and 0 is padding. A query belongs to the sequence of the key at its index. Blocks are counted
   from the first token of that sequence.
 * **A query that sees no key** (a padding query, or one with no complete compressed block or no selected
-  block) gets output 0, log-sum-exp `-inf` and zero gradients.
+  block) gets output 0, log-sum-exp `-inf` and zero gradients from each branch. The gated sum of these is 0
+  unless a gate is not finite.
 * **NaN and infinity** do not spread: what another row, KV head, sequence, padding token or future token holds
   never reaches a result.
 * **Precision.** Logits, softmax, sums and log-sum-exps are float32 (float64 for float64 inputs); outputs have

@@ -1,6 +1,7 @@
 """The sum of the branches."""
 
 from nsa_jax import arguments, dispatch
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.dispatch import Implementation
 
@@ -23,7 +24,8 @@ def gated_sum(
       implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
 
     Returns:
-      The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches.
+      The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches. A gate
+      that is NaN or infinite makes it NaN, also where all branches are 0.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating dtype.
@@ -34,8 +36,6 @@ def gated_sum(
       With respect to all four arrays.
     """
     arrays = dict(out_cmp=out_cmp, out_slc=out_slc, out_win=out_win, gates=gates)
-    annotations = arguments.annotations_of(gated_sum)
-    arguments.check_not_empty(arguments.bind_shapes(annotations, arrays), "BTNV")
-    arguments.check_dtypes(annotations, arrays)
+    arguments.check_not_empty(check_arrays(gated_sum, **arrays), "BTNV")
     with dispatch.running("gated_sum", implementation, *arrays.values()) as kernels:
         return kernels.gated_sum(*arrays.values())

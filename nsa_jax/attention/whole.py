@@ -54,7 +54,7 @@ def native_sparse_attention(
         `nsa_jax.choose`.
 
     Returns:
-      The output, in the query's dtype; 0 for a padding query.
+      The output, in the query's dtype; 0 for a padding query with finite gates.
 
     Raises:
       TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.

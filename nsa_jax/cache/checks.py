@@ -1,21 +1,20 @@
 """Checks of the arguments of a step: shapes and dtypes at trace time, values if they are concrete."""
 
-import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 from nsa_jax import arguments, layout
+from nsa_jax.array_checks import annotations_of, bind_shapes, check_dtypes, check_values
 from nsa_jax.array_typing import Array, DType, Int
-from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation
-from nsa_jax.config import NSAConfig
+from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation, check_compress
+from nsa_jax.config import LONGEST, NSAConfig, check_config
 from nsa_jax.layout import NSACache, TokenKeysValues
-
-# The fields of a cache whose sizes do not have to agree with the tokens of a step.
-NOT_OF_TOKENS = ("key_win_ring", "value_win_ring", "key_raw_ring", "value_raw_ring", "lengths", "overflowed")
+from nsa_jax.option_checks import check_dtype, check_int
 
 
 def check_operands(
@@ -28,34 +27,63 @@ def check_operands(
 ) -> None:
     """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache."""
     check_kind(cache)
-    annotations, arrays = dict(arguments.annotations_of(step)), {}
-    for prefix, holder in (("cache", cache), ("tokens", tokens)):
-        for name, annotation in arguments.annotations_of(type(holder)).items():
-            if name not in NOT_OF_TOKENS:
-                annotations[f"{prefix}.{name}"] = annotation
-                arrays[f"{prefix}.{name}"] = getattr(holder, name)
-        if holder is cache:
-            arrays["query"] = query
-    arrays |= dict(gates=gates, num_tokens=num_tokens)
+    if not isinstance(tokens, TokenKeysValues):
+        raise TypeError(
+            f"tokens must be TokenKeysValues, got {type(tokens).__name__}. Build them with "
+            "TokenKeysValues(...)."
+        )
+    holders = dict(cache=cache, tokens=tokens)
     _check_window(cache, tokens)
-    sizes = arguments.bind_shapes(annotations, arrays)
-    arguments.check_heads(sizes)
-    arguments.check_dtypes(annotations, arrays)
-    check_some_token(query)
+    check_arrays(step, holders, query=query, gates=gates, num_tokens=num_tokens)
 
 
-def check_some_token(query: Array) -> None:
+def check_arrays(step: Callable[..., Any], holders: Mapping[str, NamedTuple], **arrays: Array | None) -> None:
+    """Raises unless the arrays of a step, with those in its cache, fit together by their annotations.
+
+    Args:
+      step: the step, or any function; its annotations are those of `arrays`.
+      holders: its cache, and other tuples of arrays that have annotations.
+      **arrays: its other arrays, with a `query`; none to check the holders alone.
+
+    Raises:
+      TypeError: an array is of another kind or dtype.
+      ValueError: rows, heads, dims or lengths differ.
+    """
+    annotations, held = dict(annotations_of(step)), dict[str, Any]()
+    for prefix, holder in holders.items():
+        for name, annotation in annotations_of(type(holder)).items():
+            annotations[f"{prefix}.{name}"], held[f"{prefix}.{name}"] = annotation, getattr(holder, name)
+    sizes = bind_shapes(annotations, held | arrays)
+    if arrays:
+        arguments.check_heads(sizes)
+        check_some_token(arrays["query"])
+    check_dtypes(annotations, held | arrays)
+
+
+def check_lengths(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
+    """Raises ValueError if the host knows lengths or counts that are out of range, see `on_host`."""
+    check_values(0, max_length, **{"cache.lengths": lengths})
+    check_values(0, num_new, num_tokens=num_tokens)
+
+
+def check_some_token(query: Any) -> None:
     """Raises ValueError if a step has no token."""
     if query.shape[1] < 1:
         raise ValueError(f"a step must have at least one token, got {query.shape=}. Skip the call.")
 
 
 def check_kind(cache: Any) -> None:
-    """Raises TypeError unless `cache` is the cache of one NSA layer."""
+    """Raises TypeError or ValueError unless `cache` is one of an NSA layer."""
     if not isinstance(cache, NSACache):
         raise TypeError(
             f"the cache of a layer must be an NSACache, got {type(cache).__name__}. Pass what the layer's "
             "init_cache gives, or one element of a model's caches."
+        )
+    rings = dict(key=cache.key_win_ring, value=cache.value_win_ring)
+    if len(missing := [name for name, ring in rings.items() if ring is None]) == 1:
+        raise ValueError(
+            f"a cache must have both window rings or neither, got one without {missing[0]}s. Pass what "
+            "init_cache gives."
         )
 
 
@@ -71,6 +99,7 @@ def check_layer_cache(
 ) -> None:
     """Raises TypeError or ValueError unless `cache` is of a layer of these sizes and has `batch` rows."""
     check_kind(cache)
+    check_arrays(check_layer_cache, dict(cache=cache))
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
     check_sizes(cache.key_slc, cache.value_slc, of_layer)
     if cache.shares_keys_values != share_keys_values:
@@ -83,7 +112,8 @@ def check_layer_cache(
 
 
 def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
-    """Raises TypeError or ValueError if a `Compression` does not fit the cache. Functions are not checked."""
+    """Raises TypeError or ValueError unless `compress` is a function, or data that fit the cache."""
+    check_compress(compress)
     if not isinstance(compress, Compression):
         return
     dims = dict(key=cache.key_slc.shape[-1], value=cache.value_slc.shape[-1])
@@ -152,7 +182,7 @@ def step_capacity(cache: NSACache, config: NSAConfig) -> int:
     Raises:
       ValueError: the cache was made with another config.
     """
-    arguments.check_config(config)
+    check_config(config)
     raw, blocks = cache.key_raw_ring.shape[1], cache.key_cmp.shape[1]
     capacity = raw - config.compression_block_size + 1
     expected_blocks = layout.num_compression_blocks(cache.max_length, config)
@@ -179,14 +209,8 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
 
 def check_new_cache(dtype: DType, **sizes: int) -> None:
     """Raises TypeError or ValueError unless a cache can have these sizes and this dtype."""
-    for name, size in sizes.items():
-        is_int = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-        if not is_int and not export.is_symbolic_dim(size):
-            raise TypeError(f"{name} must be an int, got {type(size).__name__}. Pass a whole number.")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be floating, got {jnp.dtype(dtype).name}. Pass the dtype of the keys.")
+    check_int(low=1, high=LONGEST, **{name: x for name, x in sizes.items() if not export.is_symbolic_dim(x)})
+    check_dtype(dtype=dtype)
 
 
 def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
@@ -194,18 +218,31 @@ def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Ar
     remedy = "Call init_cache with a larger max_length."
     if num_tokens is None and num_new > max_length:
         raise ValueError(f"a prompt must fit the cache, got {num_new} tokens and {max_length=}. {remedy}")
-    if isinstance(lengths, jax.core.Tracer) or isinstance(num_tokens, jax.core.Tracer):
+    held, wanted = _known(lengths), np.full(1, num_new) if num_tokens is None else _known(num_tokens)
+    if held is None or wanted is None:
         return
-    wanted = jnp.full_like(lengths, num_new) if num_tokens is None else jnp.asarray(num_tokens)
-    # T may be more than a narrow dtype holds.
-    wanted = wanted.astype(jnp.promote_types(wanted.dtype, jnp.int32))
+    held, wanted = held.astype(np.int64), np.broadcast_to(wanted.astype(np.int64), held.shape)
     if ((wanted < 0) | (wanted > num_new)).any():
         raise ValueError(
             f"num_tokens must be within 0 .. T, got {wanted.tolist()} with T={num_new}. Pass how many "
             "tokens of each row are real."
         )
-    if (lengths + wanted > max_length).any():
+    if (held < 0).any():
+        raise ValueError(
+            f"the lengths of a cache must be at least 0, got {held.tolist()}. Pass what init_cache or an "
+            "earlier step gave."
+        )
+    if (held + wanted > max_length).any():
         raise ValueError(
             f"a prompt must fit the cache, got {wanted.tolist()} tokens for rows that hold "
-            f"{lengths.tolist()} of {max_length=}. {remedy}"
+            f"{held.tolist()} of {max_length=}. {remedy}"
         )
+
+
+def _known(counts: Array) -> np.ndarray | None:
+    """The values of counts, also from a GPU; None while tracing, or if other processes have them."""
+    if isinstance(counts, jax.core.Tracer):
+        return None
+    if isinstance(counts, jax.Array) and not (counts.is_fully_addressable or counts.is_fully_replicated):
+        return None
+    return np.asarray(counts)

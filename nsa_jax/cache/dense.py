@@ -59,7 +59,7 @@ def init_dense_cache(
 
     Raises:
       TypeError: `window_size` or another size is not an int.
-      ValueError: a size is below 1, or `dtype` is not a floating-point type.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
@@ -108,9 +108,11 @@ def dense_prefill(
       room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
-      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes or dtypes do not fit the cache. Outside `jit` also: a row has no room for its tokens,
-        or `num_tokens` is out of range. Nothing is written then.
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype, or the
+        lengths of the cache are not int32.
+      ValueError: rows, heads, dims, lengths or dtypes of the arrays in the cache do not fit together, or the
+        other arguments do not fit the cache. Outside `jit` also: a row has a negative length or no room for
+        its tokens, or `num_tokens` is out of range. Nothing is written then.
       NotImplementedError: the implementation asked for cannot run the call.
 
     Numerics:
@@ -194,8 +196,9 @@ def dense_decode_step(
       its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and outside.
 
     Raises:
-      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes or dtypes do not fit the cache, or `T` exceeds the step capacity of its ring.
+      TypeError: as in `dense_prefill`.
+      ValueError: as in `dense_prefill`, but for a row without room, or `T` exceeds the step capacity of the
+        ring. Lengths and `num_tokens` out of range are found where `decode_step` finds them.
       NotImplementedError: the implementation asked for cannot run the call.
 
     Numerics:
@@ -205,6 +208,7 @@ def dense_decode_step(
       On `xla` as in `dense_prefill`; the kernels of `triton` have none.
     """
     _check_operands(dense_decode_step, cache, query, key, value, window_size, num_tokens)
+    checks.check_lengths(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
     window = cache.ring_window(window_size)
     if window is not None and query.shape[1] > (capacity := cache.key.shape[1] - window + 1):
         raise ValueError(
@@ -213,7 +217,7 @@ def dense_decode_step(
         )
     operands = cache, query, key, value, num_tokens
     cache, query, key, value, num_tokens = jax.tree.map(jnp.asarray, operands)
-    scale = arguments.resolve_scale(scale, query.shape[-1])
+    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
     chosen = dispatch.running("dense_decode_step", implementation, query, cache.key, cache.value)
     with chosen as kernels:
         return DenseStep(*kernels.dense_decode_step(cache, query, key, value, num_tokens, window_size, scale))
@@ -224,6 +228,7 @@ def check_dense_layer_cache(
 ) -> None:
     """Raises TypeError or ValueError unless `cache` is of a layer of these sizes and has `batch` rows."""
     _check_kind(cache)
+    checks.check_arrays(check_dense_layer_cache, dict(cache=cache))
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
     checks.check_sizes(cache.key, cache.value, of_layer)
     checks.check_rows(cache.key, batch)
@@ -233,16 +238,8 @@ def _check_operands(step, cache, query, key, value, window_size, num_tokens) -> 
     """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache."""
     _check_kind(cache)
     _check_window(window_size)
-    annotations = dict(arguments.annotations_of(step))
-    arrays = {}
-    for name, annotation in arguments.annotations_of(DenseCache).items():
-        annotations[f"cache.{name}"], arrays[f"cache.{name}"] = annotation, getattr(cache, name)
-    arrays |= dict(query=query, key=key, value=value, num_tokens=num_tokens)
-    sizes = arguments.bind_shapes(annotations, arrays)
-    arguments.check_heads(sizes)
-    of_steps = ("cache.lengths", "cache.overflowed")  # made by the steps, so their dtypes need no check
-    arguments.check_dtypes(annotations, {name: x for name, x in arrays.items() if name not in of_steps})
-    checks.check_some_token(query)
+    holders = dict(cache=cache)
+    checks.check_arrays(step, holders, query=query, key=key, value=value, num_tokens=num_tokens)
 
 
 def _check_kind(cache: Any) -> None:

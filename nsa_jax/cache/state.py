@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nsa_jax import arguments, layout
+from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.cache import checks
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.layout import NSACache, Reads
+from nsa_jax.option_checks import check_flag, check_int
 
 
 class Step(NamedTuple):
@@ -50,7 +51,13 @@ def expected_reads(length: int, config: NSAConfig) -> int:
 
     Returns:
       Keys per query and KV head, all branches together; a compressed key counts as one.
+
+    Raises:
+      TypeError: `length` is not an int, or `config` is not an `NSAConfig`.
+      ValueError: `length` is negative.
     """
+    check_int(low=0, length=length)
+    check_config(config)
     length = int(length)  # an unsigned int of NumPy would wrap in `length - l`
     selected = config.num_selected_blocks * config.selection_block_size
     return layout.num_compression_blocks(length, config) + selected + min(config.window_size, length)
@@ -87,10 +94,11 @@ def init_cache(
       keys and values, plus the rings.
 
     Raises:
-      TypeError: a size is not an int, or `config` is not an `NSAConfig`.
-      ValueError: a size is below 1, or `dtype` is not a floating-point type.
+      TypeError: a size is not an int, `config` is not an `NSAConfig`, or `share_keys_values` is not a bool.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
     """
-    arguments.check_config(config)
+    check_config(config)
+    check_flag(share_keys_values=share_keys_values)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
     num_blocks = layout.num_compression_blocks(int(max_length), config)  # an int, as in `expected_reads`

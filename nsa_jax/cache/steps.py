@@ -14,6 +14,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.kernels.xla.appending import append, rings, window_tokens
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
+from nsa_jax.option_checks import check_flag
 
 
 def prefill(
@@ -49,13 +50,15 @@ def prefill(
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without room
-      for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
+      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. Under `jit`, a
+      row without room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
-      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache. Outside `jit` also: a row has
-        no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
+      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype, or the
+        lengths of the cache are not int32.
+      ValueError: rows, heads, dims, lengths or dtypes of the arrays in the cache do not fit together, or the
+        other arguments, `config` or `compress` do not fit the cache. Outside `jit` also: a row has a negative
+        length or no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
       NotImplementedError: the implementation asked for cannot run the call.
 
     Numerics:
@@ -183,13 +186,14 @@ def decode_step(
 
     Returns:
       `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
-      and is 0 for padding. A row without room for all its new tokens keeps what it held, gets output 0, and
+      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held, gets output 0, and
       its `overflowed` is set, under `jit` and outside.
 
     Raises:
-      TypeError: an argument is not an array, or not of a floating (`num_tokens`: integer) dtype.
-      ValueError: shapes, dtypes, `config` or `compress` do not fit the cache, or `T` exceeds its step
-        capacity.
+      TypeError: as in `prefill`.
+      ValueError: as in `prefill`, but for a row without room, or `T` exceeds the step capacity of the cache.
+        Lengths and `num_tokens` out of range are found where the host has their values: outside `jit`, in
+        NumPy arrays and in JAX arrays on a CPU. Elsewhere a `num_tokens` counts as the nearest in range.
       NotImplementedError: the implementation asked for cannot run the call.
 
     Numerics:
@@ -199,8 +203,10 @@ def decode_step(
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
+    check_flag(count_reads=count_reads)
     capacity = checks.step_capacity(cache, config)
     checks.check_compression(compress, cache, config)
+    checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     if query.shape[1] > capacity:
         raise ValueError(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
@@ -209,7 +215,7 @@ def decode_step(
     cache, query, tokens, gates, num_tokens = jax.tree.map(
         jnp.asarray, (cache, query, tokens, gates, num_tokens)
     )
-    scale = arguments.resolve_scale(scale, query.shape[-1])
+    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
     operands = cache, query, tokens, gates, num_tokens, compress, config, scale
     chosen = dispatch.running(
         "decode_step",

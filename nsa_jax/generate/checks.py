@@ -1,26 +1,35 @@
 """Checks of the arguments of `generate` before anything runs; values only if they are concrete."""
 
 import inspect
-import math
 import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from nsa_jax.array_checks import check_ids, check_integers
 from nsa_jax.array_typing import Array, PRNGKeyArray
-from nsa_jax.generate.sampling import mappable
+from nsa_jax.config import LONGEST
+from nsa_jax.generate.keys import is_keys, mappable
+from nsa_jax.option_checks import LARGEST_INT, check_int
+
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 def check_model(model: Any) -> None:
-    """Raises TypeError unless the model has the methods of `Decoder`, with `num_tokens` as a keyword."""
+    """Raises TypeError unless the model is a module with the methods of `Decoder`, `num_tokens` a keyword."""
     methods = ("init_cache", "prefill", "decode_step")
     missing = [name for name in methods if not callable(getattr(model, name, None))]
     if missing:
         raise TypeError(
             f"model must have the methods of Decoder, got {type(model).__name__} without "
             f"{', '.join(missing)}. Pass an nsa_jax.model.Transformer, or add them."
+        )
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model must be an nnx.Module, got {type(model).__name__}. Make it one, and pass an instance."
         )
     for name in methods[1:]:
         signature = inspect.signature(getattr(model, name))
@@ -31,12 +40,15 @@ def check_model(model: Any) -> None:
             )
 
 
-def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+def check_prompts(
+    prompts: Any, lengths: Any, vocab_size: int | None
+) -> tuple[Array | np.ndarray, Array | np.ndarray]:
     """Returns prompts and lengths as int32, on the host or the device where they were.
 
     Raises:
       TypeError: one is not an array of integers.
-      ValueError: shapes do not fit, or a length is out of range.
+      ValueError: shapes do not fit, a length is out of range, or the host knows that an id is not in the
+        vocabulary, if that is known.
     """
     prompts = _integers("prompts", prompts, "Pad to one length and call np.array")
     if prompts.ndim != 2:
@@ -57,6 +69,8 @@ def check_prompts(prompts: Any, lengths: Any) -> tuple[Array | np.ndarray, Array
             f"lengths must be within 1 .. {width}, the width of prompts, got {lengths.tolist()}. Pad prompts "
             "on the right, and leave out empty ones."
         )
+    if vocab_size is not None:
+        check_ids("prompts", prompts, lengths, vocab_size)
     return prompts, lengths
 
 
@@ -64,7 +78,7 @@ def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int
     """Raises ValueError unless every prompt and its new tokens fit into `max_length`, if that is given."""
     if max_length is None:
         return
-    check_counts(max_length=max_length)
+    check_int(low=1, high=LONGEST, max_length=max_length)
     longest = 1 if isinstance(lengths, jax.core.Tracer) else int(lengths.max())
     if longest > max_length:
         raise ValueError(
@@ -80,19 +94,16 @@ def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int
 
 def check_counts(**counts: Any) -> None:
     """Raises TypeError or ValueError unless all are positive ints."""
-    for name, count in counts.items():
-        _check_int(name, count)
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}. Pass a positive number.")
+    check_int(low=1, **counts)
 
 
 def check_tokens(eos_id: Any, pad_id: Any) -> None:
     """Raises TypeError unless both are ints; `eos_id` may be None. ValueError if `eos_id` is negative."""
     if eos_id is not None:
-        _check_int("eos_id", eos_id)
+        check_int(eos_id=eos_id)
         if eos_id < 0:
             raise ValueError(f"eos_id must be at least 0, got {eos_id}. Pass None for no end token.")
-    _check_int("pad_id", pad_id)
+    check_int(low=-LARGEST_INT, pad_id=pad_id)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
@@ -100,7 +111,7 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
     for name, number in (("temperature", temperature), ("top_p", 1.0 if top_p is None else top_p)):
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise TypeError(f"{name} must be a number, got {type(number).__name__}. Pass a float.")
-    if not (math.isfinite(temperature) and temperature >= 0):
+    if not 0 <= temperature <= LARGEST_FLOAT:
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}. Pass 0 for greedy.")
     if top_k is not None:
         check_counts(top_k=top_k)
@@ -113,12 +124,45 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
         )
 
 
+def check_draw(*, temperature: Any = None, top_k: Any = None, top_p: Any = None) -> None:
+    """Raises TypeError or ValueError unless each is None, a scalar array, or a number in its range."""
+    floats = dict(temperature=(temperature, LARGEST_FLOAT), top_p=(top_p, 1))
+    for name, (number, most) in floats.items():
+        if number is None or _is_scalar(number, jnp.floating):
+            continue
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+            raise TypeError(
+                f"{name} must be a number or a scalar array, got {type(number).__name__}. Pass a float."
+            )
+        if not 0 < number <= most:
+            raise ValueError(
+                f"{name} must be above 0 and at most {most:.3g}, got {number}. Pass None to leave it out."
+            )
+    if top_k is not None and not _is_scalar(top_k, jnp.integer):
+        check_counts(top_k=top_k)
+
+
+def _is_scalar(number: Any, kind: Any) -> bool:
+    is_array = isinstance(number, jax.Array | np.ndarray)
+    return is_array and number.ndim == 0 and jnp.issubdtype(number.dtype, kind)
+
+
+def check_keys(keys: Any, batch: int) -> None:
+    """Raises TypeError or ValueError unless `keys` are typed keys, one for each row."""
+    if not is_keys(keys):
+        raise TypeError(f"keys must be typed keys, got {type(keys).__name__}. Use jax.random.key(seed).")
+    if keys.shape != (batch,):
+        raise ValueError(
+            f"keys must be one for each row, got {keys.shape=} and {batch=}. Use jax.random.split."
+        )
+
+
 def check_key(key: Any, batch: int) -> PRNGKeyArray:
     """Returns a threefry key per row: from that of the row, or from a single key or seed and its index."""
     if isinstance(key, numbers.Integral) and not isinstance(key, bool):
-        _check_int("key", key, bits=64)
+        check_int(low=-(2**63), high=2**63 - 1, key=key)
         key = jax.random.key(int(key))
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+    if not is_keys(key):
         raise TypeError(
             f"key must be an int or typed keys, got {type(key).__name__}. Use jax.random.key(seed)."
         )
@@ -142,13 +186,5 @@ def _takes(signature: inspect.Signature, keyword: str) -> bool:
 def _integers(name: str, values: Any, remedy: str) -> Array | np.ndarray:
     if not isinstance(values, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(values).__name__}. {remedy}.")
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {values.dtype}. Pass token ids and counts as int32.")
+    check_integers(**{name: values})
     return values.astype(jnp.int32)
-
-
-def _check_int(name: str, value: Any, bits: int = 32) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}. Pass a whole number.")
-    if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-        raise ValueError(f"{name} must fit into {bits} bits, got {value}. Pass a smaller number.")

@@ -18,15 +18,18 @@ from flax import nnx
 
 from nsa_jax import sharding
 from nsa_jax.array_typing import Array, Bool, Int, Int32, PRNGKeyArray
+from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks
 from nsa_jax.generate.sampling import sample
+from nsa_jax.option_checks import check_int
 
 
 class Decoder(Protocol):
     """The methods that `generate` needs of a model, such as `nsa_jax.model.Transformer`.
 
     The model must also be an `nnx.Module`. `generate` passes `num_tokens` by its name, all other arguments by
-    position.
+    position. If the model has an int `vocab_size`, `generate` refuses prompts with ids that are not below it,
+    where the host has their values.
     """
 
     def init_cache(self, batch: int, max_length: int) -> Any:
@@ -122,7 +125,7 @@ def generate(
         `nsa_jax.model.Transformer`.
       prompts: token ids, padded on the right with any ids.
       lengths: number of tokens of each prompt, 1 .. `P`; `P` by default.
-      max_new_tokens: largest number of tokens to add to a row.
+      max_new_tokens: largest number of tokens to add to a row, at most 2^29.
       max_length: exact capacity of the cache in tokens, prompt and new tokens together. By default the sum of
         the two buckets; the cache is then up to an eighth and 126 tokens per row larger than needed.
       temperature: divides the logits before drawing; 0 takes the most likely token instead.
@@ -135,7 +138,8 @@ def generate(
         each row gets its own key by its index. A row depends only on its own prompt and key, so two calls
         with one key draw the same tokens, and also two calls without a key.
       chunk_size: number of steps between two tests whether all rows have ended. A test costs about 11 us on
-        an H100. Whole chunks run, so up to `chunk_size - 1` steps of the last chunk are wasted.
+        an H100. Whole chunks run, so up to `chunk_size - 1` steps of the last chunk are wasted. More than the
+        cache has room for count as that many.
       prefill_chunk: number of prompt tokens of a row that are prefilled at once, which bounds the memory.
         Chunks beyond the longest prompt are skipped. By default equal parts with at most about 8192 tokens of
         all rows together, but not less than 512 tokens of a row.
@@ -146,15 +150,18 @@ def generate(
     Raises:
       TypeError: an argument has the wrong type, or `model` lacks a method or its `num_tokens`.
       ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, an
-        argument is out of range, or `top_k` or `top_p` is given without a temperature. Nothing runs then.
+        argument is out of range, or `top_k` or `top_p` is given without a temperature; or an id is not in the
+        vocabulary, where the host has its value: in NumPy arrays and in JAX arrays on a CPU. Nothing runs
+        then.
 
     Examples:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
     """
     checks.check_model(model)
-    tokens, counts = checks.check_prompts(prompts, lengths)
+    tokens, counts = checks.check_prompts(prompts, lengths, getattr(model, "vocab_size", None))
     checks.check_sampling(temperature, top_k, top_p)
     checks.check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    check_int(high=LONGEST // 2, max_new_tokens=max_new_tokens)
     if prefill_chunk is not None:
         checks.check_counts(prefill_chunk=prefill_chunk)
     checks.check_tokens(eos_id, pad_id)
@@ -163,6 +170,7 @@ def generate(
     if max_length is not None:  # no wider than prompts and cache require
         width = min(width, max(tokens.shape[1], int(max_length)))
     part = min(prefill_chunk or buckets.prefill_chunk(batch, width), width)
+    capacity = int(max_length or width + buckets.bucketed(max_new_tokens))
     graphdef, state = nnx.split(model)
     new = _run(
         graphdef,
@@ -174,8 +182,8 @@ def generate(
         None if eos_id is None else int(eos_id),
         int(pad_id),
         max_new_tokens,
-        max_length=int(max_length or width + buckets.bucketed(max_new_tokens)),
-        chunk_size=int(chunk_size),
+        max_length=capacity,
+        chunk_size=min(int(chunk_size), capacity),
         prefill_chunk=int(part),
     )
     return Generation(new.tokens[:, :max_new_tokens], new.lengths)

@@ -1,13 +1,13 @@
 """Chooses the next token from the logits: the likeliest, or a draw with temperature, top-k and top-p."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float, Int, Int32, PRNGKeyArray
+from nsa_jax.generate.checks import check_draw, check_keys
+from nsa_jax.generate.keys import mappable
 
-THREEFRY = "threefry2x32"  # JAX's default kind of keys
 type Number = float | Float[Array, ""]
 
 
@@ -32,10 +32,17 @@ def sample(
     Returns:
       Token ids. Without a temperature, the lowest of equally likely ids.
 
+    Raises:
+      TypeError: an argument is of the wrong kind.
+      ValueError: shapes do not fit, or a Python number is out of range.
+
     Numerics:
       Computes in float32, or in float64 for float64 logits. The largest logit is subtracted before the
       division, so that no temperature overflows.
     """
+    sizes = check_arrays(sample, logits=logits)
+    check_keys(keys, sizes["B"])
+    check_draw(temperature=temperature, top_k=top_k, top_p=top_p)
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
@@ -43,22 +50,6 @@ def sample(
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     logits = truncate(logits, top_k=top_k, top_p=top_p)
     return jax.vmap(jax.random.categorical)(mappable(keys), logits).astype(jnp.int32)
-
-
-def mappable(keys: PRNGKeyArray) -> PRNGKeyArray:
-    """Makes threefry keys of keys of another kind.
-
-    Under `vmap`, JAX's "rbg" and "unsafe_rbg" draw for all rows from the first key.
-    """
-    if str(jax.random.key_impl(keys)) == THREEFRY:
-        return keys
-
-    def absorb(words: Array) -> PRNGKeyArray:
-        return functools.reduce(jax.random.fold_in, words, jax.random.key(0, impl=THREEFRY))
-
-    for _ in keys.shape:
-        absorb = jax.vmap(absorb)
-    return absorb(jax.random.key_data(keys))
 
 
 def truncate(
@@ -77,7 +68,13 @@ def truncate(
 
     Returns:
       Logits of the same shape and dtype. At least one token of each row is kept.
+
+    Raises:
+      TypeError: an argument is of the wrong kind.
+      ValueError: `logits` has not two axes, or a Python number is out of range.
     """
+    check_arrays(truncate, logits=logits)
+    check_draw(top_k=top_k, top_p=top_p)
     if top_k is None and top_p is None:
         return logits
     vocab = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]

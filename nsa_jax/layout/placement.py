@@ -65,7 +65,7 @@ class Runs:
     kernels compute what each tile of queries sees instead of loading it.
 
     Attributes:
-      runs: the runs in the order of the queries. Their lengths add up to `T`.
+      runs: a tuple of runs in the order of the queries. Their lengths add up to `T`.
       divisor: a number of at least 1 that divides the first index of every run. If it is a multiple of the
         queries in a tile (a multiple of 64 always is), kernels know that no tile reaches into a second
         selection block. It is not checked; `nsa_jax.debug.check_runs` does that.
@@ -75,6 +75,9 @@ class Runs:
         run: the `halo` tokens before its first query, then the tokens of its queries. The stretches lie one
         after another, so `W` is `T` and `halo` for each run. It is at least `window_size - 1`. Tokens before
         the row are not seen.
+
+    Raises:
+      TypeError: `runs` is not a tuple of `Run`. All else is checked by the operation that gets them.
 
     Examples:
       Two shards of a row of 4096 tokens, 1024 queries each:
@@ -88,10 +91,20 @@ class Runs:
     num_queries: Int[Array, " B"] | None = None
     halo: int | None = None
 
+    def __post_init__(self):
+        if not isinstance(self.runs, tuple) or not all(isinstance(run, Run) for run in self.runs):
+            raise TypeError(
+                f"runs must be a tuple of Run, got {self.runs!r}. Pass Runs((Run(length, first),))."
+            )
+        # As Python ints: sums of NumPy's would overflow where these are narrow.
+        object.__setattr__(self, "runs", tuple(Run(*map(_as_int, run)) for run in self.runs))
+        object.__setattr__(self, "divisor", _as_int(self.divisor))
+        object.__setattr__(self, "halo", _as_int(self.halo))
+
     def tree_flatten(self):
         """Makes lengths, divisor, halo and first indices that are ints part of the tree structure."""
-        ints = tuple(isinstance(run.first, numbers.Integral) for run in self.runs)
-        firsts = tuple(int(run.first) if i else None for run, i in zip(self.runs, ints, strict=True))
+        ints = tuple(isinstance(run.first, int) for run in self.runs)
+        firsts = tuple(run.first if i else None for run, i in zip(self.runs, ints, strict=True))
         arrays = tuple(None if i else run.first for run, i in zip(self.runs, ints, strict=True))
         lengths = tuple(run.length for run in self.runs)
         return (arrays, self.num_queries), (lengths, firsts, self.divisor, self.halo)
@@ -345,6 +358,11 @@ def _run_queries(runs: Runs, batch: int, num_keys: Index) -> Int32[Array, "B run
         counts.append(jnp.clip(room, 0, run.length))
         before += run.length
     return jnp.stack(counts, axis=1)
+
+
+def _as_int[X](value: X) -> X | int:
+    """Integers as Python ints, all else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
 def _index(value: int | Array, batch: int) -> Index:

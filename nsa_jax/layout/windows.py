@@ -5,8 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.layout.blocks import num_compression_blocks
 from nsa_jax.layout.sequences import compression_block_starts, count_below
 
@@ -25,9 +26,15 @@ def token_windows(
       The tokens of each block in the order of the row, in the dtype of `x`; zeros in the unused block slots
       at the end of a packed row.
 
+    Raises:
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: a shape is not as above.
+
     Gradients:
       Deterministic, like the forward pass: neither of them scatters.
     """
+    check_config(config)
+    check_arrays(token_windows, x=x, segment_ids=segment_ids)
     if segment_ids is not None:
         return windows_at(x, *compression_block_starts(segment_ids, config), config)
     batch, length, *rest = x.shape

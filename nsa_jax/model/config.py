@@ -1,19 +1,18 @@
 """The configuration of a `Transformer`, which its checkpoint stores."""
 
 import dataclasses
-import numbers
 from typing import Literal
 
-import jax.numpy as jnp
-
 from nsa_jax import arguments
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.nn.checks import check_dropout_rate, head_width
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts
-from nsa_jax.nn.projections import check_dropout_rate, head_width
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
+from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_int
 
 _ATTENTION, _COMPRESSION = ("nsa", "dense", "window"), ("mlp", "mean")
+_FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "remat")
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary")
@@ -86,39 +85,23 @@ class TransformerConfig:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_dim"):
-            size = getattr(self, name)
-            if size is None:
-                continue
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}. Pass a whole number.")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}. Pass a positive number.")
-        arguments.check_config(self.nsa)
+        sizes = ("vocab_size", "num_layers", "model_dim", *([] if self.mlp_dim is None else ["mlp_dim"]))
+        check_int(low=1, **{name: getattr(self, name) for name in sizes})
+        check_config(self.nsa)
         head_dim = head_width(self.num_heads, self.model_dim, self.num_kv_heads, self.head_dim)
-        arguments.resolve_scale(self.scale, head_dim)
+        for name in (*sizes, "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:  # products of narrow ints of NumPy would overflow
+                object.__setattr__(self, name, int(getattr(self, name)))
+        check_dtype(dtype=self.dtype, param_dtype=self.param_dtype)
+        arguments.resolve_scale(self.scale, head_dim, self.dtype)
         check_dropout_rate(self.dropout_rate)
         rotary_function(self.rope_base, self.rope_scaling, self.rotary)
+        check_choice(_ATTENTION, attention=self.attention)
+        check_choice(_COMPRESSION, compression=self.compression)
         check_parts(self.gate, self.compressor, self.compression)
-        for name, known in (("attention", _ATTENTION), ("compression", _COMPRESSION)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {known}, got {getattr(self, name)!r}. Choose one of them."
-                )
-        for name in ("dtype", "param_dtype"):
-            if not _is_floating(getattr(self, name)):
-                raise ValueError(
-                    f'{name} must be floating, got {getattr(self, name)!r}. Pass "float32" or "bfloat16".'
-                )
+        check_flag(**{name: getattr(self, name) for name in _FLAGS})
 
     @property
     def mlp_width(self) -> int:
         """Inner width of SwiGLU: `mlp_dim` or its default."""
         return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim
-
-
-def _is_floating(dtype: str) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype has this name
-        return False

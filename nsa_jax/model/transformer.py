@@ -5,13 +5,16 @@ from typing import Any, Literal, overload
 import jax.numpy as jnp
 from flax import nnx
 
+from nsa_jax.array_checks import check_arrays, check_ids
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection, products
-from nsa_jax.nn.projections import Sharding, check_array, check_sharding, sharding_metadata
+from nsa_jax.nn.checks import check_array, check_rngs
+from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
+from nsa_jax.option_checks import check_flag
 from nsa_jax.parallel import Order
 
 
@@ -34,8 +37,9 @@ class Transformer(nnx.Module):
 
     Raises:
       NotImplementedError: there is a `context_axis`, and the attention is not "nsa".
+      TypeError: an argument is of the wrong kind.
       ValueError: `sharding` has an unknown name, or the mesh in context cannot shard a parameter as asked; or
-        `context_order` is unknown.
+        `context_order` or `implementation` is unknown.
 
     Examples:
       >>> config = TransformerConfig(vocab_size=256, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=1)
@@ -52,6 +56,12 @@ class Transformer(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(
+                f"config must be a TransformerConfig, got {type(config).__name__}. Build one with "
+                "TransformerConfig(...)."
+            )
+        check_rngs(rngs)
         check_sharding(sharding, vocab=config.vocab_size)
         if context_axis is not None and config.attention != "nsa":
             raise NotImplementedError(
@@ -85,6 +95,11 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary, by which `nsa_jax.generate.generate` checks prompts."""
+        return self.config.vocab_size
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -104,7 +119,10 @@ class Transformer(nnx.Module):
           Logits in float32, or in float64 for a float64 computation.
 
         Raises:
-          ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it.
+          TypeError: `tokens` is not an array, or an index array not one of integers.
+          ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it; or an
+            id is not in the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in
+            JAX arrays on a CPU. Elsewhere the logits of such an id are meaningless.
         """
         x = self._embed(tokens)
         run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__
@@ -185,7 +203,7 @@ class Transformer(nnx.Module):
             `nsa_jax.cache.dense_prefill`.
         """
         self._check_caches(tokens, cache)
-        x, caches = self._embed(tokens), []
+        x, caches = self._embed(tokens, num_tokens), []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer.prefill(x, layer_cache, num_tokens)
             caches.append(layer_cache)
@@ -247,8 +265,9 @@ class Transformer(nnx.Module):
             also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
           NotImplementedError: `count_reads` is True and the attention of the model is not "nsa".
         """
+        check_flag(count_reads=count_reads)
         self._check_caches(tokens, cache)
-        x, caches, reads = self._embed(tokens), [], []
+        x, caches, reads = self._embed(tokens, num_tokens), [], []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             if count_reads:
                 x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens)
@@ -275,8 +294,12 @@ class Transformer(nnx.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.attention.check_cache(cache, tokens.shape[0])
 
-    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embed(
+        self, tokens: Int[Array, "B T"], num_tokens: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B T D"]:
         self._check_tokens(tokens)
+        check_arrays(Transformer.prefill, tokens=tokens, num_tokens=num_tokens)
+        check_ids("tokens", tokens, num_tokens, self.vocab_size)
         return self.embed(tokens, out_sharding=products.of_tokens(tokens))
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:

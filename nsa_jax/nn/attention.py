@@ -10,20 +10,22 @@ from flax import nnx
 from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import TokenKeysValues
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.dispatch import Implementation, check_implementation
 from nsa_jax.layout import first_tokens, token_windows
+from nsa_jax.nn.checks import (
+    check_dropout_call,
+    check_inputs,
+    check_parameters,
+    head_width,
+)
 from nsa_jax.nn.compressor import CompressionMode, Compressor
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
     Sharding,
-    check_implementation,
-    check_inputs,
-    check_width,
     head_norm,
-    head_width,
     output_dropout,
     projection,
     token_positions,
@@ -31,6 +33,7 @@ from nsa_jax.nn.projections import (
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import CacheSteps
+from nsa_jax.option_checks import check_flag, check_int
 from nsa_jax.parallel import Order, context_attention, context_selection
 
 # Middle parts of the names of projections and norms, as in `key_cmp_proj`.
@@ -144,10 +147,10 @@ class NSAAttention(CacheSteps):
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `compression`,
-        `context_order`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
-        shard a parameter as asked; or `rotary` or `compressor` is given together with the options that it
-        replaces.
+      ValueError: head counts or widths do not divide; a number is out of range; `compression`, `dtype`,
+        `param_dtype`, `precision`, `context_order`, `implementation` or a name in `sharding` is unknown, or
+        the mesh in context cannot shard a parameter as asked; or `rotary` or `compressor` is given together
+        with the options that it replaces.
 
     Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -192,15 +195,27 @@ class NSAAttention(CacheSteps):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        num_heads, in_features, num_kv_heads = int(num_heads), int(in_features), int(num_kv_heads)
         value_dim = head_dim if value_dim is None else value_dim
-        check_width(value_dim=value_dim)
-        arguments.check_config(config)
+        check_int(low=1, value_dim=value_dim)
+        check_config(config)
         check_implementation(implementation)
+        check_flag(share_keys_values=share_keys_values, use_bias=use_bias, normalize_qk=normalize_qk)
+        check_parameters(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+            kernel_init=kernel_init,
+            out_kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            bias_init=bias_init,
+        )
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
+        value_dim = int(value_dim)
         self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
         self.config, self.implementation, self.dtype = config, implementation, dtype
         self.context = ContextAxis.given(context_axis, context_order)
-        self.scale = arguments.resolve_scale(scale, head_dim)
+        self.scale = arguments.resolve_scale(scale, head_dim, param_dtype if dtype is None else dtype)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
 
         project = functools.partial(
@@ -228,7 +243,7 @@ class NSAAttention(CacheSteps):
             (num_heads, value_dim),
             in_features,
             dimensions=("heads", None, "model"),
-            kernel_init=out_kernel_init or kernel_init,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
         check_parts(gate, compressor, compression)
         own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
@@ -262,11 +277,12 @@ class NSAAttention(CacheSteps):
           rngs: source of the random numbers for dropout, by default the layer's own.
 
         Returns:
-          The layer output. For a padding token the attention output is 0, so the layer returns 0, or the bias
-          of the output projection.
+          The layer output. For a padding token with finite input the attention output is 0, so the layer
+          returns 0, or the bias of the output projection.
 
         Raises:
-          TypeError: `x` or an argument is not an array, or `block_indices` does not hold integers.
+          TypeError: `x` or an argument is not an array, `x` does not hold floats or an index array does not
+            hold integers, or `deterministic` or `rngs` is of the wrong kind.
           ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
             does not fit `x`. With a `context_axis` also: there is no mesh in context, it lacks the axis, or
             the tokens do not divide into chunks of allowed length, see `nsa_jax.parallel.context_attention`.
@@ -277,6 +293,7 @@ class NSAAttention(CacheSteps):
           No gradient flows through the selection, as in the paper. The compressors and projections of the
           compressed branch learn through the output of that branch.
         """
+        check_dropout_call(deterministic, rngs)
         index_arrays = dict(positions=positions, segment_ids=segment_ids)
         if self.context is None:
             out = attention.native_sparse_attention(

@@ -1,13 +1,16 @@
 """The compression phi of Eq. 7: one compressed key (or value) for each block of `l` tokens."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from flax import nnx
 
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.compression import ResidualMLP
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.nn.checks import check_parameters
+from nsa_jax.option_checks import check_choice, check_dtype, check_int
 
 POSITION_EMBEDDING_STD = 0.02
 
@@ -37,7 +40,8 @@ class Compressor(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: the mode is unknown.
+      TypeError: an option is of the wrong kind.
+      ValueError: a width is below 1, or the mode, a dtype or the precision is unknown.
 
     Numerics:
       The mean accumulates in float32 at least; the GELU is the tanh approximation.
@@ -55,13 +59,16 @@ class Compressor(nnx.Module):
         precision: Any = None,
         rngs: nnx.Rngs,
     ):
-        if mode not in ("mlp", "mean"):
-            raise ValueError(f'compression must be "mlp" or "mean", got {mode!r}. Choose one of the two.')
+        check_int(low=1, head_dim=head_dim, **({} if hidden_dim is None else {"hidden_dim": hidden_dim}))
+        check_config(config)
+        check_choice(get_args(CompressionMode), compression=mode)
+        check_parameters(dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
+        head_dim = int(head_dim)
         self.head_dim, self.config, self.mode = head_dim, config, mode
         self.dtype, self.precision = dtype, precision
         if mode == "mlp":
             size = config.compression_block_size
-            hidden = 2 * head_dim if hidden_dim is None else hidden_dim
+            hidden = 2 * head_dim if hidden_dim is None else int(hidden_dim)
             embed = nnx.initializers.normal(POSITION_EMBEDDING_STD)
             kernel = nnx.initializers.lecun_normal()
             self.position_embedding = nnx.Param(embed(rngs.params(), (size, head_dim), param_dtype))
@@ -78,7 +85,17 @@ class Compressor(nnx.Module):
 
         Returns:
           One vector for each block and KV head, in the dtype of the computation.
+
+        Raises:
+          TypeError: `windows` is not an array of floats.
+          ValueError: `windows` does not have five axes, or the blocks or heads are of another size.
         """
+        sizes = check_arrays(Compressor.__call__, windows=windows)
+        own = dict(l=self.config.compression_block_size, H=self.head_dim)
+        if (given := {axis: sizes[axis] for axis in own}) != own:
+            raise ValueError(
+                f"windows must be [B, m, l, K, H] with {own}, got {given}. Make the compressor for them."
+            )
         if self.mode == "mean":
             return windows.astype(windows.dtype if self.dtype is None else self.dtype).mean(axis=2)
         windows, *arrays = self._promoted(windows)
@@ -92,7 +109,11 @@ class Compressor(nnx.Module):
 
         Returns:
           False if a precision is set, or if a mean is computed in another dtype than `dtype`; else True.
+
+        Raises:
+          ValueError: `dtype` is not floating.
         """
+        check_dtype(dtype=dtype)
         keeps_dtype = self.mode == "mlp" or jnp.dtype(self.dtype or dtype) == jnp.dtype(dtype)
         return self.precision is None and keeps_dtype
 
@@ -104,7 +125,11 @@ class Compressor(nnx.Module):
 
         Returns:
           The arrays in the dtype of the computation, or None for mode "mean".
+
+        Raises:
+          ValueError: `dtype` is not floating.
         """
+        check_dtype(dtype=dtype)
         if self.mode == "mean":
             return None
         _, *arrays = self._promoted(jnp.zeros((), dtype))

@@ -9,9 +9,9 @@ from flax import nnx
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.nn.checks import check_array
 from nsa_jax.nn.parameters import by_path
 from nsa_jax.nn.parts import CompressorFunction, compress
-from nsa_jax.nn.projections import check_array
 from nsa_jax.nn.rotary import RotaryFunction, turn
 from nsa_jax.parallel import Order, from_zigzag, to_zigzag, token_indices
 from nsa_jax.parallel.order import check_order, on_whole_rows
@@ -32,8 +32,17 @@ class ContextAxis:
 
     @classmethod
     def given(cls, name: str | None, order: Order) -> "ContextAxis | None":
-        """The options of a layer; None without an axis. Raises ValueError if the order is unknown."""
+        """The options of a layer; None without an axis.
+
+        Raises:
+          TypeError: the axis is not a name.
+          ValueError: the order is unknown.
+        """
         check_order(order)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(
+                f"context_axis must be the name of one axis, got {type(name).__name__}. Pass a string."
+            )
         return None if name is None else cls(name, order)
 
     def positions(

@@ -10,20 +10,24 @@ from flax import nnx
 from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation, default_platform
+from nsa_jax.dispatch import Implementation, check_implementation, default_platform
+from nsa_jax.nn.checks import (
+    check_dropout_call,
+    check_inputs,
+    check_parameters,
+    head_width,
+)
 from nsa_jax.nn.dense_steps import DenseCacheSteps
 from nsa_jax.nn.projections import (
     Sharding,
-    check_implementation,
-    check_inputs,
     head_norm,
-    head_width,
     output_dropout,
     projection,
     token_positions,
 )
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
+from nsa_jax.option_checks import check_flag
 from nsa_jax.sharding import per_shard
 
 
@@ -31,7 +35,9 @@ class DenseAttention(DenseCacheSteps):
     """Causal self-attention with rotary embedding and grouped queries, for comparison with `NSAAttention`.
 
     Without `window_size` it is full attention by `jax.nn.dot_product_attention`, which uses cuDNN where it
-    can. With `window_size`, a query sees that many of the most recent tokens, its own included, by
+    can; but in float64 by `nsa_jax.window_attention`, because the former has a softmax in float32. It also
+    lets NaN and infinity of padding and later tokens into other outputs, which nothing else here does. With
+    `window_size`, a query sees that many of the most recent tokens, its own included, by
     `nsa_jax.window_attention`. Both have the same parameters: `query_proj`, `key_proj`, `value_proj` and
     `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.
 
@@ -62,9 +68,9 @@ class DenseAttention(DenseCacheSteps):
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `implementation` or a name
-        in `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; or `rotary` is
-        given together with `rope_base` or `rope_scaling`.
+      ValueError: head counts or widths do not divide; a number is out of range; `dtype`, `param_dtype`,
+        `precision`, `implementation` or a name in `sharding` is unknown, or the mesh in context cannot
+        shard a parameter as asked; or `rotary` is given together with `rope_base` or `rope_scaling`.
     """
 
     def __init__(
@@ -93,10 +99,21 @@ class DenseAttention(DenseCacheSteps):
         rngs: nnx.Rngs,
     ):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
+        num_heads, in_features, num_kv_heads = int(num_heads), int(in_features), int(num_kv_heads)
         check_implementation(implementation)
+        check_flag(use_bias=use_bias, normalize_qk=normalize_qk)
+        check_parameters(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            rngs=rngs,
+            kernel_init=kernel_init,
+            out_kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            bias_init=bias_init,
+        )
         self.num_kv_heads, self.in_features, self.head_dim = num_kv_heads, in_features, head_dim
         self.dtype, self.implementation = dtype, implementation
-        self.scale = arguments.resolve_scale(scale, head_dim)
+        self.scale = arguments.resolve_scale(scale, head_dim, param_dtype if dtype is None else dtype)
         self.rotary = rotary_function(rope_base, rope_scaling, rotary)
         self.window = None if window_size is None else NSAConfig(window_size=window_size)
         project = functools.partial(
@@ -118,7 +135,7 @@ class DenseAttention(DenseCacheSteps):
             (num_heads, head_dim),
             in_features,
             dimensions=("heads", None, "model"),
-            kernel_init=out_kernel_init or kernel_init,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
         norm = functools.partial(
             head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -149,22 +166,28 @@ class DenseAttention(DenseCacheSteps):
           The layer output; for a padding token 0, or the bias of the output projection.
 
         Raises:
+          TypeError: `x` does not hold floats, an index array does not hold integers, or `deterministic` or
+            `rngs` is of the wrong kind.
           ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
             does not fit `x`.
         """
+        check_dropout_call(deterministic, rngs)
         check_inputs(x, self.in_features, positions=positions, segment_ids=segment_ids)
         if positions is None:
             positions = token_positions(x, segment_ids)
         query, key, value = self._project(x, positions)
-        if self.window is not None:
+        window, implementation = self.window, self.implementation
+        if window is None and query.dtype == jnp.float64:
+            window, implementation = NSAConfig(window_size=x.shape[1]), "xla"
+        if window is not None:
             out, _ = attention.window_attention(
                 query,
                 key,
                 value,
-                config=self.window,
+                config=window,
                 segment_ids=segment_ids,
                 scale=self.scale,
-                implementation=self.implementation,
+                implementation=implementation,
             )
         else:
             out = per_shard(_attend, query, key, value, segment_ids, self.scale)

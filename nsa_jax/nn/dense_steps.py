@@ -12,7 +12,8 @@ from nsa_jax.cache import DenseCache
 from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.nn.projections import check_inputs
+from nsa_jax.nn.checks import check_inputs
+from nsa_jax.option_checks import check_flag
 
 
 class DenseCacheSteps(nnx.Module):
@@ -55,7 +56,7 @@ class DenseCacheSteps(nnx.Module):
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.head_dim,
-            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
+            dtype=(self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype,
             window_size=self._window_size,
             step_capacity=step_capacity,
         )
@@ -68,8 +69,9 @@ class DenseCacheSteps(nnx.Module):
           batch: number of rows that it must have.
 
         Raises:
-          TypeError: `cache` is not a `DenseCache`.
-          ValueError: its sizes are not those of this layer, or it has another number of rows.
+          TypeError: `cache` is not a `DenseCache`, or one of its arrays is of another kind.
+          ValueError: its arrays do not fit together, its sizes are not those of this layer, or it has another
+            number of rows.
         """
         check_dense_layer_cache(
             cache,
@@ -122,7 +124,9 @@ class DenseCacheSteps(nnx.Module):
 
         Raises:
           NotImplementedError: `count_reads` is True.
+          TypeError: it is not a bool.
         """
+        check_flag(count_reads=count_reads)
         if count_reads:
             raise NotImplementedError(
                 f"count_reads needs NSA layers, got {type(self).__name__}. Leave it out: a query reads all "

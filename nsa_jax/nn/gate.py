@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, DType, Float
+from nsa_jax.nn.checks import check_parameters
 from nsa_jax.nn.products import columns
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
+from nsa_jax.option_checks import check_int
 
 MIN_HIDDEN_DIM = 8
 
@@ -34,7 +37,9 @@ class Gate(nnx.Module):
       rngs: source of the initial parameters.
 
     Raises:
-      ValueError: `sharding` has an unknown name, or the mesh in context cannot shard a parameter as asked.
+      TypeError: an option is of the wrong kind.
+      ValueError: a number is out of range; `dtype`, `param_dtype`, `precision` or a name in `sharding` is
+        unknown, or the mesh in context cannot shard a parameter as asked.
     """
 
     def __init__(
@@ -49,9 +54,13 @@ class Gate(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
+        check_int(low=1, in_features=in_features, num_heads=num_heads)
+        check_parameters(dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs)
         check_sharding(sharding, heads=num_heads)
         self.dtype, self.precision = dtype, precision
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
+        check_int(low=1, hidden_dim=hidden)
+        in_features, num_heads, hidden = int(in_features), int(num_heads), int(hidden)
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
         # Drawn with two axes: with three, the initializer would count the heads as part of the fan-in.
@@ -70,7 +79,17 @@ class Gate(nnx.Module):
 
         Returns:
           Weights of the branches cmp, slc and win, each between 0 and 1, in the dtype of the computation.
+
+        Raises:
+          TypeError: `x` is not an array of floats.
+          ValueError: `x` does not have three axes and the width `in_features`.
         """
+        width = check_arrays(Gate.__call__, x=x)["D"]
+        if width != self.kernel_in.shape[0]:
+            raise ValueError(
+                f"x must be as wide as the gate, {self.kernel_in.shape[0]}, got {width}. Make the gate with "
+                "this width as in_features."
+            )
         parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
         x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
             (x, *(parameter[...] for parameter in parameters)), dtype=self.dtype

@@ -24,12 +24,13 @@ def weights(module: nnx.Module) -> dict[str, np.ndarray]:
       by dots, as in checkpoints: `query_proj.kernel`, `layers.0.attention.out_proj.kernel`.
 
     Raises:
-      TypeError: the module does not hold arrays because it is abstract or traced.
+      TypeError: the module is none, or does not hold arrays because it is abstract or traced.
 
     Examples:
       >>> nsa_jax.nn.weights(layer)["gate.bias_in"].shape
       (128,)
     """
+    _check_module(module)
     parameters = by_path(nnx.state(module, nnx.Param))
     named = {name: parameter.get_value() for name, parameter in parameters.items()}
     _check_arrays(named, "Call it outside jit, on a module that has been created or loaded")
@@ -54,6 +55,7 @@ def load_weights(module: nnx.Module, weights: Mapping[str, np.ndarray | Array]) 
     Examples:
       >>> nsa_jax.nn.load_weights(layer, dict(np.load("layer.npz")))
     """
+    _check_module(module)
     state = nnx.state(module, nnx.Param)
     parameters = by_path(state)
     present = {name: parameter.get_value() for name, parameter in parameters.items()}
@@ -128,6 +130,11 @@ def sharding_of(value: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | 
             "`with jax.set_mesh(mesh):`."
         )
     return jax.NamedSharding(mesh, value.sharding.spec)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"module must be an nnx.Module, got {type(module).__name__}. Pass a layer or model.")
 
 
 def _check_arrays(named: Mapping[str, Any], remedy: str) -> None:

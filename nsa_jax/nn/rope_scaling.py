@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
+
+from nsa_jax.option_checks import check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,9 @@ class YarnScaling:
 
     def __post_init__(self):
         given = dataclasses.asdict(self)
-        check_positive(**{name: value for name, value in given.items() if value is not None})
+        if self.attention_factor is None:
+            del given["attention_factor"]
+        check_positive(**given)
         _check_order("beta_slow", "beta_fast", self)
 
     @property
@@ -161,15 +164,6 @@ def from_plain(values: Mapping[str, Any]) -> RopeScaling:
             "the version of nsa_jax that wrote it."
         )
     return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
-
-
-def check_positive(**values: float) -> None:
-    """Raises TypeError or ValueError unless the values are finite numbers above 0."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}. Pass an int or a float.")
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and above 0, got {value}. Pass a positive number.")
 
 
 def _check_order(low: str, high: str, scaling: Llama3Scaling | YarnScaling) -> None:

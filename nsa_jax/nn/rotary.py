@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.compression import Rotation
-from nsa_jax.nn.rope_scaling import RopeScaling, check_positive
+from nsa_jax.nn.rope_scaling import RopeScaling
+from nsa_jax.option_checks import check_function, check_positive
 
 DEFAULT_BASE = 10000.0
 
@@ -42,9 +44,15 @@ def rotate(
       Angles are within 2e-6 rad of the exact ones at every int32 position, so that a million tokens turn as
       precisely as ten do. Angles, sine, cosine and products are float32, or float64 for float64 inputs.
 
+    Raises:
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: shapes disagree, or `base` or what `scaling` makes of it is out of range.
+
     Gradients:
       The cotangent rotated back, multiplied by the same magnitude.
     """
+    check_arrays(rotate, x=x, positions=positions)
+    _check_frequencies(base, scaling)
     return Rotary(base, scaling).rotation(x.shape[-1])(x, positions)
 
 
@@ -85,23 +93,25 @@ def rotary_function(
         not read.
     """
     if rotary is None:
-        if scaling is not None and not isinstance(scaling, RopeScaling):
-            names = ", ".join(scheme.__name__ for scheme in typing.get_args(RopeScaling))
-            raise TypeError(
-                f"rope_scaling must be one of {names}, got {type(scaling).__name__}. Build one of them."
-            )
-        check_positive(rope_base=base)
+        _check_frequencies(base, scaling)
         return Rotary(base, scaling)
     if base != DEFAULT_BASE or scaling is not None:
         raise ValueError(
             f"rope_base and rope_scaling must be left out if a rotary function is given, got {base} and "
             f"{scaling}. Set them in the function, or leave it out."
         )
-    if not callable(rotary):
-        raise TypeError(
-            f"rotary must be a function of heads and positions, got {type(rotary).__name__}. Pass a function."
-        )
+    check_function(rotary=rotary)
     return rotary
+
+
+def _check_frequencies(base: float, scaling: RopeScaling | None) -> None:
+    """Raises TypeError or ValueError unless rotary frequencies can be made of these."""
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        names = ", ".join(scheme.__name__ for scheme in typing.get_args(RopeScaling))
+        raise TypeError(
+            f"rope_scaling must be one of {names}, got {type(scaling).__name__}. Build one of them."
+        )
+    check_positive(rope_base=base)
 
 
 def turn(

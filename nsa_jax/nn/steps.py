@@ -13,10 +13,11 @@ from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
-from nsa_jax.nn.projections import check_inputs
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
+from nsa_jax.option_checks import check_flag
 
 
 class CacheSteps(nnx.Module):
@@ -64,7 +65,7 @@ class CacheSteps(nnx.Module):
             key_dim=self.head_dim,
             value_dim=self.value_dim,
             config=self.config,
-            dtype=dtype or self.dtype or self.query_proj.kernel.dtype,
+            dtype=(self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype,
             step_capacity=step_capacity,
             share_keys_values=self.share_keys_values,
         )
@@ -77,8 +78,9 @@ class CacheSteps(nnx.Module):
           batch: number of rows that it must have.
 
         Raises:
-          TypeError: `cache` is not an `NSACache`.
-          ValueError: its sizes are not those of this layer, or it has another number of rows.
+          TypeError: `cache` is not an `NSACache`, or one of its arrays is of another kind.
+          ValueError: its arrays do not fit together, its sizes are not those of this layer, or it has another
+            number of rows.
         """
         check_layer_cache(
             cache,
@@ -153,6 +155,7 @@ class CacheSteps(nnx.Module):
           The layer output of the new tokens, and the cache that holds them; with `count_reads` also
           `nsa_jax.cache.Reads`.
         """
+        check_flag(count_reads=count_reads)
         new = self._project_new(x, cache)
         settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
         if count_reads:

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nsa_jax import arguments, attention
+from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.compression import Compress
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
+from nsa_jax.compression import Compress, check_compress
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.dispatch import Implementation, check_implementation
 from nsa_jax.parallel.blocks import Rows, gather_compressed, halo_of_blocks
 from nsa_jax.parallel.declared import check_declared
 from nsa_jax.parallel.devices import Devices
@@ -66,7 +67,8 @@ def context_attention(
         `nsa_jax.choose`.
 
     Returns:
-      The output for the tokens of this device, in the query's dtype; 0 for a padding token.
+      The output for the tokens of this device, in the query's dtype; 0 for a padding token with finite
+      gates.
 
     Raises:
       TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
@@ -89,7 +91,7 @@ def context_attention(
         key_win=key_win, value_win=value_win, gates=gates, block_indices=block_indices,
         positions=positions, segment_ids=segment_ids,
     )  # fmt: skip
-    shards = _shards(context_attention, arrays, compress, axis, order, config)
+    shards = _shards(context_attention, arrays, compress, axis, order, config, scale, implementation)
     keys_values = exchanged(
         shards, (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win),
         compress=compress, config=config, positions=positions, segment_ids=segment_ids,
@@ -182,7 +184,7 @@ def context_selection(
     arrays = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, positions=positions, segment_ids=segment_ids
     )
-    shards = _shards(context_selection, arrays, compress, axis, order, config)
+    shards = _shards(context_selection, arrays, compress, axis, order, config, scale, implementation)
     rows = _rows(shards, positions, segment_ids)
     pair = (key_cmp, value_cmp), halo_of_blocks(config, segment_ids is not None)
     (to_compress,) = shards.stretches([pair])
@@ -211,18 +213,16 @@ def _shards(
     axis: str,
     order: Order,
     config: NSAConfig,
+    scale: float | None,
+    implementation: Implementation | None,
 ) -> Shards:
     """Validates a call and finds how the rows lie on the devices."""
-    if not callable(compress):
-        raise TypeError(
-            f"compress must be a Compression or a function, got {type(compress).__name__}. Pass "
-            "Compression() for means."
-        )
-    annotations = arguments.annotations_of(operation)
-    sizes = arguments.bind_shapes(annotations, arrays)
-    arguments.check_config(config)
+    check_compress(compress)
+    sizes = check_arrays(operation, **arrays)
+    check_config(config)
     arguments.check_not_empty(sizes)
     arguments.check_heads(sizes)
     arguments.check_selection(sizes, config)
-    arguments.check_dtypes(annotations, arrays)
+    arguments.resolve_scale(scale, sizes["H"], arrays["query"].dtype)
+    check_implementation(implementation)
     return Shards.of(Devices.along(axis), order, sizes["T"], config)

@@ -1,7 +1,6 @@
 """The order in which the tokens of a row lie on the devices."""
 
 import functools
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -9,11 +8,13 @@ import jax
 import numpy as np
 
 from nsa_jax.array_typing import Array
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.option_checks import check_choice, check_int
 
 type Order = Literal["zigzag", "contiguous"]
 
 _ORDERS: tuple[str, ...] = get_args(Order.__value__)
+MOST_DEVICES = 2**20  # more than any machine has; a list of chunks is made for them
 
 
 def to_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: int = 1) -> X:
@@ -33,7 +34,7 @@ def to_zigzag[X: (jax.Array, np.ndarray)](array: X, num_devices: int, *, axis: i
       sharding over auto axes is up to XLA.)
 
     Raises:
-      TypeError: `P` is not an int.
+      TypeError: `P` or `axis` is not an int, or `array` not an array.
       ValueError: the number of tokens is not a multiple of `2 P`, there is no such axis, or `P` is
         not positive.
 
@@ -61,8 +62,11 @@ def token_indices(length: int, num_devices: int, order: Order = "zigzag") -> np.
       `[length]` int32.
 
     Raises:
-      ValueError: the length does not divide, or the order is unknown.
+      TypeError: a number is not an int.
+      ValueError: the length is negative or does not divide, the order is unknown, or the number of devices is
+        not positive.
     """
+    check_int(low=0, length=length)
     _check_devices(num_devices)
     _check_whole_chunks(length, runs_per_device(order) * num_devices, order)
     index = np.arange(length, dtype=np.int32)
@@ -85,12 +89,15 @@ def padded_length(length: int, num_devices: int, config: NSAConfig, order: Order
       The smallest number, not below `length`, that is whole chunks of allowed length for every device.
 
     Raises:
-      ValueError: the order is unknown, or the number of devices is not positive.
+      TypeError: a number is not an int, or `config` is not an `NSAConfig`.
+      ValueError: the order is unknown, the length is negative, or the number of devices is not positive.
 
     Examples:
       >>> padded_length(100_000, 8, NSAConfig())
       100096
     """
+    check_int(low=0, length=length)
+    check_config(config)
     _check_devices(num_devices)
     runs = num_devices * runs_per_device(order)
     chunk = max(-(-length // runs), shortest_chunk(config))
@@ -110,8 +117,7 @@ def runs_per_device(order: Order) -> int:
 
 def check_order(order: Order) -> None:
     """Raises ValueError if the order is unknown."""
-    if order not in _ORDERS:
-        raise ValueError(f"order must be one of {_ORDERS}, got {order!r}. Choose one of them.")
+    check_choice(_ORDERS, order=order)
 
 
 def on_whole_rows(function: Callable[[Array], Array], array: Array) -> Array:
@@ -135,12 +141,7 @@ def _chunks(num_devices: int) -> np.ndarray:
 
 
 def _check_devices(num_devices: int) -> None:
-    if isinstance(num_devices, bool) or not isinstance(num_devices, numbers.Integral):
-        raise TypeError(f"num_devices must be an int, got {type(num_devices).__name__}. Pass an int.")
-    if num_devices < 1:
-        raise ValueError(
-            f"num_devices must be at least 1, got {num_devices}. Pass the size of the context axis."
-        )
+    check_int(low=1, high=MOST_DEVICES, num_devices=num_devices)
 
 
 def _check_whole_chunks(length: int, chunks: int, order: Order) -> None:
@@ -152,7 +153,9 @@ def _check_whole_chunks(length: int, chunks: int, order: Order) -> None:
 
 
 def _reorder(array, chunks: np.ndarray, axis: int):
-    array = array if isinstance(array, jax.Array) else np.asarray(array)
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise TypeError(f"array must be an array, got {type(array).__name__}. Pass one of NumPy or JAX.")
+    check_int(axis=axis)
     shape = array.shape
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
