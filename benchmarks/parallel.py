@@ -1,9 +1,8 @@
 """How much faster is attention on several devices, and what memory does each of them need?
 
 `python -m benchmarks.parallel` measures the whole operation, with the compression of its keys and values, on
-one device and spread over several (`strategies.py`). With `--shares` it measures on one device what each of
-several would compute (`shares.py`). On a machine without GPUs, `--devices` of the CPU come from
-`XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
+one device and spread over several (`strategies.py`). On a machine without GPUs, `--devices` of the CPU come
+from `XLA_FLAGS=--xla_force_host_platform_device_count=2`. `docs/benchmarks.md` explains the method.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import jax
 
 from benchmarks import devices, records, strategies, timing
 from benchmarks.command_line import (
-    InputError,
     Parser,
     add_dtype,
     add_sampling,
@@ -28,14 +26,11 @@ from benchmarks.command_line import (
     progress,
 )
 from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape
-from benchmarks.shares import Share
 from benchmarks.strategies import STRATEGIES, Strategy
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
 
 MODES = ("fwd", "fwd_bwd")
-
-type Way = Strategy | Share
 
 
 class Run:
@@ -58,22 +53,19 @@ class Run:
             batch=options.batch, length=length, query_heads=options.heads, kv_heads=options.kv_heads,
             key_dim=options.key_dim, value_dim=options.value_dim, dtype=options.dtype,
         )  # fmt: skip
-        groups: list[list[Way]] = [[self._strategy(name) for name in options.strategies]]
-        groups += [[Share(device, count) for device in sorted({0, count - 1})] for count in options.shares]
-        groups = [[way for way in group if self._is_possible(way, shape)] for group in groups]
-        if not any(groups):
+        ways = [self._strategy(name) for name in options.strategies]
+        if not (ways := [way for way in ways if self._is_possible(way, shape)]):
             return
         try:
             draw, arrays = strategies.draw(distribution, options.implementation, shape, self.config)
         except NotCoherent as reason:
             print(f"refused: {distribution} T={length}: {reason}")
             return
-        for group in groups:  # one after the other, so that one alone has to fit into memory
-            there = {strategy: strategy.put(arrays, self.config) for strategy in group}
-            for mode in options.modes:
-                self._measure_mode(mode, there, draw, shape)
+        there = {way: way.put(arrays) for way in ways}
+        for mode in options.modes:
+            self._measure_mode(mode, there, draw, shape)
 
-    def _measure_mode(self, mode: str, there: Mapping[Way, Any], draw: Draw, shape: Shape) -> None:
+    def _measure_mode(self, mode: str, there: Mapping[Strategy, Any], draw: Draw, shape: Shape) -> None:
         """Measures one mode of strategies whose arrays are there. They take turns."""
         options, setting = self.options, f"{mode} {draw.distribution} T={shape.length}"
         programs = {}
@@ -100,9 +92,9 @@ class Run:
         for row in rows:
             print(row, flush=True)
 
-    def _program(self, way: Way, mode: str, arrays: Any, shape: Shape) -> timing.Compiled:
-        """The program, compiled once for all shares of a number of devices and for all distributions."""
-        key = way.gate_name, mode, shape
+    def _program(self, way: Strategy, mode: str, arrays: Any, shape: Shape) -> timing.Compiled:
+        """The program, compiled once for all distributions."""
+        key = way.name, mode, shape
         if key not in self.programs:
             program = way.compiled(mode, arrays, self.options.implementation, self.config)
             self.programs[key] = dataclasses.replace(program, arguments=())
@@ -128,12 +120,12 @@ class Run:
     def _strategy(self, name: str) -> Strategy:
         return Strategy(name, 1 if name == "one" else self.options.devices)
 
-    def _is_possible(self, strategy: Way, shape: Shape) -> bool:
+    def _is_possible(self, strategy: Strategy, shape: Shape) -> bool:
         """Whether the shape can be spread, and the gate is green; says so if not."""
         if reason := strategy.refusal(shape, self.config):
             print(f"refused: {strategy.name} T={shape.length}: {reason}")
             return False
-        name = strategy.gate_name
+        name = strategy.name
         if name not in self.red and (name, shape) not in self.green:
             progress(f"gate {name} T={shape.length}: compiling and comparing with dense attention in float64")
             verdict = strategies.check(strategy, self.options.implementation, shape, self.config)
@@ -145,7 +137,7 @@ class Run:
         return name not in self.red
 
     def _row(
-        self, strategy: Way, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,
+        self, strategy: Strategy, mode: str, draw: Draw, shape: Shape, program: timing.Compiled,
         taken: timing.Timing,
     ) -> records.ParallelRow:  # fmt: skip
         sizes = dataclasses.asdict(shape)
@@ -174,25 +166,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--strategies",
-        nargs="*",
+        nargs="+",
         choices=STRATEGIES,
         default=list(STRATEGIES),
-        help="how attention is spread, or nothing, for shares alone; default: all",
+        help="how attention is spread; default: all",
     )
     for name, choices, default, meaning in (
         ("modes", MODES, MODES, "forward, or forward and backward in one program; default: both"),
         ("distributions", DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn; default: both"),
     ):
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(default), help=meaning)
-    parser.add_argument(
-        "--shares",
-        nargs="+",
-        type=positive,
-        default=[],
-        metavar="P",
-        help="also measure, on one device, what the first and the last of P devices compute in context "
-        "parallelism, without their messages; default: none",
-    )
     parser.add_argument(
         "--devices", type=positive, default=jax.device_count(), help="devices to spread over; default: all"
     )
@@ -215,8 +198,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check_heads(options.heads, options.kv_heads)
     check_writable(options.output, "--output")
-    if not options.strategies and not options.shares:
-        raise InputError("--strategies or --shares must name something, got neither. Pass --strategies one.")
     devices.check(options.devices)
     return options
 

@@ -18,15 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks import definitions, gate, programs, timing
 from benchmarks.inputs import Draw, Shape, draw_queries, key, of_query, tensor, tensor_shape
 from benchmarks.selections import check_form
-from benchmarks.shares import KEYS_VALUES, Share, not_whole_chunks
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.compression import Compression, compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.parallel import context_attention, from_zigzag, to_zigzag
+from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
 
 STRATEGIES = ("one", "heads", "heads_jit", "context")
+KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
 
 type Arrays = Mapping[str, np.ndarray]  # by name, on the host, in the order of the row
 
@@ -48,11 +48,6 @@ class Strategy(NamedTuple):
         return "one" if self.name == "one" else f"{self.name.partition('_')[0]}={self.num_devices}"
 
     @property
-    def gate_name(self) -> str:
-        """What the gate calls it."""
-        return self.name
-
-    @property
     def mesh(self) -> Mesh:
         """The mesh, of one axis."""
         devices = np.array(jax.devices()[: self.num_devices])
@@ -70,18 +65,23 @@ class Strategy(NamedTuple):
         """Why this shape cannot be spread in this way; None if it can."""
         if self.name.startswith("heads") and shape.kv_heads % self.num_devices:
             return f"{shape.kv_heads} KV heads do not divide by {self.num_devices} devices"
-        return not_whole_chunks(shape.length, self.num_devices, config) if self.name == "context" else None
+        fitting = padded_length(shape.length, self.num_devices, config)
+        if self.name == "context" and shape.length != fitting:
+            return (
+                f"the devices must get whole chunks, got {shape.length} tokens for {self.num_devices}. Pass "
+                f"--lengths {fitting}."
+            )
+        return None
 
-    def put(self, arrays: Arrays, config: NSAConfig) -> dict[str, Array]:
+    def put(self, arrays: Arrays) -> dict[str, Array]:
         """Puts arrays on the devices."""
-        del config  # of shares alone
         there = NamedSharding(self.mesh, self.spec)
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
         return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
 
     def whole(self, arrays: Arrays, implementation: str, config: NSAConfig) -> Arrays:
         """Output and gradients on the host, in the order of the row."""
-        found = self.compiled("fwd_bwd", self.put(arrays, config), implementation, config).run()
+        found = self.compiled("fwd_bwd", self.put(arrays), implementation, config).run()
         ordered = from_zigzag if self.name == "context" else lambda x, _: x
         return {name: ordered(np.asarray(x), self.num_devices) for name, x in found.items()}
 
@@ -161,7 +161,7 @@ def draw(
     return drawn, on_host | dict(query=query)
 
 
-def check(strategy: Strategy | Share, implementation: str, shape: Shape, config: NSAConfig) -> Verdict:
+def check(strategy: Strategy, implementation: str, shape: Shape, config: NSAConfig) -> Verdict:
     """Compares output and gradients with dense attention in float64, as `gate.check_program`.
 
     All devices get one selection: what they compress they round otherwise than one device, and where scores

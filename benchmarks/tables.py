@@ -7,9 +7,9 @@ several runs it takes the newest, or that of `--run-id`. In a document a table s
 
 import itertools
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks import prediction, records
+from benchmarks import records
 from benchmarks.command_line import InputError, Parser, command
 from benchmarks.records import AnyRow, GenerateRow, ParallelRow, Row, TrainingRow
 
@@ -33,7 +33,7 @@ def markdown(rows: Sequence[AnyRow]) -> str:
     if written := [row for row in rows if isinstance(row, GenerateRow)]:
         return _of_generation(written)
     if spread := [row for row in rows if isinstance(row, ParallelRow)]:
-        return _of_several_devices(spread)
+        return _of_strategies(spread)
     steps = [row for row in rows if isinstance(row, TrainingRow)]
     return _of_steps(steps) if steps else _of_operations([row for row in rows if isinstance(row, Row)])
 
@@ -82,35 +82,46 @@ def _model_sizes(row: TrainingRow | GenerateRow) -> str:
 
 def _of_generation(rows: Sequence[GenerateRow]) -> str:
     first = rows[0]
+    several = any(row.devices > 1 for row in rows)
     cells = (
         {
             "prompt": f"{row.length}",
             "attention": row.attention,
+            **({"batch": f"{row.batch}", "devices": _spread(row)} if several else {}),
             "first token, ms": f"{row.first_token_ms:.1f}",
             "a token, ms": f"{row.token_ms:.3f}",
             "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",
             "tokens/s": f"{row.tokens_per_s:.0f}",
-            "over its parts": f"{row.over_parts:.2f}",
+            "over its parts": "-" if row.over_parts is None else f"{row.over_parts:.2f}",
             "products, attention, sampling alone, ms": ", ".join(
-                f"{ms:.3f}" for ms in (row.products_ms, row.attention_ms, row.sampling_ms)
+                "-" if ms is None else f"{ms:.3f}"
+                for ms in (row.products_ms, row.attention_ms, row.sampling_ms)
             ),
         }
         for row in rows
     )
-    sizes = f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}"
+    batch = "" if several else f"batch {first.batch}, "
+    sizes = f"{first.model['dtype']}, {batch}{_model_sizes(first)}"
     return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
+
+
+def _spread(row: GenerateRow) -> str:
+    return "1" if row.devices == 1 else f"{row.devices}, by {row.spread}"
 
 
 def _of_steps(rows: Sequence[TrainingRow]) -> str:
     first = rows[0]
     dense = {row.length: row.median_ms for row in rows if row.attention == "dense"}
+    one = {row.length: row.median_ms for row in rows if row.attention == "nsa" and row.devices == 1}
+    several = any(row.devices > 1 for row in rows)
     cells = (
         {
             "T": f"{row.length}",
             "attention": f"{row.attention} ({row.implementation})",
+            **({"devices": f"{row.devices}", "one device / this": _times(row, one)} if several else {}),
             "ms (p20-p80)": _milliseconds(row),
             "tokens/s": f"{row.tokens_per_s:.0f}",
-            "dense / this": f"**{dense[row.length] / row.median_ms:.2f}**" if row.length in dense else "-",
+            "dense / this": _times(row, dense),
             "MB": f"{row.peak_bytes / 1e6:.1f}",
             "parameters": f"{row.parameters / 1e6:.0f} M",
         }
@@ -120,17 +131,12 @@ def _of_steps(rows: Sequence[TrainingRow]) -> str:
     return "\n".join([f"{first.device}; {sizes}; {_made_by(first)}", "", *_table(cells)]).strip()
 
 
+def _times(row: TrainingRow, others: Mapping[int, float]) -> str:
+    return f"**{others[row.length] / row.median_ms:.2f}**" if row.length in others else "-"
+
+
 def _setting(row: ParallelRow) -> tuple[object, ...]:
     return row.length, row.mode, row.distribution
-
-
-def _of_several_devices(rows: Sequence[ParallelRow]) -> str:
-    """Strategies, then shares; a table of shares has the time of one device, too."""
-    spread = [row for row in rows if row.strategy != "share"]
-    if len(spread) == len(rows):
-        return _of_strategies(rows)
-    alone = all(row.strategy == "one" for row in spread)
-    return "\n\n".join([*([] if alone else [_of_strategies(spread)]), _of_shares(rows)])
 
 
 def _of_strategies(rows: Sequence[ParallelRow]) -> str:
@@ -151,37 +157,6 @@ def _of_strategies(rows: Sequence[ParallelRow]) -> str:
         }
         for row in sorted(rows, key=_setting)
     )
-    return "\n".join([_sizes_of_strategies(rows), "", *_table(cells)]).strip()
-
-
-def _of_shares(rows: Sequence[ParallelRow]) -> str:
-    """One device's shares, and what they let us predict of several devices."""
-
-    def share(row: ParallelRow) -> tuple[object, ...]:
-        return *_setting(row), prediction.num_devices(row)
-
-    one = {_setting(row): row.median_ms for row in rows if row.strategy == "one"}
-    cells = []
-    measured = sorted((row for row in rows if row.strategy == "share"), key=share)
-    for (*setting, devices), group in itertools.groupby(measured, share):
-        shares = list(group)
-        alone_ms = one.get(tuple(setting))
-        total_ms, messages_ms = prediction.predicted_ms(shares)
-        cells.append(
-            {
-                "T": f"{shares[0].length}",
-                "mode": shares[0].mode,
-                "selection": shares[0].distribution,
-                "devices": f"{devices}",
-                "one device, ms": "-" if alone_ms is None else f"{alone_ms:.1f}",
-                "share of the first, of the last, ms": ", ".join(f"{x.median_ms:.1f}" for x in shares),
-                "GB received": f"{prediction.received_bytes(shares[0]) / 1e9:.3f}",
-                "their ms": f"{messages_ms:.2f}",
-                "predicted ms": f"{total_ms:.1f}",
-                "one device / predicted": "-" if alone_ms is None else f"**{alone_ms / total_ms:.2f}**",
-                "MB of each device": f"{max(x.peak_bytes for x in shares) / 1e6:.1f}",
-            }
-        )
     return "\n".join([_sizes_of_strategies(rows), "", *_table(cells)]).strip()
 
 

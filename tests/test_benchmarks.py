@@ -5,7 +5,6 @@ import itertools
 import json
 import pathlib
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +27,9 @@ from benchmarks import (
     layers,
     parallel,
     plot,
-    prediction,
     programs,
     records,
     roofline,
-    shares,
     strategies,
     tables,
     timing,
@@ -777,83 +774,6 @@ def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
     assert summary["red"] == ["context"]
     assert summary["rows"] == 0
     assert "gate context: RED" in printed
-
-
-@pytest.mark.parametrize("wrong", [None, "gather", "permute"])
-def test_the_shares_of_all_devices_are_the_whole(monkeypatch, wrong):
-    """Output and gradients of all rows, unless a message goes astray."""
-    carry = shares.carry
-
-    def astray(routes, sent, device):
-        received = carry(routes, sent, device)
-        is_wrong = [(route is None) == (wrong == "gather") for route in routes]
-        return [jnp.roll(x, 1, axis=1) if bad else x for x, bad in zip(received, is_wrong, strict=True)]
-
-    if wrong is not None:
-        monkeypatch.setattr(shares, "carry", astray)
-    shape = inputs.Shape(length=256, query_heads=2, kv_heads=1, key_dim=8, value_dim=8)
-
-    verdict = strategies.check(shares.Share(0, 2), "xla", shape, SMALL)
-
-    assert verdict.green == (wrong is None), verdict
-
-
-def test_a_share_varies_over_a_mesh_as_in_the_real_program(monkeypatch):
-    """A kernel may choose by it: with `mosaic_gpu` a share outside of `shard_map` was another program."""
-    seen = []
-
-    def attend(query, **_):
-        seen.append(jax.typeof(query).manual_axis_type.varying)
-        return query
-
-    monkeypatch.setattr(operations, "native_sparse_attention", attend)
-    share, shape = shares.Share(0, 2), inputs.Shape(length=256)
-    _, arrays = strategies.draw("random", "xla", shape, SMALL)
-
-    jax.eval_shape(share.function("fwd", "xla", SMALL), *share.put(arrays, SMALL)["operands"])
-
-    assert seen == [{"context"}]
-
-
-def test_parallel_measures_shares_of_several_devices_on_one(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(strategies, "check", lambda *_: gate.Verdict(0.5, "out"))
-    chosen = ["--strategies", "one", "--shares", "2", "64"]
-
-    status = parallel.main([*PARALLEL, *chosen, *SIZES, "--output", str(path)], SMALL)
-
-    printed, summary = last_line(capsys)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert status == 0
-    assert "refused: share T=256: the devices must get whole chunks, got 256 tokens for 64. Pass" in printed
-    meshes = [("one", "one"), ("share", "0 of 2"), ("share", "1 of 2")]
-    assert [(row["strategy"], row["mesh"]) for row in rows] == meshes
-    assert [faster["mesh"] for faster in summary["faster_than_one_device"]] == ["0 of 2", "1 of 2"]
-    one, *two = records.read(path)
-    token = 1 * (8 + 8) * 4
-    # Half of all keys, a fourth of that in blocks, and the tokens before each of two chunks.
-    received = token * (128 + 128 / 4 + 2 * (23 + 4))
-    assert prediction.received_bytes(two[0]) == received
-    predicted_ms = max(row.median_ms for row in two) + 1e3 * received / 450e9
-    table = tables.markdown([one, *two])
-    assert f"| {predicted_ms:.1f} | **{one.median_ms / predicted_ms:.2f}** |" in table
-    assert "context" not in table
-    both = tables.markdown([one, dataclasses.replace(one, strategy="context", mesh="context=2"), *two])
-    assert "| context | context=2 |" in both
-    assert both.endswith(table.partition("\n")[2])
-
-
-def test_the_documented_bytes_of_messages():
-    """`docs/parallel.md`, "What moves": the forward pass for 4 KV heads of 128/128 in bfloat16."""
-    sizes = dict(batch=1, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16", mode="fwd")
-    for length, devices, megabytes in ((65536, 2, 73), (1 << 20, 8, 1999)):
-        row = types.SimpleNamespace(
-            **sizes, length=length, mesh=f"0 of {devices}", config=dataclasses.asdict(NSAConfig())
-        )
-        assert round(prediction.received_bytes(row) / 1e6) == megabytes
-        there = prediction.received_bytes(row)
-        row.mode = "fwd_bwd"  # gradients go back the way that the keys came
-        assert prediction.received_bytes(row) == 2 * there
 
 
 GENERATE = [
