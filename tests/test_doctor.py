@@ -180,7 +180,7 @@ FITS = {
     "numpy": "2.5.0", "torch": None,
 }  # fmt: skip
 ASK = {
-    "nsa_jax": ["flax>=0.12.10", "jax>=0.11.1", "numpy>=2.1", "torch>=2.13; extra == 'torch'"],
+    "nsa_jax": ["flax>=0.12.10", "jax>=0.11.1", "numpy>=2.1", "torch>=2.11; extra == 'torch'"],
     "jax": ["jaxlib<=0.11.2,>=0.11.2", 'jax-cuda13-plugin==0.11.2; extra == "cuda13"', "scipy>=1.15"],
 }
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 from flax import nnx
 
-from nsa_jax.generate import buckets, generate
+from nsa_jax.generate import buckets, checks, generate
 from nsa_jax.generate.loop import _run, _Sampling
 
 VOCAB, PAD = 11, 99
@@ -371,6 +371,8 @@ BAD = {
     "negative eos": (dict(eos_id=-1), ValueError, "eos_id must be at least 0, got -1. Pass None for no end"),
     "pad": (dict(pad_id=None), TypeError, "pad_id must be an int, got NoneType"),
     "large eos": (dict(eos_id=2**31), ValueError, "eos_id must be at most 2147483647, got 2147483648"),
+    "small pad": (dict(pad_id=-(2**31) - 1), ValueError, "pad_id must be at least -2147483648, got"),
+    "small key": (dict(key=-(2**63) - 1), ValueError, f"key must be at least {-(2**63)}, got"),
     "large key": (dict(key=2**70), ValueError, f"key must be at most {2**63 - 1}, got {2**70}"),
     "key": (dict(key=1.5), TypeError, "key must be an int or typed keys, got float"),
     "raw key": (dict(key=jax.random.PRNGKey(0)), TypeError, "key must be an int or typed keys"),
@@ -412,6 +414,14 @@ def test_a_decoder_may_take_num_tokens_among_any_keywords(model):
             return super().decode_step(*tokens_and_cache, **others)
 
     assert rows_of(run(Wrapped())) == greedy(model, 10)
+
+
+def test_the_smallest_and_the_largest_ids_and_seeds_are_accepted():
+    checks.check_tokens(eos_id=2**31 - 1, pad_id=-(2**31))
+    checks.check_tokens(eos_id=0, pad_id=2**31 - 1)
+
+    for seed in (-(2**63), 2**63 - 1):
+        assert checks.check_key(seed, batch=1).shape == (1,)
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())

@@ -338,6 +338,7 @@ def test_a_named_implementation_never_falls_back():
         ((1, 64, 4, 128), "float32", "gpu", None, None),
         ((1, 63, 4, 128), "bfloat16", "gpu", None, None),
         ((1, 64, 4, 20), "float16", "gpu", None, None),
+        ((1, 64, 4, 136), "bfloat16", "gpu", None, None),
     ],
 )
 def test_dense_attention_takes_cudnn_where_it_can(monkeypatch, shape, dtype, backend, device, expected):

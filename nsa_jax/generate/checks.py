@@ -103,7 +103,7 @@ def check_tokens(eos_id: Any, pad_id: Any) -> None:
         check_int(eos_id=eos_id)
         if eos_id < 0:
             raise ValueError(f"eos_id must be at least 0, got {eos_id}. Pass None for no end token.")
-    check_int(low=-LARGEST_INT, pad_id=pad_id)
+    check_int(low=-LARGEST_INT - 1, pad_id=pad_id)
 
 
 def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
