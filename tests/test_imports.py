@@ -20,7 +20,7 @@ FLOORS = (
     ("nsa_jax.array_checks",),
     ("nsa_jax.compression",),
     ("nsa_jax.layout",),
-    ("nsa_jax.kernels.dims", "nsa_jax.kernels.launch", "nsa_jax.kernels.partition"),
+    tuple(f"nsa_jax.kernels.{name}" for name in ("dims", "launch", "partition", "processors")),
     ("nsa_jax.kernels.lists",),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
     ("nsa_jax.kernels.gradients_in_parts",),
