@@ -10,6 +10,7 @@ Calls are traced with arrays of NumPy, so that their values are known and nothin
 
 import zlib
 
+import jax
 import pytest
 from bad_calls_of_arrays import ARRANGEMENTS, OPERATIONS
 from bad_calls_of_caches import CACHES
@@ -21,6 +22,14 @@ import nsa_jax
 from nsa_jax import cache, generate, model, nn, parallel
 
 CALLS = OPERATIONS | ARRANGEMENTS | LAYERS | CACHES | MODELS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tracebacks_as_they_are():
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")  # filtering them takes half of the time
+    yield
+    jax.config.update("jax_traceback_filtering", before)
 
 
 def seed_of(name: str) -> int:
