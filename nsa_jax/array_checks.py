@@ -136,7 +136,7 @@ def check_floats(**arrays: Array) -> None:
         )
 
 
-def check_integers(**arrays: Array) -> None:
+def check_integers(**arrays: Any) -> None:
     """Raises unless all arrays hold integers that fit into 32 bits, which indices have.
 
     Raises:
@@ -162,7 +162,7 @@ def check_cu_seqlens(cu_seqlens: Any) -> None:
         )
 
 
-def check_values(low: int, high: int, **arrays: Array | None) -> None:
+def check_values(low: int, high: int, **arrays: Any) -> None:
     """Raises ValueError if a value is known on the host and not within `low` .. `high`."""
     for name, array in arrays.items():
         values = None if array is None else on_host(array)

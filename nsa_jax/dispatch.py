@@ -18,7 +18,7 @@ from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.kernels import xla
-from nsa_jax.kernels.capability import capability
+from nsa_jax.kernels.chip import capability
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import support as triton_support
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues

@@ -19,6 +19,7 @@ def check_int(*, low: int | None = None, high: int = LARGEST_INT, **values: Any)
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}. Pass a whole number.")
+        value = int(value)
         if low is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value}. Pass a larger number.")
         if value > high:

@@ -192,9 +192,15 @@ class Axes(NamedTuple):
 
     def place(self, operand: Any, specs: Any) -> Any:
         """Shards the arrays of an operand as `specs` say."""
-        return jax.tree.map(
-            lambda x, spec: jax.reshard(jnp.asarray(x), NamedSharding(self.mesh, spec)), operand, specs
-        )
+        mesh = _mesh_of_devices(operand)
+
+        def place(x: Any, spec: PartitionSpec) -> Array:
+            if mesh is None or isinstance(x, jax.core.Tracer):
+                return jax.reshard(jnp.asarray(x), NamedSharding(self.mesh, spec))
+            # Outside of `jax.set_mesh`, `reshard` does not take what lies on one device.
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
+        return jax.tree.map(place, operand, specs)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -215,6 +221,16 @@ def _on_shards(
         axis_names=set(axes.mesh.explicit_axes),
     )
     return run(arrays)
+
+
+def _mesh_of_devices(operand: Any) -> jax.sharding.Mesh | None:
+    """The mesh with explicit axes on which arrays of an eager call lie; None while tracing."""
+    for x in jax.tree.leaves(operand):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            mesh = getattr(x.sharding, "mesh", None)
+            if isinstance(mesh, jax.sharding.Mesh) and mesh.abstract_mesh.explicit_axes:
+                return mesh
+    return None
 
 
 def _has_arrays(operand: Any) -> bool:

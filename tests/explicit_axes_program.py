@@ -84,7 +84,10 @@ def operations() -> None:
 
 
 def eager_calls() -> None:
-    """An eager call takes NumPy arrays beside sharded ones, and compiles nothing when it comes again."""
+    """An eager call takes NumPy arrays beside sharded ones, and compiles nothing when it comes again.
+
+    It needs no mesh in context.
+    """
     positions, segment_ids, _, query, *others = drawn()
     given = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
     compiled: list[str] = []
@@ -97,6 +100,9 @@ def eager_calls() -> None:
         assert any("backend_compile" in event for event in compiled) == (turn == 0)
     assert specs(found) == [P("data", None, "tensor", None)]
     agree(found, whole()[0][0])
+    outside = attention.native_sparse_attention(query_on_mesh, *map(np.asarray, others), **given)
+    assert specs(outside) == specs(found)
+    agree(outside, found)
 
 
 def the_reference() -> None:

@@ -356,6 +356,17 @@ def test_runs_may_be_given_in_many_ways(runs):
     call("window_attention", dict(query_positions=runs))
 
 
+def test_narrow_ints_of_runs_do_not_overflow():
+    """100 + 100 tokens are more than an int8 holds."""
+    size, narrow = (B, 200, N, H), np.int8(100)
+    runs = Runs((Run(narrow, 0), Run(narrow, np.int8(100))), divisor=np.int8(4), halo=None)
+
+    call("window_attention", dict(query_positions=runs, first_key=-3), query=array("query", size))
+
+    assert runs == Runs((Run(100, 0), Run(100, 100)), divisor=4)
+    assert type(runs.runs[0].length) is int
+
+
 @pytest.mark.parametrize(
     ("first", "error", "rule"),
     [

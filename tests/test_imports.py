@@ -20,7 +20,7 @@ FLOORS = (
     ("nsa_jax.array_checks",),
     ("nsa_jax.compression",),
     ("nsa_jax.layout",),
-    ("nsa_jax.kernels.capability", "nsa_jax.kernels.dead_launches"),
+    ("nsa_jax.kernels.chip", "nsa_jax.kernels.dead_launches"),
     ("nsa_jax.kernels.dims", "nsa_jax.kernels.launch", "nsa_jax.kernels.partition"),
     ("nsa_jax.kernels.lists",),
     ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
@@ -40,7 +40,7 @@ FLOORS = (
 ABOVE_THE_HOUSE = "nsa_jax.doctor"  # a command that uses the library as its users do
 KERNEL_LANGUAGES = ("triton", "jax_triton", "jax.experimental.pallas", "jax.experimental.mosaic")
 MAY_USE_KERNEL_LANGUAGES = (
-    *("nsa_jax.kernels.capability", "nsa_jax.kernels.dead_launches", "nsa_jax.kernels.launch"),
+    *("nsa_jax.kernels.chip", "nsa_jax.kernels.dead_launches", "nsa_jax.kernels.launch"),
     *("nsa_jax.kernels.lists", "nsa_jax.kernels.triton"),
     *("nsa_jax.kernels.mosaic_gpu", "tests"),
     "benchmarks.one_token",  # the kernel that ours is measured against

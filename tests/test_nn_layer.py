@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from messages import has_form
 from modules import NSA, abstract, named
 
@@ -310,6 +311,20 @@ def test_wrong_inputs(x, arguments, message):
     layer = abstract_layer()
     with pytest.raises((TypeError, ValueError), match=message):
         nnx.eval_shape(lambda layer, x, arguments: layer(x, **arguments), layer, x, arguments)
+
+
+def test_segment_ids_of_numpy_go_where_the_input_lies():
+    mesh = AbstractMesh((2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    graph, state = nnx.split(abstract_layer())
+
+    def attend(state, x):
+        return nnx.merge(graph, state)(x, segment_ids=np.ones((2, 8), int))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        out = jax.eval_shape(attend, state, x)
+
+    assert out.sharding.spec[0] == "data"
 
 
 @pytest.mark.parametrize("name", ["x", "positions", "segment_ids"])

@@ -130,7 +130,7 @@ USED = {
     "jax_triton.TensorDescriptor": ((TRITON,), "host-side TMA descriptors"),
     "jax_triton.TensorDescriptor.from_array": ((TRITON,), "host-side TMA descriptors"),
     "jax_triton.triton_lib": ((*KERNELS, *DEAD_LAUNCHES), "whether it could import its compiler"),
-    "jax_triton.triton_lib.gpu_info": (("nsa_jax/kernels/capability.py",), "what it compiles for"),
+    "jax_triton.triton_lib.gpu_info": (("nsa_jax/kernels/chip.py",), "what it compiles for"),
     "jax_triton.triton_lib.triton_kernel_call_p": ((*DEAD_LAUNCHES, "tests"), "the primitive of a launch"),
     "jax_triton.triton_lib.CompilationResult": (("tests",), "registers and memory of the compiled kernels"),
     "jax_triton.triton_lib.compile_ttir_to_ptx_inplace": (("tests",), "registers and memory of the kernels"),
@@ -174,7 +174,7 @@ THROUGH_VARIABLES = {
     "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
-    "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.capability: what it compiles for",
+    "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.chip: what it compiles for",
 }
 
 
@@ -275,7 +275,7 @@ def exists(name: str) -> bool:
 def test_instances_have_what_is_read_of_them():
     linear = nnx.eval_shape(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
 
-    # nsa_jax.dispatch and nsa_jax.kernels.capability: the platform that a program is lowered for.
+    # nsa_jax.dispatch and nsa_jax.kernels.chip: the platform that a program is lowered for.
     assert hasattr(jax.sharding.get_abstract_mesh(), "abstract_device")
     # nsa_jax.model.restorable leaves out flax's own attributes when it compares the settings of modules.
     own = {name for name in vars(linear) if name.startswith("_")}

@@ -24,8 +24,8 @@ def gated_sum(
       implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
 
     Returns:
-      The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches. A gate
-      that is NaN or infinite makes it NaN, also where all branches are 0.
+      The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches. NaN
+      or infinity in a gate makes it NaN, also where the branches are 0.
 
     Raises:
       TypeError: an argument is not an array, or not of a floating dtype.

@@ -1,7 +1,7 @@
 """Checks of the arguments of a step: shapes and dtypes at trace time, values if they are concrete."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def check_operands(
     check_arrays(step, holders, query=query, gates=gates, num_tokens=num_tokens)
 
 
-def check_arrays(step: Callable[..., Any], holders: Mapping[str, NamedTuple], **arrays: Array | None) -> None:
+def check_arrays(step: Callable[..., Any], holders: Mapping[str, Any], **arrays: Array | None) -> None:
     """Raises unless the arrays of a step, with those in its cache, fit together by their annotations.
 
     Args:

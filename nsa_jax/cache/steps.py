@@ -186,8 +186,8 @@ def decode_step(
 
     Returns:
       `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
-      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held, gets output 0, and
-      its `overflowed` is set, under `jit` and outside.
+      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held,
+      gets output 0, and its `overflowed` is set, under `jit` and outside.
 
     Raises:
       TypeError: as in `prefill`.

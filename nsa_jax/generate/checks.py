@@ -126,11 +126,12 @@ def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
 
 def check_draw(*, temperature: Any = None, top_k: Any = None, top_p: Any = None) -> None:
     """Raises TypeError or ValueError unless each is None, a scalar array, or a number in its range."""
-    floats = dict(temperature=(temperature, LARGEST_FLOAT), top_p=(top_p, 1))
+    floats: dict[str, tuple[Any, float]] = dict(temperature=(temperature, LARGEST_FLOAT), top_p=(top_p, 1))
     for name, (number, most) in floats.items():
         if number is None or _is_scalar(number, jnp.floating):
             continue
-        if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if not is_number:
             raise TypeError(
                 f"{name} must be a number or a scalar array, got {type(number).__name__}. Pass a float."
             )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax_triton
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.capability import capability
+from nsa_jax.kernels.chip import capability
 from nsa_jax.kernels.dead_launches import follow_jax
 
 follow_jax()

@@ -97,7 +97,9 @@ class Runs:
                 f"runs must be a tuple of Run, got {self.runs!r}. Pass Runs((Run(length, first),))."
             )
         # As Python ints: sums of NumPy's would overflow where these are narrow.
-        object.__setattr__(self, "runs", tuple(Run(*map(_as_int, run)) for run in self.runs))
+        object.__setattr__(
+            self, "runs", tuple(Run(_as_int(run.length), _as_int(run.first)) for run in self.runs)
+        )
         object.__setattr__(self, "divisor", _as_int(self.divisor))
         object.__setattr__(self, "halo", _as_int(self.halo))
 

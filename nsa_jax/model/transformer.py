@@ -300,7 +300,7 @@ class Transformer(nnx.Module):
         self._check_tokens(tokens)
         check_arrays(Transformer.prefill, tokens=tokens, num_tokens=num_tokens)
         check_ids("tokens", tokens, num_tokens, self.vocab_size)
-        return self.embed(tokens, out_sharding=products.of_tokens(tokens))
+        return self.embed(tokens, out_sharding=products.of_tokens(tokens, self.embed.embedding[...]))
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
         check_array("tokens", tokens)

@@ -35,6 +35,7 @@ from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, tur
 from nsa_jax.nn.steps import CacheSteps
 from nsa_jax.option_checks import check_flag, check_int
 from nsa_jax.parallel import Order, context_attention, context_selection
+from nsa_jax.sharding import alike
 
 # Middle parts of the names of projections and norms, as in `key_cmp_proj`.
 BRANCHES = ("_cmp", "_slc", "_win")
@@ -344,6 +345,8 @@ class NSAAttention(CacheSteps):
         if positions is None:
             positions = token_positions(x, segment_ids)
         query, tokens, gates = self._project(x, positions)
+        if segment_ids is not None:  # may be of NumPy, beside tokens on a mesh
+            x, segment_ids = alike(x=x, segment_ids=segment_ids)
         key_cmp, value_cmp = self._compress(
             token_windows(tokens.key_cmp, self.config, segment_ids),
             token_windows(tokens.value_cmp, self.config, segment_ids),

@@ -62,11 +62,16 @@ def add_rows(x: Float[Array, "B T ..."], kernel: Array, *args: Any, **options: A
     return jax.lax.dot_general(x, kernel, *args, **options | dict(out_sharding=of_tokens(x)))
 
 
-def of_tokens(x: Float[Array, "B T ..."] | Int[Array, "B T"]) -> NamedSharding | None:
-    """The sharding of `[B, T, D]` beside `x`; None unless `x` is on a mesh with explicit axes."""
+def of_tokens(
+    x: Float[Array, "B T ..."] | Int[Array, "B T"], table: Array | None = None
+) -> NamedSharding | None:
+    """The sharding of `[B, T, D]` beside `x`; None unless `x` is on a mesh with explicit axes.
+
+    An `x` that is on no mesh, as one of NumPy, goes to that of the `table` in which it is looked up.
+    """
     sharding, mesh = jax.typeof(x).sharding, jax.typeof(x).sharding.mesh
-    if mesh.empty:  # a NumPy array is on no mesh; JAX puts it on the one in context
-        mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:  # otherwise JAX puts it on the mesh in context
+        mesh = jax.sharding.get_abstract_mesh() if table is None else jax.typeof(table).sharding.mesh
     if not mesh.explicit_axes:
         return None
     return NamedSharding(mesh, PartitionSpec(*sharding.spec[:TOKENS], None))

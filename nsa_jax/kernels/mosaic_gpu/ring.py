@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,17 +22,9 @@ from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, RingSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
 from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
+from nsa_jax.kernels.chip import num_processors
 
 PLACE = (1 << MEMBER_BITS) - 1
-H100_PROCESSORS = 132
-
-
-def num_processors() -> int:
-    """Multiprocessors of the GPU that a program is compiled for; those of an H100 if unknown."""
-    if jax.default_backend() == "gpu":
-        return jax.local_devices()[0].core_count
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return getattr(abstract, "num_cores", None) or H100_PROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.capability import capability
+from nsa_jax.kernels.chip import capability
 from nsa_jax.kernels.triton.tiles import ADA, AMPERE, HOPPER, Shape
 
 

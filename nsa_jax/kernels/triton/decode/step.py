@@ -18,6 +18,7 @@ from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.dims import split_dim
 from nsa_jax.kernels.launch import launch, like
+from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
@@ -129,17 +130,9 @@ def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSi
             blocks=-(-cache.key_cmp.shape[1] // own),
             slots=_padded(config.num_selected_blocks),
             block_size=max(_padded(config.selection_block_size), 16),
-            processors=_processors(),
+            processors=num_processors(),
         )
     )
-
-
-def _processors() -> int:
-    """Multiprocessors of the GPU that a program is compiled for."""
-    if jax.default_backend() == "gpu":
-        return jax.local_devices()[0].core_count
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return tiles.PROCESSORS if abstract is None or abstract.num_cores is None else abstract.num_cores
 
 
 class _Step:

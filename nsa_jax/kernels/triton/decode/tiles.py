@@ -74,7 +74,6 @@ class StepSizes(NamedTuple):
     slc_stages: int
 
 
-PROCESSORS = 132  # multiprocessors of an H100
 REGISTERS = 64 * KIB  # of a multiprocessor
 STEP_ROWS = 64
 STEP_PROGRAMS = 256  # enough to fill a GPU: nearly two for each of the 132 multiprocessors of an H100

@@ -1,8 +1,10 @@
-"""The compute capability of the GPU that kernels are compiled for. Does not import Triton."""
+"""The GPU that a program is compiled for: its compute capability and processors. Does not import Triton."""
 
 import importlib
 
 import jax
+
+H100_PROCESSORS = 132
 
 
 def capability() -> tuple[int, int] | None:
@@ -16,3 +18,11 @@ def capability() -> tuple[int, int] | None:
     # JAX has no GPU but lowers for one: jax-triton knows for which.
     info = importlib.import_module("jax_triton.triton_lib").gpu_info
     return divmod(info.get_gpu_info().compute_capability, 10)
+
+
+def num_processors() -> int:
+    """How many multiprocessors it has; those of an H100 if the GPU is unknown."""
+    if jax.default_backend() == "gpu":
+        return jax.local_devices()[0].core_count
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(abstract, "num_cores", None) or H100_PROCESSORS
