@@ -117,6 +117,12 @@ def test_dot_products_depend_on_distance_only(shift, dtype):
     assert (error <= budget * magnitude).all()
 
 
+def test_one_row_of_positions_stands_for_all_rows():
+    x, positions = jax.random.normal(jax.random.key(0), (2, 5, 1, 4)), np.arange(5)[None]
+
+    np.testing.assert_array_equal(rotate(x, positions), rotate(x, np.repeat(positions, 2, axis=0)))
+
+
 def test_low_precision_inputs_are_turned_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 6), jnp.bfloat16)
     positions = jnp.asarray([[0, 1, 100, 4000]])

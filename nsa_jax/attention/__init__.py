@@ -20,9 +20,9 @@ These rules hold for every operation:
   never reaches a result.
 * **Precision.** Logits, softmax, sums and log-sum-exps are float32 (float64 for float64 inputs); outputs have
   the query's dtype. Log-sum-exps are natural logarithms.
-* **Errors.** Wrong shapes, dtypes and options raise `ValueError` or `TypeError` at trace time. The values of
-  index arrays are not checked, but that they fit into 32 bits where the host has them (in NumPy arrays, and in
-  JAX arrays on a CPU); `nsa_jax.debug` checks them. `NotImplementedError` means that the implementation
+* **Errors.** Wrong shapes, dtypes and options raise `ValueError` or `TypeError` at trace time. Of the values
+  of index arrays it is only checked that they fit into 32 bits, where the host has them: in NumPy arrays, and
+  in JAX arrays on a CPU. `nsa_jax.debug` checks the rest. `NotImplementedError` means that the implementation
   asked for by name cannot run the call.
 * **Transformations.** `jit`, `grad`, `vmap`, `scan`, `remat` and `jax.export` work (to export Triton kernels,
   disable a safety check, see the README). Reverse-mode gradients are deterministic. There is no `jax.jvp` of

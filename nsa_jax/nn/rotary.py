@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_checks import check_arrays
@@ -32,7 +33,7 @@ def rotate(
 
     Args:
       x: queries or keys. If `H` is odd, the last dimension stays as it is.
-      positions: rotary position of each token, any integers.
+      positions: rotary position of each token, any integers; one row stands for all rows of `x`.
       base: base of the frequencies; with a larger base, pairs turn more slowly.
       scaling: a scaling of the frequencies for longer contexts, or None. A `YarnScaling` also multiplies the
         heads by its `magnitude`.
@@ -51,6 +52,9 @@ def rotate(
     Gradients:
       The cotangent rotated back, multiplied by the same magnitude.
     """
+    if getattr(positions, "ndim", None) == 2 and positions.shape[0] == 1 and getattr(x, "ndim", None) == 4:
+        repeat = np.repeat if isinstance(positions, np.ndarray) else jnp.repeat  # int64 stays to be checked
+        positions = repeat(positions, x.shape[0], axis=0)
     check_arrays(rotate, x=x, positions=positions)
     _check_frequencies(base, scaling)
     return Rotary(base, scaling).rotation(x.shape[-1])(x, positions)

@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
+from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.lists.ring import MEMBER_BITS, RingLists
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, RingSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
 from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
-from nsa_jax.kernels.chip import num_processors
 
 PLACE = (1 << MEMBER_BITS) - 1
 

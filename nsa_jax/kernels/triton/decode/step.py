@@ -16,9 +16,9 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.dims import split_dim
 from nsa_jax.kernels.launch import launch, like
-from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
