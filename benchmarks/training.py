@@ -51,9 +51,9 @@ def compile_step(
     config: TransformerConfig, batch: int, length: int, num_devices: int = 1
 ) -> tuple[timing.Compiled, int]:
     """The compiled step on its arguments, and the number of parameters; tokens spread over the devices."""
-    spread = dict(context_axis=devices.AXIS) if num_devices > 1 else {}
+    axis = devices.AXIS if num_devices > 1 else None
     with devices.in_context(num_devices):
-        graph, state = nnx.split(Transformer(config, **spread, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(Transformer(config, context_axis=axis, rngs=nnx.Rngs(0)))
         tokens = jax.random.randint(key("tokens"), (batch, length + 1), 0, config.vocab_size)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         if num_devices > 1:

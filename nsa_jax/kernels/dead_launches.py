@@ -5,6 +5,8 @@ jax-triton stays what it is: no launch is removed, because it may write to its o
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from jax.interpreters import partial_eval
 from jax_triton import triton_lib
@@ -17,7 +19,7 @@ def follow_jax() -> bool:
     anything else is of a jax-triton that follows JAX itself, and stays.
     """
     launch = triton_lib.triton_kernel_call_p
-    rule = partial_eval.dce_rules.get(launch)
+    rule: Callable[..., Any] | None = partial_eval.dce_rules.get(launch)
     if rule is None or len(inspect.signature(rule).parameters) != 2:
         return False
     partial_eval.dce_rules[launch] = lambda used_outs, *rest: rule(used_outs, rest[-1])
