@@ -96,9 +96,9 @@ BAD = {
         "model.config must hold plain numbers and strings, got dtype=<class 'jax.numpy.float32'>",
     ),
     "a NumPy number": (
-        lambda: make_model(config=dataclasses.replace(CONFIG, mlp_dim=np.int64(8))),
+        lambda: make_model(config=dataclasses.replace(CONFIG, rope_base=np.float32(10000))),
         TypeError,
-        "model.config must hold plain numbers and strings, got mlp_dim=np.int64(8)",
+        "model.config must hold plain numbers and strings, got rope_base=np.float32(10000.0)",
     ),
     "config of another model": (
         lambda: changed(put("", "config", dataclasses.replace(CONFIG, num_layers=3, tie_embeddings=False))),
