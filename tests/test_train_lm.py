@@ -426,9 +426,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr("examples.train_lm.run_folder.save", full)
 
-    with pytest.raises(
-        InputError, match=r"--output must be a folder that takes step 5, got the error \".* Make room\"\. Pass --res"
-    ):
+    message = r"--output must be a folder that takes step 5, got the error .* Make room.\. Pass --resume, when "
+    with pytest.raises(InputError, match=message):
         RunFolder(tmp_path).save(None, None, 5, [])
 
 
@@ -470,7 +469,7 @@ def test_checkpoint_of_another_configuration_is_refused(finished, data, tmp_path
 
     assert_error(
         capsys,
-        "--resume must find a whole checkpoint of this configuration: .*model_dim=16 where it has model_dim=8",
+        "--resume must find a whole checkpoint of this run: .*model_dim=16 where it has model_dim=8",
     )
     assert contents(folder.path) == before
 

@@ -143,7 +143,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise InputError(f"--resume must find a whole checkpoint of this configuration: {error}") from error
+            raise InputError(f"--resume must find a whole checkpoint of this run: {error}") from error
         step = training["step"]
         try:
             rows = read_rows(self.curve)
