@@ -426,7 +426,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr("examples.train_lm.run_folder.save", full)
 
-    message = r"--output must be a folder that takes step 5, got the error .* Make room.\. Pass --resume, when "
+    message = r"--output must be a folder that takes step 5, got the error .* Make room.\. Pass --resume"
     with pytest.raises(InputError, match=message):
         RunFolder(tmp_path).save(None, None, 5, [])
 
