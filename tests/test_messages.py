@@ -14,7 +14,7 @@ PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples")
 NOT_ERRORS = ("SystemExit", "Refused")
 # What these end in has the form itself.
 END_IN_A_MESSAGE = [
-    "examples/train_lm/run_folder.py: --resume must find a checkpoint of this configuration: {error}",
+    "examples/train_lm/run_folder.py: --resume must find a whole checkpoint of this run: {error}",
     "examples/train_lm/settings.py: the sizes must make a model, got one that cannot be: {error}",
     "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}",
 ]

@@ -420,6 +420,17 @@ def test_interrupt_says_what_resume_finds(tmp_path):
     assert folder.what_resume_finds() == "step 100 is saved; --resume goes on from there"
 
 
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("path must take a whole checkpoint, got 'No space left on device' at 'a'. Make room.")
+
+    monkeypatch.setattr("examples.train_lm.run_folder.save", full)
+
+    message = r"--output must be a folder that takes step 5, got the error .* Make room.\. Pass --resume"
+    with pytest.raises(InputError, match=message):
+        RunFolder(tmp_path).save(None, None, 5, [])
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff"], ids=["cut off", "not text"])
 def test_broken_settings_are_one_clear_error(content, data, tmp_path, capsys):
     (tmp_path / "settings.json").write_bytes(content)
@@ -458,7 +469,7 @@ def test_checkpoint_of_another_configuration_is_refused(finished, data, tmp_path
 
     assert_error(
         capsys,
-        "--resume must find a checkpoint of this configuration: .*model_dim=16 where it has model_dim=8",
+        "--resume must find a whole checkpoint of this run: .*model_dim=16 where it has model_dim=8",
     )
     assert contents(folder.path) == before
 

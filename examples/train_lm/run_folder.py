@@ -95,11 +95,21 @@ class RunFolder:
         """Writes the curve and a checkpoint; killed at any moment, the last complete checkpoint remains.
 
         Of several processes each writes its part of the checkpoint.
+
+        Raises:
+          InputError: the disk is full, say, or another process saves there.
         """
         self.saving = step
-        if jax.process_index() == 0:
-            write_rows(self.curve, curve)
-        save(self.checkpoint, model, training={"moments": moments, "step": step})
+        try:
+            if jax.process_index() == 0:
+                write_rows(self.curve, curve)
+            save(self.checkpoint, model, training={"moments": moments, "step": step})
+        except (OSError, ValueError) as error:
+            said = str(error).rstrip(".")
+            raise InputError(
+                f"--output must be a folder that takes step {step}, got the error {said!r}. "
+                "Pass --resume, when that is cured, to go on from the last step that was saved."
+            ) from error
         self.saved, self.saving = step, None
 
     def what_resume_finds(self) -> str:
@@ -125,7 +135,7 @@ class RunFolder:
         """Parameters, optimizer state like `moments`, step and curve of the last checkpoint, if there is one.
 
         Raises:
-          InputError: the checkpoint is one of another configuration.
+          InputError: the checkpoint is one of another configuration, or was damaged.
         """
         try:
             model = self.model(settings, mesh)
@@ -133,7 +143,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise InputError(f"--resume must find a checkpoint of this configuration: {error}") from error
+            raise InputError(f"--resume must find a whole checkpoint of this run: {error}") from error
         step = training["step"]
         try:
             rows = read_rows(self.curve)
