@@ -138,7 +138,8 @@ def language_model() -> None:
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)
     assert_type(truncate(logits, top_k=3), jax.Array)
-    assert_type(sample(logits, jax.random.key(0)), jax.Array)
+    keys = jax.random.split(jax.random.key(0), logits.shape[0])
+    assert_type(sample(logits, keys), jax.Array)
 
 
 PARTS: tuple[Callable[[], None], ...] = (operations, choice, conversions, layers, language_model)
