@@ -47,16 +47,16 @@ def copy(saved, tmp_path):
 def no_wait(monkeypatch):
     """Waits once for what failed calls leave behind, and not after each of them."""
     settle = orbax_errors._settle
-    monkeypatch.setattr(orbax_errors, "_settle", lambda: None)
-    with orbax_errors._silence() as discard:
+    monkeypatch.setattr(orbax_errors, "_settle", lambda _: None)
+    with orbax_errors._silence() as records:
         yield
-        settle()
-        discard()
+        settle(records)
 
 
 @pytest.fixture
 def printed(monkeypatch, capfd, caplog):
     """What was printed or logged, also by other threads and by what is collected later."""
+    monkeypatch.setattr(orbax_errors, "WAIT_FOR_OTHERS_S", 0.3)  # machines of CI are busy
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda each: unraisable.append(str(each.exc_value)))
 
@@ -120,8 +120,8 @@ def test_every_damage_of_every_file_is_refused_or_changes_nothing(copy, no_wait)
         seen = {damage for file, damage in refused if file == copy / "0" / name}
         assert seen == {"removed", "emptied", "cut in half", "one bit", "one byte"}
     for item in ("model", "training"):
-        data = max((copy / "0" / item).rglob("d/*"), key=lambda file: file.stat().st_size)
-        assert (data, "one byte") in refused
+        data = list((copy / "0" / item).rglob("d/*"))
+        assert any((file, "one byte") in refused for file in data)
 
 
 def test_other_numbers_than_were_saved_are_refused_by_name(copy):
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(copy):
 
 def test_a_read_that_fails_prints_nothing(copy, printed):
     """Orbax leaves tasks and coroutines behind, which print later: in threads, and when collected."""
-    data = max((copy / "0" / "training").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data = max((copy / "0" / "training" / "d").iterdir(), key=lambda file: file.stat().st_size)
 
     for file in (data, copy / "0" / "training" / "manifest.ocdbt"):
         for content in (b"", None):

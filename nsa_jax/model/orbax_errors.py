@@ -34,22 +34,24 @@ def attempt[T](call: Callable[[], T]) -> T | Failure:
     If it fails nothing of it is printed, neither by other threads nor when its remains are collected. For
     that the error itself is not kept.
     """
-    with _silence() as discard:
+    with _silence() as records:
         try:
             return call()
         except OF_THE_MACHINE:
             raise
         except Exception as error:
             failure = Failure(_in_words(error))
-        _settle()
-        discard()
+        _settle(records)
     return failure
 
 
-def _settle() -> None:
-    """Waits until nothing of a failed call is left that could print."""
+def _settle(records: list[logging.LogRecord]) -> None:
+    """Waits until nothing of a failed call is left that could print, and drops what it logged."""
     time.sleep(WAIT_FOR_OTHERS_S)
     gc.collect()
+    while records:  # each holds an error, and this what is collected and logged next
+        records.clear()
+        gc.collect()
 
 
 def _in_words(error: BaseException) -> str:
@@ -80,8 +82,8 @@ class _Held(logging.Filter):
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[Callable[[], None]]:
-    """Yields a function that discards what was held back; what is left at the end is logged then."""
+def _silence() -> Iterator[list[logging.LogRecord]]:
+    """Yields the list of what is held back; what is left there at the end is logged then."""
     held, hook = _Held(), sys.unraisablehook
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     for logger in loggers:
@@ -90,7 +92,7 @@ def _silence() -> Iterator[Callable[[], None]]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            yield held.records.clear
+            yield held.records
     finally:
         sys.unraisablehook = hook
         for logger in loggers:
