@@ -170,6 +170,7 @@ def test_rejects_a_missing_lse_gradient(replace):
 def test_rejects_rotary_pairs_that_interleave(replace):
     right = rotary.rotate
 
+    @functools.wraps(right)  # the layer reads the shapes of its annotations
     def interleaved(x, positions, **settings):
         order = jnp.concatenate([jnp.arange(0, x.shape[-1], 2), jnp.arange(1, x.shape[-1], 2)])
         return right(x[..., order], positions, **settings)[..., jnp.argsort(order)]
