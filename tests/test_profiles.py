@@ -116,7 +116,7 @@ def on_h100(program: str) -> frozenset[str]:
         return jax.ShapeDtypeStruct((1, num_tokens, *last), jnp.bfloat16)
 
     def forward(*operands):
-        return attention.native_sparse_attention(*operands, config=config)
+        return attention.native_sparse_attention(*operands, config=config, implementation="mosaic_gpu")
 
     def gradient(cotangent, *operands):
         return jax.vjp(forward, *operands)[1](cotangent)
