@@ -70,7 +70,7 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
         if operation != "selected_attention" or mode not in modes:
             return f"{implementation} is there for selected_attention alone, in {', '.join(modes)}"
         implementation = like
-    arrays = abstract_arguments(operation, shape, config)
+    arrays = [x for x in abstract_arguments(operation, shape, config) if len(x.shape) == 4]  # no lse
     return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
 
 
