@@ -143,6 +143,8 @@ def draw(case: Case, seed: int = 0):
     number = jnp.asarray(case.lengths, jnp.int32)
     _, held = prefill(held._make(poisoned), query, tokens(longest), gates, num_tokens=number)
     query = normal(batch, case.num_new, case.num_heads, case.key_dim)
+    if case.equal:  # products are exact, or a BLAS that adds up in two orders breaks a tie
+        query = jnp.round(4 * query) / 4
     return held, query, tokens(case.num_new), normal(batch, case.num_new, case.num_heads, 3)
 
 
