@@ -8,18 +8,18 @@ import sys
 TESTS = pathlib.Path(__file__).parent
 
 
-def environment(devices: int, *xla_flags: str) -> dict[str, str]:
-    """The environment of such a process; `xla_flags` are further ones."""
-    flags = f"--xla_force_host_platform_device_count={devices}", *xla_flags
+def environment(devices: int) -> dict[str, str]:
+    """This process's environment, with so many devices. Its flags of XLA, which compile fast, stay."""
+    flags = os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONPATH": paths}
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip(), "PYTHONPATH": paths}
 
 
-def run(program: str, *arguments: str, devices: int, xla_flags: tuple[str, ...] = ()) -> str:
+def run(program: str, *arguments: str, devices: int) -> str:
     """What the program printed. Fails with its last lines if it failed."""
     done = subprocess.run(
         [sys.executable, str(TESTS / program), *arguments],
-        env=environment(devices, *xla_flags),
+        env=environment(devices),
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ places, so that each is filled several times over. Prints a line of JSON: the la
 over what its budget allows, and what else is wrong.
 """
 
+import functools
 import json
 import os
 import sys
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 if __name__ == "__main__":
     # Callbacks that wait block threads of XLA's pool, which has as many as the machine has cores, or devices.
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -127,6 +129,7 @@ def main(case: Case) -> dict[str, float]:
         wrong["wraps"] = float(fills < 2 * tile.stages + 1)
         return type(lists)(*map(jnp.asarray, lists))
 
+    @functools.partial(jax.jit, static_argnums=1)
     def exact(arrays, dtype):
         def both(query, key, value):
             out, lse = reference.selected_attention(

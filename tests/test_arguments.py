@@ -330,10 +330,13 @@ def test_more_queries_than_keys_need_positions():
         (Runs((Run(T, np.zeros(3, int)),)), ValueError, r"the first of a run must be .* shape \(3,\)"),
         (Runs((Run(T, 0),), num_queries=3), TypeError, "num_queries must be an integer or an array, got int"),
         (Runs((Run(T, 0),), num_queries=np.array(3)), ValueError, r"num_queries must be .* shape \(\)"),
+        (Runs((Run(T, 0),), num_queries=np.array([T, -1])), ValueError, r"num_queries must .* got .*-1"),
+        (Runs((Run(T, 0),), num_queries=np.array([T + 1, 0])), ValueError, r"num_queries must .* got .*71"),
     ],
     ids=[
         "too_few", "empty", "negative", "float_length", "none", "divisor_0", "float_divisor", "float_first",
         "bool_first", "float_firsts", "firsts_of_other_rows", "int_num_queries", "scalar_num_queries",
+        "negative_num_queries", "too_many_num_queries",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("operation", ["compressed_attention", "window_attention"])

@@ -35,6 +35,7 @@ NEEDS = {
     "docs/guide/saving.md": {"optax": "train", "orbax.checkpoint": "train"},
     "docs/guide/pytorch.md": {"torch": "torch"},
 }
+ON_SEVERAL_DEVICES = ["docs/guide/profiling.md", "docs/parallel.md"]
 OURS = ("parity", "benchmarks", "examples", "nsa_jax", "nsa_torch_ref")
 INLINE = re.compile(r"`((?:python -m |tox -e |pip install )[^`]+)`")
 PLACEHOLDER = re.compile(r"\[[^\]]*\]|\b[A-Z]+(\.jsonl)?\b|\.\.\.|\*")  # `[--markdown]`, FILE, WIDTH, ...
@@ -64,7 +65,7 @@ def run_python(path: pathlib.Path) -> str | None:
     return f"{ran} blocks ran, but {'; '.join(skipped)}" if skipped else None
 
 
-@pytest.mark.parametrize("page", with_blocks("python"))
+@pytest.mark.parametrize("page", [page for page in with_blocks("python") if page not in ON_SEVERAL_DEVICES])
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     for module, extra in NEEDS.get(page, {}).items():
         pytest.importorskip(module, reason=f"the page needs the extra `{extra}`")
@@ -75,7 +76,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/guide/profiling.md", "docs/parallel.md"])
+@pytest.mark.parametrize("page", ON_SEVERAL_DEVICES)
 def test_python_blocks_run_on_several_devices(page):
     host_devices.run("test_docs_code.py", page, devices=8)
 

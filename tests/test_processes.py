@@ -31,7 +31,7 @@ def run_two(*arguments: str) -> list[str]:
         port = free.getsockname()[1]
     job = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
     job |= {"SLURM_NTASKS": "2", "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
-    environment = host_devices.environment(2, "--xla_backend_optimization_level=0") | job
+    environment = host_devices.environment(2) | job
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
