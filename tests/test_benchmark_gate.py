@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from printed import last_line
 
-from benchmarks import attention, gate, inputs, roofline, selections, verdict
+from benchmarks import attention, definitions, gate, inputs, roofline, selections, verdict
 from benchmarks.inputs import Shape
 from nsa_jax import attention as operations
 from nsa_jax.config import NSAConfig
@@ -256,3 +256,23 @@ def test_stretches_cover_all_tokens_and_are_short_at_both_ends(length):
     assert [t for part in verdict.stretches(length) for t in range(part.start, part.stop)] == [*range(length)]
     assert sizes == sizes[::-1]
     assert sizes[0] == min(verdict.SHORTEST, length)
+
+
+def test_the_definition_takes_no_more_queries_at_a_time_than_their_logits_have_room(monkeypatch):
+    rows = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 8))
+    x = dict(zip(("query", "key_win", "value_win"), rows, strict=True))
+    run = definitions.results.__wrapped__  # without the programs that jit keeps
+    taken, in_groups = [], jax.lax.map
+
+    def spy(function, arrays, batch_size):
+        taken.append(batch_size)
+        return in_groups(function, arrays, batch_size=batch_size)
+
+    monkeypatch.setattr(jax.lax, "map", spy)
+    whole = run(x, jnp.arange(20), None, operation="window_attention", config=SMALL)
+    monkeypatch.setattr(definitions, "MOST_LOGITS", 5 * 2 * 20)
+
+    few = run(x, jnp.arange(20), None, operation="window_attention", config=SMALL)
+
+    assert taken == [0, 5]  # all of them, then five
+    np.testing.assert_allclose(few["out"], whole["out"], rtol=1e-5)
