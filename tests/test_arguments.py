@@ -393,10 +393,11 @@ HALO = CONFIG.window_size
     [
         (HALO - 2, T + HALO - 2, 0, "halo must be an int of at least window_size - 1 = 511, got 510"),
         (5.0, T, 0, "halo must be an int of at least window_size - 1 = 511, got 5.0"),
+        (2**31 - T, T, 0, "halo must be at most 2147483577, got 2147483578"),
         (HALO, T + HALO, 3, "first_key must be left out if runs have a halo, got both"),
         (HALO, T, 0, "the window's keys must be 512 tokens and then its own for each of 1 runs, 582 in all"),
     ],
-    ids=["short", "float", "first_key", "keys"],
+    ids=["short", "float", "long", "first_key", "keys"],
 )
 def test_halos_that_make_no_sense(halo, keys, first, rule):
     changed = {name: array(name, (B, keys, *SHAPES[name][2:])) for name in ("key_win", "value_win")}

@@ -9,6 +9,7 @@ from test_triton_support import installed, shapes  # noqa: F401 (a fixture)
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import chip
 from nsa_jax.kernels.triton import support
 
 CONFIG = NSAConfig()
@@ -108,3 +109,10 @@ def test_a_jaxlib_that_makes_the_kernels_spill_prefers_triton(installed, jaxlib,
 
 def test_reads_are_not_counted(installed):  # noqa: F811
     assert "do not count what they read" in reason(return_reads=True)
+
+
+def test_a_machine_of_another_kind_has_no_compute_capability(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+    assert chip.capability() is None
+    assert chip.num_processors() == chip.H100_PROCESSORS
