@@ -350,3 +350,11 @@ def test_runs_keep_what_is_known_of_them_as_an_argument_of_jit():
     assert isinstance(seen[0].runs[1].first, jax.core.Tracer)
     assert seen[0].divisor == 2
     np.testing.assert_array_equal(layout.positions_of(jax.tree.map(lambda x: x, runs), 1), positions(runs))
+
+
+def test_each_run_has_its_halo_and_then_its_tokens():
+    runs = Runs((Run(5, 0), Run(4, 20), Run(3, 40)), halo=7)
+
+    placed = layout.place(OVERLAPPING, batch=1, num_queries=12, num_keys=60, query_positions=runs)
+
+    assert placed.stretches() == (7, 7 + 5 + 7, 7 + 5 + 7 + 4 + 7)

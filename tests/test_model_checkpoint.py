@@ -147,6 +147,7 @@ def test_wrong_training_state(tmp_path):
     for like in (
         {"step": 0},
         {"step": 0, "moment": jnp.ones(5)},
+        {"step": 0, "moment": jnp.ones(3)},
         {"step": 0, "moment": jnp.ones(4), "more": 1},
     ):
         with pytest.raises(
