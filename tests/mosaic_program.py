@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels in Pallas's interpreter: `python tests/mosaic_program.py CASE`.
+"""The Mosaic GPU kernels in Pallas's interpreter; `test_mosaic_interpreter` runs a process for each case.
 
 Values and gradients against the oracle, with the interpreter's race detection. Rings are cut down to two
 places, so that each is filled several times over. Prints a line of JSON: the largest error of each result
@@ -7,15 +7,8 @@ over what its budget allows, and what else is wrong.
 
 import functools
 import json
-import os
 import sys
 from typing import NamedTuple
-
-if __name__ == "__main__":
-    # Callbacks that wait block threads of XLA's pool, which has as many as the machine has cores, or devices.
-    flags = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp

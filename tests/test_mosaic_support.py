@@ -1,7 +1,6 @@
 """What the Mosaic GPU kernels refuse, beyond what Triton refuses: each case has one clear reason."""
 
 import dataclasses
-import types
 
 import jax
 import pytest
@@ -10,7 +9,6 @@ from test_triton_support import installed, shapes  # noqa: F401 (a fixture)
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels import chip
 from nsa_jax.kernels.triton import support
 
 CONFIG = NSAConfig()
@@ -110,19 +108,3 @@ def test_a_jaxlib_that_makes_the_kernels_spill_prefers_triton(installed, jaxlib,
 
 def test_reads_are_not_counted(installed):  # noqa: F811
     assert "do not count what they read" in reason(return_reads=True)
-
-
-def test_a_machine_of_another_kind_has_no_compute_capability(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-
-    assert chip.capability() is None
-    assert chip.num_processors() == chip.H100_PROCESSORS
-
-
-def test_a_gpu_says_what_it_is(monkeypatch):
-    gpu = types.SimpleNamespace(compute_capability="12.0", core_count=7)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-
-    assert chip.capability() == (12, 0)
-    assert chip.num_processors() == 7
