@@ -6,7 +6,7 @@ The implementation `mosaic_gpu` takes the forward pass of this branch from Trito
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Attended, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mixed import FORWARD_TOO
+from nsa_jax.kernels.mosaic_gpu.operations import FORWARD_TOO
 from nsa_jax.kernels.triton import operations
 
 

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.dims import padded_heads, split_dim
-from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Keys, Rows, key_tiles, load_keys, load_rows, store_rows
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys

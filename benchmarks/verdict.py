@@ -1,6 +1,6 @@
 """How far a result is from the exact one, as a share of its error budget.
 
-The budget is the package's (`nsa_jax.doctor.budget`): twice the error of the same maths in the input's own
+The budget is the package's (`nsa_jax.budget`): twice the error of the same maths in the input's own
 precision, and `8 eps` of the largest value. Gradients are differences. Where a query sees one key they are
 zero but for rounding: there the largest value is that of the terms. Along a row values shrink, as the average
 of more and more keys does: in 16 bits, late outputs of 64k tokens are less than `8 eps` of the first one. So
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.inputs import of_query
-from nsa_jax.doctor.budget import distance, size
+from nsa_jax.budget import distance, size
 
 TINY = 1e-300  # makes 0 of a budget of 0 green and anything else red
 SHORTEST = 32  # tokens of the first and the last stretch: the error of a few numbers may be small by luck

@@ -6,8 +6,9 @@ to another.
 """
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import jax
@@ -17,28 +18,58 @@ from nsa_jax.array_typing import Array, Attended, AttendedReads
 from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig, check_config
-from nsa_jax.kernels import xla
-from nsa_jax.kernels.chip import capability
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
-from nsa_jax.kernels.triton import support as triton_support
+from nsa_jax.kernels.mosaic_gpu import support as mosaic_gpu
+from nsa_jax.kernels.triton import support as triton
+from nsa_jax.kernels.xla import support as xla
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
 from nsa_jax.option_checks import check_choice, check_flag
-from nsa_jax.sharding import PerShard
+from nsa_jax.sharding.explicit import BY_TOKENS, COUNTED_STEP, DENSE_STEP, per_shard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation.__value__)
-OPERATIONS = (
-    "compressed_attention",
-    "select_blocks",
-    "selected_attention",
-    "window_attention",
-    "gated_sum",
-    "native_sparse_attention",
-    "decode_step",
-    "dense_decode_step",
-)
-PREFERENCE = ("mosaic_gpu", "triton", "xla")  # the order in which `implementation=None` tries them
+
+
+class Support(Protocol):
+    """What a module that speaks for an implementation offers; it imports nothing that may be missing."""
+
+    def unsupported_reason(
+        self, operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str,
+        return_reads: bool,
+    ) -> str | None:  # fmt: skip
+        """Why the implementation cannot run a call; None if it can."""
+        ...
+
+    def slower_reason(self, operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
+        """Why the next implementation is the better choice for a call that both can run; else None."""
+        ...
+
+
+class _Implemented(NamedTuple):
+    operations: str  # module with the functions that `Operations` describes, imported when one runs
+    support: Support
+
+
+# In the order in which `implementation=None` tries them. The last one runs everything everywhere.
+_IMPLEMENTED: dict[str, _Implemented] = {
+    "mosaic_gpu": _Implemented("nsa_jax.kernels.mosaic_gpu.operations", mosaic_gpu),
+    "triton": _Implemented("nsa_jax.kernels.triton.operations", triton),
+    "xla": _Implemented("nsa_jax.kernels.xla", xla),
+}
+PREFERENCE = tuple(_IMPLEMENTED)
+EVERYWHERE = cast(Implementation, PREFERENCE[-1])  # plain JAX
+# The operations, and what each declares of its operands where several devices share them.
+_SHARING = {
+    "compressed_attention": BY_TOKENS,
+    "select_blocks": BY_TOKENS,
+    "selected_attention": BY_TOKENS,
+    "window_attention": BY_TOKENS,
+    "gated_sum": BY_TOKENS,
+    "native_sparse_attention": BY_TOKENS,
+    "decode_step": COUNTED_STEP,
+    "dense_decode_step": DENSE_STEP,
+}
+OPERATIONS = tuple(_SHARING)
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")  # as JAX calls them; "gpu" means "cuda" here
 _forced = jax.make_user_context(default_value=None)
 
@@ -165,15 +196,15 @@ def unsupported_reason(
         check_config(config)
     check_flag(return_reads=return_reads)
     _check_operands(operation, arrays)
-    if implementation == "xla":
-        return None  # plain JAX runs everything everywhere
-    if return_reads:
-        return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
-    reason = triton_support.unsupported_reason(operation, *arrays, config=config, platform=where)
-    if reason or implementation == "triton":
-        return reason
-    return mosaic_support.unsupported_reason(operation, *arrays, config=config, capability=capability())
+    return _IMPLEMENTED[implementation].support.unsupported_reason(
+        operation, *arrays, config=config, platform=where, return_reads=return_reads
+    )
+
+
+def slower_reason(operation: str, implementation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Says why `choose` leaves out an implementation that can run a call, or returns None if it does not."""
+    return _IMPLEMENTED[implementation].support.slower_reason(operation, *arrays)
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -263,9 +294,8 @@ def choose(
         by = "named by the caller" if implementation is not None else "forced by use_implementation"
         return Choice(named, f"{named} was {by}.", ())
     refused = [(name, reason) for name in IMPLEMENTATIONS if (reason := reason_against(name))]
-    slower = mosaic_support.slower_reason(operation, *arrays)
-    if slower and "mosaic_gpu" not in dict(refused):
-        refused.append(("mosaic_gpu", slower))
+    runs = [name for name in PREFERENCE if name not in dict(refused)]
+    refused += [(name, slower) for name in runs if (slower := slower_reason(operation, name, *arrays))]
     for name in PREFERENCE:
         if name not in dict(refused):
             reason = f"{name} is the first of {PREFERENCE} that is good for this call."
@@ -280,7 +310,7 @@ def choose(
 def _falls_back(implementation: str, platform: str | None) -> bool:
     """Whether a choice that nobody asked for takes plain JAX on a GPU that the kernels are for."""
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
-    return implementation == "xla" and where == "cuda"
+    return implementation == EVERYWHERE and where == "cuda"
 
 
 def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
@@ -305,36 +335,39 @@ def use_implementation(implementation: Implementation | None) -> contextlib.Abst
     return _forced(implementation)
 
 
-@contextlib.contextmanager
-def running(
+def run(
     operation: str,
     implementation: str | None,
-    *arrays: Array,
+    arrays: Iterable[Array],
+    operands: Mapping[str, Any],
+    *,
     config: NSAConfig | None = None,
     return_reads: bool = False,
-) -> Iterator[Operations]:
-    """Returns a context that gives the chosen implementation.
+) -> Any:
+    """Runs an operation by the implementation that `choose` chooses, where its operands lie.
 
-    Its operations run where their operands lie, see `nsa_jax.sharding`. What is lowered inside carries the
-    names of the implementation and of the operation, for profiles. The choice is logged, with a warning
-    where it is `xla` on a GPU and nobody asked for that: see `nsa_jax.call_log`.
+    What is lowered inside carries the names of the implementation and of the operation, for profiles. The
+    choice is logged, with a warning where it is `xla` on a GPU and nobody asked for that: see
+    `nsa_jax.call_log`.
+
+    Args:
+      operation, implementation, arrays, config, return_reads: as in `choose`.
+      operands: the arguments of the operation by name, see `Operations`.
     """
     settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
     if implementation is None and _forced.value is None and not return_reads and _falls_back(chosen, None):
-        warn_of_fallback(operation, dict(choice.refused)["triton"])
+        warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-        yield cast(Operations, PerShard(_operations(chosen)))
+        return per_shard(_function(chosen, operation), _SHARING[operation], **operands)
 
 
-def _operations(implementation: str) -> Operations:
-    """The module of an implementation. Those that import Triton are imported only when they run."""
-    modules = {"triton": "nsa_jax.kernels.triton.operations", "mosaic_gpu": "nsa_jax.kernels.mixed"}
-    if implementation in modules:
-        return cast(Operations, importlib.import_module(modules[implementation]))
-    return xla
+@functools.cache
+def _function(implementation: str, operation: str) -> Callable[..., Any]:
+    """An operation of an implementation. Modules that import Triton are imported only when they run."""
+    return getattr(importlib.import_module(_IMPLEMENTED[implementation].operations), operation)
 
 
 def default_platform() -> str:

@@ -44,19 +44,15 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flax")  # recorde
 TRITON = "nsa_jax/kernels/triton"
 KERNELS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
-    "blocks": (f"{TRITON}/blocks/**/*.py", "nsa_jax/kernels/lists/**/*.py"),
+    "selected": (f"{TRITON}/selected/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py",),
-    "mosaic": (
-        "nsa_jax/kernels/mosaic_gpu/**/*.py",
-        "nsa_jax/kernels/gradients_in_parts.py",
-        "nsa_jax/kernels/mixed.py",
-    ),
+    "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py",),
 }
 EVERY = tuple(KERNELS)
 FAILED = "it failed when it ran last"
-OF_OPERATIONS = ("ranges", "blocks", "selection", "nonfinite")
+OF_OPERATIONS = ("ranges", "selected", "selection", "nonfinite")
 NATIVE = "tests/test_gpu_native.py::"
 SAMPLED = f"{NATIVE}test_sampled_rows_of_64k_tokens"
 PARITY = "tests/test_gpu_parity.py::"
@@ -71,12 +67,12 @@ KERNELS_OF_TESTS = {
     f"{PARITY}test_case_is_within_its_budget[decode": (*OF_OPERATIONS, "decode"),
     PARITY: OF_OPERATIONS,
     f"{NATIVE}test_the_kernels_are_what_runs_by_default": (*OF_OPERATIONS, "mosaic"),
-    f"{NATIVE}test_tokens_that_select_nothing": ("blocks", "nonfinite"),
-    f"{NATIVE}test_a_block_named_twice_counts_once": ("blocks", "nonfinite"),
-    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "blocks", "nonfinite"),
+    f"{NATIVE}test_tokens_that_select_nothing": ("selected", "nonfinite"),
+    f"{NATIVE}test_a_block_named_twice_counts_once": ("selected", "nonfinite"),
+    f"{NATIVE}test_offsets_beyond_two_to_the_31": ("ranges", "selected", "nonfinite"),
     f"{SAMPLED}[compressed_attention": ("ranges", "nonfinite"),
     f"{SAMPLED}[window_attention": ("ranges", "nonfinite"),
-    f"{SAMPLED}[selected_attention": ("blocks", "nonfinite"),
+    f"{SAMPLED}[selected_attention": ("selected", "nonfinite"),
     NATIVE: OF_OPERATIONS,
 }
 

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from nsa_jax.kernels.lists.items import BlockItems
-from nsa_jax.kernels.lists.ring import RingLists
+from nsa_jax.kernels.mosaic_gpu.visits import VisitLists
+from nsa_jax.kernels.triton.selected.items import BlockItems
 
 
-def ring_lists_by_loops(
+def visit_lists_by_loops(
     block_indices, row_starts, last_rows, *, block, keys, tokens, warpgroups, longest_gap
-) -> RingLists:
-    """`ring_lists` in steps of `keys` keys, from blocks [B, T, K, R] and two numbers a query, [B, T]."""
+) -> VisitLists:
+    """`visit_lists` in steps of `keys` keys, from blocks [B, T, K, R] and two numbers a query, [B, T]."""
     batch, length, kv_heads, slots = block_indices.shape
     tiles, steps, mine = -(-length // tokens), block // keys, tokens // warpgroups
     shape, size = (batch, kv_heads, tiles), tokens * slots * steps
@@ -42,7 +42,7 @@ def ring_lists_by_loops(
             counts[(*at, 1 + 2 * w)] = len(own)
             counts[(*at, 2 + 2 * w)] = sum((x & 0xFFFF) < max(len(masked), 1) for x in own)
         fills[at][: len(order)] = [s << warpgroups | n for s, n in zip(order, needed, strict=True)]
-    return RingLists(*(x.astype(np.uint32).view(np.int32) for x in (fills, visits, counts)))
+    return VisitLists(*(x.astype(np.uint32).view(np.int32) for x in (fills, visits, counts)))
 
 
 def items_by_loops(

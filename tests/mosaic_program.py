@@ -16,10 +16,10 @@ import numpy as np
 import triton_compile
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from lists_by_loops import add_items, items_by_loops, ring_lists_by_loops
+from lists_by_loops import add_items, items_by_loops, visit_lists_by_loops
 
 from nsa_jax import NSAConfig, layout, reference
-from nsa_jax.doctor.budget import allowance, distance
+from nsa_jax.budget import allowance, distance
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
@@ -114,7 +114,7 @@ def main(case: Case) -> dict[str, float]:
     wrong = {}
 
     def ring(tile):
-        lists = ring_lists_by_loops(
+        lists = visit_lists_by_loops(
             blocks, starts, last, block=case.block, keys=tile.keys, tokens=tokens,
             warpgroups=sizes.CONSUMERS, longest_gap=tile.stages,
         )  # fmt: skip

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nsa_jax.kernels.launch import folds_vmap
-from nsa_jax.kernels.partition import partitioned
+from nsa_jax.sharding.auto import partitioned
+from nsa_jax.sharding.vmap import folds_vmap
 
 P = PartitionSpec
 COLLECTIVES = re.compile(

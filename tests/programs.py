@@ -16,9 +16,9 @@ import numpy as np
 from cases import BY_NAME, Case, Operands
 
 from nsa_jax import arguments, attention, layout, reference
-from nsa_jax.doctor.budget import distance, size
+from nsa_jax.budget import distance, size
 from nsa_jax.kernels import xla
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 
 MODULES = {"reference": reference, "xla": attention, "triton": attention}
 
@@ -38,7 +38,7 @@ def evaluate(
     operands: Operands | None = None,
     block_indices: np.ndarray | None = None,
     cotangents: Results | None = None,
-    tiles: Tiles | None = None,
+    sizes: Sizes | None = None,
 ) -> Results:
     """Results by name: `out*`, `lse_*`, `blocks`, `d_<operand>`, and `reads_*` of implementations.
 
@@ -50,7 +50,7 @@ def evaluate(
     block_indices = by_brute_force(case.name)["blocks"] if block_indices is None else block_indices
     segment_ids = case.segment_ids
     with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
-        results = _program(module, case, tiles)(
+        results = _program(module, case, sizes)(
             jax.tree.map(lambda x: jnp.asarray(x, dtype), operands),
             jnp.asarray(block_indices, jnp.int32),
             jnp.asarray(case.query_positions),
@@ -83,7 +83,7 @@ def random_cotangents(case: Case) -> Results:
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def in_tiles(tiles: Tiles) -> types.SimpleNamespace:
+def in_tiles(sizes: Sizes) -> types.SimpleNamespace:
     """The operations of `nsa_jax.attention` by the `xla` implementation, with other chunk and tile sizes."""
 
     def run(name, *arrays, config, scale, query_positions, segment_ids, implementation, return_reads=None):
@@ -95,7 +95,7 @@ def in_tiles(tiles: Tiles) -> types.SimpleNamespace:
         )  # fmt: skip
         counts = {} if return_reads is None else dict(count_reads=return_reads)
         more = (None,) if name == "select_blocks" else ()  # the log-sum-exps
-        return getattr(xla, name)(*arrays, *more, *call, tiles=tiles, **counts)
+        return getattr(xla, name)(*arrays, *more, *call, sizes=sizes, **counts)
 
     names = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
     operations = {name: functools.partial(run, name) for name in names}
@@ -103,8 +103,8 @@ def in_tiles(tiles: Tiles) -> types.SimpleNamespace:
 
 
 @functools.cache
-def _program(module: str, case: Case, tiles: Tiles | None):
-    operations = MODULES[module] if tiles is None else in_tiles(tiles)
+def _program(module: str, case: Case, sizes: Sizes | None):
+    operations = MODULES[module] if sizes is None else in_tiles(sizes)
     settings = dict(config=case.config, scale=case.scale)
     reads = {}
     if module != "reference":

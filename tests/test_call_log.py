@@ -101,7 +101,7 @@ def a_gpu(monkeypatch):
     """Calls are placed as on a GPU whose JAX the kernels refuse."""
     reason = "the Triton kernels need jax<0.13 (why), got 0.13.0. Install nsa_jax[cuda13], or use 'xla'."
     monkeypatch.setattr(dispatch, "default_platform", lambda: "cuda")
-    monkeypatch.setattr(dispatch.triton_support, "unsupported_reason", lambda *_, **__: reason)
+    monkeypatch.setattr(dispatch.triton, "unsupported_reason", lambda *_, **__: reason)
     return reason
 
 

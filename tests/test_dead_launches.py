@@ -12,7 +12,7 @@ import triton_compile  # noqa: E402
 from jax.interpreters.partial_eval import dce_rules  # noqa: E402
 from jax_triton.triton_lib import triton_kernel_call_p  # noqa: E402
 
-from nsa_jax.kernels import dead_launches  # noqa: E402
+from nsa_jax.kernels.triton import dead_launches  # noqa: E402
 from nsa_jax.kernels.triton.gated_sum import gated_sum  # noqa: E402
 
 OUT = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from messages import has_form
 
-from nsa_jax import dispatch, reference
+from nsa_jax import budget, dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
-from nsa_jax.doctor import budget, checks, choices, machine, operations, steps, text, versions
-from nsa_jax.kernels import xla
+from nsa_jax.doctor import checks, choices, machine, operations, steps, text, versions
+from nsa_jax.kernels import chip, xla
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
@@ -308,7 +308,7 @@ def a_gpu(monkeypatch):
     def of(capability):
         monkeypatch.setattr(dispatch, "default_platform", lambda: "cuda")
         monkeypatch.setattr(support, "_installation", lambda: None)
-        monkeypatch.setattr(dispatch, "capability", lambda: capability)
+        monkeypatch.setattr(chip, "capability", lambda: capability)
         monkeypatch.setattr(gpu, "capability", lambda: capability)
         monkeypatch.setattr(mosaic_support, "_jaxlib", lambda: "0.11.2")
 

@@ -25,7 +25,7 @@ RESTS_ON = {
     "tests/test_gpu_mosaic.py": "mosaic",
     "tests/modules.py": "generate",
     "nsa_jax/reference.py": "native mosaic parity",
-    "nsa_jax/doctor/budget.py": "native mosaic parallel generate",
+    "nsa_jax/budget.py": "native mosaic parallel generate",
     "nsa_torch_ref/attention.py": "parity",
     "parity/budget.py": "parity",
     "benchmarks/gate.py": "native",
@@ -36,16 +36,16 @@ RESTS_ON = {
 }
 EVERY_TEST_RESTS_ON = (
     *("tests/conftest.py", "nsa_jax/config.py", "nsa_jax/arguments.py", "nsa_jax/dispatch.py"),
-    *("nsa_jax/layout/placement.py", "nsa_jax/kernels/launch.py", "nsa_jax/kernels/triton/softmax.py"),
+    *("nsa_jax/layout/placement.py", "nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/triton/softmax.py"),
     *("nsa_jax/kernels/triton/operations.py", "nsa_jax/kernels/xla/chunks.py"),
 )
 KERNELS = {
     "nsa_jax/kernels/triton/ranges/forward.py": "ranges",
     "nsa_jax/kernels/triton/selection/importance.py": "selection",
-    "nsa_jax/kernels/lists/items.py": "blocks",
+    "nsa_jax/kernels/triton/selected/items.py": "selected",
     "nsa_jax/kernels/triton/nonfinite/visible_keys.py": "nonfinite",
     "nsa_jax/kernels/triton/decode/step.py": "decode",
-    "nsa_jax/kernels/mixed.py": "mosaic",
+    "nsa_jax/kernels/mosaic_gpu/operations.py": "mosaic",
 }
 
 
@@ -94,7 +94,7 @@ def test_tests_depend_on_rooms_that_exist(rooms):
     assert rooms.keys() - gpu_evidence.KERNELS.keys() == TEST_FILES
     for beginning in gpu_evidence.KERNELS_OF_TESTS:
         assert any(test.startswith(beginning) for test in known), beginning
-    assert gpu_evidence.rooms_of(SELECTED) == ("tests/test_gpu_native.py", "blocks", "nonfinite")
+    assert gpu_evidence.rooms_of(SELECTED) == ("tests/test_gpu_native.py", "selected", "nonfinite")
     assert gpu_evidence.rooms_of(WHOLE) == ("tests/test_gpu_parity.py", *gpu_evidence.OF_OPERATIONS)
     assert gpu_evidence.rooms_of(TWO_GPUS) == ("tests/test_gpu_parallel.py", *gpu_evidence.KERNELS)
 
@@ -135,8 +135,8 @@ def house(tmp_path):
         "tests/cases.py": "operations = 'nsa_jax.operations'",
         "nsa_jax/operations.py": "x = 1",
         "nsa_jax/unused.py": "x = 1",
-        "nsa_jax/kernels/triton/decode/step.py": "import nsa_jax.kernels.launch",
-        "nsa_jax/kernels/launch.py": "x = 1",
+        "nsa_jax/kernels/triton/decode/step.py": "import nsa_jax.kernels.triton.launch",
+        "nsa_jax/kernels/triton/launch.py": "x = 1",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def house(tmp_path):
         ("nsa_jax/operations.py", {"tests/test_gpu_a.py"}),  # named in a string
         ("nsa_jax/unused.py", set()),
         ("nsa_jax/kernels/triton/decode/step.py", {"decode"}),
-        ("nsa_jax/kernels/launch.py", {"tests/test_gpu_a.py"}),  # only a kernel imports it
+        ("nsa_jax/kernels/triton/launch.py", {"tests/test_gpu_a.py"}),  # only a kernel imports it
     ],
 )
 def test_a_change_changes_the_hashes_of_what_imports_it(house, file, expected):
@@ -192,7 +192,7 @@ def a_run(passed, rooms=HASHES, device="NVIDIA H100 80GB HBM3", failed=(), **ver
     [
         (None, []),
         ("ranges", [WHOLE]),
-        ("blocks", [SELECTED, WHOLE]),
+        ("selected", [SELECTED, WHOLE]),
         ("tests/test_gpu_native.py", [SELECTED]),
         ("decode", []),
     ],
@@ -345,7 +345,7 @@ def test_merging_refuses_a_device_that_does_not_count_and_other_code(committed, 
     old = a_run([SELECTED], {})
     del old["failed"]  # evidence began without
     gpu_evidence.save(brought, [old])
-    assert "its tests are of other code, by blocks, nonfinite" in gpu_evidence.main(["merge", str(brought)])
+    assert "its tests are of other code, by nonfinite, selected" in gpu_evidence.main(["merge", str(brought)])
     assert gpu_evidence.FILE.read_text() == before
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from modules import abstract
 
-from nsa_jax.doctor.budget import allowance, distance
+from nsa_jax.budget import allowance, distance
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 

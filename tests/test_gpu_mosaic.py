@@ -11,10 +11,9 @@ pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportErro
 
 import nsa_jax
 from benchmarks import mosaic_forward
-from nsa_jax import layout, reference
+from nsa_jax import budget, layout, reference
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor import budget
-from nsa_jax.kernels import gradients_in_parts
+from nsa_jax.kernels.mosaic_gpu import gradients_in_parts
 
 pytestmark = pytest.mark.gpu
 

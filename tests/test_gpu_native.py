@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from nsa_jax import attention, layout, reference
+from nsa_jax import attention, budget, layout, reference
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor import budget
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from nsa_jax.doctor import budget
+from nsa_jax import budget
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels import gradients_in_parts, mixed
-from nsa_jax.kernels.gradients_in_parts import Chunks, can_form_parts, shares_little
+from nsa_jax.kernels.mosaic_gpu import gradients_in_parts
+from nsa_jax.kernels.mosaic_gpu import operations as by_mosaic
+from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import Chunks, can_form_parts, shares_little
 
 LENGTH = 65536
 
@@ -181,7 +182,7 @@ def test_memory_at_64k_tokens_is_bounded_and_little_spills(capfd, monkeypatch):
 
     def gradients(query, key, value, blocks, out, lse, d_out, d_lse, weight, previous):
         placed = layout.place(NSAConfig(), batch=1, num_queries=LENGTH, num_keys=LENGTH)
-        return mixed.block_gradients(
+        return by_mosaic.block_gradients(
             query, key, value, blocks, placed, out, lse, d_out, d_lse, weight=weight, previous=previous,
             scale=0.1,
         )  # fmt: skip

@@ -20,13 +20,10 @@ FLOORS = (
     ("nsa_jax.array_checks",),
     ("nsa_jax.compression",),
     ("nsa_jax.layout",),
-    ("nsa_jax.kernels.chip", "nsa_jax.kernels.dead_launches"),
-    ("nsa_jax.kernels.dims", "nsa_jax.kernels.launch", "nsa_jax.kernels.partition"),
-    ("nsa_jax.kernels.lists",),
-    ("nsa_jax.reference", "nsa_jax.kernels.xla", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu"),
-    ("nsa_jax.kernels.gradients_in_parts",),
-    ("nsa_jax.kernels.mixed",),
     ("nsa_jax.sharding",),
+    ("nsa_jax.budget", "nsa_jax.reference", "nsa_jax.kernels.chip"),
+    ("nsa_jax.kernels.xla", "nsa_jax.kernels.triton"),
+    ("nsa_jax.kernels.mosaic_gpu",),
     ("nsa_jax.dispatch",),
     ("nsa_jax.arguments",),
     ("nsa_jax.attention",),
@@ -40,9 +37,7 @@ FLOORS = (
 ABOVE_THE_HOUSE = "nsa_jax.doctor"  # a command that uses the library as its users do
 KERNEL_LANGUAGES = ("triton", "jax_triton", "jax.experimental.pallas", "jax.experimental.mosaic")
 MAY_USE_KERNEL_LANGUAGES = (
-    *("nsa_jax.kernels.chip", "nsa_jax.kernels.dead_launches", "nsa_jax.kernels.launch"),
-    *("nsa_jax.kernels.lists", "nsa_jax.kernels.triton"),
-    *("nsa_jax.kernels.mosaic_gpu", "tests"),
+    *("nsa_jax.kernels.chip", "nsa_jax.kernels.triton", "nsa_jax.kernels.mosaic_gpu", "tests"),
     "benchmarks.one_token",  # the kernel that ours is measured against
 )
 MAY_USE_REFERENCE = ("nsa_jax.reference", "nsa_jax.doctor", "parity", "tests")

@@ -20,7 +20,6 @@ import triton_compile
 import nsa_jax
 from benchmarks import mosaic_forward
 from nsa_jax import NSAConfig
-from nsa_jax.kernels import mixed
 from nsa_jax.kernels.mosaic_gpu import support, unstable
 
 KERNELS = tuple(f"nsa_selected_{name}_mosaic" for name in ("forward", "query_gradient", "key_gradients"))
@@ -102,7 +101,7 @@ def test_kernels_compile_with_the_public_api_alone(capfd, monkeypatch):
 
     monkeypatch.setattr(unstable, "_private", renamed)
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert mixed.best_form() is unstable.Form.PUBLIC
+    assert by_mosaic.best_form() is unstable.Form.PUBLIC
 
     function, arrays = program(64, 4, 64, 64, 64, length=1024)
     triton_compile.compile_for_h100(function, *arrays)

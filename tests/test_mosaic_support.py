@@ -9,6 +9,7 @@ from test_triton_support import installed, shapes  # noqa: F401 (a fixture)
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import chip
 from nsa_jax.kernels.triton import support
 
 CONFIG = NSAConfig()
@@ -59,7 +60,7 @@ def test_refused_calls_say_why_and_point_to_triton(installed, arrays, changes, p
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((12, 0), "12.0")])
 def test_other_chips_are_named(installed, monkeypatch, capability, name):  # noqa: F811
-    monkeypatch.setattr(dispatch, "capability", lambda: capability)
+    monkeypatch.setattr(chip, "capability", lambda: capability)
 
     text = reason()
 

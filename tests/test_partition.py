@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from nsa_jax.kernels.partition import partitioned
+from nsa_jax.sharding.auto import partitioned
 
 CHECKS = {"partition": 18, "sharded_decoding": 2}
 
@@ -13,7 +13,7 @@ CHECKS = {"partition": 18, "sharded_decoding": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize("topic", CHECKS)
 def test_eight_devices_do_what_one_does(topic):
-    if topic == "partition":  # its vmap is that of `kernels.launch`
+    if topic == "partition":  # its vmap is that of `kernels.triton.launch`
         pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
     printed = host_devices.run(f"{topic}_program.py", devices=8)
 

@@ -26,9 +26,9 @@ UNSTABLE = (
 )
 
 TRITON, KERNELS = "nsa_jax/kernels/triton", ("nsa_jax/kernels/triton", "tests")
-DEAD_LAUNCHES = ("nsa_jax/kernels/dead_launches.py",)
-LAUNCH, MOSAIC = "nsa_jax/kernels/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
-PARTITION, DIVIDES = ("nsa_jax/kernels/partition.py",), "lets XLA divide kernels; nothing public does"
+DEAD_LAUNCHES = ("nsa_jax/kernels/triton/dead_launches.py",)
+LAUNCH, MOSAIC = "nsa_jax/kernels/triton/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
+PARTITION, DIVIDES = ("nsa_jax/sharding/auto.py",), "lets XLA divide kernels; nothing public does"
 FORMS = ("nsa_jax/kernels/mosaic_gpu/unstable.py",)
 IN_KERNELS = "the language that the Mosaic GPU kernels are written in"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
@@ -171,7 +171,7 @@ USED = {
 THROUGH_VARIABLES = {
     "jax.stages.Compiled.memory_analysis": "peak memory, in benchmarks and tests",
     "orbax.checkpoint.JsonCheckpointHandler.async_save": "tests: a disk that is full",
-    "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
+    "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.sharding.auto: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
     "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.chip: what it compiles for",

@@ -1,4 +1,4 @@
-"""Properties that hold for any numbers: causality, determinism, tiles, dense equality, symmetry."""
+"""Properties that hold for any numbers: causality, determinism, sizes, dense equality, symmetry."""
 
 import functools
 
@@ -11,7 +11,7 @@ from cases import BY_NAME, PACKED_ROWS, PLAIN, Operands
 from programs import BRANCHES, cached, disagreements, evaluate, random_cotangents
 
 from nsa_jax import attention
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 
 PER_QUERY = (
     "out",
@@ -81,20 +81,20 @@ def test_runs_repeat_bit_for_bit_forward_and_backward():
 def drawn_tiles(seed):
     rng = np.random.default_rng(seed)
     sizes = dict(query_chunk=40, key_tile=40, selected_chunk=80, pairs_per_item=20, items_per_step=9)
-    return Tiles(**{name: int(rng.integers(2, most)) for name, most in sizes.items()})
+    return Sizes(**{name: int(rng.integers(2, most)) for name, most in sizes.items()})
 
 
 TILES = {
-    "ones": Tiles(*[1] * len(Tiles._fields))._replace(dense_blocks=0),
-    "huge": Tiles(*[10**6] * len(Tiles._fields)),
+    "ones": Sizes(*[1] * len(Sizes._fields))._replace(dense_blocks=0),
+    "huge": Sizes(*[10**6] * len(Sizes._fields)),
     "drawn": drawn_tiles(0),
     "drawn under a mask": drawn_tiles(1)._replace(dense_blocks=100),
 }
 
 
-@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
-def test_tiles_change_nothing(tiles):
-    found, expected = evaluate("xla", PACKED_ROWS, tiles=tiles), cached("xla", "packed_rows")
+@pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
+def test_tiles_change_nothing(sizes):
+    found, expected = evaluate("xla", PACKED_ROWS, sizes=sizes), cached("xla", "packed_rows")
 
     assert found["blocks"].tolist() == expected["blocks"].tolist()
     assert disagreements(found, expected) == {}

@@ -13,8 +13,8 @@ import pytest
 from cases import Case
 
 from nsa_jax import attention, layout, reference
+from nsa_jax.budget import distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor.budget import distance
 
 CONFIG = NSAConfig(
     compression_block_size=4,

@@ -17,7 +17,7 @@ import triton_kernels  # noqa: E402
 from messages import has_form  # noqa: E402
 
 from nsa_jax import cache, dispatch  # noqa: E402
-from nsa_jax.kernels.triton.decode import tiles  # noqa: E402
+from nsa_jax.kernels.triton.decode.sizes import DenseStepShape, dense_step_sizes  # noqa: E402
 
 KERNELS = ["nsa_step_dense", "nsa_step_dense_merge"]
 
@@ -167,8 +167,8 @@ def test_shards_of_heads_agree_on_lengths():
 def test_work_fills_an_h100(batch):
     """At 64k tokens at least 96 % of the last wave has work; a short row has no more parts than tiles."""
     known = dict(gpu=90, float_bytes=2, kv_heads=4 * batch, num_new=1, heads=16, dims=256)
-    sizes = tiles.dense_step_sizes(tiles.DenseStepShape(slots=65536, **known))
-    short = tiles.dense_step_sizes(tiles.DenseStepShape(slots=512, **known))
+    sizes = dense_step_sizes(DenseStepShape(slots=65536, **known))
+    short = dense_step_sizes(DenseStepShape(slots=512, **known))
 
     programs = sizes.parts * 4 * batch
     assert programs >= 0.96 * 132 * -(-programs // 132)

@@ -24,9 +24,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.dims import padded_heads  # noqa: E402
-from nsa_jax.kernels.triton import tiles  # noqa: E402
+from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
+from nsa_jax.kernels.triton.sizes import ITEM_QUERIES, ITEM_QUERIES_FROM_4, SelectionSizes  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
 CONFIG = NSAConfig()
@@ -75,7 +75,7 @@ def formula(kind) -> float:
     branch = LENGTH * HEADS * DIM * 2
     row = LENGTH * HEADS * 4  # a float32 for each row
     indices = LENGTH * KV_HEADS * CONFIG.num_selected_blocks * 4
-    scores = tiles.SelectionSizes().buffer_bytes
+    scores = SelectionSizes().buffer_bytes
     # The selection is stored together with the first branch: its lists take two numbers for each pair, and
     # `selection` stores the log-sum-exps in another order. Without gradients, the window's kernel adds the
     # two stored branches to its own.
@@ -85,7 +85,7 @@ def formula(kind) -> float:
     # A branch reads the query gradient that the branch before it left, and writes another; one of the two is
     # the result. Delta, products and gate are one number for each row. Later, the gradient of the selected
     # keys sorts pairs by block and stores partial sums: at most two slots for each full item of queries.
-    item = tiles.ITEM_QUERIES.get(padded_heads(HEADS // KV_HEADS), tiles.ITEM_QUERIES_FROM_4)
+    item = ITEM_QUERIES.get(padded_heads(HEADS // KV_HEADS), ITEM_QUERIES_FROM_4)
     slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // item
     partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
     d_query = branch

@@ -13,9 +13,8 @@ from messages import has_form
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels import dims
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
-from nsa_jax.kernels.triton import gpu, support
+from nsa_jax.kernels.triton import dims, gpu, support
 
 CONFIG = NSAConfig()
 

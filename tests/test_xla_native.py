@@ -10,7 +10,7 @@ import pytest
 from cases import BY_NAME
 from programs import MODULES, OPTIONS, Operands, by_brute_force, evaluate, random_cotangents
 
-from nsa_jax.doctor.budget import distance, size
+from nsa_jax.budget import distance, size
 
 
 def of_the_sum_alone(case):

@@ -20,7 +20,7 @@ from cases import BY_NAME, OVERLAPPING, PACKED_ROWS, Operands
 from programs import BRANCHES, MODULES, OPTIONS, cached, evaluate, random_cotangents
 from test_properties import TILES
 
-from nsa_jax.doctor.budget import size
+from nsa_jax.budget import size
 
 GRADIENTS = tuple(f"d_{name}" for name in Operands._fields)
 RESULTS = ("out", *(f"{kind}_{branch}" for kind in ("out", "lse") for branch in BRANCHES), *GRADIENTS)
@@ -89,8 +89,8 @@ def spoilt(case, place, number):
 
 
 @functools.cache
-def results(module, name, place, number, tiles=None):
-    return evaluate(module, BY_NAME[name], operands=spoilt(BY_NAME[name], place, number), tiles=tiles)
+def results(module, name, place, number, sizes=None):
+    return evaluate(module, BY_NAME[name], operands=spoilt(BY_NAME[name], place, number), sizes=sizes)
 
 
 def differences(found, expected, most, infinite_key):

@@ -9,8 +9,8 @@ from cases import BY_NAME, PLAIN, Case, Operands
 from programs import BRANCHES, by_brute_force, cached, evaluate, random_cotangents
 
 from nsa_jax import attention, layout, reference
+from nsa_jax.budget import distance, size
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor.budget import distance, size
 
 SHORT = BY_NAME["shorter_than_every_block_and_window"]
 TOGETHER = Case(

@@ -13,7 +13,7 @@ from cases import OVERLAPPING, PACKED_ROWS, PLAIN
 from programs import disagreements
 
 from nsa_jax import attention, layout
-from nsa_jax.doctor.budget import distance, size
+from nsa_jax.budget import distance, size
 from nsa_jax.layout import Run, Runs
 
 NUM_QUERIES = 11  # of 61 and of 75 keys

@@ -15,7 +15,7 @@ import pytest
 from cases import PLAIN, Operands
 from programs import evaluate, importance, random_cotangents, settled
 
-from nsa_jax.doctor.budget import distance, size
+from nsa_jax.budget import distance, size
 
 DTYPES = ("float32", "bfloat16", "float16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

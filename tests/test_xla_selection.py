@@ -12,7 +12,7 @@ from programs import by_brute_force, cached, disagreements, evaluate, in_tiles
 
 from nsa_jax import attention, reference
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 
 
 def equal_keys(case, key):
@@ -45,16 +45,16 @@ def test_ties_of_packed_rows_go_to_the_lower_block_of_their_sequence():
 
 
 @pytest.mark.parametrize(
-    "tiles", [Tiles(), Tiles(query_chunk=7, key_tile=5)], ids=["default_tiles", "odd_tiles"]
+    "sizes", [Sizes(), Sizes(query_chunk=7, key_tile=5)], ids=["default_tiles", "odd_tiles"]
 )
-def test_ties_among_many_blocks_do_not_depend_on_where_a_tile_ends(tiles):
+def test_ties_among_many_blocks_do_not_depend_on_where_a_tile_ends(sizes):
     """Long enough that products and exponentials run in vectors with a remainder."""
     config = NSAConfig(num_selected_blocks=8)
     rng = np.random.default_rng(1)
     query = jnp.asarray(rng.standard_normal((1, 9, 4, 64)), jnp.float32)
     key = jnp.broadcast_to(jnp.asarray(rng.standard_normal(64), jnp.float32), (1, 187, 2, 64))
     positions = jnp.asarray([[2999, 2990, 2943, 1536, 1535, 1500, 1022, 600, 63]])
-    found = in_tiles(tiles).select_blocks(
+    found = in_tiles(sizes).select_blocks(
         query,
         key,
         config=config,

@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import PACKED
-from lists_by_loops import ring_lists_by_loops
+from lists_by_loops import visit_lists_by_loops
 
 from nsa_jax import reference
+from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor.budget import allowance, distance
-from nsa_jax.kernels.dims import tokens_of
-from nsa_jax.kernels.lists.items import invert
-from nsa_jax.kernels.lists.ring import ring_lists
-from nsa_jax.kernels.lists.unions import union_lists
-from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
-from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
-from nsa_jax.kernels.triton.blocks.deltas import row_deltas
-from nsa_jax.kernels.triton.blocks.forward import attend_blocks
-from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
+from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
+from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
+from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
+from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
-from nsa_jax.kernels.triton.tiles import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
+from nsa_jax.kernels.triton.selected.backward_key import block_key_gradients
+from nsa_jax.kernels.triton.selected.backward_query import block_query_gradient
+from nsa_jax.kernels.triton.selected.forward import attend_blocks
+from nsa_jax.kernels.triton.selected.items import invert
+from nsa_jax.kernels.triton.selected.unions import union_lists
+from nsa_jax.kernels.triton.sizes import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
 
 EPS = float(np.finfo(np.float32).eps)
@@ -212,8 +212,8 @@ def check_ring_lists(case: Case) -> None:
     for tokens, gap in ((8, 2), (16, 5)):
         shared = dict(tokens=tokens, warpgroups=2, longest_gap=gap)
         with interpreted():
-            found = ring_lists(union_lists(indices, placed, case.num_keys, tokens=tokens), **shared)
-        expected = ring_lists_by_loops(
+            found = visit_lists(union_lists(indices, placed, case.num_keys, tokens=tokens), **shared)
+        expected = visit_lists_by_loops(
             np.asarray(indices), np.asarray(placed.sequence_start), rows,
             block=case.block, keys=case.block, **shared,
         )  # fmt: skip

@@ -22,10 +22,10 @@ from nsa_jax import attention, cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues
 from nsa_jax.compression import compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.launch import launch
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.parts import ranks
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
+from nsa_jax.kernels.triton.launch import launch
 from nsa_jax.layout import slots
 
 PLAIN = NSAConfig(
@@ -163,7 +163,7 @@ def by_kernels(case: Case, operands):
     """The step by the kernels in pieces of the case's sizes."""
     held, query, tokens, gates = operands
     number = None if case.num_tokens is None else jnp.asarray(case.num_tokens, jnp.int32)
-    sizes = steps.step_sizes(held, query, case.config)._replace(**dict(case.sizes))
+    sizes = steps.sizes_of_step(held, query, case.config)._replace(**dict(case.sizes))
     with interpreted(), mock.patch.object(steps, "MERGED_AT_ONCE", case.merged_at_once):
         compress = case.compress
         if not isinstance(compress, Compression):

@@ -80,7 +80,7 @@ def number_of(case: Case):
 def by_kernels(case: Case, operands):
     """The step by the kernels in pieces of the case's sizes."""
     held, query, *_ = operands
-    sizes = dense_step.dense_step_sizes(held, query)._replace(**dict(case.sizes))
+    sizes = dense_step.sizes_of_dense_step(held, query)._replace(**dict(case.sizes))
     with interpreted():
         step = dense_step.dense_decode_step(
             *operands, number_of(case), case.window_size, case.key_dim**-0.5, sizes=sizes

@@ -17,7 +17,7 @@ import triton_compile
 from jax_triton import triton_lib
 
 from nsa_jax import kernels
-from nsa_jax.kernels import launch
+from nsa_jax.kernels.triton import launch
 
 ASSEMBLERS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}

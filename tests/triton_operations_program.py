@@ -17,8 +17,8 @@ from programs import evaluate, random_cotangents
 
 from benchmarks import one_token
 from nsa_jax import attention, reference
+from nsa_jax.budget import distance, size
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor.budget import distance, size
 
 CONFIG = NSAConfig(
     compression_block_size=8,

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.doctor.budget import allowance, distance
 from nsa_jax.kernels.triton.ranges.backward_key import query_bounds, range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
 from nsa_jax.kernels.triton.ranges.edges import Edges, KeyRanges, compression_ranges, window_ranges
 from nsa_jax.kernels.triton.ranges.forward import attend_ranges
-from nsa_jax.kernels.triton.tiles import RangeKeySizes, RangeQuerySizes
+from nsa_jax.kernels.triton.sizes import RangeKeySizes, RangeQuerySizes
 from nsa_jax.layout import FirstKeys, Index, Run, Runs, place
 
 EPS = float(np.finfo(np.float32).eps)

@@ -87,17 +87,21 @@ def compressed_attention(
     Gradients:
       With respect to `query`, `key_cmp` and `value_cmp`. The cotangent of `lse` counts, too.
     """
+    arrays = dict(query=query, key_cmp=key_cmp, value_cmp=value_cmp)
     call = arguments.check(
         compressed_attention,
-        dict(query=query, key_cmp=key_cmp, value_cmp=value_cmp),
+        arrays,
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
     )
-    arrays = query, key_cmp, value_cmp
-    chosen = dispatch.running(
-        "compressed_attention", implementation, *arrays, config=config, return_reads=return_reads
+    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
+    return dispatch.run(
+        "compressed_attention",
+        implementation,
+        arrays.values(),
+        operands,
+        config=config,
+        return_reads=return_reads,
     )
-    with chosen as kernels:
-        return kernels.compressed_attention(*arrays, *call, count_reads=return_reads)

@@ -37,5 +37,4 @@ def gated_sum(
     """
     arrays = dict(out_cmp=out_cmp, out_slc=out_slc, out_win=out_win, gates=gates)
     arguments.check_not_empty(check_arrays(gated_sum, **arrays), "BTNV")
-    with dispatch.running("gated_sum", implementation, *arrays.values()) as kernels:
-        return kernels.gated_sum(*arrays.values())
+    return dispatch.run("gated_sum", implementation, arrays.values(), arrays)

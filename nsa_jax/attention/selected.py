@@ -87,17 +87,22 @@ def selected_attention(
     Gradients:
       With respect to `query`, `key_slc` and `value_slc`. The cotangent of `lse` counts, too.
     """
+    arrays = dict(query=query, key_slc=key_slc, value_slc=value_slc, block_indices=block_indices)
     call = arguments.check(
         selected_attention,
-        dict(query=query, key_slc=key_slc, value_slc=value_slc, block_indices=block_indices),
+        arrays,
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
     )
-    arrays = query, key_slc, value_slc, layout.distinct_blocks(block_indices)
-    chosen = dispatch.running(
-        "selected_attention", implementation, *arrays, config=config, return_reads=return_reads
+    arrays["block_indices"] = layout.distinct_blocks(block_indices)
+    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
+    return dispatch.run(
+        "selected_attention",
+        implementation,
+        arrays.values(),
+        operands,
+        config=config,
+        return_reads=return_reads,
     )
-    with chosen as kernels:
-        return kernels.selected_attention(*arrays, *call, count_reads=return_reads)

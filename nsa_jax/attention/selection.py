@@ -57,14 +57,14 @@ def select_blocks(
       No gradient flows through the selection, as in the paper. The compressed keys learn their scores through
       the output of the compressed branch.
     """
+    arrays = dict(query=query, key_cmp=key_cmp, lse_cmp=lse_cmp)
     call = arguments.check(
         select_blocks,
-        dict(query=query, key_cmp=key_cmp, lse_cmp=lse_cmp),
+        arrays,
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
     )
-    fixed = lax.stop_gradient((query, key_cmp, lse_cmp))
-    with dispatch.running("select_blocks", implementation, query, key_cmp, config=config) as kernels:
-        return kernels.select_blocks(*fixed, *call)
+    operands = dict(**lax.stop_gradient(arrays), **call._asdict())
+    return dispatch.run("select_blocks", implementation, (query, key_cmp), operands, config=config)

@@ -70,20 +70,20 @@ def native_sparse_attention(
 
       >>> out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())
     """
-    arrays = query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates
+    arrays = dict(
+        query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
+        key_win=key_win, value_win=value_win, gates=gates,
+    )  # fmt: skip
     call = arguments.check(
         native_sparse_attention,
-        dict(
-            query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
-            key_win=key_win, value_win=value_win, gates=gates, block_indices=block_indices,
-        ),
+        dict(**arrays, block_indices=block_indices),
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
         first_key_win=first_key_win,
-    )  # fmt: skip
+    )
     if block_indices is not None:
         block_indices = layout.distinct_blocks(block_indices)
-    with dispatch.running("native_sparse_attention", implementation, *arrays, config=config) as kernels:
-        return kernels.native_sparse_attention(*arrays, block_indices, *call)
+    operands = dict(**arrays, block_indices=block_indices, **call._asdict())
+    return dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)

@@ -87,18 +87,22 @@ def window_attention(
     Gradients:
       With respect to `query`, `key_win` and `value_win`. The cotangent of `lse` counts, too.
     """
+    arrays = dict(query=query, key_win=key_win, value_win=value_win)
     call = arguments.check(
         window_attention,
-        dict(query=query, key_win=key_win, value_win=value_win),
+        arrays,
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
         first_key_win=first_key,
     )
-    arrays = query, key_win, value_win
-    chosen = dispatch.running(
-        "window_attention", implementation, *arrays, config=config, return_reads=return_reads
+    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
+    return dispatch.run(
+        "window_attention",
+        implementation,
+        arrays.values(),
+        operands,
+        config=config,
+        return_reads=return_reads,
     )
-    with chosen as kernels:
-        return kernels.window_attention(*arrays, *call, count_reads=return_reads)

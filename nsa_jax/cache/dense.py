@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch, sharding
+from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.kernels.xla.dense_decode import append_dense
 from nsa_jax.layout import DenseCache, Run, Runs, slots
+from nsa_jax.layout.appending import append_dense
+from nsa_jax.sharding.explicit import DENSE_STEP, per_shard
 
 
 class DenseStep(NamedTuple):
@@ -123,8 +124,9 @@ def dense_prefill(
     """
     _check_operands(dense_prefill, cache, query, key, value, window_size, num_tokens)
     checks.check_room(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
-    operands = jax.tree.map(jnp.asarray, (cache, query, key, value, num_tokens))
-    return DenseStep(*sharding.per_shard(_prefill, *operands, window_size, scale, implementation))
+    operands = dict(cache=cache, query=query, key=key, value=value, num_tokens=num_tokens)
+    options = dict(window_size=window_size, scale=scale, implementation=implementation)
+    return DenseStep(*per_shard(_prefill, DENSE_STEP, **jax.tree.map(jnp.asarray, operands), **options))
 
 
 def _prefill(
@@ -215,12 +217,12 @@ def dense_decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "dense_prefill, or init_dense_cache with a larger step_capacity."
         )
-    operands = cache, query, key, value, num_tokens
-    cache, query, key, value, num_tokens = jax.tree.map(jnp.asarray, operands)
-    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
-    chosen = dispatch.running("dense_decode_step", implementation, query, cache.key, cache.value)
-    with chosen as kernels:
-        return DenseStep(*kernels.dense_decode_step(cache, query, key, value, num_tokens, window_size, scale))
+    operands = dict(cache=cache, query=query, key=key, value=value, num_tokens=num_tokens)
+    operands = jax.tree.map(jnp.asarray, operands)
+    operands |= dict(window_size=window, scale=arguments.resolve_scale(scale, query.shape[-1], query.dtype))
+    return DenseStep(
+        *dispatch.run("dense_decode_step", implementation, (query, cache.key, cache.value), operands)
+    )
 
 
 def check_dense_layer_cache(

@@ -5,16 +5,17 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch, sharding
+from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import CountedStep, Step
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.kernels.xla.appending import append, rings, window_tokens
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
+from nsa_jax.layout.appending import append, rings, window_tokens
 from nsa_jax.option_checks import check_flag
+from nsa_jax.sharding.explicit import STEP, per_shard
 
 
 def prefill(
@@ -71,11 +72,9 @@ def prefill(
     checks.step_capacity(cache, config)
     checks.check_compression(compress, cache, config)
     checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    cache, query, tokens, gates, num_tokens = jax.tree.map(
-        jnp.asarray, (cache, query, tokens, gates, num_tokens)
-    )
-    operands = cache, query, tokens, gates, num_tokens, compress, config, scale, implementation
-    return Step(*sharding.per_shard(_prefill, *operands))
+    operands = dict(cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens)
+    options = dict(config=config, compress=compress, scale=scale, implementation=implementation)
+    return Step(*per_shard(_prefill, STEP, **jax.tree.map(jnp.asarray, operands), **options))
 
 
 def _prefill(
@@ -212,20 +211,15 @@ def decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "prefill, or init_cache with a larger step_capacity."
         )
-    cache, query, tokens, gates, num_tokens = jax.tree.map(
-        jnp.asarray, (cache, query, tokens, gates, num_tokens)
-    )
+    operands = dict(cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens)
+    operands = jax.tree.map(jnp.asarray, operands)
     scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
-    operands = cache, query, tokens, gates, num_tokens, compress, config, scale
-    chosen = dispatch.running(
+    out, cache, reads = dispatch.run(
         "decode_step",
         implementation,
-        query,
-        cache.key_cmp,
-        cache.value_cmp,
+        (query, cache.key_cmp, cache.value_cmp),
+        dict(**operands, compress=compress, config=config, scale=scale, count_reads=count_reads),
         config=config,
         return_reads=count_reads,
     )
-    with chosen as kernels:
-        out, cache, reads = kernels.decode_step(*operands, count_reads=count_reads)
     return Step(out, cache) if reads is None else CountedStep(out, cache, reads)

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 import nsa_jax
+from nsa_jax import dispatch
+from nsa_jax.budget import distance
 from nsa_jax.dispatch import IMPLEMENTATIONS, OPERATIONS
 from nsa_jax.doctor import operations, steps
-from nsa_jax.doctor.budget import distance
 from nsa_jax.doctor.subject import CONFIG, Expected, Subject, draw
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 
 
 class Check(NamedTuple):
@@ -81,8 +81,8 @@ def checks(
 
 def _runs(implementation: str, subject: Subject) -> bool:
     """Whether an implementation has an operation of its own that can run here."""
-    if implementation == "mosaic_gpu" and mosaic_support.slower_reason(subject.operation):
-        return False  # these are the kernels of triton
+    if dispatch.slower_reason(subject.operation, implementation):
+        return False  # for this operation it has the kernels of another one
     arrays = subject.arrays
     return nsa_jax.unsupported_reason(subject.operation, implementation, *arrays, config=CONFIG) is None
 
@@ -112,8 +112,8 @@ def problem(checks: Sequence[Check]) -> str | None:
     worst = max(bad, key=lambda check: check.used)
     what = f"{worst.operation} as {worst.implementation} in {worst.dtype}"
     report = "Report it with this output"
-    if worst.implementation != "xla":
-        report += ", and use implementation='xla' until then"
+    if worst.implementation != dispatch.EVERYWHERE:
+        report += f", and use implementation={dispatch.EVERYWHERE!r} until then"
     if worst.why:
         return f"{what} must run here, got {worst.why.rstrip('.')}. {report}."
     names = ", ".join(check.quantity for check in bad)

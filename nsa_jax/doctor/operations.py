@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import attention, reference
-from nsa_jax.doctor.budget import allowance
+from nsa_jax.budget import allowance
 from nsa_jax.doctor.subject import (
     CONFIG,
     DIM,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import NSAConfig, layout
-from nsa_jax.doctor.budget import allowance, size
+from nsa_jax.budget import allowance, size
 
 # Small, and yet every branch hides keys, and blocks compete for a slot.
 CONFIG = NSAConfig(selection_block_size=32, num_selected_blocks=4, window_size=48)

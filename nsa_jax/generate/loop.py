@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nsa_jax import sharding
 from nsa_jax.array_typing import Array, Bool, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks
 from nsa_jax.generate.sampling import sample
 from nsa_jax.option_checks import check_int
+from nsa_jax.sharding import explicit
 
 
 class Decoder(Protocol):
@@ -213,13 +213,13 @@ def _run(
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model = nnx.merge(graphdef, state)
-    prompts, lengths, keys = sharding.alike(prompts=prompts, lengths=lengths, keys=keys)
+    prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
     batch = prompts.shape[0]
 
     def draw(loop: _Loop, cache: Any, logits: Array) -> _Loop:
         """Draws the next token from `logits` and adds it to the rows that have not ended."""
         keys_now = jax.vmap(jax.random.fold_in, (0, None))(keys, loop.step)
-        token = sample(sharding.by_rows(logits), keys_now, **sampling._asdict())
+        token = sample(explicit.by_rows(logits), keys_now, **sampling._asdict())
         lengths = loop.lengths + ~loop.done
         done = loop.done | (lengths >= max_new_tokens)
         if eos_id is not None:
@@ -266,7 +266,7 @@ def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array
 
     longest = lengths.max()
     logits, extended = jax.eval_shape(lambda: model.prefill(prompts[:, :chunk], cache, num_tokens=lengths))
-    cache = jax.tree.map(sharding.like, cache, extended)
+    cache = jax.tree.map(explicit.like, cache, extended)
     start = jnp.zeros((), jnp.int32), jnp.zeros_like(logits), cache
     _, logits, cache = jax.lax.while_loop(lambda carry: carry[0] < longest, extend, start)
     return logits, cache

@@ -35,7 +35,7 @@ from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, tur
 from nsa_jax.nn.steps import CacheSteps
 from nsa_jax.option_checks import check_flag, check_int
 from nsa_jax.parallel import Order, context_attention, context_selection
-from nsa_jax.sharding import alike
+from nsa_jax.sharding.explicit import alike
 
 # Middle parts of the names of projections and norms, as in `key_cmp_proj`.
 BRANCHES = ("_cmp", "_slc", "_win")

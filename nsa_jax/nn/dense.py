@@ -10,7 +10,7 @@ from flax import nnx
 from nsa_jax import arguments, attention
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation, check_implementation, default_platform
+from nsa_jax.dispatch import EVERYWHERE, Implementation, check_implementation, default_platform
 from nsa_jax.nn.checks import (
     check_dropout_call,
     check_inputs,
@@ -28,7 +28,7 @@ from nsa_jax.nn.projections import (
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.option_checks import check_flag
-from nsa_jax.sharding import per_shard
+from nsa_jax.sharding.explicit import BY_TOKENS, per_shard
 
 
 class DenseAttention(DenseCacheSteps):
@@ -178,7 +178,7 @@ class DenseAttention(DenseCacheSteps):
         query, key, value = self._project(x, positions)
         window, implementation = self.window, self.implementation
         if window is None and query.dtype == jnp.float64:
-            window, implementation = NSAConfig(window_size=x.shape[1]), "xla"
+            window, implementation = NSAConfig(window_size=x.shape[1]), EVERYWHERE
         if window is not None:
             out, _ = attention.window_attention(
                 query,
@@ -190,7 +190,8 @@ class DenseAttention(DenseCacheSteps):
                 implementation=implementation,
             )
         else:
-            out = per_shard(_attend, query, key, value, segment_ids, self.scale)
+            operands = dict(query=query, key=key, value=value, segment_ids=segment_ids, scale=self.scale)
+            out = per_shard(_attend, BY_TOKENS, **operands)
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:

@@ -13,7 +13,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.layout import Run, Runs
 from nsa_jax.parallel.devices import Devices
 from nsa_jax.parallel.order import Order, runs_per_device, shortest_chunk
-from nsa_jax.sharding import HEADS, Axes
+from nsa_jax.sharding.explicit import HEADS, Axes
 
 
 class Shards(NamedTuple):
@@ -153,8 +153,8 @@ def over_axis(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     it holds.
 
     Raises:
-      ValueError: as in `devices_along` and `nsa_jax.sharding.per_shard`; or the tokens do not divide, or rows
-        or heads lie on the axis already.
+      ValueError: as in `devices_along` and `nsa_jax.sharding.explicit.per_shard`; or the tokens do not
+        divide, or rows or heads lie on the axis already.
     """
     devices = devices_along(axis)
     tokens = PartitionSpec(None, axis)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.lists.items import BlockItems
 from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
 from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, gathered_rows, row_numbers
 from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, whole_tiles
 from nsa_jax.kernels.mosaic_gpu.unstable import Ref
+from nsa_jax.kernels.triton.selected.items import BlockItems
 
 
 class KeyArrays(NamedTuple):
@@ -47,7 +47,7 @@ class KeyArrays(NamedTuple):
         weight: Float[Array, "B T N"] | None,
         aligned: bool,
     ) -> "KeyArrays":
-        """From the arguments of `triton.blocks.backward_key`.
+        """From the arguments of `triton.selected.backward_key`.
 
         `aligned` says whether every block begins at a multiple of 8 keys.
         """

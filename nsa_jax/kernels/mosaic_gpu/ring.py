@@ -1,10 +1,9 @@
 """The loop of a program over tiles of queries, and its ring of keys and values in shared memory.
 
 Program `i` of `n` takes the tiles `i`, `i + n`, `i + 2 n`, ..., KV head by KV head, so that the keys of a
-head stay in L2. One warpgroup, the producer, fills the ring with the steps that `kernels.lists.ring` lists,
-through the tensor memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into
-the next tile. A consumer visits the places that its tokens chose. Fills are numbered from the first tile of a
-program on.
+head stay in L2. One warpgroup, the producer, fills the ring with the steps that `visits` lists, through the
+tensor memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into the next tile.
+A consumer visits the places that its tokens chose. Fills are numbered from the first tile of a program on.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import num_processors
-from nsa_jax.kernels.lists.ring import MEMBER_BITS, RingLists
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, RingSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
 from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
+from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS, VisitLists
 
 PLACE = (1 << MEMBER_BITS) - 1
 
@@ -99,7 +98,7 @@ class Ring:
     tiles: Tiles
     sizes: RingSizes
     form: Form
-    lists: RingLists
+    lists: VisitLists
     k_s: Ref
     v_s: Ref
     k_full: Ref

@@ -35,11 +35,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array, Int32
-from nsa_jax.kernels.lists.items import BlockItems
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, KeySums, QueryParts
 from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, i32
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_COLUMN, WGMMA, Form, kernel, swizzled
+from nsa_jax.kernels.triton.selected.items import BlockItems
 
 KEYS = table.ROWS  # of a program: the height of a wgmma
 PIECE = 64  # columns of the part of a query's gradient that are computed at once, for want of registers

@@ -31,7 +31,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.lists.ring import RingLists
 from nsa_jax.kernels.mosaic_gpu import sizes as table
 from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
@@ -46,6 +45,7 @@ from nsa_jax.kernels.mosaic_gpu.tiles import (
     whole_tiles,
 )
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
+from nsa_jax.kernels.mosaic_gpu.visits import VisitLists
 
 
 class RowNumbers(NamedTuple):
@@ -60,7 +60,7 @@ def selected_query_gradient(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    lists: RingLists,
+    lists: VisitLists,
     last_keys: Int32[Array, "B T"],
     out: Float[Array, "B T N V"],
     lse: Float[Array, "B T N"],

@@ -8,7 +8,9 @@ from packaging.specifiers import SpecifierSet
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import chip
 from nsa_jax.kernels.mosaic_gpu.sizes import DIMS, MOST_HEADS
+from nsa_jax.kernels.triton import support as triton
 
 DTYPES = ("bfloat16", "float16")
 BLOCKS = (32, 64, 128)
@@ -25,19 +27,20 @@ def unsupported_reason(
     operation: str,
     *arrays: Array | jax.ShapeDtypeStruct,
     config: NSAConfig | None,
-    capability: tuple[int, int] | None,
+    platform: str,
+    return_reads: bool,
 ) -> str | None:
-    """Why the kernels of the selected branch cannot run, beyond what Triton needs; None if they can.
+    """Why the kernels cannot run a call; None if they can. See `nsa_jax.dispatch.unsupported_reason`.
 
-    Args:
-      operation: one with the selected branch; the others have no kernels here, and run as Triton's.
-      *arrays: see `nsa_jax.dispatch.unsupported_reason`.
-      config: block structure, if it is known.
-      capability: compute capability of the GPU, if it is known.
+    They need what Triton's need, which run beside them. Operations without the selected branch have no
+    kernels here, and run as Triton's.
     """
-    if operation not in _OPERATIONS:
-        return None
-    if capability is not None and capability[0] != 9:
+    reason = triton.unsupported_reason(
+        operation, *arrays, config=config, platform=platform, return_reads=return_reads
+    )
+    if reason or operation not in _OPERATIONS:
+        return reason
+    if (capability := chip.capability()) is not None and capability[0] != 9:
         got = ".".join(map(str, capability))
         more = " Their matrix instruction, wgmma, does not exist on Blackwell." if capability[0] > 9 else ""
         return f"the Mosaic GPU kernels need compute capability 9.0 (Hopper), got {got}.{more} {_USE}"

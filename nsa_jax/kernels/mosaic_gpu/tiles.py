@@ -8,9 +8,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.lists.ring import MEMBER_BITS
 from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, RingSizes
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Ref, swizzled
+from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 i32, f32 = jnp.int32, jnp.float32

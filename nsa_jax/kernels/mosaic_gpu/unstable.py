@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.launch import varying_axes
+from nsa_jax.sharding.manual import varying_axes
 
 type Ref = Any  # of an array in shared or global memory, or of barriers
 

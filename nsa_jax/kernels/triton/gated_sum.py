@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import load_rows
 from nsa_jax.kernels.triton.pieces import added, cast, scaled
-from nsa_jax.kernels.triton.tiles import GATED_SUM_ROWS
+from nsa_jax.kernels.triton.sizes import GATED_SUM_ROWS
 
 
 @triton.jit

@@ -4,11 +4,11 @@ from typing import Any
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import capability
-from nsa_jax.kernels.triton.tiles import ADA, AMPERE, HOPPER, Shape
+from nsa_jax.kernels.triton.sizes import ADA, AMPERE, HOPPER, Shape
 
 
 def target() -> int:
-    """The kind of GPU in `tiles` whose sizes fit: HOPPER from compute capability 9.0 on, or if it is unknown.
+    """The kind of GPU in `sizes` whose sizes fit: HOPPER from compute capability 9.0 on, or if it is unknown.
 
     Consumer cards of 12.0 have less shared memory, so they take the sizes of ADA.
     """

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array
-from nsa_jax.kernels.dims import padded_heads, split_dim
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim
 from nsa_jax.kernels.triton.pieces import Pieces
 
 type Source = Array | jax_triton.TensorDescriptor | None

@@ -19,10 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.launch import folds_vmap
-from nsa_jax.kernels.partition import partitioned
 from nsa_jax.kernels.triton import gated_sum as gating
-from nsa_jax.kernels.triton.blocks import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
@@ -32,14 +29,17 @@ from nsa_jax.kernels.triton.ranges import (
     range_gradients,
     window_ranges,
 )
+from nsa_jax.kernels.triton.selected import attend_blocks, block_gradients
 from nsa_jax.kernels.triton.selection import choose_blocks
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
 from nsa_jax.remat import SAVED_NAMES
+from nsa_jax.sharding.auto import partitioned
+from nsa_jax.sharding.vmap import folds_vmap
 
 _OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES
 
 
-class BlockKernels(NamedTuple):
+class SelectedKernels(NamedTuple):
     """The kernels of the selected branch: those of this package, or others with the same signatures.
 
     Attributes:
@@ -51,7 +51,7 @@ class BlockKernels(NamedTuple):
     gradients: Callable
 
 
-_OWN = BlockKernels(attend_blocks, block_gradients)
+_OWN = SelectedKernels(attend_blocks, block_gradients)
 
 
 class BranchKeysValues(NamedTuple):
@@ -120,7 +120,7 @@ def selected_attention(
     scale: float,
     *,
     count_reads: bool = False,
-    kernels: BlockKernels = _OWN,
+    kernels: SelectedKernels = _OWN,
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     _counts_nothing(count_reads)
@@ -152,7 +152,7 @@ def native_sparse_attention(
     placement: Placement,
     scale: float,
     *,
-    kernels: BlockKernels = _OWN,
+    kernels: SelectedKernels = _OWN,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 

@@ -10,10 +10,10 @@ from packaging.specifiers import SpecifierSet
 
 from nsa_jax.array_typing import Array
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.dims import padded_heads, splits
 from nsa_jax.kernels.triton import gpu
-from nsa_jax.kernels.triton.decode.tiles import STEP_LIST_BLOCKS, step_list_blocks
-from nsa_jax.kernels.triton.tiles import SHARED_BYTES
+from nsa_jax.kernels.triton.decode.sizes import STEP_LIST_BLOCKS, step_list_blocks
+from nsa_jax.kernels.triton.dims import padded_heads, splits
+from nsa_jax.kernels.triton.sizes import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -31,9 +31,12 @@ VERSIONS = {
 
 
 def unsupported_reason(
-    operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str
-) -> str | None:
+    operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str,
+    return_reads: bool,
+) -> str | None:  # fmt: skip
     """Why the kernels cannot run `operation` on `platform`, or None if they can; see `nsa_jax.dispatch`."""
+    if return_reads:
+        return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
     if platform != "cuda":
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if reason := _installation():
@@ -64,6 +67,10 @@ def unsupported_reason(
     if reason := _tiles(operation, floats, config):
         return reason
     return None if config is None else _blocks(operation, config)
+
+
+def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> None:
+    """None: the kernels are faster than plain JAX wherever they run."""
 
 
 def _step(floats: list, config: NSAConfig | None) -> str | None:

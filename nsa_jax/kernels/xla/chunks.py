@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 from nsa_jax.layout import Placement
 
 
@@ -28,14 +28,14 @@ class TileSizes(NamedTuple):
     one: bool
 
     @classmethod
-    def choose(cls, num_queries: int, num_keys: int, most_at_once: int, tiles: Tiles) -> "TileSizes":
+    def choose(cls, num_queries: int, num_keys: int, most_at_once: int, sizes: Sizes) -> "TileSizes":
         """Chooses sizes for chunks that see at most `most_at_once` keys, which are consecutive."""
-        if most_at_once <= tiles.one_tile:
+        if most_at_once <= sizes.one_tile:
             return cls(min(most_at_once, num_keys), True)
         # A tile is read whole even for a single visible key. With too wide tiles, a step would read all of a
         # large cache that is nearly empty.
-        widening = min(max(tiles.query_chunk // num_queries, 1), tiles.widest_tile)
-        tile = min(tiles.key_tile * widening, num_keys)
+        widening = min(max(sizes.query_chunk // num_queries, 1), sizes.widest_tile)
+        tile = min(sizes.key_tile * widening, num_keys)
         return cls(tile, tile == num_keys)
 
 

@@ -7,8 +7,8 @@ from nsa_jax.array_typing import Array, AttendedReads, Float, Int
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.xla import operations
-from nsa_jax.kernels.xla.appending import append, rings, window_tokens
 from nsa_jax.layout import FirstKeys, Index, NSACache, Reads, Run, Runs, TokenKeysValues, slots
+from nsa_jax.layout.appending import append, rings, window_tokens
 
 
 def decode_step(

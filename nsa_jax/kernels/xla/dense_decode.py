@@ -8,6 +8,7 @@ from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.xla import chunks, masked, operations
 from nsa_jax.layout import DenseCache, Run, Runs, slots
+from nsa_jax.layout.appending import append_dense
 
 
 def dense_decode_step(
@@ -27,16 +28,6 @@ def dense_decode_step(
     if window is None:
         return _attend_whole(query, cache, new, scale), cache
     return _attend_ring(query, cache, new, window, scale), cache
-
-
-def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitted) -> DenseCache:
-    """Appends the admitted tokens to the cache. A ring keeps only the last of them if they do not all fit."""
-    return DenseCache(
-        key=slots.write_ring(cache.key, key, new),
-        value=slots.write_ring(cache.value, value, new),
-        lengths=new.start + new.num_tokens,
-        overflowed=cache.overflowed | ~new.fits,
-    )
 
 
 def _attend_whole(query, cache, new, scale):

@@ -1,7 +1,7 @@
 """The operations of `nsa_jax.attention` in plain JAX: in chunks, differentiable, on any platform.
 
 Their arguments are those of `nsa_jax.dispatch.Operations`: already validated, with all defaults filled in,
-and with a placement that says where the queries stand. `tiles` are sizes that change only the speed.
+and with a placement that says where the queries stand. `sizes` change only the speed.
 """
 
 from functools import partial
@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int, Int32
 from nsa_jax.kernels.xla import chunks as cutting
-from nsa_jax.kernels.xla.block_attention import NO_BLOCK, BlockLists, ItemSizes, block_attention
 from nsa_jax.kernels.xla.chunks import ChunkPlaces
 from nsa_jax.kernels.xla.masked import accumulator
 from nsa_jax.kernels.xla.range_attention import BranchName, Plan, attend_all, attend_branch
+from nsa_jax.kernels.xla.selected import NO_BLOCK, BlockLists, ItemSizes, block_attention
 from nsa_jax.kernels.xla.selection import choose_blocks
-from nsa_jax.kernels.xla.tiles import DEFAULT, Tiles
+from nsa_jax.kernels.xla.sizes import DEFAULT, Sizes
 from nsa_jax.layout import Placement
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -30,13 +30,13 @@ def compressed_attention(
     scale: float,
     *,
     count_reads: bool = False,
-    tiles: Tiles = DEFAULT,
+    sizes: Sizes = DEFAULT,
 ) -> Attended | AttendedReads:
     """Attention over the visible compressed blocks (Eq. 7), one range of blocks for each query."""
-    return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, count_reads, tiles)
+    return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, count_reads, sizes)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B W K H"],
@@ -45,13 +45,13 @@ def window_attention(
     scale: float,
     *,
     count_reads: bool = False,
-    tiles: Tiles = DEFAULT,
+    sizes: Sizes = DEFAULT,
 ) -> Attended | AttendedReads:
     """Attention over the last `w` tokens, the query's own included: one range of keys for each query."""
-    return _attend_branch("win", query, key_win, value_win, None, placement, scale, count_reads, tiles)
+    return _attend_branch("win", query, key_win, value_win, None, placement, scale, count_reads, sizes)
 
 
-@partial(jax.jit, static_argnames=("scale", "tiles"))
+@partial(jax.jit, static_argnames=("scale", "sizes"))
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -59,18 +59,18 @@ def select_blocks(
     placement: Placement,
     scale: float,
     *,
-    tiles: Tiles = DEFAULT,
+    sizes: Sizes = DEFAULT,
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends (Eq. 8-11)."""
     if lse_cmp is None:
-        lse_cmp = compressed_attention(query, key_cmp, key_cmp[..., :0], placement, scale, tiles=tiles).lse
+        lse_cmp = compressed_attention(query, key_cmp, key_cmp[..., :0], placement, scale, sizes=sizes).lse
     num_queries, num_kv_heads = query.shape[1], key_cmp.shape[2]
-    tokens = min(tiles.query_chunk, num_queries)
-    sizes = Plan.of(("cmp",), (key_cmp,), num_queries, placement, scale, tiles).branches[0].sizes
+    tokens = min(sizes.query_chunk, num_queries)
+    tiles = Plan.of(("cmp",), (key_cmp,), num_queries, placement, scale, sizes).branches[0].sizes
 
     def choose_chunk(inputs):
         rows, lse, places = inputs
-        return choose_blocks(rows, key_cmp, lse[..., 0], places.placement(placement, tokens), scale, sizes)
+        return choose_blocks(rows, key_cmp, lse[..., 0], places.placement(placement, tokens), scale, tiles)
 
     inputs = (
         cutting.split_rows(query, num_kv_heads, tokens),
@@ -80,7 +80,7 @@ def select_blocks(
     return cutting.join_tokens(cutting.over_chunks(choose_chunk, inputs), num_queries)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "tiles"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -90,29 +90,29 @@ def selected_attention(
     scale: float,
     *,
     count_reads: bool = False,
-    tiles: Tiles = DEFAULT,
+    sizes: Sizes = DEFAULT,
 ) -> Attended | AttendedReads:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
-    attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, tiles) else _attend_listed
-    return attend(query, key_slc, value_slc, block_indices, placement, scale, count_reads, tiles)
+    attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, sizes) else _attend_listed
+    return attend(query, key_slc, value_slc, block_indices, placement, scale, count_reads, sizes)
 
 
-def _is_short(key_slc: Array, placement: Placement, tiles: Tiles) -> bool:
+def _is_short(key_slc: Array, placement: Placement, sizes: Sizes) -> bool:
     """Whether rows are so short that attending under a mask costs no more than looking the blocks up."""
     config = placement.config
     selected = config.num_selected_blocks * config.selection_block_size
-    return key_slc.shape[1] <= tiles.dense_blocks * selected
+    return key_slc.shape[1] <= sizes.dense_blocks * selected
 
 
 def _attend_branch(
-    name: BranchName, query, key, value, block_indices, placement, scale, count_reads, tiles
+    name: BranchName, query, key, value, block_indices, placement, scale, count_reads, sizes
 ) -> Attended | AttendedReads:
-    plan = Plan.of((name,), (key,), query.shape[1], placement, scale, tiles, count_reads)
+    plan = Plan.of((name,), (key,), query.shape[1], placement, scale, sizes, count_reads)
     out, lse, reads = attend_branch(query, (key, value), block_indices, placement, plan)
     return Attended(out, lse) if reads is None else AttendedReads(out, lse, reads)
 
 
-def _attend_listed(query, key, value, block_indices, placement, scale, count_reads, tiles):
+def _attend_listed(query, key, value, block_indices, placement, scale, count_reads, sizes):
     batch, num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
     heads, config = num_heads // num_kv_heads, placement.config
@@ -146,7 +146,7 @@ def _attend_listed(query, key, value, block_indices, placement, scale, count_rea
         block_size=block_size,
         rows_per_sequence=num_queries,
         blocks_per_sequence=blocks_per_sequence,
-        tiles=tiles,
+        sizes=sizes,
     )
     grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
     keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key, value))
@@ -171,7 +171,7 @@ def gated_sum(
     return (cmp + slc + win).astype(out_cmp.dtype)
 
 
-@partial(jax.jit, static_argnames=("scale", "tiles"))
+@partial(jax.jit, static_argnames=("scale", "sizes"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -185,20 +185,20 @@ def native_sparse_attention(
     placement: Placement,
     scale: float,
     *,
-    tiles: Tiles = DEFAULT,
+    sizes: Sizes = DEFAULT,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5); in short rows one loop over chunks makes them all."""
-    if _is_short(key_slc, placement, tiles):
+    if _is_short(key_slc, placement, sizes):
         keys = (key_cmp, key_slc, key_win)
-        plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, tiles)
+        plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, sizes)
         keys_values = tuple(zip(keys, (value_cmp, value_slc, value_win), strict=True))
         return attend_all(query, keys_values, gates, block_indices, placement, plan)
-    cmp = compressed_attention(query, key_cmp, value_cmp, placement, scale, tiles=tiles)
+    cmp = compressed_attention(query, key_cmp, value_cmp, placement, scale, sizes=sizes)
     if block_indices is None:
         fixed = jax.lax.stop_gradient((query, key_cmp, cmp.lse))
-        block_indices = select_blocks(*fixed, placement, scale, tiles=tiles)
-    slc = selected_attention(query, key_slc, value_slc, block_indices, placement, scale, tiles=tiles)
-    win = window_attention(query, key_win, value_win, placement, scale, tiles=tiles)
+        block_indices = select_blocks(*fixed, placement, scale, sizes=sizes)
+    slc = selected_attention(query, key_slc, value_slc, block_indices, placement, scale, sizes=sizes)
+    win = window_attention(query, key_win, value_win, placement, scale, sizes=sizes)
     return gated_sum(cmp.out, slc.out, win.out, gates)
 
 

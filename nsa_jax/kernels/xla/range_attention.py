@@ -30,7 +30,7 @@ from nsa_jax.kernels.xla.masked import (
     tile_gradients,
 )
 from nsa_jax.kernels.xla.selection import choose_blocks
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 from nsa_jax.layout import Placement
 
 type BranchName = Literal["cmp", "slc", "win"]
@@ -67,22 +67,22 @@ class Plan(NamedTuple):
     @classmethod
     def of(
         cls, names: tuple[BranchName, ...], keys: tuple[Array, ...], num_queries: int, placement: Placement,
-        scale: float, tiles: Tiles, count_reads: bool = False,
+        scale: float, sizes: Sizes, count_reads: bool = False,
     ) -> "Plan":  # fmt: skip
         """Makes the plan of a call with these branches and keys."""
-        tokens = min(tiles.query_chunk, num_queries)
+        tokens = min(sizes.query_chunk, num_queries)
         lengths = [key.shape[1] for key in keys]
         neighbours = placement.run_lengths and all(n % tokens == 0 for n in placement.run_lengths[:-1])
         span = placement.config.window_size + tokens - 1 if neighbours else max(lengths)
         # Early chunks see few of the compressed keys. A loop over tiles leaves out the others.
-        at_once = {"cmp": tiles.one_tile + 1, "slc": max(lengths), "win": span}
-        sizes = [
-            TileSizes.choose(num_queries, n, at_once[name], tiles)
+        at_once = {"cmp": sizes.one_tile + 1, "slc": max(lengths), "win": span}
+        of_branches = [
+            TileSizes.choose(num_queries, n, at_once[name], sizes)
             for name, n in zip(names, lengths, strict=True)
         ]
         if not placement.rows_alike:  # the union over all rows may be larger: a loop, mostly of one iteration
-            sizes = [x._replace(one=x.tile == n) for x, n in zip(sizes, lengths, strict=True)]
-        return cls(tuple(map(Branch, names, sizes)), tokens, scale, count_reads)
+            of_branches = [x._replace(one=x.tile == n) for x, n in zip(of_branches, lengths, strict=True)]
+        return cls(tuple(map(Branch, names, of_branches)), tokens, scale, count_reads)
 
 
 class _Saved(NamedTuple):

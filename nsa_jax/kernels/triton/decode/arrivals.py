@@ -1,7 +1,7 @@
 """How the programs of a team wait for each other within a launch: each adds 1 to a counter in memory.
 
 The programs of a team have consecutive numbers, and every GPU that we know starts programs in the order of
-their numbers (CUDA does not promise it). `tiles.step_sizes` makes no team larger than what the GPU can run at
+their numbers (CUDA does not promise it). `sizes.step_sizes` makes no team larger than what the GPU can run at
 once, so all programs of the first unfinished team are running. That team ends, then the next one is the
 first: no program waits for ever.
 """

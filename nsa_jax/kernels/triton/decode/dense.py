@@ -23,7 +23,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
 from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
@@ -35,6 +34,7 @@ from nsa_jax.kernels.triton.decode.parts import (
     store_part,
     store_placed,
 )
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at, store_at
 from nsa_jax.kernels.triton.pieces import Dim, Pieces, inner
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys

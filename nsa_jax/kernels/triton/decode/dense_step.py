@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import triton
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.kernels.dims import split_dim
-from nsa_jax.kernels.launch import launch, like
-from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.dense import dense_kernel, dense_merge_kernel
-from nsa_jax.kernels.triton.decode.shards import alike_in_shards
+from nsa_jax.kernels.triton.decode.sizes import DenseStepShape, DenseStepSizes, dense_step_sizes
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
+from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import DenseCache
+from nsa_jax.sharding.manual import alike_in_shards
 
 
 def dense_decode_step(
@@ -26,20 +26,20 @@ def dense_decode_step(
     window_size: int | None,
     scale: float,
     *,
-    sizes: tiles.DenseStepSizes | None = None,
+    sizes: DenseStepSizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], DenseCache]:
     """Appends the tokens and attends from each of them.
 
     Args:
       cache, query, key, value, num_tokens, window_size: as in `nsa_jax.cache.dense_decode_step`.
       scale: as there, but without a default.
-      sizes: used instead of those that `tiles` would choose.
+      sizes: used instead of those that `dense_step_sizes` would take.
     """
     batch, num_new, num_heads, _ = query.shape
     slots, kv_heads, key_dim = cache.key.shape[1:]
     value_dim, rows = cache.value.shape[3], num_new * num_heads // kv_heads
     num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
-    sizes = sizes or dense_step_sizes(cache, query)
+    sizes = sizes or sizes_of_dense_step(cache, query)
     h, v = split_dim(key_dim), split_dim(value_dim)
     max_length, parts = cache.max_length(window_size), sizes.parts + 1
     common: dict[str, Any] = dict(T=num_new, G=num_heads // kv_heads, KV_HEADS=kv_heads, V0=v[0], V1=v[1])
@@ -69,11 +69,11 @@ def dense_decode_step(
     return out, alike_in_shards(updated, cache, num_tokens, num_new, max_length)
 
 
-def dense_step_sizes(cache: DenseCache, query: Array) -> tiles.DenseStepSizes:
-    """The sizes that `tiles` chooses for the shapes of a step."""
+def sizes_of_dense_step(cache: DenseCache, query: Array) -> DenseStepSizes:
+    """The sizes for the shapes of a step."""
     batch, slots, kv_heads, key_dim = cache.key.shape
-    return tiles.dense_step_sizes(
-        tiles.DenseStepShape(
+    return dense_step_sizes(
+        DenseStepShape(
             gpu=target(),
             float_bytes=query.dtype.itemsize,
             kv_heads=batch * kv_heads,

@@ -8,11 +8,11 @@ come last: if they came first, some multiprocessors would get three long program
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
 from nsa_jax.kernels.triton.decode.append import Appended, Appending, StepDims, append_row
 from nsa_jax.kernels.triton.decode.compressed import Compressed, Tiling, attend_part
 from nsa_jax.kernels.triton.decode.forming import Forming, OutputLayer, Turning
 from nsa_jax.kernels.triton.decode.parts import admit
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
 from nsa_jax.kernels.triton.decode.parts import admit, num_blocks
+from nsa_jax.kernels.triton.launch import named
 
 
 class HiddenLayer(NamedTuple):

@@ -10,7 +10,7 @@ is that in which the pieces of work need each other's results.
 Of the tiles only the query lasts through all of them, in shared memory. Registers are those of the piece that
 needs most: at 8 rows of 64k tokens (64 heads, 4 KV heads, 128/128, bfloat16) that is `merge`, with
 `HEADS PADDED V / (32 num_warps)` = 64 floats a thread, and the kernel has 121. Where there are more programs
-than `tiles.STEP_PROGRAMS`, 16-bit dtypes are held to 128 (64 at 32 warps), so that at least 512 threads fit
+than `sizes.STEP_PROGRAMS`, 16-bit dtypes are held to 128 (64 at 32 warps), so that at least 512 threads fit
 on a multiprocessor. Shared memory in 16-bit dtypes, below 64 rows: the larger one of window and selected
 branch, `(ROWS H + (stages - 1) keys (H + V) + ROWS keys) itemsize`, where keys and stages are TILE and
 WIN_STAGES, or `STEP PADDED_BLOCK` and SLC_STAGES: 4 + 64 + 2 = 70 KB with 3 stages (8 rows), which lets three
@@ -21,13 +21,13 @@ probabilities.
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
 from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
 from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
 from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
 from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
 from nsa_jax.kernels.triton.decode.selected import Selected, SelectedDims, attend_selected
 from nsa_jax.kernels.triton.decode.window import Lacking, Window, WindowDims, attend_window, complete_cache
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim
 
 

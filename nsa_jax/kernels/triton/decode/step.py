@@ -17,16 +17,16 @@ from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.chip import num_processors
-from nsa_jax.kernels.dims import split_dim
-from nsa_jax.kernels.launch import launch, like
-from nsa_jax.kernels.triton.decode import tiles
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
 from nsa_jax.kernels.triton.decode.second import second_kernel
-from nsa_jax.kernels.triton.decode.shards import alike_in_shards
+from nsa_jax.kernels.triton.decode.sizes import StepShape, StepSizes, hidden_depth, hidden_sizes, step_sizes
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
+from nsa_jax.kernels.triton.launch import launch, like
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
+from nsa_jax.sharding.manual import alike_in_shards
 
 MERGED_AT_ONCE = 8192  # numbers of parts that a program holds: 64 in each of 128 threads, or one head's
 _padded = triton.next_power_of_2
@@ -99,7 +99,7 @@ def decode_step(
     config: NSAConfig,
     scale: float,
     *,
-    sizes: tiles.StepSizes | None = None,
+    sizes: StepSizes | None = None,
 ) -> StepResult:
     """Appends the tokens and attends from each of them.
 
@@ -107,7 +107,7 @@ def decode_step(
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
       compress: how the blocks that the step completes are formed, or these blocks.
       config, scale: as there, but without defaults.
-      sizes: used instead of those that `tiles` would choose.
+      sizes: used instead of those that `step_sizes` would take.
     """
     step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
     cache, parts, found = step.begin()
@@ -115,11 +115,11 @@ def decode_step(
     return StepResult(out, cache, blocks)
 
 
-def step_sizes(cache: NSACache, query: Array, config: NSAConfig) -> tiles.StepSizes:
-    """The sizes that `tiles` chooses for the shapes of a step."""
+def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes:
+    """The sizes for the shapes of a step."""
     num_kv_heads, own = cache.key_slc.shape[2], config.selection_block_size // config.compression_stride
-    return tiles.step_sizes(
-        tiles.StepShape(
+    return step_sizes(
+        StepShape(
             gpu=target(),
             float_bytes=query.dtype.itemsize,
             kv_heads=query.shape[0] * num_kv_heads,
@@ -151,7 +151,7 @@ class _Step:
         self.blocks = layout.blocks_of_step(self.num_new, config)
         self.own = config.selection_block_size // config.compression_stride
         self.slots = _padded(config.num_selected_blocks)
-        self.sizes = sizes or step_sizes(cache, query, config)
+        self.sizes = sizes or sizes_of_step(cache, query, config)
         # Tiles of compressed keys: whole selection blocks, each padded to a power of two of columns.
         self.tile_blocks = max(self.sizes.keys // _padded(self.own), 1)
         self.tiles = max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
@@ -241,7 +241,7 @@ class _Step:
     ) -> Float[Array, "B blocks K parts F"]:
         """The hidden units of the MLPs for the blocks of the step, before bias and GELU."""
         rows = self.batch * self.blocks * self.kv_heads
-        sizes = tiles.hidden_sizes(rows, self.config.compression_block_size)
+        sizes = hidden_sizes(rows, self.config.compression_block_size)
         operands: list[Array | None] = []
         constants: dict[str, Any] = {}
         for name, mlp in (("key", key), ("value", value)):
@@ -251,7 +251,7 @@ class _Step:
             operands += [None] * 4 if mlp is None else [ring, new, mlp.position_embedding, weights]
             of_layer = dict(
                 UNITS=0 if weights is None else weights.shape[1], DIM=ring.shape[3],
-                DEPTH=tiles.hidden_depth(ring.shape[3], dtype.itemsize), PRECISION=precision(dtype),
+                DEPTH=hidden_depth(ring.shape[3], dtype.itemsize), PRECISION=precision(dtype),
             )  # fmt: skip
             constants |= {f"{name.upper()}_{what}": size for what, size in of_layer.items()}
         columns = constants["KEY_UNITS"], constants["VALUE_UNITS"]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.launch import launch, named
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRanges, keys_in_slot
 from nsa_jax.kernels.triton.pieces import (
@@ -27,8 +27,8 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
+from nsa_jax.kernels.triton.sizes import RECOMPUTED_KEYS_OF_A_PROGRAM, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import load_lse
-from nsa_jax.kernels.triton.tiles import RECOMPUTED_KEYS_OF_A_PROGRAM, RECOMPUTED_TOKENS
 
 
 def recompute_key_gradients(

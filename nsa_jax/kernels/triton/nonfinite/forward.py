@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.dims import padded_heads
-from nsa_jax.kernels.launch import launch, named
+from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.gated_sum import gated_rows
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import (
     VisibleKeys,
@@ -26,8 +26,8 @@ from nsa_jax.kernels.triton.nonfinite.visible_keys import (
     nonfinite_heads,
 )
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, nonfinite_rows, precision, scaled
+from nsa_jax.kernels.triton.sizes import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import Softmax, natural_lse, no_keys
-from nsa_jax.kernels.triton.tiles import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 
 
 def recompute_forward(

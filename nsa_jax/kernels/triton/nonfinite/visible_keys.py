@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.dims import split_dim
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.loading import Rows
 from nsa_jax.layout import Placement
 

@@ -25,10 +25,9 @@ import triton.language as tl
 from jax_triton import TensorDescriptor
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     Queries,
@@ -59,6 +58,14 @@ from nsa_jax.kernels.triton.ranges.edges import (
     range_of,
     run_at,
 )
+from nsa_jax.kernels.triton.sizes import (
+    RANGE_KEY_GRADIENTS,
+    RANGE_PROGRAMS,
+    SEGMENT_BYTES,
+    SEGMENT_TOKENS,
+    RangeKeySizes,
+    choose_sizes,
+)
 
 _SMALLEST_GATE = 1e-18
 
@@ -70,9 +77,9 @@ def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, 
     """
     if num_keys >= num_queries:
         return 1
-    wanted = triton.cdiv(tiles.RANGE_PROGRAMS, triton.cdiv(num_keys, keys) * batch * kv_heads)
-    fitting = tiles.SEGMENT_BYTES // (batch * num_keys * kv_heads * dims * 4)
-    return max(1, min(wanted, fitting, num_queries // tiles.SEGMENT_TOKENS))
+    wanted = triton.cdiv(RANGE_PROGRAMS, triton.cdiv(num_keys, keys) * batch * kv_heads)
+    fitting = SEGMENT_BYTES // (batch * num_keys * kv_heads * dims * 4)
+    return max(1, min(wanted, fitting, num_queries // SEGMENT_TOKENS))
 
 
 def query_bounds(
@@ -156,7 +163,7 @@ def range_key_gradients(
     *,
     weight: Float[Array, "B T N"] | None,
     scale: float,
-    sizes: tiles.RangeKeySizes | None = None,
+    sizes: RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
 
@@ -166,7 +173,7 @@ def range_key_gradients(
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads = num_heads // num_kv_heads
     if sizes is None:
-        sizes = tiles.choose(tiles.RANGE_KEY_GRADIENTS, shape_of(query, key, value))
+        sizes = choose_sizes(RANGE_KEY_GRADIENTS, shape_of(query, key, value))
     tokens = tokens_of(sizes.rows, heads)
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     key_tiles,
@@ -41,6 +40,7 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
+from nsa_jax.kernels.triton.sizes import RANGE_QUERY_GRADIENT, RangeQuerySizes, choose_sizes
 from nsa_jax.kernels.triton.softmax import Sources, row_numbers
 
 
@@ -57,7 +57,7 @@ def range_query_gradient(
     weight: Float[Array, "B T N"] | None,
     previous: Float[Array, "B T N H"] | None,
     scale: float,
-    sizes: tiles.RangeQuerySizes | None = None,
+    sizes: RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; and two numbers of each row.
 
@@ -68,7 +68,7 @@ def range_query_gradient(
       d_lse: gradient of `lse`; None for 0.
       weight: gate of this branch.
       previous: gradient of the query from other branches.
-      sizes: used instead of those that `tiles` would choose.
+      sizes: used instead of those that `choose_sizes` would take.
 
     Returns:
       `(d_query, products, delta)`. For each row, in float32: `products` is the sum of `out * d_out` over V,
@@ -79,7 +79,7 @@ def range_query_gradient(
     heads = num_heads // num_kv_heads
     if sizes is None:
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0)
-        sizes = tiles.choose(tiles.RANGE_QUERY_GRADIENT, shape)
+        sizes = choose_sizes(RANGE_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, heads)
     edges, loaded = ranges.kernel_operands(tokens)
     end_steps = edges.end_steps(tokens, sizes.keys)

@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gated_sum import gated_rows
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     key_tiles,
@@ -36,6 +35,7 @@ from nsa_jax.kernels.triton.loading import (
 from nsa_jax.kernels.triton.nonfinite import recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
+from nsa_jax.kernels.triton.sizes import RANGE_FORWARD, RangeQuerySizes, choose_sizes
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 
@@ -47,14 +47,14 @@ def attend_ranges(
     scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
-    sizes: tiles.RangeQuerySizes | None = None,
+    sizes: RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of each query over its range of keys.
 
     Args:
       query, key, value, ranges, scale: as in `ranges.attend_ranges`.
       others: outputs of the compressed and the selected branch, and the gates; then `out` is the gated sum.
-      sizes: used instead of those that `tiles` would choose.
+      sizes: used instead of those that `choose_sizes` would take.
 
     Returns:
       `(out, lse)`; lse is natural and float32. A query that sees nothing gets 0 and -inf.
@@ -64,7 +64,7 @@ def attend_ranges(
     heads = num_heads // num_kv_heads
     if sizes is None:
         shape = shape_of(query, key, value, from_0=ranges.edges.from_0, gated=others is not None)
-        sizes = tiles.choose(tiles.RANGE_FORWARD, shape)
+        sizes = choose_sizes(RANGE_FORWARD, shape)
     if scale <= 0:  # the kernel takes the largest product for the largest logit
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     assert sizes.peel or not sizes.halve

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.dims import split_dim
-from nsa_jax.kernels.launch import MOST_PROGRAMS_Y, launch
-from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton.loading import key_tiles
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.selection.importance import importance_kernel
+from nsa_jax.kernels.triton.sizes import SELECTION, SelectionSizes, choose_sizes
 from nsa_jax.layout import Placement
 
 
@@ -35,7 +35,7 @@ def choose_blocks(
     placement: Placement,
     scale: float,
     *,
-    sizes: tiles.SelectionSizes | None = None,
+    sizes: SelectionSizes | None = None,
 ) -> Int32[Array, "B T K R"]:
     """Selected blocks of every query, ascending, then -1 in unused slots.
 
@@ -55,7 +55,7 @@ def choose_blocks(
     config = placement.config
     if sizes is None:
         shape = shape_of(query, key_cmp, block_columns=2 * _padded_strides(config))
-        sizes = tiles.choose(tiles.SELECTION, shape)
+        sizes = choose_sizes(SELECTION, shape)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
     forced = config.num_initial_blocks + config.num_local_blocks
     all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
@@ -90,7 +90,7 @@ def _padded_strides(config: NSAConfig) -> int:
 
 
 def _split(
-    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: tiles.SelectionSizes
+    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: SelectionSizes
 ) -> _Chunks:
     """Chunks of whole batch rows if at least one fits, else nearly equal pieces of a row, in whole tiles."""
     room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)

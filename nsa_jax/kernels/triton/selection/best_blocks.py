@@ -14,7 +14,7 @@ rounds of 33 instructions; with the code around them that is 0.35 G warp instruc
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import LARGEST_INT
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.launch import named
+from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import Keys, load_at, load_keys
 from nsa_jax.kernels.triton.pieces import LARGEST_INT, LOG2_E, Dim, inner
 

@@ -28,12 +28,9 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.lists.items import ITEM_FIELDS, BlockItems, invert
-from nsa_jax.kernels.lists.unions import last_rows
-from nsa_jax.kernels.triton import tiles
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
@@ -47,6 +44,15 @@ from nsa_jax.kernels.triton.pieces import (
     precision,
     scaled,
     zeros,
+)
+from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems, invert
+from nsa_jax.kernels.triton.selected.unions import last_rows
+from nsa_jax.kernels.triton.sizes import (
+    BLOCK_KEY_GRADIENTS,
+    ITEM_QUERIES,
+    ITEM_QUERIES_FROM_4,
+    BlockKeySizes,
+    choose_sizes,
 )
 from nsa_jax.kernels.triton.softmax import load_lse
 
@@ -64,7 +70,7 @@ def block_key_gradients(
     *,
     weight: Float[Array, "B T N"] | None,
     scale: float,
-    sizes: tiles.BlockKeySizes | None = None,
+    sizes: BlockKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of the keys and values.
 
@@ -80,10 +86,10 @@ def block_key_gradients(
     heads, block_size = num_heads // num_kv_heads, placement.config.selection_block_size
     if sizes is None:
         shape = shape_of(query, key, value, block_size=block_size)
-        sizes = tiles.choose(tiles.BLOCK_KEY_GRADIENTS, shape)
+        sizes = choose_sizes(BLOCK_KEY_GRADIENTS, shape)
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
-    item = sizes.item or tiles.ITEM_QUERIES.get(padded_heads(heads), tiles.ITEM_QUERIES_FROM_4)
+    item = sizes.item or ITEM_QUERIES.get(padded_heads(heads), ITEM_QUERIES_FROM_4)
     items = invert(block_indices, placement, num_keys, item=item)
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     slots = max(items.num_slots, 1)

@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-BATCH, HEADS = 0, 2  # axes of [B, T, N, H] and of all arrays like it
+from nsa_jax.sharding import BATCH, HEADS
 
 
 def partitioned[R](function: Callable[..., R], *, alike: int = 0) -> Callable[..., R]:

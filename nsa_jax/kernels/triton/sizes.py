@@ -1,10 +1,10 @@
 """The sizes of all tiles but those of decode steps, by GPU, dtype, heads and dims.
 
 They change the speed and the order of sums, so results change by rounding only. Each kernel has one table:
-`choose` takes the first row whose `Bounds` hold and whose tiles fit into shared memory. `by` says what chose
-the row: a file of `benchmarks/results`; a section of `docs/kernels.md`; "other dims", the tuning runs in the
-table "Other dims" of `docs/kernel_log.md`; or "compiled": never measured, but it compiles with no more spills
-than the tests allow.
+`choose_sizes` takes the first row whose `Bounds` hold and whose tiles fit into shared memory. `by` says what
+chose the row: a file of `benchmarks/results`; a section of `docs/kernels.md`; "other dims", the tuning runs
+in the table "Other dims" of `docs/kernel_log.md`; or "compiled": never measured, but it compiles with no more
+spills than the tests allow.
 
 Does not import Triton.
 """
@@ -12,7 +12,7 @@ Does not import Triton.
 import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from nsa_jax.kernels.dims import padded_heads
+from nsa_jax.kernels.triton.dims import padded_heads
 
 KIB = 1024
 AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared memory; Hopper and Blackwell
@@ -112,7 +112,7 @@ class Row[S: Sizes]:
     by: str
 
 
-def choose[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
+def choose_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
     """The sizes of the first row that is for this shape and fits; if none fits, of the last one for it."""
     suitable = [row.sizes for row in table if row.bounds.hold(shape)]
     fitting = [sizes for sizes in suitable if sizes.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int, Int32
-from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.layout import Placement
 
 NO_PAIR: tl.constexpr = tl.constexpr(2147483647)  # sorts behind all pairs of a token and a block

@@ -1,12 +1,10 @@
-"""Runs operations where their operands lie: each device computes its own batch rows and heads.
+"""Runs operations on explicit axes: each device computes its own batch rows and heads.
 
-`jax.make_mesh` gives explicit axes: the type of an array says how it is sharded. No row and no KV head needs
-another, so an operation runs under `jax.shard_map` over the explicit axes, and nothing has to move. What
-happens on auto axes is left to each implementation.
+`jax.make_mesh` gives explicit axes: the type of an array says how it is sharded. An operation runs under
+`jax.shard_map` over them. What happens on auto axes is left to each implementation.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,63 +16,52 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.layout import slots
-
-BATCH, TOKENS, HEADS = 0, 1, 2  # of every operand, as far as it has so many axes
-
-
-class PerShard:
-    """An implementation whose operations run on each device's part of operands on explicit axes."""
-
-    def __init__(self, operations: Any):
-        self._operations = operations
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(per_shard, getattr(self._operations, name))
+from nsa_jax.sharding import BATCH, HEADS, TOKENS
+from nsa_jax.sharding.manual import varying_alike
 
 
-def per_shard(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls an operation of `nsa_jax.dispatch.Operations`, on shards if operands have explicit ones.
+class Sharing(NamedTuple):
+    """What an operation declares of its operands and results; all others are split by rows and heads.
 
-    Operands that are sharded less than others are sharded like those first, without communication. The
-    arrays of a `Compression` are replicated.
+    Attributes:
+      shared: operands that all shards hold whole.
+      results: names of the results. One that is the name of an operand, such as a cache, lies as that does
+        and is the same over the axes that it does not lie on.
+    """
+
+    shared: tuple[str, ...] = ()
+    results: tuple[str, ...] = ("out",)
+
+
+BY_TOKENS = Sharing()  # an operation on the tokens of a call
+STEP = Sharing(shared=("compress",), results=("out", "cache"))
+COUNTED_STEP = STEP._replace(results=(*STEP.results, "reads"))
+DENSE_STEP = STEP._replace(shared=())
+
+
+def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) -> Any:
+    """Calls an operation, on shards if operands have explicit axes.
+
+    Operands that are sharded less than others are sharded like those first, without communication.
 
     Raises:
       ValueError: tokens or features are sharded; operands disagree about the axes of rows or heads; or those
         of heads do not divide the KV heads.
     """
-    operands = inspect.signature(operation).bind(*args, **options).arguments
-    axes = Axes.of({name: x for name, x in operands.items() if name != "compress"})
+    axes = Axes.of({name: x for name, x in operands.items() if name not in sharing.shared})
     if axes is None:
-        return operation(**_varying_alike(operands))
-    results: Any = axes.spec(HEADS + 1)
-    if "cache" in operands:
-        counted = (results,) if operation.__name__ == "decode_step" else ()
-        results = (results, axes.specs(operands["cache"]), *counted)
-    compress = operands.get("compress")
-    if compress is not None and type(compress) is not Compression:
+        return operation(**_prepared(operands, sharing))
+    if callable(compress := operands.get("compress")) and not isinstance(compress, Compression):
         operands["compress"] = _formed(axes, compress, operands)
-    return axes.run(operation, operands, results)
+        sharing = sharing._replace(shared=())  # its blocks are those of rows and heads
+    names = {name: axes.specs(operands[name]) for name in sharing.results if name in operands}
+    results = tuple(names.get(name, axes.spec(HEADS + 1)) for name in sharing.results)
+    return axes.run(operation, sharing, operands, results if len(results) > 1 else results[0])
 
 
-def _varying_alike(operands: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Inside `shard_map`, makes floating-point operands vary over every axis over which one of them varies.
-
-    So the gradient of an operand that the devices share, such as the keys of queries that are sharded by
-    their tokens, is the sum of what the devices find: the transpose of the cast is that sum. The operands of
-    a step through a cache are left as they are, because a cache must come out as it went in.
-    """
-    if "cache" in operands:
-        return operands
-    arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
-    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-
-    def vary(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        missing = varying - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, operands) if varying else operands
+def _prepared(operands: Mapping[str, Any], sharing: Sharing) -> Mapping[str, Any]:
+    """The operands of one shard. Those of a step through a cache stay: a cache comes out as it went in."""
+    return varying_alike(operands) if sharing.results == BY_TOKENS.results else operands
 
 
 def alike(**operands: Any) -> tuple[Any, ...]:
@@ -111,7 +98,7 @@ def _formed(axes: "Axes", compress: Compress, operands: Mapping[str, Any]) -> _F
     """Forms the blocks of a step. A function may hold arrays, which `shard_map` takes as operands only."""
     given = {name: operands[name] for name in ("cache", "tokens", "num_tokens", "config")}
     windows = PartitionSpec(axes.batch, None, None, axes.heads)
-    found = axes.run(slots.windows_of_step, given, (windows, windows, axes.spec(HEADS)))
+    found = axes.run(slots.windows_of_step, STEP, given, (windows, windows, axes.spec(HEADS)))
     return _Formed(*compress_blocks(compress, *found))
 
 
@@ -176,19 +163,19 @@ class Axes(NamedTuple):
         """How an operand or a result with `rank` axes is sharded."""
         return PartitionSpec(*(self.batch, self.tokens, self.heads)[:rank])
 
-    def specs(self, operand: Any) -> Any:
-        """How the arrays of an operand are sharded. Those of a compression belong to all rows and heads."""
-        if type(operand) is Compression:
-            return jax.tree.map(lambda _: PartitionSpec(), operand)
-        return jax.tree.map(lambda x: self.spec(jnp.ndim(x)), operand)
+    def specs(self, operand: Any, *, shared: bool = False) -> Any:
+        """How the arrays of an operand are sharded."""
+        return jax.tree.map(lambda x: PartitionSpec() if shared else self.spec(jnp.ndim(x)), operand)
 
-    def run(self, operation: Callable[..., Any], operands: Mapping[str, Any], results: Any) -> Any:
+    def run(
+        self, operation: Callable[..., Any], sharing: Sharing, operands: Mapping[str, Any], results: Any
+    ) -> Any:
         """Calls `operation` on shards; `results` say how its results are sharded."""
         arrays = {name: x for name, x in operands.items() if _has_arrays(x)}
         others = tuple((name, x) for name, x in operands.items() if name not in arrays)
-        specs = {name: self.specs(x) for name, x in arrays.items()}
+        specs = {name: self.specs(x, shared=name in sharing.shared) for name, x in arrays.items()}
         leaves, tree = jax.tree.flatten(results)
-        return _on_shards(self.place(arrays, specs), operation, others, self, tuple(leaves), tree)
+        return _on_shards(self.place(arrays, specs), operation, others, self, sharing, tuple(leaves), tree)
 
     def place(self, operand: Any, specs: Any) -> Any:
         """Shards the arrays of an operand as `specs` say."""
@@ -203,20 +190,22 @@ class Axes(NamedTuple):
         return jax.tree.map(place, operand, specs)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
 def _on_shards(
     arrays: Mapping[str, Any],
     operation: Callable[..., Any],
     others: tuple[tuple[str, Any], ...],
     axes: Axes,
+    sharing: Sharing,
     results: tuple[PartitionSpec, ...],
     tree: Any,
 ) -> Any:
     """Calls an operation on shards. A jit, because JAX compiles an eager `shard_map` anew in each call."""
+    specs = {name: axes.specs(x, shared=name in sharing.shared) for name, x in arrays.items()}
     run = jax.shard_map(
-        lambda shards: operation(**_varying_alike({**shards, **dict(others)})),
+        lambda shards: operation(**_prepared({**shards, **dict(others)}, sharing)),
         mesh=axes.mesh,
-        in_specs=({name: axes.specs(x) for name, x in arrays.items()},),
+        in_specs=(specs,),
         out_specs=jax.tree.unflatten(tree, results),
         axis_names=set(axes.mesh.explicit_axes),
     )

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.dims import split_dim
-from nsa_jax.kernels.launch import launch, like, named
+from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows
 from nsa_jax.kernels.triton.pieces import Dim
 from nsa_jax.kernels.triton.softmax import Sources, row_numbers

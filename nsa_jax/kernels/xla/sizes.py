@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Tiles(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that change only the memory, the speed and the time of compilation.
 
     Attributes:
@@ -33,4 +33,4 @@ class Tiles(NamedTuple):
     partial_floats: int = 2**23
 
 
-DEFAULT = Tiles()
+DEFAULT = Sizes()

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.kernels.dims import split_dim
-from nsa_jax.kernels.launch import launch, named
-from nsa_jax.kernels.lists.unions import last_rows
+from nsa_jax.kernels.triton.dims import split_dim
+from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.pieces import Dim, added, zeros
+from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
 SLOTS_AT_ONCE = 8  # whose loads are in flight together

@@ -1,14 +1,14 @@
 """Selected attention (Eq. 12): merges the blocks that neighbouring queries chose, then loops over them."""
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.dims import tokens_of
-from nsa_jax.kernels.lists.unions import union_lists
-from nsa_jax.kernels.triton import tiles
-from nsa_jax.kernels.triton.blocks import forward
-from nsa_jax.kernels.triton.blocks.backward_key import block_key_gradients
-from nsa_jax.kernels.triton.blocks.backward_query import block_query_gradient
+from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
+from nsa_jax.kernels.triton.selected import forward
+from nsa_jax.kernels.triton.selected.backward_key import block_key_gradients
+from nsa_jax.kernels.triton.selected.backward_query import block_query_gradient
+from nsa_jax.kernels.triton.selected.unions import union_lists
+from nsa_jax.kernels.triton.sizes import BLOCK_FORWARD, BLOCK_QUERY_GRADIENT, choose_sizes
 from nsa_jax.layout import Placement
 
 
@@ -23,7 +23,7 @@ def attend_blocks(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`."""
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
-    sizes = tiles.choose(tiles.BLOCK_FORWARD, shape)
+    sizes = choose_sizes(BLOCK_FORWARD, shape)
     tokens = tokens_of(sizes.rows, shape.heads)
     lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
     visible = visible_in_blocks(block_indices, placement, key.shape[1])
@@ -53,7 +53,7 @@ def block_gradients(
     Arguments as in `attend_blocks` and `ranges.range_gradients`.
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
-    sizes = tiles.choose(tiles.BLOCK_QUERY_GRADIENT, shape)
+    sizes = choose_sizes(BLOCK_QUERY_GRADIENT, shape)
     tokens = tokens_of(sizes.rows, shape.heads)
     lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
     visible = visible_in_blocks(block_indices, placement, key.shape[1])

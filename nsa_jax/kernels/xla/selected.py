@@ -29,7 +29,7 @@ from nsa_jax.kernels.xla.masked import (
     softmax_residuals,
     tile_gradients,
 )
-from nsa_jax.kernels.xla.tiles import Tiles
+from nsa_jax.kernels.xla.sizes import Sizes
 
 NO_BLOCK = jnp.iinfo(jnp.int32).max  # the start of a missing block: it sorts after every block
 
@@ -68,20 +68,20 @@ class ItemSizes(NamedTuple):
     @classmethod
     def choose(
         cls, *, num_rows: int, slots: int, width: int, block_size: int, rows_per_sequence: int,
-        blocks_per_sequence: int, tiles: Tiles,
+        blocks_per_sequence: int, sizes: Sizes,
     ) -> "ItemSizes":  # fmt: skip
         """Chooses sizes for rows of `slots` blocks and `width` floats.
 
         At most `blocks_per_sequence` of the blocks of a sequence are distinct.
         """
-        rows = max(1, min(tiles.selected_chunk, tiles.partial_floats // (slots * width), num_rows))
+        rows = max(1, min(sizes.selected_chunk, sizes.partial_floats // (slots * width), num_rows))
         pairs = rows * slots
         sequences = 1 + -(-(rows - 1) // rows_per_sequence)
         distinct = min(pairs, sequences * blocks_per_sequence)
         # If few rows share a block, wide items would be mostly empty. In a decode step no rows share one.
-        pairs_per_item = min(tiles.pairs_per_item, -(-pairs // distinct))
+        pairs_per_item = min(sizes.pairs_per_item, -(-pairs // distinct))
         num_items = pairs if pairs_per_item == 1 else pairs // pairs_per_item + distinct
-        items_per_step = min(tiles.items_per_step * tiles.pairs_per_item // pairs_per_item, num_items)
+        items_per_step = min(sizes.items_per_step * sizes.pairs_per_item // pairs_per_item, num_items)
         return cls(
             block_size, rows, pairs_per_item, items_per_step, -(-num_items // items_per_step) * items_per_step
         )

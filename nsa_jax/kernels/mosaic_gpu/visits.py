@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Int32
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.lists.unions import UnionLists
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.selected.unions import UnionLists
 
 MEMBER_BITS = 16  # of an entry of a consumer: its members above, the place in the ring below
 
 
-class RingLists(NamedTuple):
+class VisitLists(NamedTuple):
     """What producer and consumers of each tile loop over; entries from a count on are arbitrary.
 
     Attributes:
@@ -38,7 +38,7 @@ class RingLists(NamedTuple):
     counts: Int32[Array, "B K tiles fields"]
 
 
-def ring_lists(lists: UnionLists, *, tokens: int, warpgroups: int, longest_gap: int) -> RingLists:
+def visit_lists(lists: UnionLists, *, tokens: int, warpgroups: int, longest_gap: int) -> VisitLists:
     """Cuts the lists of tiles of `tokens` queries up for warpgroups of `tokens // warpgroups` queries.
 
     Args:
@@ -55,7 +55,7 @@ def ring_lists(lists: UnionLists, *, tokens: int, warpgroups: int, longest_gap: 
             "Use implementation='triton'."
         )
     padded = triton.next_power_of_2(size)
-    return RingLists(*launch(
+    return VisitLists(*launch(
         ring_lists_kernel, lists.starts, lists.members, lists.counts, lists.unmasked,
         out=(like(lists.starts), like(lists.starts, (batch, num_kv_heads, tiles, warpgroups, size)),
              like(lists.starts, (batch, num_kv_heads, tiles, 1 + 2 * warpgroups))),

@@ -3,7 +3,7 @@
 The kernel of the keys' gradients multiplies no masked logits, since each block meets the queries that chose
 it and no others. So it is also the cheapest place to form the queries' gradients: five products a step
 instead of the seven of two kernels. But a query's gradient comes in R parts, one for each block, which are
-stored in 16 bits and added up by a pass over memory (`triton.blocks.query_parts`). Where neighbours choose
+stored in 16 bits and added up by a pass over memory (`triton.selected.query_parts`). Where neighbours choose
 the same blocks, a kernel of the queries masks little, and is faster: `shares_little` tells the cases apart.
 
 All parts take `2 B T R N H` bytes, 17 GB at 64k tokens, 64 heads, H = 128 and R = 16. So the queries are
@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
-from nsa_jax.kernels.lists.items import BlockItems, invert
-from nsa_jax.kernels.lists.unions import last_rows
 from nsa_jax.kernels.mosaic_gpu import sizes
+from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
+from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.mosaic_gpu.unstable import loop_with_references
-from nsa_jax.kernels.triton.blocks.backward_key import join_items
-from nsa_jax.kernels.triton.blocks.deltas import row_deltas
-from nsa_jax.kernels.triton.blocks.query_parts import add_query_parts
+from nsa_jax.kernels.triton.selected.backward_key import join_items
+from nsa_jax.kernels.triton.selected.items import BlockItems, invert
+from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
 PART_BYTES = 2**31  # most bytes of the parts of a chunk
@@ -118,7 +118,7 @@ def gradients_in_parts(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """`(d_query, d_key, d_value, products, delta)` as of the kernels that form each by itself.
 
-    Arguments as in `triton.blocks.block_gradients`; `known` are those that all kernels of `mosaic_gpu` take.
+    Arguments as in `triton.selected.block_gradients`; `known` are those that all kernels here take.
     """
     num_kv_heads, slots = block_indices.shape[2:]
     num_keys, last_keys = key.shape[1], last_rows(placement)

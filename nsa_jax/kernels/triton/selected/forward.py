@@ -25,10 +25,9 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.lists.unions import UnionLists
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     key_tiles,
@@ -39,8 +38,9 @@ from nsa_jax.kernels.triton.loading import (
 )
 from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
+from nsa_jax.kernels.triton.selected.unions import UnionLists
+from nsa_jax.kernels.triton.sizes import BlockForwardSizes
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
-from nsa_jax.kernels.triton.tiles import BlockForwardSizes
 
 
 def attend_blocks(

@@ -1,4 +1,4 @@
-"""Starts Triton kernels on JAX arrays, which no other module does, and makes them work under `vmap`."""
+"""Starts Triton kernels on JAX arrays, which no other module does."""
 
 import warnings
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax_triton
 
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import capability
-from nsa_jax.kernels.dead_launches import follow_jax
+from nsa_jax.kernels.triton.dead_launches import follow_jax
+from nsa_jax.sharding.manual import vary, varying_axes
 
 follow_jax()
 
@@ -92,16 +92,7 @@ def launch(
         results = updated, out
     # Under shard_map, results vary over each mesh axis that an operand varies over. The call does not say so.
     axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
-    return jax.tree.map(lambda x: _vary(x, axes - varying_axes(x)), results)
-
-
-def varying_axes(array: Array) -> frozenset[str]:
-    """The mesh axes over which an array differs, under `shard_map`."""
-    return getattr(getattr(jax.typeof(array), "manual_axis_type", None), "varying", frozenset())
-
-
-def _vary(array: Array, axes: frozenset[str]) -> Array:
-    return jax.lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
+    return jax.tree.map(lambda x: vary(x, axes), results)
 
 
 def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -109,33 +100,3 @@ def like(array: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
     return jax.ShapeDtypeStruct(
         array.shape if shape is None else shape, array.dtype if dtype is None else dtype
     )
-
-
-def folds_vmap[R](function: Callable[..., R], *, alike: int = 0) -> Callable[..., R]:
-    """Lets `jax.vmap` map a function that launches kernels: the mapped axis becomes part of the batch axis.
-
-    The first axis of each array that it takes and returns is the batch. The first `alike` arguments have no
-    batch axis: all rows share them. If one of those is mapped, the function runs once per mapped element.
-    """
-    mapped = jax.custom_batching.custom_vmap(function)
-
-    @mapped.def_vmap
-    def rule(axis_size, is_mapped, *args):
-        def spread(x, x_is_mapped):
-            return x if x_is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        if any(jax.tree.leaves(is_mapped[:alike])):
-            args = jax.tree.map(spread, args, tuple(is_mapped))
-            results = jax.lax.map(lambda one: mapped(*one), args)
-            return results, jax.tree.map(lambda _: True, results)
-
-        def fold(x, x_is_mapped):
-            x = spread(x, x_is_mapped)
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
-
-        folded = jax.tree.map(fold, args[alike:], tuple(is_mapped[alike:]))
-        results = mapped(*args[:alike], *folded)
-        results = jax.tree.map(lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return mapped

@@ -23,8 +23,8 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Int, Int32
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.lists.unions import last_rows
+from nsa_jax.kernels.triton.launch import launch, like, named
+from nsa_jax.kernels.triton.selected.unions import last_rows
 
 ITEM_FIELDS = 7
 COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds

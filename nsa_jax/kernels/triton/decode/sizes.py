@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-from nsa_jax.kernels.triton.tiles import KIB, SHARED_BYTES
+from nsa_jax.kernels.triton.sizes import KIB, SHARED_BYTES
 
 
 class StepShape(NamedTuple):

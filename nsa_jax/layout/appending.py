@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.compression import Compress, compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.layout import NSACache, TokenKeysValues, slots
+from nsa_jax.layout import slots
+from nsa_jax.layout.cache import DenseCache, NSACache, TokenKeysValues
 
 
 class Ring(NamedTuple):
@@ -96,3 +97,13 @@ def window_tokens(
         return recent["key_win_ring"], recent["value_win_ring"]
     first, length = new.start - history, history + num_new
     return slots.read_ring(cache.key_slc, first, length), slots.read_ring(cache.value_slc, first, length)
+
+
+def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitted) -> DenseCache:
+    """Appends the admitted tokens to the cache. A ring keeps only the last of them if they do not all fit."""
+    return DenseCache(
+        key=slots.write_ring(cache.key, key, new),
+        value=slots.write_ring(cache.value, value, new),
+        lengths=new.start + new.num_tokens,
+        overflowed=cache.overflowed | ~new.fits,
+    )

@@ -17,11 +17,9 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.launch import launch, like, named
-from nsa_jax.kernels.lists.unions import UnionLists
-from nsa_jax.kernels.triton.blocks.forward import Entries, load_step, steps_of
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
+from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import (
     Keys,
     key_tiles,
@@ -42,8 +40,10 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
+from nsa_jax.kernels.triton.selected.forward import Entries, load_step, steps_of
+from nsa_jax.kernels.triton.selected.unions import UnionLists
+from nsa_jax.kernels.triton.sizes import BlockGradientSizes
 from nsa_jax.kernels.triton.softmax import Sources, load_lse, row_numbers
-from nsa_jax.kernels.triton.tiles import BlockGradientSizes
 
 
 def block_query_gradient(

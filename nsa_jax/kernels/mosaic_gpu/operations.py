@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float, Int, Int32
-from nsa_jax.kernels.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
-from nsa_jax.kernels.lists.items import invert
-from nsa_jax.kernels.lists.ring import RingLists, ring_lists
-from nsa_jax.kernels.lists.unions import last_rows, union_lists
 from nsa_jax.kernels.mosaic_gpu import sizes
+from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
 from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
-from nsa_jax.kernels.triton import blocks, operations
-from nsa_jax.kernels.triton.blocks.backward_key import join_items
+from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
+from nsa_jax.kernels.triton import operations
+from nsa_jax.kernels.triton import selected as by_triton
 from nsa_jax.kernels.triton.nonfinite import (
     recompute_forward,
     recompute_key_gradients,
@@ -32,7 +30,7 @@ from nsa_jax.kernels.triton.nonfinite import (
     visible_in_blocks,
 )
 from nsa_jax.kernels.triton.operations import (
-    BlockKernels,
+    SelectedKernels,
     compressed_attention,
     decode_step,
     dense_decode_step,
@@ -40,6 +38,9 @@ from nsa_jax.kernels.triton.operations import (
     select_blocks,
     window_attention,
 )
+from nsa_jax.kernels.triton.selected.backward_key import join_items
+from nsa_jax.kernels.triton.selected.items import invert
+from nsa_jax.kernels.triton.selected.unions import last_rows, union_lists
 from nsa_jax.layout import Placement
 
 ITEM_QUERIES = 2048  # most queries of an item
@@ -66,7 +67,7 @@ def attend_blocks(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """As `triton.blocks.attend_blocks`."""
+    """As `triton.selected.attend_blocks`."""
     known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     lists = _ring_lists(block_indices, placement, key.shape[1], tokens, tile)
@@ -94,7 +95,7 @@ def block_gradients(
     previous: Float[Array, "B T N H"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """As `triton.blocks.block_gradients`."""
+    """As `triton.selected.block_gradients`."""
     arrays = query, key, value, block_indices, placement, out, lse, d_out, d_lse
     more = dict(weight=weight, previous=previous, scale=scale, **_known(placement))
 
@@ -163,7 +164,7 @@ def _ring_lists(
     num_keys: int,
     tokens: int,
     tile: sizes.RingSizes,
-) -> RingLists:
+) -> VisitLists:
     """The lists of tiles of `tokens` queries, in steps of `tile.keys` keys."""
     steps = placement.config.selection_block_size // tile.keys
     if steps > 1:  # a block is several steps: as if the query had chosen smaller blocks
@@ -171,10 +172,10 @@ def _ring_lists(
         parts = jnp.where(block_indices[..., None] >= 0, parts, -1)
         block_indices = parts.reshape(*block_indices.shape[:3], -1)
     unions = union_lists(block_indices, placement, num_keys, tokens=tokens, block_size=tile.keys)
-    return ring_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
+    return visit_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-_KERNELS = BlockKernels(blocks.attend_blocks, block_gradients)
-FORWARD_TOO = BlockKernels(attend_blocks, block_gradients)  # both directions from Mosaic
+_KERNELS = SelectedKernels(by_triton.attend_blocks, block_gradients)
+FORWARD_TOO = SelectedKernels(attend_blocks, block_gradients)  # both directions from Mosaic
 selected_attention = partial(operations.selected_attention, kernels=_KERNELS)
 native_sparse_attention = partial(operations.native_sparse_attention, kernels=_KERNELS)
