@@ -26,6 +26,7 @@ from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import Form
+from nsa_jax.kernels.triton.backward import Backward
 
 
 class Case(NamedTuple):
@@ -155,10 +156,10 @@ def main(case: Case) -> dict[str, float]:
         jax.block_until_ready(out)
         wrong["races of the forward"] = float(gpu_callbacks.get_races().races_found)
         tile = sizes.gradient_sizes(key_dim, value_dim, case.block, aligned=aligned)
+        given = Backward(out, lse, d_out, d_lse, weight, previous)
         d_query, products, delta = selected_query_gradient(
-            query, key, value, ring(tile), jnp.asarray(last), out, lse, d_out, d_lse,
-            weight=weight, previous=previous, **known, **tiled,
-        )  # fmt: skip
+            query, key, value, ring(tile), jnp.asarray(last), given, **known, **tiled
+        )
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)
         items, partials = items_by_loops(
@@ -166,7 +167,7 @@ def main(case: Case) -> dict[str, float]:
             range_queries=case.range,
         )  # fmt: skip
         items = items._replace(tokens=jnp.asarray(items.tokens), items=jnp.asarray(items.items))
-        arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=aligned)
+        arrays = KeyArrays.of(query, key, value, given, delta, aligned=aligned)
         if case.range is None:
             sums = selected_key_gradients(arrays, items, jnp.asarray(last), **known)
         else:

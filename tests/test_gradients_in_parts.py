@@ -23,6 +23,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu import gradients_in_parts
 from nsa_jax.kernels.mosaic_gpu import operations as by_mosaic
 from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import Chunks, can_form_parts, shares_little
+from nsa_jax.kernels.triton.backward import Backward
 
 LENGTH = 65536
 
@@ -182,10 +183,8 @@ def test_memory_at_64k_tokens_is_bounded_and_little_spills(capfd, monkeypatch):
 
     def gradients(query, key, value, blocks, out, lse, d_out, d_lse, weight, previous):
         placed = layout.place(NSAConfig(), batch=1, num_queries=LENGTH, num_keys=LENGTH)
-        return by_mosaic.block_gradients(
-            query, key, value, blocks, placed, out, lse, d_out, d_lse, weight=weight, previous=previous,
-            scale=0.1,
-        )  # fmt: skip
+        given = Backward(out, lse, d_out, d_lse, weight, previous)
+        return by_mosaic.selected_gradients(query, key, value, blocks, placed, given, scale=0.1)
 
     operands = query, value, value, blocks, query, number, query, number, number, query
     compiled = triton_compile.compile_for_h100(gradients, *operands)
@@ -212,7 +211,7 @@ def test_kernels_that_move_memory_load_whole_vectors():
     def both(d_query, parts, first, blocks, previous, number):
         placed = layout.place(NSAConfig(), batch=1, num_queries=512, num_keys=512)
         total = gradients_in_parts.add_query_parts(d_query, parts, first, blocks, placed, previous)
-        return total, gradients_in_parts.row_deltas(d_query, previous, number, weight=number)
+        return total, gradients_in_parts.row_deltas(Backward(d_query, number, previous, number, number))
 
     first = jax.ShapeDtypeStruct((2,), jnp.int32)
     found = triton_kernels.compiled(both, query, parts, first, blocks, query, number, capability=90)

@@ -20,14 +20,15 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
 from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
 from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
-from nsa_jax.kernels.triton.selected.backward_key import block_key_gradients
-from nsa_jax.kernels.triton.selected.backward_query import block_query_gradient
-from nsa_jax.kernels.triton.selected.forward import attend_blocks
+from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
+from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
+from nsa_jax.kernels.triton.selected.forward import attend_selected
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.unions import union_lists
-from nsa_jax.kernels.triton.sizes import BlockForwardSizes, BlockGradientSizes, BlockKeySizes
+from nsa_jax.kernels.triton.sizes import SelectedForwardSizes, SelectedGradientSizes, SelectedKeySizes
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
 
 EPS = float(np.finfo(np.float32).eps)
@@ -143,9 +144,9 @@ def check_case(case: Case) -> dict[str, float]:
         d_query, d_key, d_value = pull((d_out, jnp.where(lse > -jnp.inf, d_lse, 0)))
         return out, lse, d_query if previous is None else d_query + previous, d_key, d_value
 
-    forward = BlockForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
-    backward = BlockGradientSizes(case.rows, case.keys, 4, 1, peel=case.peel)
-    keys = BlockKeySizes(case.rows, case.keys, 4, case.num_stages, case.item)
+    forward = SelectedForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
+    backward = SelectedGradientSizes(case.rows, case.keys, 4, 1, peel=case.peel)
+    keys = SelectedKeySizes(case.rows, case.keys, 4, case.num_stages, case.item)
     tokens = tokens_of(case.rows, case.heads)
     one_block = placed.tile_in_one_block(tokens)
 
@@ -153,18 +154,18 @@ def check_case(case: Case) -> dict[str, float]:
     def kernels(query, key, value):
         lists = union_lists(indices, placed, case.num_keys, tokens=tokens)
         visible = visible_in_blocks(indices, placed, case.num_keys)
-        out, lse = attend_blocks(
+        out, lse = attend_selected(
             query, key, value, lists, visible, placed.config, case.scale, one_block=one_block, sizes=forward
         )
         d_lse_of_all = jnp.where(lse > -jnp.inf, d_lse, jnp.nan)
-        d_query, _, delta = block_query_gradient(
-            query, key, value, lists, visible, placed.config, out, lse, d_out, d_lse_of_all, weight=weight,
-            previous=previous, scale=case.scale, one_block=one_block, sizes=backward,
+        given = Backward(out, lse, d_out, d_lse_of_all, weight, previous)
+        d_query, _, delta = selected_query_gradient(
+            query, key, value, lists, visible, placed.config, given, scale=case.scale, one_block=one_block,
+            sizes=backward,
         )  # fmt: skip
-        d_key, d_value = block_key_gradients(
-            query, key, value, indices, placed, visible, lse, delta, d_out, weight=weight, scale=case.scale,
-            sizes=keys,
-        )  # fmt: skip
+        d_key, d_value = selected_key_gradients(
+            query, key, value, indices, placed, visible, given, delta, scale=case.scale, sizes=keys
+        )
         return out, lse, d_query, d_key, d_value
 
     with interpreted():
@@ -312,7 +313,7 @@ def check_parts(case: Case) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * case.slots * EPS * 4)
     out = jnp.asarray(random.standard_normal(d_out.shape), jnp.float32)
     with interpreted():
-        products, delta = row_deltas(out, d_out, d_lse, weight=weight)
+        products, delta = row_deltas(Backward(out, d_lse, d_out, d_lse, weight))
     exact = (np.asarray(out, np.float64) * np.asarray(d_out)).sum(-1)
     np.testing.assert_allclose(products, exact, rtol=0, atol=out.shape[-1] * EPS * 8)
     exact = exact * (1 if weight is None else np.asarray(weight)) - np.asarray(d_lse)

@@ -15,6 +15,7 @@ import numpy as np
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.ranges.backward_key import query_bounds, range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
 from nsa_jax.kernels.triton.ranges.edges import Edges, KeyRanges, compression_ranges, window_ranges
@@ -284,12 +285,12 @@ def check_case(name: str) -> dict[str, float]:
             *operands, scale,
             sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
         )  # fmt: skip
+        given = Backward(found["out"], found["lse"], d_out, d_lse, weight, previous)
         found["d_query"], found["products"], delta = range_query_gradient(
-            *operands, found["out"], found["lse"], d_out, d_lse, weight=weight, previous=previous,
-            scale=scale, sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel),
+            *operands, given, scale=scale, sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel),
         )  # fmt: skip
         found["d_key"], found["d_value"] = range_key_gradients(
-            *operands, found["lse"], delta, d_out, weight=weight, scale=scale,
+            *operands, given, delta, scale=scale,
             sizes=RangeKeySizes(16, 16, 4, 2, case.segments, case.keys_first),
         )  # fmt: skip
         return found

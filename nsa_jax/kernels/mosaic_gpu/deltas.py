@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows
@@ -18,25 +19,13 @@ from nsa_jax.kernels.triton.softmax import Sources, row_numbers
 ROWS = 32
 
 
-def row_deltas(
-    out: Float[Array, "B T N V"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
-    *,
-    weight: Float[Array, "B T N"] | None,
-) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """`(products, delta)`: `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32.
-
-    Args:
-      out: output of the forward.
-      d_out: cotangent of the weighted output.
-      d_lse: cotangent of the log-sum-exps; None for 0.
-      weight: weight of each row in that output; None for 1.
-    """
+def row_deltas(given: Backward) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """`(products, delta)`: `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32."""
+    out = given.out
     rows, (v0, v1) = out.size // out.shape[-1], split_dim(out.shape[-1])
     numbers = like(out, out.shape[:-1], "float32")
     return launch(
-        row_deltas_kernel, out, d_out, d_lse, weight, out=(numbers, numbers),
+        row_deltas_kernel, out, given.d_out, given.d_lse, given.weight, out=(numbers, numbers),
         grid=(triton.cdiv(rows, ROWS),), rows=rows, ROWS=ROWS, V0=v0, V1=v1,
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.mosaic_gpu.unstable import loop_with_references
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
@@ -106,27 +107,22 @@ def gradients_in_parts(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
     **known: Any,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """`(d_query, d_key, d_value, products, delta)` as of the kernels that form each by itself.
 
-    Arguments as in `triton.selected.block_gradients`; `known` are those that all kernels here take.
+    Arguments as in `triton.selected.selected_gradients`; `known` are those that all kernels here take.
     """
     num_kv_heads, slots = block_indices.shape[2:]
     num_keys, last_keys = key.shape[1], last_rows(placement)
     chunks = Chunks.of(query, num_kv_heads, slots)
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES, range_queries=chunks.queries)
     most = chunks.most_items(items, slots)
-    products, delta = row_deltas(out, d_out, d_lse, weight=weight)
-    arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=known["aligned"])
+    products, delta = row_deltas(given)
+    arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])
     shapes = arrays.sums(items, block_size=known["block_size"], aligned=known["aligned"])
 
     def chunk(number, d_query, *sums):
@@ -136,7 +132,7 @@ def gradients_in_parts(
             arrays, _items_of(items, lane, chunks.heads, most), last_keys, scale=scale,
             parts=QueryParts(slots, chunks.heads, chunks.queries, first, sums), **known,
         )  # fmt: skip
-        return add_query_parts(d_query, parts, first, block_indices, placement, previous)
+        return add_query_parts(d_query, parts, first, block_indices, placement, given.previous)
 
     d_query, part_key, part_value, d_key, d_value = loop_with_references(
         chunks.number, chunk, lax.empty(query.shape, query.dtype), shapes

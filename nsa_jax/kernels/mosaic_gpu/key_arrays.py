@@ -10,6 +10,7 @@ from nsa_jax.kernels.mosaic_gpu.rows import pad_heads
 from nsa_jax.kernels.mosaic_gpu.sizes import ROWS, gathered_rows, row_numbers
 from nsa_jax.kernels.mosaic_gpu.tiles import LOG2_E, f32, whole_tiles
 from nsa_jax.kernels.mosaic_gpu.unstable import Ref
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.items import BlockItems
 
 
@@ -40,11 +41,9 @@ class KeyArrays(NamedTuple):
         query: Float[Array, "B T N H"],
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K V"],
-        lse: Float[Array, "B T N"],
+        given: Backward,
         delta: Float[Array, "B T N"],
-        d_out: Float[Array, "B T N V"],
         *,
-        weight: Float[Array, "B T N"] | None,
         aligned: bool,
     ) -> "KeyArrays":
         """From the arguments of `triton.selected.backward_key`.
@@ -58,7 +57,8 @@ class KeyArrays(NamedTuple):
             key, value = whole_tiles(key), whole_tiles(value)
         else:  # then loads are not clipped at the end of the row
             key, value = (jnp.pad(x, ((0, 0), (0, ROWS), (0, 0), (0, 0))) for x in (key, value))
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(f32) * LOG2_E)
+        lse = jnp.where(given.lse == -jnp.inf, jnp.inf, given.lse.astype(f32) * LOG2_E)
+        weight = given.weight
         fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
 
         def arrange(array, beyond):
@@ -70,7 +70,7 @@ class KeyArrays(NamedTuple):
         numbers = jnp.concatenate([arrange(*field) for field in fields], axis=-1)
         more = row_numbers(rows, weight is not None) - numbers.shape[-1]
         numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 0), (0, more)))
-        query, d_out = (pad_heads(x, num_kv_heads, rows) for x in (query, d_out))
+        query, d_out = (pad_heads(x, num_kv_heads, rows) for x in (query, given.d_out))
         return cls(query, key, value, d_out, numbers, heads, num_keys, weight is not None)
 
     def sums(self, items: BlockItems, *, block_size: int, aligned: bool) -> "KeySums":

@@ -23,6 +23,7 @@ from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton import selected as by_triton
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.nonfinite import (
     recompute_forward,
     recompute_key_gradients,
@@ -58,7 +59,7 @@ __all__ = (
 
 
 @drops_varying_axes
-def attend_blocks(
+def attend_selected(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
@@ -67,10 +68,10 @@ def attend_blocks(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """As `triton.selected.attend_blocks`."""
+    """As `triton.selected.attend_selected`."""
     known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
-    lists = _ring_lists(block_indices, placement, key.shape[1], tokens, tile)
+    lists = _visit_lists(block_indices, placement, key.shape[1], tokens, tile)
     out, lse = selected_forward(
         query, key, value, lists, last_rows(placement), scale=scale,
         one_block=placement.tile_in_one_block(tokens), **known,
@@ -80,24 +81,19 @@ def attend_blocks(
 
 
 @drops_varying_axes
-def block_gradients(
+def selected_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """As `triton.selected.block_gradients`."""
-    arrays = query, key, value, block_indices, placement, out, lse, d_out, d_lse
-    more = dict(weight=weight, previous=previous, scale=scale, **_known(placement))
+    """As `triton.selected.selected_gradients`."""
+    arrays = query, key, value, block_indices, placement, given
+    more = dict(scale=scale, **_known(placement))
 
     def by_kernels():
         return _gradients_by_kernels(*arrays, **more)
@@ -110,13 +106,8 @@ def block_gradients(
         found = by_kernels()
     d_query, d_key, d_value, products, delta = found
     visible = visible_in_blocks(block_indices, placement, key.shape[1])
-    d_query = recompute_query_gradient(
-        d_query, query, key, value, visible, lse, delta, d_out,
-        weight=weight, previous=previous, scale=scale,
-    )  # fmt: skip
-    d_keys = recompute_key_gradients(
-        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
-    )
+    d_query = recompute_query_gradient(d_query, query, key, value, visible, given, delta, scale=scale)
+    d_keys = recompute_key_gradients(d_key, d_value, query, key, value, visible, given, delta, scale=scale)
     return d_query, *d_keys, products
 
 
@@ -126,13 +117,8 @@ def _gradients_by_kernels(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
     **known: Any,
 ) -> tuple[Array, Array, Array, Array, Array]:
@@ -140,14 +126,13 @@ def _gradients_by_kernels(
     tokens = sizes.tile_tokens(query.shape[2] // key.shape[2])
     tile = sizes.gradient_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
     num_keys, last_keys = key.shape[1], last_rows(placement)
-    lists = _ring_lists(block_indices, placement, num_keys, tokens, tile)
+    lists = _visit_lists(block_indices, placement, num_keys, tokens, tile)
     d_query, products, delta = selected_query_gradient(
-        query, key, value, lists, last_keys, out, lse, d_out, d_lse,
-        weight=weight, previous=previous, scale=scale,
+        query, key, value, lists, last_keys, given, scale=scale,
         one_block=placement.tile_in_one_block(tokens), **known,
     )  # fmt: skip
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES)
-    arrays = KeyArrays.of(query, key, value, lse, delta, d_out, weight=weight, aligned=known["aligned"])
+    arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])
     sums = selected_key_gradients(arrays, items, last_keys, scale=scale, **known)
     return d_query, *join_items(items, *sums), products, delta
 
@@ -158,7 +143,7 @@ def _known(placement: Placement) -> dict[str, Any]:
     return dict(block_size=size, form=best_form(), aligned=not placement.packed)
 
 
-def _ring_lists(
+def _visit_lists(
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
     num_keys: int,
@@ -175,7 +160,7 @@ def _ring_lists(
     return visit_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-_KERNELS = SelectedKernels(by_triton.attend_blocks, block_gradients)
-FORWARD_TOO = SelectedKernels(attend_blocks, block_gradients)  # both directions from Mosaic
+_KERNELS = SelectedKernels(by_triton.attend_selected, selected_gradients)
+FORWARD_TOO = SelectedKernels(attend_selected, selected_gradients)  # both directions from Mosaic
 selected_attention = partial(operations.selected_attention, kernels=_KERNELS)
 native_sparse_attention = partial(operations.native_sparse_attention, kernels=_KERNELS)

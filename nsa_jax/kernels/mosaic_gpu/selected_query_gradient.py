@@ -46,6 +46,7 @@ from nsa_jax.kernels.mosaic_gpu.tiles import (
 )
 from nsa_jax.kernels.mosaic_gpu.unstable import BY_ROW, WGMMA, Form, kernel
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists
+from nsa_jax.kernels.triton.backward import Backward
 
 
 class RowNumbers(NamedTuple):
@@ -62,13 +63,8 @@ def selected_query_gradient(
     value: Float[Array, "B S K V"],
     lists: VisitLists,
     last_keys: Int32[Array, "B T"],
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
     block_size: int,
     form: Form,
@@ -84,16 +80,13 @@ def selected_query_gradient(
         `selected_forward`.
       lists: as there, in steps of the keys of `sizes.gradient_sizes`; the longest gap is less than twice its
         stages.
-      out, lse: what the forward returned.
-      d_out: cotangent of the weighted output, in the queries' dtype.
-      d_lse: cotangent of `lse`; None for 0.
-      weight: weight of each row in that output, 1 when None.
-      previous: a gradient to add, in the queries' dtype.
+      given: what the forward returned, and the cotangents, all of them in the queries' dtype.
 
     Returns:
       `(d_query, products, delta)`: the gradient in the queries' dtype, where a query sees nothing `previous`;
       then `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32.
     """
+    out, lse, d_out, d_lse, weight, previous = given
     num_kv_heads, value_dim = value.shape[2:]
     key_dim = query.shape[3]
     sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)

@@ -20,6 +20,7 @@ from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gated_sum as gating
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
@@ -29,7 +30,7 @@ from nsa_jax.kernels.triton.ranges import (
     range_gradients,
     window_ranges,
 )
-from nsa_jax.kernels.triton.selected import attend_blocks, block_gradients
+from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_blocks
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
 from nsa_jax.remat import SAVED_NAMES
@@ -43,15 +44,15 @@ class SelectedKernels(NamedTuple):
     """The kernels of the selected branch: those of this package, or others with the same signatures.
 
     Attributes:
-      attend: as `blocks.attend_blocks`.
-      gradients: as `blocks.block_gradients`.
+      attend: as `blocks.attend_selected`.
+      gradients: as `blocks.selected_gradients`.
     """
 
     attend: Callable
     gradients: Callable
 
 
-_OWN = SelectedKernels(attend_blocks, block_gradients)
+_OWN = SelectedKernels(attend_selected, selected_gradients)
 
 
 class BranchKeysValues(NamedTuple):
@@ -124,7 +125,7 @@ def selected_attention(
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     _counts_nothing(count_reads)
-    return Attended(*_block_attention(query, key_slc, value_slc, block_indices, placement, scale, kernels))
+    return Attended(*_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, kernels))
 
 
 @jax.jit
@@ -221,13 +222,13 @@ def dense_decode_step(
 
 @functools.cache
 def _dense_decode_step(window_size: int | None, scale: float):
-    step = partial(dense_steps.dense_decode_step, window_size=window_size, scale=scale)
-    return jax.jit(_divisible(step))
+    return jax.jit(_divisible(dense_steps.dense_decode_step, window_size=window_size, scale=scale))
 
 
-def _divisible(function, *, alike=0):
+@functools.cache
+def _divisible(function, *, alike=0, **static):
     """Lets `vmap` and a mesh divide a function that launches kernels, by batch rows and KV heads."""
-    return folds_vmap(partitioned(function, alike=alike), alike=alike)
+    return folds_vmap(partitioned(partial(function, **static), alike=alike), alike=alike)
 
 
 def _counts_nothing(count_reads: bool) -> None:
@@ -239,20 +240,19 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def _attend_ranges(query, key, value, ranges, scale, others=None):
-    return _divisible(partial(attend_ranges, scale=scale))(query, key, value, ranges, others)
+    return _divisible(attend_ranges, scale=scale)(query, key, value, ranges, others)
 
 
-def _attend_blocks(query, key, value, block_indices, placement, scale, kernels):
-    return _divisible(partial(kernels.attend, scale=scale))(query, key, value, block_indices, placement)
+def _range_gradients(operands, given, scale):
+    return _divisible(range_gradients, scale=scale)(*operands, given)
 
 
-def _gradients(gradients, operands, saved, cotangents, scale, *, weight=None, previous=None):
-    """Runs `range_gradients`, or the gradients of the selected branch, so that `vmap` can map it."""
+def _attend_selected(query, key, value, block_indices, placement, scale, kernels):
+    return _divisible(kernels.attend, scale=scale)(query, key, value, block_indices, placement)
 
-    def of_arrays(operands, saved, cotangents, weight, previous):
-        return gradients(*operands, *saved, *cotangents, weight=weight, previous=previous, scale=scale)
 
-    return _divisible(of_arrays)(operands, saved, cotangents, weight, previous)
+def _selected_gradients(operands, given, scale, kernels):
+    return _divisible(kernels.gradients, scale=scale)(*operands, given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -267,7 +267,7 @@ def _range_forward(query, key, value, ranges, scale):
 
 def _range_backward(scale, residuals, cotangents):
     operands, saved = residuals
-    *gradients, _ = _gradients(range_gradients, operands, saved, cotangents, scale)
+    *gradients, _ = _range_gradients(operands, Backward(*saved, *cotangents), scale)
     return *gradients, None
 
 
@@ -280,27 +280,28 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _block_attention(query, key, value, block_indices, placement, scale, kernels):
-    return _attend_blocks(query, key, value, block_indices, placement, scale, kernels)
+def _selected_attention(query, key, value, block_indices, placement, scale, kernels):
+    return _attend_selected(query, key, value, block_indices, placement, scale, kernels)
 
 
-def _block_forward(query, key, value, block_indices, placement, scale, kernels):
-    saved = _saved(*_block_attention(query, key, value, block_indices, placement, scale, kernels))
+def _selected_forward(query, key, value, block_indices, placement, scale, kernels):
+    saved = _saved(*_selected_attention(query, key, value, block_indices, placement, scale, kernels))
     return saved, ((query, key, value, block_indices, placement), saved)
 
 
-def _block_backward(scale, kernels, residuals, cotangents):
+def _selected_backward(scale, kernels, residuals, cotangents):
     operands, saved = residuals
-    *gradients, _ = _gradients(kernels.gradients, operands, saved, cotangents, scale)
+    given = Backward(*saved, *cotangents)
+    *gradients, _ = _selected_gradients(operands, given, scale, kernels)
     return *gradients, None, None
 
 
-_block_attention.defvjp(_block_forward, _block_backward)
+_selected_attention.defvjp(_selected_forward, _selected_backward)
 
 
 def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
-    blocks = _divisible(partial(choose_blocks, scale=scale))(*fixed, placement)
+    blocks = _divisible(choose_blocks, scale=scale)(*fixed, placement)
     return checkpoint_name(blocks, _BLOCK_INDICES)
 
 
@@ -347,7 +348,7 @@ def _first_two_branches(query, keys_values, block_indices, placement, scale, ker
     cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    slc = _saved(*_attend_blocks(query, key_slc, value_slc, block_indices, placement, scale, kernels))
+    slc = _saved(*_attend_selected(query, key_slc, value_slc, block_indices, placement, scale, kernels))
     return cmp, slc, block_indices
 
 
@@ -363,18 +364,15 @@ def _native_backward(scale, kernels, residuals, d_out):
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
+    given = Backward(cmp[0], cmp[1], d_out, weight=gate_cmp)
     compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
-    d_query, *d_cmp, d_gate_cmp = _gradients(
-        range_gradients, compressed, cmp, (d_out, None), scale, weight=gate_cmp
-    )
+    d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
     selected = (query, key_slc, value_slc, block_indices, placement)
-    d_query, *d_slc, d_gate_slc = _gradients(
-        kernels.gradients, selected, slc, (d_out, None), scale, weight=gate_slc, previous=d_query
-    )
+    given = Backward(slc[0], slc[1], d_out, weight=gate_slc, previous=d_query)
+    d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, kernels)
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
-    d_query, *d_win, d_gate_win = _gradients(
-        range_gradients, window, win, (d_out, None), scale, weight=gate_win, previous=d_query
-    )
+    given = Backward(win[0], win[1], d_out, weight=gate_win, previous=d_query)
+    d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
 

@@ -246,7 +246,7 @@ SEGMENT_BYTES = 300_000_000
 # --- Blocks: the selected branch ----------------------------------------------------------------------------
 
 
-class BlockQuerySizes(NamedTuple):
+class SelectedQuerySizes(NamedTuple):
     """Sizes of the forward and of the gradient of the queries.
 
     Attributes:
@@ -267,7 +267,7 @@ class BlockQuerySizes(NamedTuple):
     peel: bool = True
 
 
-class BlockForwardSizes(BlockQuerySizes):
+class SelectedForwardSizes(SelectedQuerySizes):
     """Sizes of the forward."""
 
     __slots__ = ()
@@ -278,7 +278,7 @@ class BlockForwardSizes(BlockQuerySizes):
         return (shape.rows(self.rows) * shape.key_dim + keys * shape.dims) * shape.operand_bytes()
 
 
-class BlockGradientSizes(BlockQuerySizes):
+class SelectedGradientSizes(SelectedQuerySizes):
     """Sizes of the gradient of the queries."""
 
     __slots__ = ()
@@ -290,8 +290,8 @@ class BlockGradientSizes(BlockQuerySizes):
         return (rows + self.num_stages * keys) * shape.dims * shape.operand_bytes() + d_logits
 
 
-_F = BlockForwardSizes
-BLOCK_FORWARD = (
+_F = SelectedForwardSizes
+SELECTED_FORWARD = (
     Row(Bounds(heads=1, largest_dim=128), _F(32, 64, 1, 1), "h100_1_head_per_kv_head"),
     Row(Bounds(heads=1), _F(32, 64, 2, 1), "other dims"),
     Row(Bounds(heads=64, value_dim=128), _F(64, 64, 4, 1, 128), "h100_long, h100_192_128"),
@@ -311,8 +311,8 @@ BLOCK_FORWARD = (
     Row(Bounds(ALL, 4), _F(16, 16, 8, 1, peel=False), "compiled"),
 )  # fmt: skip
 
-_G = BlockGradientSizes
-BLOCK_QUERY_GRADIENT = (
+_G = SelectedGradientSizes
+SELECTED_QUERY_GRADIENT = (
     Row(Bounds(heads=1), _G(32, 32, 2, 2), "h100_1_head_per_kv_head"),
     Row(Bounds(heads=64, largest_dim=128), _G(64, 64, 4, 2), "h100_long"),
     Row(Bounds(heads=64, dims=320), _G(64, 32, 4, 3), "h100_192_128"),
@@ -337,7 +337,7 @@ BLOCK_QUERY_GRADIENT = (
 )  # fmt: skip
 
 
-class BlockKeySizes(NamedTuple):
+class SelectedKeySizes(NamedTuple):
     """Sizes of the gradients of keys and values.
 
     Attributes:
@@ -364,8 +364,8 @@ class BlockKeySizes(NamedTuple):
         return (self.num_stages * rows * shape.dims + held + 2 * rows * keys) * shape.float_bytes
 
 
-_B = BlockKeySizes
-BLOCK_KEY_GRADIENTS = (
+_B = SelectedKeySizes
+SELECTED_KEY_GRADIENTS = (
     # 128 rows spill a little but are still faster: 6.5 ms instead of 7.5.
     Row(Bounds(dims=128), _B(128, 64, 4, 2), "h100_4_heads_per_kv_head, other dims"),
     Row(Bounds(dims=128), _B(128, 64, 4, 1), "compiled"),

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRanges, keys_in_slot
@@ -38,11 +39,9 @@ def recompute_key_gradients(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     visible: VisibleKeys,
-    lse: Float[Array, "B T N"],
+    given: Backward,
     delta: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
     *,
-    weight: Float[Array, "B T N"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Recomputes in place what is not finite in `(d_key, d_value)`, and returns both.
@@ -52,7 +51,7 @@ def recompute_key_gradients(
     batch, num_keys, num_kv_heads, _ = key.shape
     (d_key, d_value), () = launch(
         recompute_key_gradients_kernel, d_key, d_value, query, key, value, visible.start, visible.end,
-        visible.blocks, lse, delta, d_out, weight, out=(), in_place=2,
+        visible.blocks, given.lse, delta, given.d_out, given.weight, out=(), in_place=2,
         grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
         **visible.constants(query, value, scale),

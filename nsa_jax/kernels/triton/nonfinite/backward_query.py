@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
@@ -44,12 +45,9 @@ def recompute_query_gradient(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     visible: VisibleKeys,
-    lse: Float[Array, "B T N"],
+    given: Backward,
     delta: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
 ) -> Float[Array, "B T N H"]:
     """Recomputes in place what is not finite in `d_query`, and returns it.
@@ -60,7 +58,7 @@ def recompute_query_gradient(
     num_kv_heads = key.shape[2]
     (d_query,), () = launch(
         recompute_query_gradient_kernel, d_query, query, key, value, visible.start, visible.end,
-        visible.blocks, lse, delta, d_out, weight, previous, out=(), in_place=1,
+        visible.blocks, given.lse, delta, given.d_out, given.weight, given.previous, out=(), in_place=1,
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.ranges import forward
 from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
@@ -37,31 +38,20 @@ def range_gradients(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     ranges: KeyRanges,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
     """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
 
     Args:
       query, key, value, ranges, scale: see `attend_ranges`.
-      out, lse: what it returned.
-      d_out: cotangent of the output, before the weight.
-      d_lse: cotangent of `lse`, None for 0.
-      weight: one factor for each row; None for 1.
-      previous: gradient of the query from other branches, which is added; None for none.
+      given: what it returned, and the cotangents.
     """
     if key.shape[1] == 0:
-        d_query = jnp.zeros_like(query) if previous is None else previous
-        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(lse)
+        d_query = jnp.zeros_like(query) if given.previous is None else given.previous
+        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(given.lse)
     operands = (query, key, value, ranges)
-    d_query, products, delta = range_query_gradient(
-        *operands, out, lse, d_out, d_lse, weight=weight, previous=previous, scale=scale
-    )
-    d_keys = range_key_gradients(*operands, lse, delta, d_out, weight=weight, scale=scale)
+    d_query, products, delta = range_query_gradient(*operands, given, scale=scale)
+    d_keys = range_key_gradients(*operands, given, delta, scale=scale)
     return d_query, *d_keys, products

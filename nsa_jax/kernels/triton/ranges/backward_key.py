@@ -25,6 +25,7 @@ import triton.language as tl
 from jax_triton import TensorDescriptor
 
 from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -157,11 +158,9 @@ def range_key_gradients(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     ranges: KeyRanges,
-    lse: Float[Array, "B T N"],
+    given: Backward,
     delta: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
     *,
-    weight: Float[Array, "B T N"] | None,
     scale: float,
     sizes: RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
@@ -178,7 +177,7 @@ def range_key_gradients(
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
     )
-    scalars = scalars_of_rows(lse, delta, weight, heads, tokens)
+    scalars = scalars_of_rows(given.lse, delta, given.weight, heads, tokens)
     edges, (*_, runs) = ranges.kernel_operands(tokens)
     bounds = rows = None
     if not edges.known:
@@ -193,7 +192,7 @@ def range_key_gradients(
         scalars = TensorDescriptor.from_array(scalars, (1, 1, 1, block))
     d_key, d_value = launch(
         range_key_gradients_kernel, *query_tiles(query, num_kv_heads, tokens, tma),
-        *query_tiles(d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
+        *query_tiles(given.d_out, num_kv_heads, tokens, tma), *key_tiles(key, sizes.keys, tma),
         *key_tiles(value, sizes.keys, tma), rows, scalars, bounds, runs,
         out=out, grid=(segments * triton.cdiv(num_keys, sizes.keys), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages,
@@ -201,12 +200,12 @@ def range_key_gradients(
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys,
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
-        WEIGHTED=weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        WEIGHTED=given.weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     if segments > 1:
         d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
     return recompute_key_gradients(
-        d_key, d_value, query, key, value, ranges.visible, lse, delta, d_out, weight=weight, scale=scale
+        d_key, d_value, query, key, value, ranges.visible, given, delta, scale=scale
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -49,13 +50,8 @@ def range_query_gradient(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     ranges: KeyRanges,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
     sizes: RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
@@ -63,11 +59,7 @@ def range_query_gradient(
 
     Args:
       query, key, value, ranges, scale: as given to `attend_ranges`.
-      out, lse: what it returned.
-      d_out: gradient of the gated sum, or of `out` where `weight` is None.
-      d_lse: gradient of `lse`; None for 0.
-      weight: gate of this branch.
-      previous: gradient of the query from other branches.
+      given: what it returned, and the cotangents.
       sizes: used instead of those that `choose_sizes` would take.
 
     Returns:
@@ -90,8 +82,8 @@ def range_query_gradient(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
-        *loaded, out, lse, d_out, d_lse, weight, previous,
-        out=(like(query), like(lse), like(lse)),
+        *loaded, *given,
+        out=(like(query), like(given.lse), like(given.lse)),
         grid=(triton.cdiv(num_queries, tokens), batch * num_kv_heads),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, KV_HEADS=num_kv_heads, G=heads,
@@ -99,10 +91,7 @@ def range_query_gradient(
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = recompute_query_gradient(
-        d_query, query, key, value, ranges.visible, lse, delta, d_out,
-        weight=weight, previous=previous, scale=scale,
-    )  # fmt: skip
+    d_query = recompute_query_gradient(d_query, query, key, value, ranges.visible, given, delta, scale=scale)
     return d_query, products, delta
 
 

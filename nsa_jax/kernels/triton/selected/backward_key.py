@@ -28,6 +28,7 @@ import triton.language as tl
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -48,34 +49,32 @@ from nsa_jax.kernels.triton.pieces import (
 from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes import (
-    BLOCK_KEY_GRADIENTS,
     ITEM_QUERIES,
     ITEM_QUERIES_FROM_4,
-    BlockKeySizes,
+    SELECTED_KEY_GRADIENTS,
+    SelectedKeySizes,
     choose_sizes,
 )
 from nsa_jax.kernels.triton.softmax import load_lse
 
 
-def block_key_gradients(
+def selected_key_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     block_indices: Int[Array, "B T K R"],
     placement: layout.Placement,
     visible: VisibleKeys,
-    lse: Float[Array, "B T N"],
+    given: Backward,
     delta: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
     *,
-    weight: Float[Array, "B T N"] | None,
     scale: float,
-    sizes: BlockKeySizes | None = None,
+    sizes: SelectedKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of the keys and values.
 
     Args:
-      query, key, value, lse, delta, d_out, weight, scale: see `block_query_gradient`.
+      query, key, value, given, delta, scale: see `selected_query_gradient`.
       block_indices: sequence-local blocks of each query, each at most once; -1 in unused slots.
       placement: where each query stands; plain rows are faster than packed ones.
       visible: the same blocks in the form that `nonfinite` takes.
@@ -86,7 +85,7 @@ def block_key_gradients(
     heads, block_size = num_heads // num_kv_heads, placement.config.selection_block_size
     if sizes is None:
         shape = shape_of(query, key, value, block_size=block_size)
-        sizes = choose_sizes(BLOCK_KEY_GRADIENTS, shape)
+        sizes = choose_sizes(SELECTED_KEY_GRADIENTS, shape)
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
     item = sizes.item or ITEM_QUERIES.get(padded_heads(heads), ITEM_QUERIES_FROM_4)
@@ -96,7 +95,8 @@ def block_key_gradients(
     dims = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
     part_key, part_value, d_key, d_value = launch(
         selected_key_gradients_kernel,
-        query, key, value, items.tokens, items.items, last_rows(placement), lse, delta, d_out, weight,
+        query, key, value, items.tokens, items.items, last_rows(placement), given.lse, delta,
+        given.d_out, given.weight,
         out=(like(query, (slots, block_size, key_dim), "float32"),
              like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // keys), num_warps=sizes.num_warps,
@@ -106,9 +106,7 @@ def block_key_gradients(
         WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
     )  # fmt: skip
     d_key, d_value = join_items(items, part_key, part_value, d_key, d_value)
-    return recompute_key_gradients(
-        d_key, d_value, query, key, value, visible, lse, delta, d_out, weight=weight, scale=scale
-    )
+    return recompute_key_gradients(d_key, d_value, query, key, value, visible, given, delta, scale=scale)
 
 
 def join_items(

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
@@ -42,39 +43,30 @@ from nsa_jax.kernels.triton.pieces import (
 )
 from nsa_jax.kernels.triton.selected.forward import Entries, load_step, steps_of
 from nsa_jax.kernels.triton.selected.unions import UnionLists
-from nsa_jax.kernels.triton.sizes import BlockGradientSizes
+from nsa_jax.kernels.triton.sizes import SelectedGradientSizes
 from nsa_jax.kernels.triton.softmax import Sources, load_lse, row_numbers
 
 
-def block_query_gradient(
+def selected_query_gradient(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     lists: UnionLists,
     visible: VisibleKeys,
     config: NSAConfig,
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
-    d_out: Float[Array, "B T N V"],
-    d_lse: Float[Array, "B T N"] | None,
+    given: Backward,
     *,
-    weight: Float[Array, "B T N"] | None,
-    previous: Float[Array, "B T N H"] | None,
     scale: float,
     one_block: bool = False,
-    sizes: BlockGradientSizes,
+    sizes: SelectedGradientSizes,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
     Args:
-      query, key, value, config, scale, one_block: see `attend_blocks`.
+      query, key, value, config, scale, one_block: see `attend_selected`.
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
       visible: the blocks of each query.
-      out, lse: what the forward returned.
-      d_out: cotangent of the weighted output.
-      d_lse: cotangent of `lse`; None for 0.
-      weight: weight of each row in that output, 1 when None.
-      previous: a gradient to add, in any float dtype.
+      given: what the forward returned, and the cotangents.
       sizes: tile sizes.
 
     Returns:
@@ -92,17 +84,14 @@ def block_query_gradient(
     d_query, products, delta = launch(
         selected_query_gradient_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
-        out, lse, d_out, d_lse, weight, previous, out=(like(query), like(lse), like(lse)),
+        *given, out=(like(query), like(given.lse), like(given.lse)),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = recompute_query_gradient(
-        d_query, query, key, value, visible, lse, delta, d_out,
-        weight=weight, previous=previous, scale=scale,
-    )  # fmt: skip
+    d_query = recompute_query_gradient(d_query, query, key, value, visible, given, delta, scale=scale)
     return d_query, products, delta
 
 

@@ -39,11 +39,11 @@ from nsa_jax.kernels.triton.loading import (
 from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.selected.unions import UnionLists
-from nsa_jax.kernels.triton.sizes import BlockForwardSizes
+from nsa_jax.kernels.triton.sizes import SelectedForwardSizes
 from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
 
 
-def attend_blocks(
+def attend_selected(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
@@ -53,7 +53,7 @@ def attend_blocks(
     scale: float,
     *,
     one_block: bool = False,
-    sizes: BlockForwardSizes,
+    sizes: SelectedForwardSizes,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of each query over its blocks.
 
