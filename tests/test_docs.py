@@ -17,6 +17,8 @@ from benchmarks.tables import one_run
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+DECODE_STEPS = "| rows | what | batch |"
 DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Documents that are read in the repository, where the site does not check them.
@@ -86,11 +88,34 @@ def test_figures_are_as_new_as_their_rows(figure):
     assert plot.fingerprint(rows) == fingerprint, f"run python -m benchmarks.plot {source}"
 
 
+def steps_of_rows(file: str, length: int) -> list[str]:
+    """The cells of a decode step: batch, length; in a loop times, ratio, share of a copy; by the host."""
+    rows = [row for row in one_run(records.read(RESULTS / f"{file}.jsonl")) if row.length == length]
+    pairs = {row.mode: (row, dense) for row, dense in records.beside_dense(rows)}
+    (row, dense), by_host = pairs["decode_loop"], pairs["decode"]
+    ratio, _ = records.ratio(row, dense)
+    times = [f"{1e3 * step.median_ms:.1f}" for step in (row, dense)]
+    started = ", ".join(f"{1e3 * step.median_ms:.0f}" for step in by_host)
+    share = f"{100 * row.copy_share:.0f}"
+    return [f"{row.batch}", f"{length}", *times, f"**{ratio:.2f}**", share, started]
+
+
+def test_decode_steps_are_those_of_the_rows():
+    table = (DOCS / "decode.md").read_text(encoding="utf-8").partition(DECODE_STEPS)[2].split("\n\n")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+    shown = {(file.strip("`"), int(cells[1])): cells for file, _, *cells in lines}
+
+    assert shown == {(file, length): steps_of_rows(file, length) for file, length in shown}
+    assert {file for file, _ in shown} == {path.stem for path in RESULTS.glob("h200_decode_*.jsonl")}
+
+
 def test_all_figures_are_shown():
     documents = [ROOT / "README.md", *DOCS.rglob("*.md")]
     text = "".join(document.read_text(encoding="utf-8") for document in documents)
+    pictures = [path for folder in ("images", "drawings") for path in DOCS.rglob(f"{folder}/*")]
 
-    assert [path.name for path in DOCS.rglob("images/*") if f"images/{path.name}" not in text] == []
+    assert [path.name for path in pictures if f"{path.parent.name}/{path.name}" not in text] == []
 
 
 def test_reference_has_every_public_name():

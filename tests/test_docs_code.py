@@ -35,7 +35,7 @@ NEEDS = {
     "docs/guide/saving.md": {"optax": "train", "orbax.checkpoint": "train"},
     "docs/guide/pytorch.md": {"torch": "torch"},
 }
-ON_SEVERAL_DEVICES = ["docs/guide/profiling.md", "docs/parallel.md"]
+ON_SEVERAL_DEVICES = ["docs/parallel.md"]
 OURS = ("parity", "benchmarks", "examples", "nsa_jax", "nsa_torch_ref")
 INLINE = re.compile(r"`((?:python -m |tox -e |pip install )[^`]+)`")
 PLACEHOLDER = re.compile(r"\[[^\]]*\]|\b[A-Z]+(\.jsonl)?\b|\.\.\.|\*")  # `[--markdown]`, FILE, WIDTH, ...

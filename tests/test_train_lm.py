@@ -192,6 +192,23 @@ def test_pictures_can_be_drawn_of_several_layers(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_line_of_the_blocks_is_in_the_legend(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(sampling, "write_picture", lambda path, figure: figures.append(figure))
+    layer = Selection(np.zeros((1, 40, 1, 6), np.int32), np.full((1, 40, 2, 3), 0.5))
+
+    sampling.draw_selections(tmp_path / "blocks.png", [layer], NSA, prompt_length=20)
+
+    drawn, explained = (
+        {(line.get_color(), line.get_linestyle()) for line in lines}
+        for lines in (
+            [line for axes in figures[0].axes for line in axes.lines],
+            figures[0].legends[0].get_lines(),
+        )
+    )
+    assert drawn == explained == {("black", ":")}
+
+
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     run_folder.write_rows(path, [{"a": 1}])

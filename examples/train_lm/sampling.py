@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from benchmarks.command_line import InputError
@@ -129,7 +130,10 @@ def draw_selections(
     names = ("not read", "forced (initial, local)", "chosen by score")
     patches = [Patch(color=c, label=n) for c, n in zip(BLOCK_COLOURS, names, strict=False)]
     patches += [Patch(color=c, label=f"gate: {n}") for c, n in zip(BRANCH_COLOURS, BRANCHES, strict=True)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    end = Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="end of the prompt")
+    figure.legend(
+        handles=[*patches, end], loc="outside lower center", ncols=4, fontsize="small", frameon=False
+    )
     write_picture(path, figure)
 
 
