@@ -165,7 +165,7 @@ def unsupported_reason(
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
-      implementation: "xla", "triton" or "mosaic_gpu".
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`.
       *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
         they are known.
       config: block structure, if it is known.
@@ -246,10 +246,8 @@ def choose(
 
     1. the implementation that the caller asks for by name;
     2. the implementation that `use_implementation` forces;
-    3. the first of `nsa_jax.dispatch.PREFERENCE` (`"mosaic_gpu"`, `"triton"`, `"xla"`) for which
-       `unsupported_reason` finds no reason. `"mosaic_gpu"` is left out where it would be slower: it has
-       kernels for the gradients of the selected branch, so only for operations with that branch, and for
-       more than 8 query heads of a KV head.
+    3. the first of `nsa_jax.dispatch.PREFERENCE` for which `unsupported_reason` and `slower_reason` find no
+       reason.
 
     The operations and their arrays:
 
@@ -319,7 +317,7 @@ def use_implementation(implementation: Implementation | None) -> contextlib.Abst
     It also reaches functions that `jax.jit` has already traced: they are traced again inside the context.
 
     Args:
-      implementation: "xla", "triton" or "mosaic_gpu"; None lifts the rule of an outer context.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`; None lifts the rule of an outer context.
 
     Returns:
       A context manager.

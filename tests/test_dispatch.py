@@ -1,6 +1,12 @@
 """Which implementation is chosen and why, and that the chosen one runs."""
 
 import functools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -214,3 +220,28 @@ def test_name_given_in_the_call_beats_the_forced_one(constant):
     with nsa_jax.use_implementation(constant):
         assert (attention.gated_sum(*operands, implementation="xla") == 3).all()
     assert (attention.gated_sum(*operands, implementation=constant) == 42).all()
+
+
+def test_an_implementation_is_a_folder_and_a_row(tmp_path):
+    """Without its folder and its lines in `dispatch`, everything else imports, and a call runs."""
+    house = pathlib.Path(nsa_jax.__file__).parent
+    copy = shutil.copytree(house, tmp_path / "nsa_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copy / "kernels" / "mosaic_gpu")
+    table = (copy / "dispatch.py").read_text().replace(', "mosaic_gpu"]', "]")
+    lines = [line for line in table.splitlines() if not re.search(r'"mosaic_gpu"|mosaic_gpu import', line)]
+    (copy / "dispatch.py").write_text("\n".join(lines))
+    program = (
+        "import importlib, pkgutil, jax.numpy as jnp, nsa_jax\n"
+        "for module in pkgutil.walk_packages(nsa_jax.__path__, 'nsa_jax.'):\n"
+        "    try: module.name.endswith('__main__') or importlib.import_module(module.name)\n"
+        "    except ImportError as error: assert error.name.partition('.')[0] in ('triton', 'jax_triton')\n"
+        "assert nsa_jax.dispatch.IMPLEMENTATIONS == ('xla', 'triton'), nsa_jax.dispatch.IMPLEMENTATIONS\n"
+        "o = jnp.ones((1, 4, 2, 8)); print(nsa_jax.gated_sum(o, o, o, jnp.ones((1, 4, 2, 3))).sum())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 3 * 64

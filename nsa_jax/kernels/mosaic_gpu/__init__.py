@@ -1,4 +1,6 @@
-"""Kernels in Pallas for Hopper GPUs (Mosaic GPU): warpgroups of a program with roles of their own.
+"""The `mosaic_gpu` implementation: the selected branch in Pallas for Hopper GPUs, all else Triton's.
 
-They take lists of blocks from `nsa_jax.kernels.lists`.
+Warpgroups of a program have roles of their own. `support` says what it can run and imports no Pallas;
+`operations` are the operations. All that is Pallas is here; take away the folder and its lines in
+`nsa_jax.dispatch`, and the rest runs on.
 """
