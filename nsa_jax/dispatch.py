@@ -285,6 +285,7 @@ def choose(
         settings: dict[str, Any] = dict(config=config, platform=platform, return_reads=return_reads)
         return unsupported_reason(operation, name, *arrays, **settings)
 
+    check_implementation(implementation)
     named = implementation if implementation is not None else _forced.value
     if named is not None:
         if reason := reason_against(named):
