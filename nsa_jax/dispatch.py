@@ -6,7 +6,6 @@ to another.
 """
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
@@ -23,7 +22,7 @@ from nsa_jax.kernels.triton import support as triton
 from nsa_jax.kernels.xla import support as xla
 from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
 from nsa_jax.option_checks import check_choice, check_flag
-from nsa_jax.sharding.explicit import BY_TOKENS, COUNTED_STEP, DENSE_STEP, per_shard
+from nsa_jax.sharding.explicit import BY_TOKENS, COUNTED_STEP, DENSE_STEP, Sharing, per_shard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
@@ -58,18 +57,6 @@ _IMPLEMENTED: dict[str, _Implemented] = {
 }
 PREFERENCE = tuple(_IMPLEMENTED)
 EVERYWHERE = cast(Implementation, PREFERENCE[-1])  # plain JAX
-# The operations, and what each declares of its operands where several devices share them.
-_SHARING = {
-    "compressed_attention": BY_TOKENS,
-    "select_blocks": BY_TOKENS,
-    "selected_attention": BY_TOKENS,
-    "window_attention": BY_TOKENS,
-    "gated_sum": BY_TOKENS,
-    "native_sparse_attention": BY_TOKENS,
-    "decode_step": COUNTED_STEP,
-    "dense_decode_step": DENSE_STEP,
-}
-OPERATIONS = tuple(_SHARING)
 PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")  # as JAX calls them; "gpu" means "cuda" here
 _forced = jax.make_user_context(default_value=None)
 
@@ -133,6 +120,24 @@ class Operations(Protocol):
     ) -> tuple[Array, DenseCache]:  # fmt: skip
         """A decode step of a dense or window layer: `nsa_jax.cache.dense_decode_step`."""
         ...
+
+
+class _Operation(NamedTuple):
+    sharing: Sharing  # what it declares of its operands where several devices share them
+    of: Callable[[Operations], Callable[..., Any]]  # where an implementation has it
+
+
+_OPERATIONS = {
+    "compressed_attention": _Operation(BY_TOKENS, lambda offered: offered.compressed_attention),
+    "select_blocks": _Operation(BY_TOKENS, lambda offered: offered.select_blocks),
+    "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
+    "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
+    "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
+    "native_sparse_attention": _Operation(BY_TOKENS, lambda offered: offered.native_sparse_attention),
+    "decode_step": _Operation(COUNTED_STEP, lambda offered: offered.decode_step),
+    "dense_decode_step": _Operation(DENSE_STEP, lambda offered: offered.dense_decode_step),
+}
+OPERATIONS = tuple(_OPERATIONS)
 
 
 class Choice(NamedTuple):
@@ -360,13 +365,13 @@ def run(
     if implementation is None and _forced.value is None and not return_reads and _falls_back(chosen, None):
         warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-        return per_shard(_function(chosen, operation), _SHARING[operation], **operands)
+        sharing, of = _OPERATIONS[operation]
+        return per_shard(of(_offered(chosen)), sharing, **operands)
 
 
-@functools.cache
-def _function(implementation: str, operation: str) -> Callable[..., Any]:
-    """An operation of an implementation. Modules that import Triton are imported only when they run."""
-    return getattr(importlib.import_module(_IMPLEMENTED[implementation].operations), operation)
+def _offered(implementation: str) -> Operations:
+    """The operations of an implementation. Modules that import Triton are imported only when they run."""
+    return cast(Operations, importlib.import_module(_IMPLEMENTED[implementation].operations))
 
 
 def default_platform() -> str:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def test_operations_are_those_of_every_module():
     for name in OF_ATTENTION:
         assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
     for name in dispatch.OPERATIONS:
-        assert callable(dispatch._function("xla", name))
+        assert callable(dispatch._OPERATIONS[name].of(dispatch._offered("xla")))
     assert dispatch.IMPLEMENTATIONS == ("xla", "triton", "mosaic_gpu")
     assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
 
@@ -171,11 +172,10 @@ def constant(monkeypatch):
     def gated_sum(out_cmp, out_slc, out_win, gates):
         return jnp.full_like(out_cmp, 42)
 
-    found, reason = dispatch._function, dispatch.unsupported_reason
+    found, reason = dispatch._offered, dispatch.unsupported_reason
+    of_42 = types.SimpleNamespace(gated_sum=gated_sum)
     monkeypatch.setattr(dispatch, "PREFERENCE", ("xla", "triton"))
-    monkeypatch.setattr(
-        dispatch, "_function", lambda name, *of: gated_sum if name == "triton" else found(name, *of)
-    )
+    monkeypatch.setattr(dispatch, "_offered", lambda name: of_42 if name == "triton" else found(name))
     monkeypatch.setattr(
         dispatch,
         "unsupported_reason",
