@@ -272,7 +272,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=records.MEASURED,
         default=["xla"],
-        help="all but xla need a GPU; one_token and mosaic_forward are for comparison; default: xla",
+        help="all but xla need a GPU; one_token is for comparison; default: xla",
     )
     add_dtype(parser, "float32", "of all inputs")
     add_sizes(

@@ -25,7 +25,7 @@ MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
 # Modules of this package with a selected attention to compare ours with: the implementation of ours whose
 # limits are theirs, and the modes that they have.
-COMPARED = {"one_token": ("triton", ("fwd",)), "mosaic_forward": ("mosaic_gpu", ("fwd", "bwd", "fwd_bwd"))}
+COMPARED = {"one_token": ("triton", ("fwd",))}
 MEASURED = ("xla", "triton", "mosaic_gpu", *COMPARED)  # implementations of ours
 IMPLEMENTATIONS = (*MEASURED, "cudnn", "jax_nn")
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -1,9 +1,8 @@
 """The operations with the gradients of the selected branch from `kernels.mosaic_gpu`, all else Triton's.
 
 This is what `implementation="mosaic_gpu"` means: of each kernel the faster one. The lists of blocks are
-Triton kernels, and so is what computes results again that are not finite. The forward pass of the selected
-branch in Mosaic GPU is a little slower than Triton's (`docs/kernel_log.md`); `FORWARD_TOO`, both directions
-from Mosaic, is for tests and benchmarks.
+Triton kernels, and so is what computes results again that are not finite. A forward pass of the selected
+branch in Pallas was slower than Triton's, see `docs/kernel_log.md`.
 """
 
 from functools import partial
@@ -16,22 +15,18 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, gradients_in_parts, shares_little
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays
-from nsa_jax.kernels.mosaic_gpu.selected_forward import selected_forward
 from nsa_jax.kernels.mosaic_gpu.selected_key_gradients import selected_key_gradients
 from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gradient
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
-from nsa_jax.kernels.triton import selected as by_triton
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.nonfinite import (
-    recompute_forward,
     recompute_key_gradients,
     recompute_query_gradient,
     visible_in_blocks,
 )
 from nsa_jax.kernels.triton.operations import (
-    SelectedKernels,
     compressed_attention,
     decode_step,
     dense_decode_step,
@@ -56,28 +51,6 @@ __all__ = (
     "selected_attention",
     "window_attention",
 )
-
-
-@drops_varying_axes
-def attend_selected(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    block_indices: Int32[Array, "B T K R"],
-    placement: Placement,
-    *,
-    scale: float,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """As `triton.selected.attend_selected`."""
-    known, tokens = _known(placement), sizes.tile_tokens(query.shape[2] // key.shape[2])
-    tile = sizes.forward_sizes(query.shape[3], value.shape[3], known["block_size"], aligned=known["aligned"])
-    lists = _visit_lists(block_indices, placement, key.shape[1], tokens, tile)
-    out, lse = selected_forward(
-        query, key, value, lists, last_rows(placement), scale=scale,
-        one_block=placement.tile_in_one_block(tokens), **known,
-    )  # fmt: skip
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
-    return recompute_forward(out, lse, query, key, value, visible, scale)
 
 
 @drops_varying_axes
@@ -148,7 +121,7 @@ def _visit_lists(
     placement: Placement,
     num_keys: int,
     tokens: int,
-    tile: sizes.RingSizes,
+    tile: sizes.GradientSizes,
 ) -> VisitLists:
     """The lists of tiles of `tokens` queries, in steps of `tile.keys` keys."""
     steps = placement.config.selection_block_size // tile.keys
@@ -160,7 +133,5 @@ def _visit_lists(
     return visit_lists(unions, tokens=tokens, warpgroups=sizes.CONSUMERS, longest_gap=tile.stages)
 
 
-_KERNELS = SelectedKernels(by_triton.attend_selected, selected_gradients)
-FORWARD_TOO = SelectedKernels(attend_selected, selected_gradients)  # both directions from Mosaic
-selected_attention = partial(operations.selected_attention, kernels=_KERNELS)
-native_sparse_attention = partial(operations.native_sparse_attention, kernels=_KERNELS)
+selected_attention = partial(operations.selected_attention, gradients=selected_gradients)
+native_sparse_attention = partial(operations.native_sparse_attention, gradients=selected_gradients)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_jax.array_typing import Array
 from nsa_jax.kernels.chip import num_processors
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
-from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, RingSizes
+from nsa_jax.kernels.mosaic_gpu.sizes import CONSUMERS, REGISTERS, GradientSizes
 from nsa_jax.kernels.mosaic_gpu.tiles import i32, matrices
 from nsa_jax.kernels.mosaic_gpu.unstable import Form, Ref
 from nsa_jax.kernels.mosaic_gpu.visits import MEMBER_BITS, VisitLists
@@ -96,7 +96,7 @@ class Ring:
     warpgroup: Array
     program: Array
     tiles: Tiles
-    sizes: RingSizes
+    sizes: GradientSizes
     form: Form
     lists: VisitLists
     k_s: Ref
@@ -108,7 +108,7 @@ class Ring:
 
     @staticmethod
     def scratch(
-        sizes: RingSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
+        sizes: GradientSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
     ) -> dict[str, Any]:
         """Shared memory and barriers of the ring, by the names of the attributes.
 
@@ -211,15 +211,12 @@ class Ring:
         consume: Callable,
         produce: Callable,
         begin: Callable,
-        drain: Callable = lambda turns: None,
     ) -> None:
         """Runs the roles.
 
         Args:
           consume, produce: what consumers and the producer do for a tile, see `Tiles.run`.
           begin: what consumers do before their first tile.
-          drain: waits for the last phases of other barriers that the producer waits for, by the number of
-            tiles: the interpreter wants every phase observed that completes.
         """
 
         @pl.when(self.warpgroup < CONSUMERS)
@@ -230,12 +227,11 @@ class Ring:
         @pl.when(self.warpgroup == CONSUMERS)
         def _():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            turns, fills = self.tiles.run(self.program, produce, lambda: self.producer_reads(self.program))
+            _, fills = self.tiles.run(self.program, produce, lambda: self.producer_reads(self.program))
             if self.form is Form.INTERPRETED:
 
-                def drain_ring(fill, _):
+                def drain(fill, _):  # the interpreter wants every phase observed that completes
                     plgpu.barrier_wait(self.k_free.at[self.slot(fill)])
                     plgpu.barrier_wait(self.v_free.at[self.slot(fill)])
 
-                lax.fori_loop(jnp.maximum(fills - self.sizes.stages, 0), fills, drain_ring, None)
-                drain(turns)
+                lax.fori_loop(jnp.maximum(fills - self.sizes.stages, 0), fills, drain, None)

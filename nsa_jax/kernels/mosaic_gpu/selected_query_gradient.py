@@ -76,11 +76,17 @@ def selected_query_gradient(
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
     Args:
-      query, key, value, last_keys, scale, block_size, form, aligned, one_block, interpret, processors: see
-        `selected_forward`.
-      lists: as there, in steps of the keys of `sizes.gradient_sizes`; the longest gap is less than twice its
-        stages.
+      query, key, value, scale: see `nsa_jax.selected_attention`; 16-bit numbers.
+      lists: the blocks of each tile of `sizes.tile_tokens(N // K)` tokens, in steps of the keys of
+        `sizes.gradient_sizes`; the longest gap is less than twice its stages.
+      last_keys: row index of the last key that each query sees, -1 where it sees nothing.
       given: what the forward returned, and the cotangents, all of them in the queries' dtype.
+      block_size: tokens of a selection block.
+      form: by which means the kernel waits, see `unstable`.
+      aligned: whether every block begins at a multiple of 8 keys.
+      one_block: whether the queries of every tile are known to lie in one block.
+      interpret: parameters of the interpreter; None on a GPU.
+      processors: programs to start; None for as many as the GPU has multiprocessors.
 
     Returns:
       `(d_query, products, delta)`: the gradient in the queries' dtype, where a query sees nothing `previous`;

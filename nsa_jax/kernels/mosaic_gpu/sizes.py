@@ -9,7 +9,6 @@ MOST_KEYS = 64  # keys of a step
 MOST_HEADS = 16  # query heads of a KV head
 FEWEST_ROWS = 4  # of a query token: then the members of a warpgroup fit into 16 bits
 MOST_STAGES = 8
-_RESERVE = 3 * 1024  # of the forward, for log-sum-exps and barriers; each array is rounded up to 1 KB
 _BARRIERS = 1024  # all that the gradients hold beside what is counted
 FEWEST_GATHERED = 8  # rows of a token that is copied alone: a tile in shared memory is 8 rows high
 _MOST_MATRIX_REGISTERS = 192  # of a thread: with more in matrices, the compiler spills
@@ -17,32 +16,14 @@ DIMS = ((64, 64), (128, 128), (192, 128))  # of keys and values
 REGISTERS = (240, 24)  # a thread of a consumer, and of the producer
 
 
-class ForwardSizes(NamedTuple):
-    """Sizes of the forward.
-
-    Attributes:
-      keys: keys of a step.
-      box: keys that a copy takes for a step. A box begins at a multiple of 8, and a product sums over 32 keys
-        at a time. So a block that begins elsewhere takes a box of 32 keys more.
-      stages: steps whose keys and values fit into the ring.
-      query_buffers: tiles of queries that shared memory holds.
-      own_output: whether outputs leave through a buffer of their own, not through that of the queries.
-    """
-
-    keys: int
-    box: int
-    stages: int
-    query_buffers: int
-    own_output: bool
-
-
 class GradientSizes(NamedTuple):
     """Sizes of the gradient of the queries.
 
     Attributes:
-      keys, stages: as in `ForwardSizes`.
-      box: as there, but 16 keys more where a block begins elsewhere than at a multiple of 8: its products sum
-        over 16 keys at a time.
+      keys: keys of a step.
+      box: keys that a copy takes for a step. A box begins at a multiple of 8, and a product sums over 16 keys
+        at a time. So a block that begins elsewhere takes a box of 16 keys more.
+      stages: steps whose keys and values fit into the ring.
       query_in_registers: whether products read the queries from registers, and not from shared memory.
     """
 
@@ -50,9 +31,6 @@ class GradientSizes(NamedTuple):
     box: int
     stages: int
     query_in_registers: bool
-
-
-type RingSizes = ForwardSizes | GradientSizes  # of the kernels that have a ring of keys
 
 
 def padded_rows(heads_per_kv_head: int) -> int:
@@ -73,17 +51,6 @@ def row_numbers(of_token: int, weighted: bool) -> int:
 def tile_tokens(heads_per_kv_head: int) -> int:
     """Query tokens of a tile, all consumers together."""
     return CONSUMERS * ROWS // padded_rows(heads_per_kv_head)
-
-
-def forward_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> ForwardSizes:
-    """Sizes of the forward; the ring takes what the queries leave of the shared memory."""
-    keys = min(block_size, MOST_KEYS)
-    box = keys if aligned else keys + 32
-    own_output = key_dim != value_dim
-    buffers = 1 if own_output else 2
-    held = CONSUMERS * ROWS * 2 * (buffers * key_dim + own_output * value_dim)
-    stages = (SHARED_BYTES - _RESERVE - held) // (box * 2 * (key_dim + value_dim))
-    return ForwardSizes(keys, box, min(stages, MOST_STAGES), buffers, own_output)
 
 
 def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:

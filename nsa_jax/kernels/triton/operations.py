@@ -1,4 +1,4 @@
-"""The operations of `nsa_jax.attention` and the decode steps as Triton kernels, with gradients.
+"""The operations of `nsa_jax.attention` and the decode steps as Triton gradients, with gradients.
 
 They implement `nsa_jax.dispatch.Operations`: arguments are validated, and the placement says where the
 queries stand. The kernels do not count what they read.
@@ -40,19 +40,7 @@ from nsa_jax.sharding.vmap import folds_vmap
 _OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES
 
 
-class SelectedKernels(NamedTuple):
-    """The kernels of the selected branch: those of this package, or others with the same signatures.
-
-    Attributes:
-      attend: as `blocks.attend_selected`.
-      gradients: as `blocks.selected_gradients`.
-    """
-
-    attend: Callable
-    gradients: Callable
-
-
-_OWN = SelectedKernels(attend_selected, selected_gradients)
+type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
 
 
 class BranchKeysValues(NamedTuple):
@@ -111,7 +99,7 @@ def select_blocks(
     return _select(query, key_cmp, lse_cmp, placement, scale)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "kernels"))
+@partial(jax.jit, static_argnames=("scale", "count_reads", "gradients"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -121,11 +109,13 @@ def selected_attention(
     scale: float,
     *,
     count_reads: bool = False,
-    kernels: SelectedKernels = _OWN,
+    gradients: SelectedGradients = selected_gradients,
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     _counts_nothing(count_reads)
-    return Attended(*_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, kernels))
+    return Attended(
+        *_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, gradients)
+    )
 
 
 @jax.jit
@@ -139,7 +129,7 @@ def gated_sum(
     return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-@partial(jax.jit, static_argnames=("scale", "kernels"))
+@partial(jax.jit, static_argnames=("scale", "gradients"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -153,7 +143,7 @@ def native_sparse_attention(
     placement: Placement,
     scale: float,
     *,
-    kernels: SelectedKernels = _OWN,
+    gradients: SelectedGradients = selected_gradients,
 ) -> Float[Array, "B T N V"]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
@@ -161,7 +151,7 @@ def native_sparse_attention(
     of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    return _native(query, keys_values, gates, block_indices, placement, scale, kernels)
+    return _native(query, keys_values, gates, block_indices, placement, scale, gradients)
 
 
 def decode_step(
@@ -227,7 +217,7 @@ def _dense_decode_step(window_size: int | None, scale: float):
 
 @functools.cache
 def _divisible(function, *, alike=0, **static):
-    """Lets `vmap` and a mesh divide a function that launches kernels, by batch rows and KV heads."""
+    """Lets `vmap` and a mesh divide a function that launches gradients, by batch rows and KV heads."""
     return folds_vmap(partitioned(partial(function, **static), alike=alike), alike=alike)
 
 
@@ -247,12 +237,12 @@ def _range_gradients(operands, given, scale):
     return _divisible(range_gradients, scale=scale)(*operands, given)
 
 
-def _attend_selected(query, key, value, block_indices, placement, scale, kernels):
-    return _divisible(kernels.attend, scale=scale)(query, key, value, block_indices, placement)
+def _attend_selected(query, key, value, block_indices, placement, scale):
+    return _divisible(attend_selected, scale=scale)(query, key, value, block_indices, placement)
 
 
-def _selected_gradients(operands, given, scale, kernels):
-    return _divisible(kernels.gradients, scale=scale)(*operands, given)
+def _selected_gradients(operands, given, scale, gradients):
+    return _divisible(gradients, scale=scale)(*operands, given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -280,20 +270,20 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _selected_attention(query, key, value, block_indices, placement, scale, kernels):
-    return _attend_selected(query, key, value, block_indices, placement, scale, kernels)
+def _selected_attention(query, key, value, block_indices, placement, scale, gradients):
+    return _attend_selected(query, key, value, block_indices, placement, scale)
 
 
-def _selected_forward(query, key, value, block_indices, placement, scale, kernels):
-    saved = _saved(*_selected_attention(query, key, value, block_indices, placement, scale, kernels))
+def _selected_forward(query, key, value, block_indices, placement, scale, gradients):
+    saved = _saved(*_selected_attention(query, key, value, block_indices, placement, scale, gradients))
     return saved, ((query, key, value, block_indices, placement), saved)
 
 
-def _selected_backward(scale, kernels, residuals, cotangents):
+def _selected_backward(scale, gradients, residuals, cotangents):
     operands, saved = residuals
     given = Backward(*saved, *cotangents)
-    *gradients, _ = _selected_gradients(operands, given, scale, kernels)
-    return *gradients, None, None
+    *found, _ = _selected_gradients(operands, given, scale, gradients)
+    return *found, None, None
 
 
 _selected_attention.defvjp(_selected_forward, _selected_backward)
@@ -325,30 +315,28 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _native(query, keys_values, gates, block_indices, placement, scale, kernels):
+def _native(query, keys_values, gates, block_indices, placement, scale, gradients):
     """Without gradients: the window's kernel ends in the gated sum."""
-    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale, kernels)
+    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale)
     others = (cmp[0], slc[0], gates)
     return _window(query, keys_values, placement, scale, others)[0]
 
 
-def _native_forward(query, keys_values, gates, block_indices, placement, scale, kernels):
-    cmp, slc, block_indices = _first_two_branches(
-        query, keys_values, block_indices, placement, scale, kernels
-    )
+def _native_forward(query, keys_values, gates, block_indices, placement, scale, gradients):
+    cmp, slc, block_indices = _first_two_branches(query, keys_values, block_indices, placement, scale)
     win = _saved(*_window(query, keys_values, placement, scale))
     out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return out, (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, keys_values, block_indices, placement, scale, kernels):
+def _first_two_branches(query, keys_values, block_indices, placement, scale):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
     ranges = compression_ranges(placement, key_cmp.shape[1])
     cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
     if block_indices is None:
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    slc = _saved(*_attend_selected(query, key_slc, value_slc, block_indices, placement, scale, kernels))
+    slc = _saved(*_attend_selected(query, key_slc, value_slc, block_indices, placement, scale))
     return cmp, slc, block_indices
 
 
@@ -359,7 +347,7 @@ def _window(query, keys_values, placement, scale, others=None):
     return _attend_ranges(query, key, value, ranges, scale, others)
 
 
-def _native_backward(scale, kernels, residuals, d_out):
+def _native_backward(scale, gradients, residuals, d_out):
     query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
@@ -369,7 +357,7 @@ def _native_backward(scale, kernels, residuals, d_out):
     d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
     selected = (query, key_slc, value_slc, block_indices, placement)
     given = Backward(slc[0], slc[1], d_out, weight=gate_slc, previous=d_query)
-    d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, kernels)
+    d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
     given = Backward(win[0], win[1], d_out, weight=gate_win, previous=d_query)
     d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)
