@@ -17,11 +17,12 @@ from nsa_jax.nn import DenseAttention, NSAAttention
 MIXED = dataclasses.replace(
     MODEL,
     num_layers=4,
+    head_dim=4,  # two pairs; the first turns alike with every rotary base
     attention=["window", "nsa", "window", "dense"],
     window_size=[3, None, None, None],
     rope_base=[50.0, 1e4, 1e4, 1e6],
 )
-SIZES = dict(num_heads=4, in_features=12, num_kv_heads=2, dtype="float32")
+SIZES = dict(num_heads=4, in_features=12, num_kv_heads=2, head_dim=4, dtype="float32")
 LENGTH = 17
 
 

@@ -122,14 +122,14 @@ def language_model() -> None:
     """A model, and the text that it writes."""
     config = TransformerConfig(
         vocab_size=32,
-        num_layers=2,
+        num_layers=1,
         model_dim=64,
         num_heads=4,
         num_kv_heads=2,
         nsa=CONFIG,
-        attention=("window", "nsa"),
-        window_size=[16, None],
-        rope_base=(1e4, 1e6),
+        attention=("nsa",),
+        window_size=[None],
+        rope_base=(1e4,),
     )
     assert_type(config.per_layer, tuple[TransformerConfig, ...])
     model = Transformer(config, rngs=nnx.Rngs(0))
