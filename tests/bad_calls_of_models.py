@@ -54,13 +54,14 @@ MODELS = {
         model.TransformerConfig,
         dict(
             vocab_size=(VOCAB, Whole()),
-            num_layers=(1, Whole()),
+            num_layers=(2, Whole()),  # so that a list of one value is wrong
             model_dim=(D, Whole()),
             num_heads=(N, Whole()),
             num_kv_heads=(K, Whole()),
             head_dim=(H, Whole(optional=True)),
             mlp_dim=(8, Whole(optional=True)),
-            attention=("nsa", Name()),
+            attention=("window", Name()),
+            window_size=(5, Whole(optional=True)),
             nsa=(CONFIG, Of()),
             share_keys_values=(False, Flag()),
             compression=("mlp", Name()),

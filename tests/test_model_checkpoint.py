@@ -31,8 +31,11 @@ def assert_same(model, other):
         np.testing.assert_array_equal(variable.get_value(), other_variable.get_value(), str(path))
 
 
+MIXED = dict(attention=("window", "nsa"), window_size=(3, None), rope_base=(100.0, 1e6))
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, dict(param_dtype="bfloat16"), dict(attention="dense", tie_embeddings=True)]
+    "changes", [{}, dict(param_dtype="bfloat16"), dict(attention="dense", tie_embeddings=True), MIXED]
 )
 def test_a_model_comes_back_bit_for_bit(tmp_path, changes):
     model = make_model(**changes)
@@ -104,8 +107,12 @@ def test_dtype_and_remat_may_differ(tmp_path):
             r"got nsa=NSAConfig\(.*window_size=7.*\) where it has nsa=NSAConfig\(",
         ),
         (dict(param_dtype="bfloat16"), r"got param_dtype='bfloat16' where it has param_dtype='float32'"),
+        (
+            dict(rope_base=(1e4, 1e6)),
+            r"got rope_base=\(10000\.0, 1000000\.0\) where it has rope_base=10000\.0",
+        ),
     ],
-    ids=["width", "kind and depth", "blocks", "parameter dtype"],
+    ids=["width", "kind and depth", "blocks", "parameter dtype", "base of a layer"],
 )
 def test_a_checkpoint_of_another_configuration_is_one_clear_error(tmp_path, changes, message):
     save(tmp_path, make_model())

@@ -220,7 +220,7 @@ def config_file(path):
 def test_a_checkpoint_of_0_1_0_has_the_defaults(tmp_path):
     """It was written before there were options."""
     save(tmp_path, make_model())
-    file, later = config_file(tmp_path), [*PLAIN.keys() - {"rope_base"}, *FUNCTIONS]
+    file, later = config_file(tmp_path), [*PLAIN.keys() - {"rope_base"}, *FUNCTIONS, "window_size"]
     values = json.loads(file.read_text())
     file.write_text(json.dumps({name: value for name, value in values.items() if name not in later}))
 
@@ -266,6 +266,11 @@ UNSAVABLE = {
         lambda: make_model(rope_scaling=LinearScaling(np.float32(2))),
         TypeError,
         "plain numbers and strings, got rope_scaling.factor=np.float32(2.0). Build",
+    ),
+    "number of a layer": (
+        lambda: make_model(rope_base=(np.float32(2), 1e4)),
+        TypeError,
+        "plain numbers and strings, got rope_base=(np.float32(2.0), 10000.0). Build",
     ),
     "rotary of a layer": (
         lambda: with_part("attention", "rotary", turn_first_pair),

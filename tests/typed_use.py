@@ -121,8 +121,17 @@ def layers() -> None:
 def language_model() -> None:
     """A model, and the text that it writes."""
     config = TransformerConfig(
-        vocab_size=32, num_layers=1, model_dim=64, num_heads=4, num_kv_heads=2, nsa=CONFIG
+        vocab_size=32,
+        num_layers=1,
+        model_dim=64,
+        num_heads=4,
+        num_kv_heads=2,
+        nsa=CONFIG,
+        attention=("nsa",),
+        window_size=[None],
+        rope_base=(1e4,),
     )
+    assert_type(config.per_layer, tuple[TransformerConfig, ...])
     model = Transformer(config, rngs=nnx.Rngs(0))
     prompts = jnp.ones((1, 5), jnp.int32)
     assert_type(model(prompts), jax.Array)

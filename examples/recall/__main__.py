@@ -181,8 +181,11 @@ def _settings(options: argparse.Namespace) -> Settings:
         return {name: value for name, value in vars(options).items() if name in names}
 
     task = RecallTask(**chosen(RecallTask))
-    nsa = dataclasses.replace(NSA, **chosen(NSAConfig))
-    model = TransformerConfig(vocab_size=task.vocab_size, nsa=nsa, **chosen(TransformerConfig))
+    blocks = chosen(NSAConfig)
+    nsa = dataclasses.replace(NSA, **blocks)
+    # `window_size` goes into `nsa`, from which the layers of the other arm take it.
+    sizes = {name: value for name, value in chosen(TransformerConfig).items() if name not in blocks}
+    model = TransformerConfig(vocab_size=task.vocab_size, nsa=nsa, **sizes)
     schedule = Schedule(**chosen(Schedule))
     return Settings(
         task=task,

@@ -1,28 +1,35 @@
 """The configuration of a `Transformer`, which its checkpoint stores."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from nsa_jax import arguments
-from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.config import LONGEST, NSAConfig, check_config
 from nsa_jax.nn.checks import check_dropout_rate, head_width
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
-from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_int
+from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_int, check_positive
 
-_ATTENTION, _COMPRESSION = ("nsa", "dense", "window"), ("mlp", "mean")
+type AttentionKind = Literal["nsa", "dense", "window"]
+
+_ATTENTION, _COMPRESSION = get_args(AttentionKind.__value__), ("mlp", "mean")
 _FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "remat")
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary")
+
+# Fields that hold one value for all layers, or a tuple with one for each.
+_PER_LAYER = ("attention", "window_size", "rope_base")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Configuration of a `Transformer`: decides its parameters and what it computes.
 
-    `share_keys_values`, `compression`, `compressor` and `gate` only matter for `attention="nsa"`. A model
+    `attention`, `window_size` and `rope_base` hold for all layers, or are a sequence with one value for each
+    layer. `share_keys_values`, `compression`, `compressor` and `gate` only matter for layers of NSA. A model
     with its own `compressor`, `gate` or `rotary` function cannot be saved, because a checkpoint cannot hold
     functions.
 
@@ -34,7 +41,10 @@ class TransformerConfig:
       num_kv_heads: number of KV heads.
       head_dim: width of queries and keys, `model_dim // num_heads` by default.
       mlp_dim: inner width of SwiGLU, by default 8/3 of `model_dim`, rounded up to a multiple of 8.
-      attention: "nsa", "dense" (full causal attention) or "window" (only the last `nsa.window_size` tokens).
+      attention: "nsa", "dense" (full causal attention) or "window" (only the last `window_size` tokens); or
+        one of them for each layer.
+      window_size: tokens that a query of a "window" layer sees, its own included; or one number for each
+        layer, None for layers of another kind. None stands for `nsa.window_size`.
       nsa: block structure.
       share_keys_values: whether the branches share keys and values, see `nsa_jax.nn.NSAAttention`.
       compression: "mlp" or "mean", see `nsa_jax.nn.Compressor`.
@@ -45,7 +55,7 @@ class TransformerConfig:
       dropout_rate: share of the outputs of each attention layer that training drops, from 0 to below 1. The
         methods `train()` and `eval()` of the model switch it on and off. `prefill` and `decode_step` drop
         nothing.
-      rope_base: base of the rotary embedding.
+      rope_base: base of the rotary embedding, or one for each layer.
       rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` from `nsa_jax.nn`, or None.
       rotary: your own rotary function instead of `rope_base` and `rope_scaling`, see
         `nsa_jax.nn.NSAAttention`.
@@ -56,8 +66,15 @@ class TransformerConfig:
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: a value is out of range or unknown; head counts or widths do not divide; or `rotary` or
-        `compressor` is given together with the options that it replaces.
+      ValueError: a value is out of range or unknown; a sequence does not have one value for each layer, or
+        gives a `window_size` to a layer that is not "window"; head counts or widths do not divide; or
+        `rotary` or `compressor` is given together with the options that it replaces.
+
+    Examples:
+      >>> sizes = dict(vocab_size=256, num_layers=3, model_dim=128, num_heads=4, num_kv_heads=1)
+      >>> config = TransformerConfig(
+      ...     **sizes, attention=("window", "window", "nsa"), window_size=64, rope_base=(1e4, 1e4, 1e6)
+      ... )
     """
 
     vocab_size: int
@@ -67,7 +84,8 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int | None = None
     mlp_dim: int | None = None
-    attention: Literal["nsa", "dense", "window"] = "nsa"
+    attention: AttentionKind | Sequence[AttentionKind] = "nsa"
+    window_size: int | Sequence[int | None] | None = None
     nsa: NSAConfig = NSAConfig()  # noqa: RUF009 (frozen)
     share_keys_values: bool = False
     compression: Literal["mlp", "mean"] = "mlp"
@@ -76,7 +94,7 @@ class TransformerConfig:
     normalize_qk: bool = False
     scale: float | None = None
     dropout_rate: float = 0.0
-    rope_base: float = DEFAULT_BASE
+    rope_base: float | Sequence[float] = DEFAULT_BASE
     rope_scaling: RopeScaling | None = None
     rotary: RotaryFunction | None = None
     tie_embeddings: bool = True
@@ -95,8 +113,7 @@ class TransformerConfig:
         check_dtype(dtype=self.dtype, param_dtype=self.param_dtype)
         arguments.resolve_scale(self.scale, head_dim, self.dtype)
         check_dropout_rate(self.dropout_rate)
-        rotary_function(self.rope_base, self.rope_scaling, self.rotary)
-        check_choice(_ATTENTION, attention=self.attention)
+        self._check_layers()
         check_choice(_COMPRESSION, compression=self.compression)
         check_parts(self.gate, self.compressor, self.compression)
         check_flag(**{name: getattr(self, name) for name in _FLAGS})
@@ -105,3 +122,59 @@ class TransformerConfig:
     def mlp_width(self) -> int:
         """Inner width of SwiGLU: `mlp_dim` or its default."""
         return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def per_layer(self) -> tuple["TransformerConfig", ...]:
+        """The configuration of each layer: this one, with the values of that layer for all layers."""
+        return tuple(
+            dataclasses.replace(
+                self, attention=kind, window_size=window if kind == "window" else None, rope_base=base
+            )
+            for kind, window, base in zip(*map(self._by_layer, _PER_LAYER), strict=True)
+        )
+
+    def _check_layers(self) -> None:
+        """Makes sequences tuples. Raises TypeError or ValueError unless their values suit the layers."""
+        for name in _PER_LAYER:
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+                continue
+            object.__setattr__(self, name, tuple(value))
+            if len(value) != self.num_layers:
+                raise ValueError(
+                    f"{name} must have one value for each layer, got {len(value)} for {self.num_layers} "
+                    "layers. Pass as many values as layers, or a single one for all."
+                )
+        check_choice(_ATTENTION, **self._named("attention"))
+        check_positive(**self._named("rope_base"))
+        for base in self._named("rope_base").values():
+            rotary_function(base, self.rope_scaling, self.rotary)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Raises TypeError or ValueError unless windows are ints, of "window" layers only."""
+        given = {name: size for name, size in self._named("window_size").items() if size is not None}
+        check_int(low=1, high=LONGEST, **given)
+        sizes = tuple(None if size is None else int(size) for size in self._by_layer("window_size"))
+        several = isinstance(self.window_size, tuple)
+        object.__setattr__(self, "window_size", sizes if several else sizes[0])
+        kinds = zip(self._by_layer("attention"), sizes, strict=True)
+        windows = [kind == "window" for kind, size in kinds if size is not None]
+        if windows and not (all(windows) if several else any(windows)):
+            raise ValueError(
+                'window_size must be None except for "window" layers, got '
+                f"{self.window_size} for attention={self.attention!r}. Leave it out, or set nsa.window_size "
+                "for the window branch of NSA."
+            )
+
+    def _by_layer(self, name: str) -> tuple[Any, ...]:
+        """The value of a field for each layer."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * self.num_layers
+
+    def _named(self, name: str) -> dict[str, Any]:
+        """What was given for a field, by the names that errors use."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return {name: value}
+        return {f"{name}[{layer}]": each for layer, each in enumerate(value)}

@@ -48,7 +48,10 @@ class SwiGLU(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream.
+
+    Its `config` is one of `TransformerConfig.per_layer`.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ class DecoderLayer(nnx.Module):
                 **arguments,
             )
         else:
-            window = config.nsa.window_size if config.attention == "window" else None
+            size: Any = config.nsa.window_size if config.window_size is None else config.window_size
+            window = size if config.attention == "window" else None
             self.attention = DenseAttention(heads, width, window_size=window, **arguments)
         self.mlp_norm = norm(config, rngs)
         self.mlp = SwiGLU(config, sharding=sharding, rngs=rngs)

@@ -77,7 +77,8 @@ def _check_config(config: Any) -> None:
     odd = [
         f"{name}={value!r}"
         for name, value in values.items()
-        if not isinstance(value, int | float | str | NSAConfig | None)
+        for each in (value if isinstance(value, tuple) else (value,))
+        if not isinstance(each, int | float | str | NSAConfig | None)
     ]
     if odd:
         raise TypeError(

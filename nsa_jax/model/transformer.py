@@ -1,4 +1,4 @@
-"""A small decoder-only language model with NSA, dense attention or a window, as one field chooses."""
+"""A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
 from typing import Any, Literal, overload
 
@@ -25,18 +25,18 @@ class Transformer(nnx.Module):
     `examples/scan_layers.py` scans a stack of layers instead and says what that costs.
 
     Args:
-      config: widths, depth and kind of attention.
+      config: widths, depth, and kind of attention of each layer.
       sharding: mesh axes of the dimensions "model", "heads", "kv_heads", "mlp" and "vocab", see
         `nsa_jax.nn.NSAAttention`.
       context_axis: mesh axis over which the tokens of a row are spread, see `nsa_jax.nn.NSAAttention`; for
-        `attention="nsa"` only.
+        models of NSA layers only.
       context_order: order of the tokens on the devices, "zigzag" or "contiguous".
       implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
         `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:
-      NotImplementedError: there is a `context_axis`, and the attention is not "nsa".
+      NotImplementedError: there is a `context_axis`, and a layer that is not "nsa".
       TypeError: an argument is of the wrong kind.
       ValueError: `sharding` has an unknown name, or the mesh in context cannot shard a parameter as asked; or
         `context_order` or `implementation` is unknown.
@@ -63,7 +63,8 @@ class Transformer(nnx.Module):
             )
         check_rngs(rngs)
         check_sharding(sharding, vocab=config.vocab_size)
-        if context_axis is not None and config.attention != "nsa":
+        configs = config.per_layer
+        if context_axis is not None and any(each.attention != "nsa" for each in configs):
             raise NotImplementedError(
                 f"context_axis needs NSA layers, got attention={config.attention!r}. "
                 'Build the model with attention="nsa".'
@@ -82,7 +83,7 @@ class Transformer(nnx.Module):
             sharding=sharding, context_axis=context_axis, context_order=context_order,
             implementation=implementation, rngs=rngs,
         )  # fmt: skip
-        self.layers = nnx.List([DecoderLayer(config, **arguments) for _ in range(config.num_layers)])
+        self.layers = nnx.List([DecoderLayer(each, **arguments) for each in configs])
         self.final_norm = norm(config, rngs)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(
@@ -137,7 +138,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> list[Selection]:
-        """Returns what each layer selects and how it weighs its branches. Dropout is off.
+        """Returns what each NSA layer selects and how it weighs its branches. Dropout is off.
 
         Args:
           tokens: token ids.
@@ -145,21 +146,23 @@ class Transformer(nnx.Module):
           segment_ids: sequence of each token, see `__call__`.
 
         Returns:
-          One `nsa_jax.nn.Selection` for each layer.
+          One `nsa_jax.nn.Selection` for each layer that is "nsa", in their order.
 
         Raises:
-          NotImplementedError: the attention of the model is not "nsa".
+          NotImplementedError: no layer is "nsa".
           ValueError: as in `__call__`.
         """
-        if self.config.attention != "nsa":
+        of_nsa = [each.attention == "nsa" for each in self.config.per_layer]
+        if not any(of_nsa):
             raise NotImplementedError(
                 f"inspect needs NSA layers, got attention={self.config.attention!r}. "
                 'Build the model with attention="nsa".'
             )
         x, selections = self._embed(tokens), []
-        for layer in self.layers:
+        for layer, is_nsa in zip(self.layers, of_nsa, strict=True):
             per_token = dict(positions=positions, segment_ids=segment_ids)
-            selections.append(layer.attention.inspect(layer.attention_norm(x), **per_token))
+            if is_nsa:
+                selections.append(layer.attention.inspect(layer.attention_norm(x), **per_token))
             x = layer(x, positions, segment_ids, deterministic=True)
         return selections
 
@@ -172,8 +175,7 @@ class Transformer(nnx.Module):
           step_capacity: most tokens that one `decode_step` can append to a row.
 
         Returns:
-          One cache for each layer: an `nsa_jax.cache.NSACache`, or a `DenseCache` if the attention is not
-          "nsa".
+          One cache for each layer: an `nsa_jax.cache.NSACache`, or a `DenseCache` if the layer is not "nsa".
         """
         return tuple(
             layer.attention.init_cache(batch, max_length, step_capacity=step_capacity)
@@ -252,8 +254,8 @@ class Transformer(nnx.Module):
           cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
-          count_reads: whether to count the keys that each branch gathers; for `attention="nsa"` and on `xla`
-            only.
+          count_reads: whether to count the keys that each branch gathers; for models of NSA layers and on
+            `xla` only.
 
         Returns:
           The logits after every token, and the new caches; with `count_reads` also one `nsa_jax.cache.Reads`
@@ -263,7 +265,7 @@ class Transformer(nnx.Module):
           TypeError: `cache` is not a tuple of caches, or an argument is not an array.
           ValueError: number, shapes or dtypes of the caches do not fit, or there are too many tokens; see
             also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
-          NotImplementedError: `count_reads` is True and the attention of the model is not "nsa".
+          NotImplementedError: `count_reads` is True and a layer is not "nsa".
         """
         check_flag(count_reads=count_reads)
         self._check_caches(tokens, cache)
