@@ -14,7 +14,7 @@ PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples", "tes
 
 # The lowest floor first; parts of one floor do not import each other.
 FLOORS = (
-    ("nsa_jax.option_checks", "nsa_jax.remat", "nsa_jax.call_log"),
+    ("nsa_jax.option_checks", "nsa_jax.remat", "nsa_jax.call_log", "nsa_jax.keywords"),
     ("nsa_jax.config",),
     ("nsa_jax.array_typing",),
     ("nsa_jax.array_checks",),

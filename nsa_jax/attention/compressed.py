@@ -2,7 +2,7 @@
 
 from typing import Literal, overload
 
-from nsa_jax import arguments, dispatch
+from nsa_jax import arguments, dispatch, keywords
 from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
@@ -39,6 +39,7 @@ def compressed_attention(
 ) -> AttendedReads: ...
 
 
+@keywords.known
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],

@@ -1,11 +1,12 @@
 """The sum of the branches."""
 
-from nsa_jax import arguments, dispatch
+from nsa_jax import arguments, dispatch, keywords
 from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.dispatch import Implementation
 
 
+@keywords.known
 def gated_sum(
     out_cmp: Float[Array, "B T N V"],
     out_slc: Float[Array, "B T N V"],

@@ -2,7 +2,7 @@
 
 from typing import Literal, overload
 
-from nsa_jax import arguments, dispatch, layout
+from nsa_jax import arguments, dispatch, keywords, layout
 from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
@@ -41,6 +41,7 @@ def selected_attention(
 ) -> AttendedReads: ...
 
 
+@keywords.known
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],

@@ -2,13 +2,14 @@
 
 from jax import lax
 
-from nsa_jax import arguments, dispatch
+from nsa_jax import arguments, dispatch, keywords
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
 
 
+@keywords.known
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],

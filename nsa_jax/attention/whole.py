@@ -1,12 +1,13 @@
 """The whole operation: three branches and their gated sum."""
 
-from nsa_jax import arguments, dispatch, layout
+from nsa_jax import arguments, dispatch, keywords, layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
 
 
+@keywords.known
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import arguments, attention
+from nsa_jax import arguments, attention, keywords
 from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig, check_config
@@ -163,6 +163,7 @@ class NSAAttention(CacheSteps):
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, compressor=wide, rngs=nnx.Rngs(0))
     """
 
+    @keywords.known
     def __init__(
         self,
         num_heads: int,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import arguments, attention
+from nsa_jax import arguments, attention, keywords
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import EVERYWHERE, Implementation, check_implementation, default_platform
@@ -73,6 +73,7 @@ class DenseAttention(DenseCacheSteps):
         shard a parameter as asked; or `rotary` is given together with `rope_base` or `rope_scaling`.
     """
 
+    @keywords.known
     def __init__(
         self,
         num_heads: int,
