@@ -14,8 +14,8 @@ def known[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         if unknown := [name for name in kwargs if name not in names]:
             raise TypeError(
                 f"a keyword of {function.__qualname__.removesuffix('.__init__')} must be one of its "
-                f"parameters, got {unknown[0]!r}. Check the spelling, or see the FAQ of nsa_jax: What is not "
-                "supported, and what instead?"
+                f"parameters, got {unknown[0]!r}. Check the spelling; docs/faq.md has a table of what is not "
+                "supported, and what instead."
             )
         return function(*args, **kwargs)
 

@@ -25,7 +25,7 @@ ONES = jnp.ones((1, 4, 2, 8))
     ids=["window_attention", "gated_sum", "NSAAttention", "DenseAttention"],
 )
 def test_a_keyword_that_does_not_exist_points_to_the_table(call, keyword):
-    with pytest.raises(TypeError, match=f"got '{keyword}'.*What is not supported") as error:
+    with pytest.raises(TypeError, match=f"got '{keyword}'.*what is not supported") as error:
         call(**{keyword: 1})
     assert has_form(str(error.value))
 
