@@ -5,6 +5,7 @@ intersecting sets of tokens, the best blocks by sorting Python tuples.
 """
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -73,6 +74,12 @@ def overlap(config, compressed: int, selected: int) -> float:
     )
 
 
+@functools.cache
+def overlaps(config, compressed: int, num_blocks: int) -> np.ndarray:
+    """`overlap` with each selection block; do not write into it."""
+    return np.array([overlap(config, compressed, selected) for selected in range(num_blocks)])
+
+
 def evaluate(
     case: Case, operands: Operands, block_indices: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
@@ -131,8 +138,7 @@ def importance(case, operands, seen, b, t, kv, heads, scale, num_blocks) -> np.n
         logits = operands.key_cmp[b, seen.compressed, kv] @ operands.query[b, t, n] * scale
         weights = np.exp(logits - logits.max())
         for i, probability in enumerate(weights / weights.sum()):
-            for j in range(num_blocks):
-                scores[j] += overlap(case.config, i, j) * probability
+            scores += overlaps(case.config, i, num_blocks) * probability
     return scores
 
 

@@ -1,4 +1,4 @@
-"""The lists of `nsa_jax.kernels.lists` by plain loops: for tests of the kernels and of the lists."""
+"""The lists of `the selection` by plain loops: for tests of the kernels and of the lists."""
 
 import numpy as np
 

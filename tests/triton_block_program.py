@@ -1,4 +1,4 @@
-"""Selected attention in Triton's interpreter against the oracle: `python tests/triton_block_program.py`.
+"""Selected attention in Triton's interpreter against plain sums: `python tests/triton_block_program.py`.
 
 Float32 on small odd shapes; every output is poisoned first. Prints the largest error of each check.
 """
@@ -11,11 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 from cases import PACKED
 from lists_by_loops import visit_lists_by_loops
 
-from nsa_jax import reference
-from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
 from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
@@ -79,7 +78,7 @@ CASES = {
 
 
 def inputs(case: Case):
-    """Operands, placement, cotangents, and the oracle's keyword arguments."""
+    """Operands, placement, cotangents, weight, and the gradient of the queries to add to."""
     random = np.random.default_rng(len(str(case)))
     runs = [[i for i, n in row for _ in range(n)] for row in PACKED[: case.batch]]
     segment_ids = jnp.asarray(runs, jnp.int32) if case.packed else None
@@ -125,25 +124,21 @@ def inputs(case: Case):
     key, value = (normal(case.batch, case.num_keys, case.kv_heads, x) for x in (case.key_dim, case.value_dim))
     weight = jnp.asarray(random.uniform(size=rows), jnp.float32) if case.weighted else None
     previous = normal(*rows, case.key_dim) if case.previous else None
-    plain = dict(config=config, query_positions=positions, segment_ids=segment_ids, scale=case.scale)
     operands = (query, key, value, jnp.asarray(indices))
-    return operands, placed, (d_out, normal(*rows)), weight, previous, plain
+    return operands, placed, (d_out, normal(*rows)), weight, previous
+
+
+def seen(case: Case, indices, placed) -> np.ndarray:
+    """`[B, T, K, S]`: which keys a query attends to."""
+    position = np.arange(case.num_keys) - np.asarray(placed.sequence_start)[..., None]
+    causal = (position >= 0) & (position <= np.asarray(placed.position)[..., None])
+    chosen = position[:, :, None, None] // case.block == np.asarray(indices)[..., None]
+    return causal[:, :, None] & chosen.any(3)
 
 
 def check_case(case: Case) -> dict[str, float]:
     """Errors of the output, the log-sum-exp and the three gradients, each within its budget."""
-    (query, key, value, indices), placed, (d_out, d_lse), weight, previous, plain = inputs(case)
-
-    @jax.jit
-    def oracle(query, key, value, d_out, d_lse, weight, previous):
-        def weighted(query, key, value):
-            out, lse = reference.selected_attention(query, key, value, indices, **plain)
-            return (out if weight is None else out * weight[..., None], lse), out
-
-        (_, lse), pull, out = jax.vjp(weighted, query, key, value, has_aux=True)
-        d_query, d_key, d_value = pull((d_out, jnp.where(lse > -jnp.inf, d_lse, 0)))
-        return out, lse, d_query if previous is None else d_query + previous, d_key, d_value
-
+    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
     forward = SelectedForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
     backward = SelectedGradientSizes(case.rows, case.keys, 4, 1, peel=case.peel)
     keys = SelectedKeySizes(case.rows, case.keys, 4, case.num_stages, case.item)
@@ -170,14 +165,12 @@ def check_case(case: Case) -> dict[str, float]:
 
     with interpreted():
         found = kernels(query, key, value)
-    arrays = query, key, value, d_out, d_lse, weight, previous
-    same = oracle(*arrays)
-    with jax.enable_x64(True):
-        exact = oracle(*(None if x is None else jnp.asarray(x, jnp.float64) for x in arrays))
+    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
+    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
     errors = {}
-    for name, *results in zip(("out", "lse", "d_query", "d_key", "d_value"), found, same, exact, strict=True):
-        errors[name] = distance(results[0], results[2])
-        allowed = allowance(*results[1:], EPS)
+    for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
+        errors[name] = distance(result, exact[name])
+        allowed = allowance(same[name], exact[name], EPS)
         assert errors[name] <= allowed, (name, errors[name], allowed)
     return errors
 
@@ -283,7 +276,7 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
 
 def check_parts(case: Case) -> None:
     """The parts of visible slots are added up in place, and nothing else is read or written."""
-    (query, _, _, indices), placed, (d_out, d_lse), weight, previous, _ = inputs(case)
+    (query, _, _, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
     heads, (batch, length, _, dim) = case.batch * case.kv_heads, query.shape
     random = np.random.default_rng(3)
     rows = placed.sequence_start + placed.position

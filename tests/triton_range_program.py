@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_attention
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
@@ -222,22 +223,6 @@ def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
     return tuple(jnp.asarray(np.broadcast_to(x, shape), jnp.int32) for x in (start, end))
 
 
-def plain_attention(query, key, value, start, end, scale):
-    """`(out, lse)`, with `jax.numpy` and a mask."""
-    heads = query.shape[2] // key.shape[2]
-    index = jnp.arange(key.shape[1])
-    seen = ((index >= start[..., None]) & (index < end[..., None]))[:, :, None]
-    key, value = (jnp.repeat(x, heads, axis=2) for x in (key, value))
-    logits = jnp.einsum("btnh,bsnh->btns", query, key, precision="highest") * scale
-    some = seen.any(-1)
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-1e30))
-    top = jnp.where(some[..., None], top, 0)
-    p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0)), 0)
-    total = jnp.where(some, p.sum(-1), 1)
-    out = jnp.einsum("btns,bsnv->btnv", p, value, precision="highest") / total[..., None]
-    return out, jnp.where(some, jnp.log(total) + top[..., 0], -jnp.inf)
-
-
 def check_case(name: str) -> dict[str, float]:
     case = CASES[name]
     random = np.random.default_rng(0)
@@ -256,27 +241,12 @@ def check_case(name: str) -> dict[str, float]:
     ranges = key_ranges(case, random)
     if case.runs is not None:  # whole tiles, or a single run
         assert ranges.edges.of_tiles(32 // case.heads, case.num_queries).known == ("odd" not in name), name
-    start, end = ranges.start, ranges.end
+    index, (start, end) = np.arange(case.num_keys), (np.asarray(x) for x in (ranges.start, ranges.end))
+    seen = ((index >= start[..., None]) & (index < end[..., None]))[:, :, None]
     scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
-    @jax.jit
-    def oracle(query, key, value, d_out, d_lse, weight, previous):
-        def plain(query, key, value):
-            return plain_attention(query, key, value, start, end, scale)
-
-        of_branch = d_out if weight is None else d_out * weight[..., None]
-        (out, lse), pull_back = jax.vjp(plain, query, key, value)
-        gradients = pull_back((of_branch, jnp.where(lse > -jnp.inf, d_lse, 0)))
-        found = dict(zip(("d_query", "d_key", "d_value"), gradients, strict=True))
-        if previous is not None:
-            found["d_query"] = found["d_query"] + previous
-        seen = lse > -jnp.inf
-        return found | dict(out=out, products=(out * d_out).sum(-1), lse=jnp.where(seen, lse, 0)), seen
-
-    arrays = query, key, value, d_out, d_lse, weight, previous
-    same, seen = oracle(*arrays)
-    with jax.enable_x64(True):
-        exact, _ = oracle(*(None if x is None else jnp.asarray(x, jnp.float64) for x in arrays))
+    arrays = query, key, value, seen, scale, d_out, d_lse, weight, previous
+    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
 
     @jax.jit
     def kernels():
@@ -297,9 +267,9 @@ def check_case(name: str) -> dict[str, float]:
 
     with interpreted():
         found = kernels()
-    assert np.array_equal(found["lse"] == -jnp.inf, ~seen), name
-    found["lse"] = jnp.where(seen, found["lse"], 0)
-    assert not np.asarray(found["out"])[~np.asarray(seen)].any(), name
+    empty = exact["lse"] == -np.inf
+    assert np.array_equal(found["lse"] == -np.inf, empty), name
+    assert not np.asarray(found["out"])[empty].any(), name
     errors = {x: distance(found[x], exact[x]) for x in exact}
     allowed = {x: allowance(same[x], exact[x], EPS) for x in exact}
     assert all(errors[x] <= allowed[x] for x in exact), (name, errors, allowed)

@@ -1,4 +1,4 @@
-"""Block selection of the Triton kernels in the interpreter, against the oracle.
+"""Block selection of the Triton kernels in the interpreter, against brute force.
 
 Run it as a program: `python tests/triton_selection_program.py [check ...]`.
 """
@@ -10,12 +10,12 @@ import functools
 import sys
 import time
 
+import brute_force
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selection
 from nsa_jax.kernels.triton.sizes import SelectionSizes
@@ -47,28 +47,20 @@ FORCED_ONLY = dataclasses.replace(PAPER_RATIO, num_selected_blocks=3)
 
 
 def _select(case: cases.Case, operands: cases.Operands, sizes: SelectionSizes, lse=None):
-    """Blocks of the kernels, of the oracle, and the oracle's scores, all `[B, T, K, _]`."""
+    """Blocks of the kernels, those by brute force, and their scores, all `[B, T, K, _]`."""
     config = case.config
     query, key = (jnp.asarray(x, jnp.float32) for x in (operands.query, operands.key_cmp))
     where = dict(query_positions=jnp.asarray(case.query_positions))
     where["segment_ids"] = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
-    shape = dict(batch=case.batch, num_queries=query.shape[1], num_keys=case.num_keys)
-    placed = place(config, **shape, **where)
-    normaliser, expected, scores = _oracle(query, key, where, config)
-    lse = normaliser if lse is None else lse
+    placed = place(config, batch=case.batch, num_queries=query.shape[1], num_keys=case.num_keys, **where)
+    rounded = operands._replace(query=np.asarray(query, np.float64), key_cmp=np.asarray(key, np.float64))
+    expected = brute_force.evaluate(case, rounded)
+    lse = jnp.asarray(expected["lse_cmp"], jnp.float32) if lse is None else lse
     with interpreted():
-        found = selection.choose_blocks(query, key, lse, placed, case.key_dim**-0.5, sizes=sizes)
+        choose = functools.partial(selection.choose_blocks, sizes=sizes)
+        found = jax.jit(choose, static_argnums=4)(query, key, lse, placed, case.key_dim**-0.5)
         found = np.asarray(found)
-    return found, np.asarray(expected), np.asarray(scores)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _oracle(query, key, where, config):
-    return (
-        reference.compressed_attention(query, key, key, config=config, **where)[1],
-        reference.select_blocks(query, key, config=config, **where),
-        reference.importance_scores(query, key, config=config, **where),
-    )
+    return found, expected["blocks"], expected["importance"]
 
 
 def _agree(found, expected, scores, most_swapped: float = 0.02) -> None:
@@ -120,8 +112,8 @@ def check_heads_and_dims():
 def check_chunks_and_tiles():
     case = _plain("selection chunks", PAPER_RATIO, batch=3, num_heads=2, num_kv_heads=1, num_queries=35)
     two_rows = SMALL._replace(buffer_bytes=2 * 35 * 32 * 4)
-    _check(case, ONE_CHUNK_PER_TILE, two_rows, STREAMED, MORE_ROWS, SMALL._replace(columns=64))
-    _check(case, MORE_ROWS._replace(buffer_bytes=1, best_columns=4, tokens=32))
+    _check(case, ONE_CHUNK_PER_TILE, two_rows, MORE_ROWS._replace(buffer_bytes=1, best_columns=4, tokens=32))
+    _check(dataclasses.replace(case, batch=1), STREAMED, MORE_ROWS, SMALL._replace(columns=64))
 
 
 def check_paper_config():
@@ -140,7 +132,7 @@ def check_packed_rows():
         case = dataclasses.replace(
             cases.PACKED_ROWS, config=config, name=f"selection packed {config}", key_dim=16, value_dim=16
         )
-        _check(case, ONE_CHUNK_PER_TILE._replace(tokens=64))
+        _check(dataclasses.replace(case, num_kv_heads=1), ONE_CHUNK_PER_TILE._replace(tokens=64))
         _check(dataclasses.replace(case, positions=cases.BY_NAME["packed_rows_queried_anywhere"].positions))
 
 
@@ -165,6 +157,7 @@ def check_ties():
             runs=runs,
             batch=batch,
             num_heads=2,
+            num_kv_heads=1,
         )
         operands = case.draw()
         # Quarters, so that products are exact: a BLAS may add up the columns of one product in other orders.
@@ -197,18 +190,18 @@ def check_ties_of_sums():
 
 def check_scores_of_zero_are_chosen():
     """One key takes all: the other blocks tie at exactly 0 and the first of them fill the slots."""
-    case = _plain("selection zero", PAPER_RATIO)
+    case = _plain("selection zero", PAPER_RATIO, num_heads=2, num_kv_heads=1)
     operands = case.draw()
     operands.query[..., 0] = 100
     operands.key_cmp[..., 0] = -100
     operands.key_cmp[:, 17, :, 0] = 100
     found, expected, scores = _select(case, operands, SMALL)
-    assert (scores[:, -1] == 0).sum() > 12
+    assert (scores[:, -1] == 0).sum() > case.config.num_selected_blocks
     assert (found == expected).all()
 
 
 def check_not_a_number_is_harmless():
-    case = _plain("selection nan", PAPER_RATIO)
+    case = _plain("selection nan", PAPER_RATIO, num_heads=2, num_kv_heads=1)
     operands = case.draw()
     operands.query[:, 70:90] = np.nan
     found, _, _ = _select(case, operands, SMALL)
@@ -219,8 +212,8 @@ def check_not_a_number_is_harmless():
 
 def check_rows_without_a_normaliser():
     """Where lse is -inf nothing counts: ties at 0, the first blocks win."""
-    case = _plain("selection empty", PAPER_RATIO)
-    lse = jnp.full((case.batch, case.num_keys, case.num_heads), -jnp.inf)
+    case = _plain("selection empty", PAPER_RATIO, num_queries=3)
+    lse = jnp.full((case.batch, 3, case.num_heads), -jnp.inf)
     found, _, _ = _select(case, case.draw(), SMALL, lse=lse)
     assert found[0, -1, 0].tolist() == [0, 1, 2, 3, 4, 11, 12]
 
