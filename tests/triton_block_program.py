@@ -15,6 +15,7 @@ import plain_attention
 from cases import PACKED
 from lists_by_loops import visit_lists_by_loops
 
+from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
 from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
