@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_layer import SMALL, Layer, compress
-from messages import has_form
+from messages import refused
 
 from nsa_jax import cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation
@@ -105,7 +105,7 @@ BAD = {
 @pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
 @pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())
 def test_step_refuses_what_does_not_fit(step, changes, error, message):
-    with pytest.raises(error, match=message):
+    with refused(error, message):
         step(**arguments(**changes))
 
 
@@ -129,7 +129,7 @@ def test_compression_of_another_cache():
     }
     for message, compression in bad.items():
         for step in (cache.prefill, cache.decode_step):
-            with pytest.raises(TypeError if "None" in message else ValueError, match=message):
+            with refused(TypeError if "None" in message else ValueError, message):
                 step(**arguments(compress=compression))
 
 
@@ -139,17 +139,15 @@ def test_fields_of_a_cache_are_not_assigned():
 
 
 def test_step_longer_than_its_capacity():
-    with pytest.raises(ValueError, match=r"step_capacity, got 5 > 4 tokens\. Call prefill, or init_cache"):
+    with refused(ValueError, r"step_capacity, got 5 > 4 tokens\. Call prefill, or init_cache"):
         cache.decode_step(**arguments(5))
 
 
 def test_prompt_longer_than_the_cache():
     held = LAYER.empty(11)
-    with pytest.raises(
-        ValueError, match=r"a prompt must fit the cache, got 12 tokens and max_length=11\. Call init"
-    ):
+    with refused(ValueError, r"a prompt must fit the cache, got 12 tokens and max_length=11\. Call init"):
         cache.prefill(**arguments(12, cache=held))
-    with pytest.raises(ValueError, match="got 12 tokens and max_length=11"):  # known at trace time
+    with refused(ValueError, "got 12 tokens and max_length=11"):  # known at trace time
         jax.jit(lambda: cache.prefill(**arguments(12, cache=held)))()
 
 
@@ -182,29 +180,26 @@ def test_a_cache_of_arrays_that_do_not_fit_together():
     }
     for message, change in bad.items():
         for step in (cache.prefill, cache.decode_step):
-            with pytest.raises((TypeError, ValueError), match=message) as raised:
+            with refused((TypeError, ValueError), message):
                 step(**arguments(cache=held._replace(**change)))
-            assert has_form(str(raised.value)), str(raised.value)
 
 
 def test_decode_step_refuses_counts_that_the_host_knows_to_be_wrong():
-    with pytest.raises(ValueError, match=r"num_tokens must be within 0 \.\. 3, got values from -1 to 4"):
+    with refused(ValueError, r"num_tokens must be within 0 \.\. 3, got values from -1 to 4"):
         cache.decode_step(**arguments(num_tokens=jnp.array([-1, 4])))
 
 
 def test_chunk_without_room_in_one_row():
     held = LAYER.empty(16)._replace(lengths=jnp.array([13, 14]))
-    with pytest.raises(
-        ValueError, match=r"got \[3, 3\] tokens for rows that hold \[13, 14\] of max_length=16"
-    ):
+    with refused(ValueError, r"got \[3, 3\] tokens for rows that hold \[13, 14\] of max_length=16"):
         cache.prefill(**arguments(cache=held))
-    with pytest.raises(ValueError, match=r"got \[1, 3\] tokens for rows"):
+    with refused(ValueError, r"got \[1, 3\] tokens for rows"):
         cache.prefill(**arguments(cache=held, num_tokens=np.array([1, 3])))
 
 
 @pytest.mark.parametrize("count", [-1, 4])
 def test_num_tokens_out_of_range(count):
-    with pytest.raises(ValueError, match=r"num_tokens must be within 0 \.\. T, got \[1, -?\d\] with T=3"):
+    with refused(ValueError, r"num_tokens must be within 0 \.\. T, got \[1, -?\d\] with T=3"):
         cache.prefill(**arguments(num_tokens=np.array([1, count])))
 
 
@@ -212,18 +207,18 @@ def test_num_tokens_out_of_range(count):
     "name", ["batch", "max_length", "num_kv_heads", "key_dim", "value_dim", "step_capacity"]
 )
 def test_init_cache_refuses_sizes_below_one(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with refused(ValueError, f"{name} must be at least 1, got 0"):
         cache.init_cache(**(SIZES | {name: 0}))
 
 
 @pytest.mark.parametrize("name", ["batch", "max_length", "value_dim", "step_capacity"])
 def test_init_cache_refuses_what_is_no_int(name):
-    with pytest.raises(TypeError, match=rf"{name} must be an int, got float\. Pass a whole number\."):
+    with refused(TypeError, rf"{name} must be an int, got float\. Pass a whole number\."):
         cache.init_cache(**(SIZES | {name: 2.0}))
 
 
 def test_init_cache_refuses_another_config():
-    with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
+    with refused(TypeError, "config must be an NSAConfig, got dict"):
         cache.init_cache(**(SIZES | dict(config={})))
 
 
@@ -250,16 +245,16 @@ def test_counts_may_be_narrow_where_lengths_are_not(dtype):
     held = cache.prefill(long.empty(320), **given).cache
 
     assert held.lengths.tolist() == [100, 3]
-    with pytest.raises(ValueError, match=r"got \[100, 3\] tokens for rows that hold \[300, 300\]"):
+    with refused(ValueError, r"got \[100, 3\] tokens for rows that hold \[300, 300\]"):
         cache.prefill(held._replace(lengths=jnp.full(2, 300, jnp.int32)), **given)
 
 
 def test_init_cache_refuses_integers():
-    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass one of"):
+    with refused(ValueError, r"dtype must be floating, got int32\. Pass one of"):
         cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))
 
 
 @pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
 def test_a_step_takes_the_cache_of_one_layer(step):
-    with pytest.raises(TypeError, match=r"the cache of a layer must be an NSACache, got tuple\. Pass"):
+    with refused(TypeError, r"the cache of a layer must be an NSACache, got tuple\. Pass"):
         step(**arguments(cache=(LAYER.empty(16),)))

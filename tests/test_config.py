@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 from nsa_jax.config import NSAConfig
 
@@ -77,19 +77,15 @@ def test_numpy_integers_are_integers(kind):
     ids=lambda x: x.split(",")[0].replace(" ", "_") if isinstance(x, str) else "-".join(x),
 )
 def test_values_out_of_range_are_one_clear_error(changes, rule):
-    with pytest.raises(ValueError, match="^" + rule.replace("+", r"\+")) as error:
+    with refused(ValueError, "^" + rule.replace("+", r"\+")):
         NSAConfig(**changes)
-
-    assert has_form(str(error.value))
 
 
 @pytest.mark.parametrize("value", [32.0, "32", None, True], ids=repr)
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NSAConfig)])
 def test_values_that_are_no_int_are_refused(field, value):
-    with pytest.raises(TypeError, match=f"^{field} must be an int, got ") as error:
+    with refused(TypeError, f"^{field} must be an int, got "):
         NSAConfig(**{field: value})
-
-    assert has_form(str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
@@ -56,10 +56,8 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
     ],
 )
 def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
-    with pytest.raises(error, match="^" + rule) as raised:
+    with refused(error, "^" + rule):
         segment_ids_from_cu_seqlens(np.asarray(cu_seqlens), 8)
-
-    assert has_form(str(raised.value))
 
 
 ROWS = [[0, 3, 5, 5], [0, 0, 2, 7], [0, 0, 0, 0], [0, 8, 8, 8]]
@@ -96,10 +94,8 @@ def test_compiled_conversion_gives_the_same(rows, kind):
     ],
 )
 def test_bad_lengths_are_one_clear_error(length, error, rule):
-    with pytest.raises(error, match="^" + rule) as raised:
+    with refused(error, "^" + rule):
         segment_ids_from_cu_seqlens(np.array([0]), length)
-
-    assert has_form(str(raised.value))
 
 
 def test_what_a_compiled_conversion_refuses():
@@ -107,23 +103,20 @@ def test_what_a_compiled_conversion_refuses():
         ((jnp.zeros((1, 1, 2), int), 8), ValueError, r"cu_seqlens must be \[n \+ 1\] or"),
         ((jnp.zeros(2), 8), TypeError, "cu_seqlens must be an integer array, got float32"),
     ):
-        with pytest.raises(error, match=rule) as raised:
+        with refused(error, rule):
             jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)(*arguments)
-        assert has_form(str(raised.value))
-    with pytest.raises(TypeError, match=r"length must be a Python int, got .*Tracer\. Make it a static"):
+    with refused(TypeError, r"length must be a Python int, got .*Tracer\. Make it a static"):
         jax.jit(segment_ids_from_cu_seqlens)(jnp.zeros(2, int), 8)
 
 
 def test_decreasing_unsigned_lengths_are_refused():
     """Differences of unsigned integers wrap around, so they never show a decrease as a negative number."""
-    with pytest.raises(ValueError, match="never decrease"):
+    with refused(ValueError, "never decrease"):
         segment_ids_from_cu_seqlens(np.array([0, 4, 3], np.uint32), 8)
 
 
 def test_ranges_are_refused_where_they_are_traced():
-    with pytest.raises(
-        TypeError, match=r"^ranges must be concrete, got a traced array\. Convert it outside jit"
-    ):
+    with refused(TypeError, r"^ranges must be concrete, got a traced array\. Convert it outside jit"):
         jax.jit(lambda x: convert(x, layout="BTKn2"))(jnp.zeros((1, 1, 1, 1, 2), int))
 
 
@@ -201,23 +194,22 @@ def test_bad_ranges_are_one_clear_error(ranges, rule):
     array = np.zeros((2, 3, 2, len(ranges), 2), int)
     array[1, 2, 1] = ranges
     positions = np.full((2, 3), 50)
-    with pytest.raises(ValueError, match="^the ranges of a query " + rule) as error:
+    with refused(ValueError, "^the ranges of a query " + rule) as error:
         convert(array, layout="BTKn2", query_positions=positions)
 
-    assert has_form(str(error.value))
     assert "at row 1, query 2, KV head 1" in str(error.value)
 
 
 def test_too_many_blocks_are_refused():
     array = np.array([0, 80]).reshape(1, 1, 1, 1, 2)
-    with pytest.raises(ValueError, match=r"must cover at most 4 blocks, got \[0, 80\)"):
+    with refused(ValueError, r"must cover at most 4 blocks, got \[0, 80\)"):
         convert(array, layout="BTKn2", query_positions=np.array([[79]]))
 
 
 def test_padding_queries_may_only_select_nothing():
     array = np.array([[[[[0, 1]]], [[[0, 0]]]]])
 
-    with pytest.raises(ValueError, match="must not reach into the future"):
+    with refused(ValueError, "must not reach into the future"):
         convert(array, layout="BTKn2", query_positions=np.array([[-1, 0]]))
     assert convert(array, layout="BTKn2", query_positions=np.array([[0, -1]])).tolist()[0] == [
         [[0, -1, -1, -1]],
@@ -247,10 +239,8 @@ def test_padding_queries_may_only_select_nothing():
     ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "zero_kv_heads", "positions"],
 )
 def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
-    with pytest.raises(ValueError, match="^" + rule) as error:
+    with refused(ValueError, "^" + rule):
         convert(np.zeros(shape, int), **arguments)
-
-    assert has_form(str(error.value))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 2), (1, 0, 1, 3, 2)], ids=["rows", "queries"])
@@ -259,9 +249,7 @@ def test_no_queries_have_no_blocks(shape):
 
 
 def test_floating_ranges_are_refused():
-    with pytest.raises(
-        TypeError, match=r"^ranges must be an integer array, got float64\. Cast it to int32\.$"
-    ):
+    with refused(TypeError, r"^ranges must be an integer array, got float64\. Cast it to int32\.$"):
         convert(np.zeros((1, 1, 1, 1, 2)), layout="BTKn2")
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 import nsa_jax
 from nsa_jax import attention, cache, dispatch, reference
@@ -88,7 +88,7 @@ def test_a_platform_has_two_names_or_is_refused():
     calls = dispatch.choose, dispatch.unsupported_reason
     for call, given in zip(calls, (("gated_sum",), ("gated_sum", "triton")), strict=True):
         assert call(*given, platform="gpu") == call(*given, platform="cuda")
-        with pytest.raises(ValueError, match=r"platform must be None or one of .*, got 'cude'\. Check"):
+        with refused(ValueError, r"platform must be None or one of .*, got 'cude'\. Check"):
             call(*given, platform="cude")
     assert "got platform rocm" in dispatch.unsupported_reason("gated_sum", "triton", platform="rocm")
 
@@ -103,7 +103,7 @@ def test_step_runs_as_what_is_chosen():
 
     text = jax.jit(step).lower(held).as_text(debug_info=True)
     assert "nsa_jax.xla.decode_step/" in text
-    with pytest.raises(NotImplementedError, match="decode_step cannot run as triton: the Triton kernels"):
+    with refused(NotImplementedError, "decode_step cannot run as triton: the Triton kernels"):
         step(held, implementation="triton")
 
 
@@ -153,10 +153,8 @@ def test_xla_supports_every_operation():
     ids=["operation", "implementation", "reference", "choose_operation", "choose_implementation", "forced"],
 )
 def test_unknown_names_are_one_clear_error(call, rule):
-    with pytest.raises(ValueError, match="^" + rule) as error:
+    with refused(ValueError, "^" + rule):
         call()
-
-    assert has_form(str(error.value))
 
 
 @pytest.fixture

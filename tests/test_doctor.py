@@ -11,7 +11,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import has_form, refused
 
 from nsa_jax import dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
@@ -498,7 +498,6 @@ def nvidia_smi(folder, monkeypatch, said, code):
 
 
 def test_results_of_two_shapes_have_no_budget():
-    with pytest.raises(ValueError, match=r"one shape, got \(2,\) and \(3,\)") as raised:
+    with refused(ValueError, r"one shape, got \(2,\) and \(3,\)"):
         budget.allowance(np.zeros(2), np.zeros(3), 1e-3)
-    assert has_form(str(raised.value))
     assert budget.distance(np.zeros(2), np.zeros(3)) == np.inf

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from small_layer import CONFIG as NSA
 from small_layer import WeightedSum, fixed_gate
 
@@ -171,9 +171,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_options_are_errors_of_the_configuration(changes, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message):
         dataclasses.replace(CONFIG, **changes)
-    assert has_form(str(raised.value))
 
 
 @pytest.mark.parametrize(
@@ -234,9 +233,8 @@ def test_a_scaling_of_a_later_version_is_one_clear_error(tmp_path):
     file.write_text(file.read_text().replace("linear", "spiral"))
 
     told = r"must be one of \('linear', 'llama3', 'yarn'\), got 'spiral'\. Load"
-    with pytest.raises(ValueError, match=told) as raised:
+    with refused(ValueError, told):
         restore(tmp_path)
-    assert has_form(str(raised.value))
 
 
 def identity(heads):
@@ -292,7 +290,6 @@ UNSAVABLE = {
 
 @pytest.mark.parametrize(("make", "error", "told"), UNSAVABLE.values(), ids=UNSAVABLE.keys())
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path, make, error, told):
-    with pytest.raises(error, match=re.escape(told)) as raised:
+    with refused(error, re.escape(told)):
         save(tmp_path, make())
-    assert has_form(str(raised.value))
     assert os.listdir(tmp_path) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from messages import has_form
+from messages import refused
 from modules import NSA, abstract, named
 
 from nsa_jax.config import NSAConfig
@@ -284,7 +284,7 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_construction(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with refused((ValueError, TypeError), message):
         abstract_layer(**arguments)
 
 
@@ -309,7 +309,7 @@ def test_wrong_construction(arguments, message):
 )
 def test_wrong_inputs(x, arguments, message):
     layer = abstract_layer()
-    with pytest.raises((TypeError, ValueError), match=message):
+    with refused((TypeError, ValueError), message):
         nnx.eval_shape(lambda layer, x, arguments: layer(x, **arguments), layer, x, arguments)
 
 
@@ -330,16 +330,14 @@ def test_segment_ids_of_numpy_go_where_the_input_lies():
 @pytest.mark.parametrize("name", ["x", "positions", "segment_ids"])
 def test_lists_are_no_arrays(name):
     given = {"x": jnp.zeros((1, 2, WIDTH)), name: [[0, 1]]}
-    with pytest.raises(TypeError, match=rf"{name} must be an array, got list\. Convert it") as error:
+    with refused(TypeError, rf"{name} must be an array, got list\. Convert it"):
         abstract_layer()(**given)
-
-    assert has_form(str(error.value))
 
 
 def test_a_named_implementation_never_falls_back():
     layer = abstract_layer(implementation="triton")
 
-    with pytest.raises(NotImplementedError, match="triton"):
+    with refused(NotImplementedError, "triton"):
         nnx.eval_shape(lambda layer, x: layer(x), layer, X)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from small_layer import (
     CONFIG,
     KEY_DIM,
@@ -106,9 +106,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("options", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_parts(options, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message) as raised:
         abstract_layer(**options)
-    assert has_form(str(raised.value))
     assert "\n" not in str(raised.value)
 
 
@@ -122,9 +121,8 @@ def test_wrong_parts(options, error, message):
 )
 def test_parts_of_other_shapes(options, message):
     config = dict(config=CONFIG)
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(ValueError, message):
         nnx.eval_shape(lambda layer, x: layer(x), abstract_layer(**options, **config), X)
-    assert has_form(str(raised.value))
 
 
 DATA = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 
 from nsa_jax.nn import DenseAttention, LinearScaling, Llama3Scaling, NSAAttention, YarnScaling, rotate
 
@@ -120,9 +120,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("make", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_scalings(make, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message):
         make()
-    assert has_form(str(raised.value))
 
 
 def none(x, positions):
@@ -153,9 +152,8 @@ WRONG_ROTARY = {
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG_ROTARY.values(), ids=WRONG_ROTARY.keys())
 @pytest.mark.parametrize("layer", [NSAAttention, DenseAttention])
 def test_wrong_rotary_of_a_layer(layer, arguments, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message):
         layer(4, 12, num_kv_heads=2, **arguments, rngs=nnx.Rngs(0))
-    assert has_form(str(raised.value))
 
 
 @pytest.mark.parametrize("layer", [NSAAttention, DenseAttention])
@@ -163,5 +161,5 @@ def test_a_rotary_function_keeps_shapes(layer):
     rotary = lambda x, positions: x[..., :1]  # noqa: E731
     module = nnx.eval_shape(lambda: layer(4, 12, num_kv_heads=2, rotary=rotary, rngs=nnx.Rngs(0)))
 
-    with pytest.raises(ValueError, match=r"must keep the shape of its heads, got \(1, 5, \d, 1\) for"):
+    with refused(ValueError, r"must keep the shape of its heads, got \(1, 5, \d, 1\) for"):
         nnx.eval_shape(lambda module, x: module(x), module, jax.ShapeDtypeStruct((1, 5, 12), jnp.float32))
