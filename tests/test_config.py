@@ -56,22 +56,10 @@ def test_numpy_integers_are_integers(kind):
             dict(compression_block_size=128),
             "compression_block_size must not exceed selection_block_size, got 128 > 64",
         ),
-        (dict(compression_block_size=0), "compression_block_size must be at least 1, got 0"),
-        (dict(compression_stride=0), "compression_stride must be at least 1, got 0"),
-        (dict(compression_stride=-16), "compression_stride must be at least 1, got -16"),
-        (dict(selection_block_size=0), "selection_block_size must be at least 1, got 0"),
-        (dict(window_size=0), "window_size must be at least 1, got 0"),
         (dict(window_size=2**31 - 1), "window_size must be at most 1073741824, got 2147483647"),
-        (dict(window_size=-512), "window_size must be at least 1, got -512"),
-        (dict(num_initial_blocks=-1), "num_initial_blocks must be at least 0, got -1"),
-        (dict(num_local_blocks=0), "num_local_blocks must be at least 1, got 0"),
         (
             dict(num_selected_blocks=2),
             "num_selected_blocks must cover the initial and local blocks, got 2 < 1 + 2",
-        ),
-        (
-            dict(num_selected_blocks=0, num_initial_blocks=0, num_local_blocks=1),
-            "num_selected_blocks must be at least 1, got 0",
         ),
     ],
     ids=lambda x: x.split(",")[0].replace(" ", "_") if isinstance(x, str) else "-".join(x),
@@ -79,13 +67,6 @@ def test_numpy_integers_are_integers(kind):
 def test_values_out_of_range_are_one_clear_error(changes, rule):
     with refused(ValueError, "^" + rule.replace("+", r"\+")):
         NSAConfig(**changes)
-
-
-@pytest.mark.parametrize("value", [32.0, "32", None, True], ids=repr)
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NSAConfig)])
-def test_values_that_are_no_int_are_refused(field, value):
-    with refused(TypeError, f"^{field} must be an int, got "):
-        NSAConfig(**{field: value})
 
 
 @pytest.mark.parametrize(

@@ -40,19 +40,14 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
 @pytest.mark.parametrize(
     ("cu_seqlens", "error", "rule"),
     [
-        ([[[0, 3]]], ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(1, 1, 2\)"),
-        (3, ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(\)"),
-        (np.zeros(0, int), ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(0,\)"),
         ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
         ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
         ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
-        ([0.0, 4.0], TypeError, "cu_seqlens must be an integer array, got float64"),
         ([[0, 4], [0, 9]], ValueError, "cu_seqlens must end within the row, got 9 > 8 in row 1"),
         ([[0, 4], [2, 4]], ValueError, r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
     ],
     ids=[
-        *("three_axes", "no_axis", "nothing", "late_start", "decreasing", "too_long", "floats"),
-        *("second_row_too_long", "second_row_late"),
+        *("late_start", "decreasing", "too_long", "second_row_too_long", "second_row_late"),
     ],
 )
 def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
@@ -83,19 +78,6 @@ def test_compiled_conversion_gives_the_same(rows, kind):
         np.testing.assert_array_equal(ids, segment_ids_from_cu_seqlens(rows, int(length)))
     alone = jax.vmap(lambda row: segment_ids_from_cu_seqlens(row, 8))(jnp.asarray(ROWS))
     np.testing.assert_array_equal(alone[:, 0], segment_ids_from_cu_seqlens(np.array(ROWS), 8))
-
-
-@pytest.mark.parametrize(
-    ("length", "error", "rule"),
-    [
-        (8.0, TypeError, "length must be a Python int, got float"),
-        (True, TypeError, "length must be a Python int, got bool"),
-        (-1, ValueError, "length must be at least 0, got -1"),
-    ],
-)
-def test_bad_lengths_are_one_clear_error(length, error, rule):
-    with refused(error, "^" + rule):
-        segment_ids_from_cu_seqlens(np.array([0]), length)
 
 
 def test_what_a_compiled_conversion_refuses():
@@ -220,23 +202,15 @@ def test_padding_queries_may_only_select_nothing():
 @pytest.mark.parametrize(
     ("shape", "arguments", "rule"),
     [
-        ((1, 2, 1, 1, 2), dict(layout="BKTn2"), "layout must be one of"),
         ((2, 1, 1, 2), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape \(2, 1, 1, 2\)"),
-        ((1, 2, 1, 1, 3), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape"),
         ((1, 2, 1, 2), dict(layout="BTn2"), "the layout BTn2 needs num_kv_heads, got None"),
         (
             (1, 2, 1, 1, 2),
             dict(layout="BTKn2", num_kv_heads=2),
             "ranges must have num_kv_heads = 2 KV heads, got 1",
         ),
-        ((1, 2, 1, 2), dict(layout="BTn2", num_kv_heads=0), "num_kv_heads must be at least 1, got 0"),
-        (
-            (1, 2, 1, 1, 2),
-            dict(layout="BTKn2", query_positions=np.zeros((1, 3), int)),
-            r"query_positions must be \[B, T\] = \(1, 2\), got shape \(1, 3\)",
-        ),
     ],
-    ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "zero_kv_heads", "positions"],
+    ids=["axes", "no_kv_heads", "kv_heads"],
 )
 def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
     with refused(ValueError, "^" + rule):
@@ -246,11 +220,6 @@ def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 2), (1, 0, 1, 3, 2)], ids=["rows", "queries"])
 def test_no_queries_have_no_blocks(shape):
     assert convert(np.zeros(shape, int), layout="BTKn2").shape == (*shape[:3], CONFIG.num_selected_blocks)
-
-
-def test_floating_ranges_are_refused():
-    with refused(TypeError, r"^ranges must be an integer array, got float64\. Cast it to int32\.$"):
-        convert(np.zeros((1, 1, 1, 1, 2)), layout="BTKn2")
 
 
 def test_fewer_ranges_than_slots_and_more_slots_than_ranges():

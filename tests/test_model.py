@@ -269,37 +269,6 @@ def test_sharding_metadata():
     assert model.layers[1].attention.out_proj.kernel.sharding.spec == jax.P("tensor", None, "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(num_layers=0), r"num_layers must be at least 1, got 0\. Pass"),
-        (dict(mlp_dim=0), r"mlp_dim must be at least 1, got 0\. Pass"),
-        (dict(head_dim=0), r"head_dim must be at least 1, got 0\. Pass"),
-        (dict(rope_base=float("nan")), r"rope_base must be finite and above 0, got nan\. Pass"),
-        (dict(rope_base=0.0), r"rope_base must be finite and above 0, got 0\.0\. Pass"),
-        (dict(attention="sparse"), r"attention must be one of .*, got 'sparse'\. Choose"),
-        (dict(dtype="int32"), r"dtype must be floating, got 'int32'\. Pass"),
-        (dict(num_heads=3), r"num_kv_heads must divide num_heads, got 2 and 3\. Give"),
-        (dict(compression="max"), r"compression must be one of \('mlp', 'mean'\), got 'max'\. Choose"),
-        (dict(dtype="bf16"), r"dtype must be floating, got 'bf16'\. Pass"),
-        (dict(vocab_size=64.0), r"vocab_size must be an int, got float\. Pass"),
-        (dict(nsa={}), r"config must be an NSAConfig, got dict\. Build"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_configuration(changes, message):
-    with refused((ValueError, TypeError), message):
-        abstract_model(dataclasses.replace(CONFIG, **changes))
-
-
-@pytest.mark.parametrize(
-    "ids", [TOKENS.update(shape=(5,)), TOKENS.update(dtype=jnp.float32)], ids=["rank", "dtype"]
-)
-def test_wrong_tokens(ids):
-    with refused(ValueError, r"tokens must be integers of shape \[batch, tokens\], got .* Add"):
-        nnx.eval_shape(lambda model, ids: model(ids), abstract_model(), ids)
-
-
 def test_a_row_without_tokens_has_finite_logits():
     """In uint8, the index of its last token would be 255."""
     model = randomised(abstract_model())

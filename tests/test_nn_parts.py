@@ -94,7 +94,6 @@ def of_blocks(blocks):
 WRONG = {
     "function of blocks": (dict(compressor=of_blocks), TypeError, "called as compressor.* got of_blocks"),
     "module": (dict(gate=Gate(12, 4, rngs=nnx.Rngs(0))), TypeError, "called as gate.* got Gate"),
-    "no function": (dict(gate="softmax"), TypeError, "called as gate.* got str"),
     "makes nothing": (dict(gate=lambda *_, rngs: None), TypeError, "must make a function .* got NoneType"),
     "and compression": (
         dict(compressor=Compressor, compression="mean"),
