@@ -67,6 +67,14 @@ def test_changelog_begins_with_the_version():
     assert newest == nsa_jax.__version__
 
 
+def test_every_module_has_a_name_that_says_something():
+    folders = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples", "tests")
+    paths = (path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    parts = {part for path in paths for part in path.with_suffix("").parts}
+
+    assert not parts & {"util", "utils", "helper", "helpers", "common", "misc"}
+
+
 @pytest.fixture(scope="module")
 def wheel_files(tmp_path_factory) -> set[str]:
     """Paths inside the wheel, built in this process: no network and no environment of its own."""
