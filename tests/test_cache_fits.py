@@ -29,34 +29,18 @@ def model(**changes):
     return abstract(Transformer, dataclasses.replace(MODEL, **changes))
 
 
+def held(made, rows=ROWS):
+    return made.init_cache(rows, 16)
+
+
+OTHER_STRIDE = dataclasses.replace(NSA, compression_stride=1)
 OF_A_LAYER = {
-    "rows": (
-        lambda: layer().init_cache(2, 16),
-        ValueError,
-        "as many rows as the input, got 2 for 3. Call",
-    ),
-    "KV heads": (
-        lambda: layer(4).init_cache(ROWS, 16),
-        ValueError,
-        "a cache must have the heads and dims of its layer, got {'num_kv_heads': 4, 'key_dim': 5, "
-        "'value_dim': 3} for {'num_kv_heads': 2, 'key_dim': 5, 'value_dim': 3}. Call init_cache of",
-    ),
-    "key dim": (
-        lambda: layer(head_dim=6).init_cache(ROWS, 16),
-        ValueError,
-        "'key_dim': 6, 'value_dim': 3} for",
-    ),
-    "value dim": (lambda: layer(value_dim=4).init_cache(ROWS, 16), ValueError, "'value_dim': 4} for"),
-    "config": (
-        lambda: layer(config=dataclasses.replace(NSA, compression_stride=1)).init_cache(ROWS, 16),
-        ValueError,
-        "a step must be given the config of its cache, got a cache with rings of",
-    ),
-    "a model's caches": (
-        lambda: (layer().init_cache(ROWS, 16),),
-        TypeError,
-        "the cache of a layer must be an NSACache, got tuple. Pass what the layer's init_cache gives, or one",
-    ),
+    "rows": (lambda: held(layer(), 2), ValueError, "as many rows as the input, got 2 for 3. Call"),
+    "KV heads": (lambda: held(layer(4)), ValueError, "heads and dims of its layer, got {'num_kv_heads': 4,"),
+    "key dim": (lambda: held(layer(head_dim=6)), ValueError, "'key_dim': 6, 'value_dim': 3} for"),
+    "value dim": (lambda: held(layer(value_dim=4)), ValueError, "'value_dim': 4} for"),
+    "config": (lambda: held(layer(config=OTHER_STRIDE)), ValueError, "must be given the config of its cache"),
+    "a model's caches": (lambda: (held(layer()),), TypeError, "must be an NSACache, got tuple. Pass what"),
 }
 
 
@@ -69,28 +53,16 @@ def test_a_layer_refuses_another_cache(step, make, error, told):
         getattr(layer(), step)(x, make())
 
 
+def last_of_another():
+    return *held(model())[:1], *held(model(num_kv_heads=4))[1:]
+
+
 OF_A_MODEL = {
-    "rows": (
-        lambda: model().init_cache(2, 16),
-        ValueError,
-        "as many rows as the input, got 2 for 3. Call",
-    ),
-    "a layer's cache": (
-        lambda: model().init_cache(ROWS, 16)[0],
-        TypeError,
-        "the cache of a model must be a tuple of one cache per layer, got NSACache. Pass what the model's",
-    ),
-    "too few": (
-        lambda: model().init_cache(ROWS, 16)[:1],
-        ValueError,
-        "the cache of a model must have one cache per layer, got 1 for 2 layers. Pass what the model's",
-    ),
-    "too many": (lambda: model(num_layers=3).init_cache(ROWS, 16), ValueError, "got 3 for 2 layers. Pass"),
-    "the last layer's": (
-        lambda: (*model().init_cache(ROWS, 16)[:1], *model(num_kv_heads=4).init_cache(ROWS, 16)[1:]),
-        ValueError,
-        "a cache must have the heads and dims of its layer, got {'num_kv_heads': 4",
-    ),
+    "rows": (lambda: held(model(), 2), ValueError, "as many rows as the input, got 2 for 3. Call"),
+    "a layer's cache": (lambda: held(model())[0], TypeError, "a tuple of one cache per layer, got NSACache."),
+    "too few": (lambda: held(model())[:1], ValueError, "must have one cache per layer, got 1 for 2 layers."),
+    "too many": (lambda: held(model(num_layers=3)), ValueError, "got 3 for 2 layers. Pass"),
+    "the last layer's": (last_of_another, ValueError, "heads and dims of its layer, got {'num_kv_heads': 4"),
 }
 
 

@@ -156,15 +156,16 @@ def without(names):
     return lambda given: {name: value for name, value in given.items() if not name.startswith(names)}
 
 
+def with_others(**others):
+    return lambda given: given | {name.replace("__", "."): x for name, x in others.items()}
+
+
 BAD = {
     "missing": (without("gate.kernel_in"), "got 1 missing (gate.kernel_in). Rename or convert them"),
-    "many missing": (
-        without(("query", "key", "value")),
-        "got 14 missing (key_cmp_proj.bias, key_cmp_proj.kernel, key_slc_proj.bias and 11 more). Rename",
-    ),
-    "extra": (lambda given: given | {"b": np.ones(2), "a": np.ones(3)}, "got 2 extra (b, a). Rename"),
+    "many": (without(("query", "key", "value")), "key_cmp_proj.kernel, key_slc_proj.bias and 11 more)"),
+    "extra": (with_others(b=np.ones(2), a=np.ones(3)), "got 2 extra (b, a). Rename"),
     "shape": (
-        lambda given: given | {"query_proj.kernel": np.ones((12, 12))},
+        with_others(query_proj__kernel=np.ones((12, 12))),
         "got 1 of another shape (query_proj.kernel: (12, 12) for (12, 4, 3)). Rename",
     ),
     "all at once": (
@@ -178,32 +179,22 @@ BAD = {
 def test_other_weights_are_one_short_error_and_nothing_is_set(change, told):
     module = loaded()
 
-    with refused(ValueError, re.escape(f"weights must be those of the module, {told}")):
+    with refused(ValueError, f"weights must be those of the module, .*{re.escape(told)}"):
         nn.load_weights(module, change(drawn(module, 1)))
 
     for name, value in nn.weights(module).items():
         np.testing.assert_array_equal(value, drawn(module)[name])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda given: list(given), "weights must map names to arrays, got list. Pass a dict."),
-        (
-            lambda given: given | {"gate.bias_in": [0.0] * 8},
-            "weights must be arrays, got list at gate.bias_in",
-        ),
-        (
-            lambda given: given | {"gate.bias_in": np.zeros(8, np.int8)},
-            "where the parameters are, and only there, got int8 at gate.bias_in for float",
-        ),
-        (
-            lambda given: given | {"gate.bias_in": np.array([None] * 8)},
-            "where the parameters are, and only there, got object at gate.bias_in",
-        ),
-    ],
-    ids=["list", "list of numbers", "integers", "objects"],
-)
+OTHER_KINDS = {
+    "list": (list, "weights must map names to arrays, got list. Pass a dict."),
+    "list of numbers": (with_others(gate__bias_in=[0.0] * 8), "must be arrays, got list at gate.bias_in"),
+    "integers": (with_others(gate__bias_in=np.zeros(8, np.int8)), "got int8 at gate.bias_in for float"),
+    "objects": (with_others(gate__bias_in=np.array([None] * 8)), "got object at gate.bias_in"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OTHER_KINDS.values(), ids=OTHER_KINDS.keys())
 def test_weights_of_another_kind(change, told):
     module = loaded()
 

@@ -175,35 +175,18 @@ def test_interrupted_run_keeps_the_rows_it_has(tmp_path, monkeypatch):
     assert results.read(path) == [first, second]
 
 
+TOO_NEAR = "--length 512 --num-pairs 100 --num-queries 200 --num-keys 100 --window-size 64"
 BAD = {
-    "distance within reach": (
-        "--length 512 --num-pairs 100 --num-queries 200 --num-keys 100 --window-size 64",
-        "further from their values than num_layers * w, got 113 <= 2 * 64 = 128. Lengthen",
-    ),
-    "reads too much": (
-        "--num-selected-blocks 7",
-        "n l' + w must not exceed T/4, got 7 * 8 + 16 = 72 > 256/4.",
-    ),
-    "too few keys": (
-        "--num-keys 31",
-        "num_keys must be at least num_pairs, as keys are distinct, got 31 < 32.",
-    ),
-    "too few values": (
-        "--num-values 9",
-        "num_values must be at least 10, so that guessing is no recall, got 9.",
-    ),
+    "distance": (TOO_NEAR, "than num_layers * w, got 113 <= 2 * 64 = 128. Lengthen"),
+    "reads too much": ("--num-selected-blocks 7", "must not exceed T/4, got 7 * 8 + 16 = 72 > 256/4."),
+    "keys": ("--num-keys 31", "num_keys must be at least num_pairs, as keys are distinct, got 31 < 32."),
+    "values": ("--num-values 9", "num_values must be at least 10, so that guessing is no recall, got 9."),
     "no fillers": ("--num-fillers 0", "num_fillers must be at least 1, got 0."),
     "no pairs": ("--num-pairs 0", "num_pairs must be at least 1, got 0."),
     "does not fit": ("--length 191", "pairs and queries must fit into the length, got 2 * 32 + 128 > 191."),
-    "stride": (
-        "--compression-stride 3",
-        "compression_stride must divide compression_block_size, got 3 and 8.",
-    ),
+    "stride": ("--compression-stride 3", "must divide compression_block_size, got 3 and 8."),
     "KV heads": ("--num-kv-heads 3", "num_kv_heads must divide num_heads, got 3 and 2."),
-    "heads": (
-        "--num-heads 3",
-        "num_heads must divide in_features unless head_dim is given, got 3 and 64.",
-    ),
+    "heads": ("--num-heads 3", "num_heads must divide in_features unless head_dim is given, got 3 and 64."),
     "layers": ("--num-layers 0", "num_layers must be at least 1, got 0."),
     "steps": ("--steps 0", "steps must be at least 1, got 0."),
     "learning rate": ("--learning-rate nan", "learning_rate must be positive and finite, got nan."),
@@ -211,10 +194,7 @@ BAD = {
     "large seed": ("--seeds 4294967296", "seeds must be from 0 to 2**32 - 1, got [4294967296]."),
     "test sequences": ("--test-sequences 0", "test_sequences must be at least 1, got 0."),
     "results": ("--results {folder}", "--results must name a file that can be written, got "),
-    "no file": (
-        "--markdown {folder}/none.jsonl",
-        "results must be rows of this example, got FileNotFoundError",
-    ),
+    "no file": ("--markdown {folder}/none.jsonl", "must be rows of this example, got FileNotFoundError"),
     "other file": ("--markdown {file}", "results must be rows of this example, got TypeError"),
 }
 
