@@ -161,22 +161,10 @@ def test_a_refused_save_leaves_what_was_there(tmp_path):
     assert restore_training(tmp_path, {"step": 0}) == {"step": 3}
 
 
-def test_a_save_that_fails_half_way_leaves_what_was_there(tmp_path, monkeypatch):
-    """First the disk is full, then a process dies before its rename, and at last a save succeeds."""
-    import orbax.checkpoint
-
+def test_a_save_that_was_cut_off_leaves_what_was_there(tmp_path):
+    """A process died before its rename; the next save succeeds."""
     save(tmp_path, make_model(0))
-
-    def disk_full(*_, **__):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(orbax.checkpoint.JsonCheckpointHandler, "async_save", disk_full)
-        with refused(OSError, "No space left"):
-            save(tmp_path, make_model(1))
-    assert_same(restore(tmp_path), make_model(0))
-
-    (tmp_path / "1.orbax-checkpoint-tmp" / "model").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "1.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
     assert_same(restore(tmp_path), make_model(0))
 
     save(tmp_path, make_model(2))

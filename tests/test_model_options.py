@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from messages import refused
 from small_layer import CONFIG as NSA
-from small_layer import WeightedSum, fixed_gate
+from small_layer import WeightedSum, fixed_gate, turn_first_pair
 
 from nsa_jax import nn
 from nsa_jax.model import Transformer, TransformerConfig, restore, save
@@ -23,16 +23,6 @@ CONFIG = TransformerConfig(
     vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, head_dim=5, nsa=NSA
 )
 LENGTH = 17
-
-
-def turn_first_pair(heads, positions):
-    angle = 0.25 * positions[:, :, None].astype(heads.dtype)
-    first, second = heads[..., 0], heads[..., 1]
-    turned = (
-        first * jnp.cos(angle) - second * jnp.sin(angle),
-        second * jnp.cos(angle) + first * jnp.sin(angle),
-    )
-    return jnp.concatenate([jnp.stack(turned, axis=-1), heads[..., 2:]], axis=-1)
 
 
 YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
@@ -83,35 +73,6 @@ def test_options_reach_every_layer(kind):
             assert isinstance(layer.compressor_key, WeightedSum)
             assert isinstance(layer.compressor_value, WeightedSum)
             assert not isinstance(layer.gate, Gate)
-
-
-@pytest.mark.parametrize("options", [PLAIN, FUNCTIONS], ids=["plain", "functions"])
-def test_steps_of_a_cache_equal_the_full_forward(options):
-    """The steps run in training mode, in which a forward would drop outputs; a step must not."""
-    ids, counts = tokens(), np.array([6, 9])
-    with jax.enable_x64(True):
-        model = make_model(num_layers=1, dtype="float64", param_dtype="float64", **options)
-        model.eval()
-        logits = np.asarray(jax.jit(model)(ids))
-        model.train()
-
-        @jax.jit
-        def run(ids):
-            first, cache = model.prefill(ids[:, :9], model.init_cache(2, LENGTH), counts)
-            outs = []
-            for _ in range(2):
-                new = jnp.take_along_axis(ids, cache[0].lengths[:, None] + jnp.arange(3), axis=1)
-                out, cache = model.decode_step(new, cache)
-                outs.append(out)
-            return first, jnp.concatenate(outs, axis=1)
-
-        first, steps = run(jnp.asarray(ids))
-
-    # About 100 additions on the longest chain, of terms at most 10 times the scale of the logits.
-    tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
-    for row, count in enumerate(counts):
-        np.testing.assert_allclose(first[row], logits[row, count - 1], rtol=0, atol=tolerance)
-        np.testing.assert_allclose(steps[row], logits[row, count : count + 6], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["stored", "remat"])

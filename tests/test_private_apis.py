@@ -82,7 +82,6 @@ USED = {
 # Used through a variable, so that no name in the source says so.
 THROUGH_VARIABLES = {
     "jax.stages.Compiled.memory_analysis": "peak memory, in benchmarks and tests",
-    "orbax.checkpoint.JsonCheckpointHandler.async_save": "tests: a disk that is full",
     "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
