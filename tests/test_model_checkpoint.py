@@ -89,29 +89,22 @@ def test_dtype_and_remat_may_differ(tmp_path):
     assert model.layers[0].mlp.up_proj.kernel.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            dict(model_dim=16),
-            r"config must be that of the checkpoint, got model_dim=16 where it has model_dim=12\. Pass",
-        ),
-        (
-            dict(attention="dense", num_layers=1),
-            r"got num_layers=1, attention='dense' where .* attention='nsa'",
-        ),
-        (
-            dict(nsa=NSAConfig(window_size=7)),
-            r"got nsa=NSAConfig\(.*window_size=7.*\) where it has nsa=NSAConfig\(",
-        ),
-        (dict(param_dtype="bfloat16"), r"got param_dtype='bfloat16' where it has param_dtype='float32'"),
-    ],
-    ids=["width", "kind and depth", "blocks", "parameter dtype"],
-)
+OTHERS = {
+    "width": (dict(model_dim=16), r"got model_dim=16 where it has model_dim=12\. Pass"),
+    "kind and depth": (dict(attention="dense", num_layers=1), "got num_layers=1, attention='dense' where"),
+    "blocks": (
+        dict(nsa=NSAConfig(window_size=7)),
+        r"got nsa=.*window_size=7.*\) where it has nsa=NSAConfig\(",
+    ),
+    "parameters": (dict(param_dtype="bfloat16"), "got param_dtype='bfloat16' where it has param_dtype='fl"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=OTHERS.keys())
 def test_a_checkpoint_of_another_configuration_is_one_clear_error(tmp_path, changes, message):
     save(tmp_path, make_model())
 
-    with refused(ValueError, message):
+    with refused(ValueError, f"config must be that of the checkpoint, {message}"):
         restore(tmp_path, dataclasses.replace(CONFIG, **changes))
 
 

@@ -28,24 +28,10 @@ NSA = NSAConfig(
 MODEL = TransformerConfig(
     vocab_size=SMALL.vocab_size, num_layers=2, model_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=8, nsa=NSA
 )
-TINY_RUN = [
-    "--length=64",
-    "--num-pairs=7",
-    "--num-queries=10",
-    "--num-keys=9",
-    "--num-values=10",
-    "--compression-block-size=4",
-    "--selection-block-size=4",
-    "--num-selected-blocks=3",
-    "--window-size=4",
-    "--model-dim=8",
-    "--mlp-dim=8",
-    "--batch=2",
-    "--test-sequences=1",
-    "--validate-every=2",
-    "--steps=5",
-    "--stop-at=0",
-]
+TINY = dict(length=64, num_pairs=7, num_queries=10, num_keys=9, num_values=10, window_size=4, model_dim=8)
+TINY |= dict(compression_block_size=4, selection_block_size=4, num_selected_blocks=3, mlp_dim=8, batch=2)
+TINY |= dict(test_sequences=1, validate_every=2, steps=5, stop_at=0)
+TINY_RUN = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
 
 
 def batch(size: int = 50, reach: int = 8) -> task.Batch:
