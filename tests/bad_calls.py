@@ -220,7 +220,6 @@ def in_shard_map(operation):
 
 
 WINDOW = [np.ones((2, 10, heads, dim), np.float32) for heads, dim in ((4, 4), (2, 4), (2, 3))]
-WINDOW_CHECKED = debug.checked(nsa_jax.window_attention)
 LAYER_SIZES = dict(num_heads=4, in_features=12, num_kv_heads=2, head_dim=4)
 MODEL = model.TransformerConfig(
     vocab_size=VOCAB, num_layers=1, model_dim=12, num_heads=4, num_kv_heads=2, nsa=CONFIG

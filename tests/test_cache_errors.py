@@ -23,10 +23,6 @@ def arguments(length=3, **changes):
     return given | dict(compress=functools.partial(compress, SMALL)) | changes
 
 
-def with_tokens(**changes):
-    return LAYER.slice(0, 3)[1]._replace(**changes)
-
-
 def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 

@@ -38,20 +38,18 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
 
 
 @pytest.mark.parametrize(
-    ("cu_seqlens", "error", "rule"),
+    ("cu_seqlens", "rule"),
     [
-        ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
-        ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
-        ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
-        ([[0, 4], [0, 9]], ValueError, "cu_seqlens must end within the row, got 9 > 8 in row 1"),
-        ([[0, 4], [2, 4]], ValueError, r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
+        ([1, 3], r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
+        ([0, 4, 3], r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
+        ([0, 4, 9], "cu_seqlens must end within the row, got 9 > 8"),
+        ([[0, 4], [0, 9]], "cu_seqlens must end within the row, got 9 > 8 in row 1"),
+        ([[0, 4], [2, 4]], r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
     ],
-    ids=[
-        *("late_start", "decreasing", "too_long", "second_row_too_long", "second_row_late"),
-    ],
+    ids=["late_start", "decreasing", "too_long", "second_row_too_long", "second_row_late"],
 )
-def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
-    with refused(error, "^" + rule):
+def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, rule):
+    with refused(ValueError, "^" + rule):
         segment_ids_from_cu_seqlens(np.asarray(cu_seqlens), 8)
 
 
@@ -161,10 +159,7 @@ def test_empty_ranges_select_nothing(count):
         ([[-16, 0]], r"must not start before token 0, got \[-16, 0\)"),
         ([[32, 16]], r"must not be reversed, got \[32, 16\)"),
         ([[48, 64]], r"must not reach into the future, got \[48, 64\)"),
-        (
-            [[0, 16], [64, 80]],
-            r"must not reach into the future, got \[64, 80\) at row 1, query 2, KV head 1, range 1",
-        ),
+        ([[0, 16], [64, 80]], r"must not reach into the future, got \[64, 80\) at .*, KV head 1, range 1"),
         ([[8, 16]], r"must start at a multiple of 16, got \[8, 16\)"),
         ([[0, 20]], r"must end at a multiple of 16 or at t \+ 1, got \[0, 20\)"),
         ([[0, 32], [16, 32]], r"must not overlap, got \[0, 32\)"),

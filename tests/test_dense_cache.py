@@ -245,6 +245,7 @@ def test_a_prompt_may_fill_the_cache():
 def test_bad_input_is_told():
     held, query, key, value = given = operands()
     ring, *token = operands(num_new=5, window_size=7)
+    triton = functools.partial(jax.eval_shape, lambda: dense_decode_step(*given, implementation="triton"))
     cases = [
         (lambda: dense_decode_step(held, query[:, :, :3], key, value), ValueError, "must be a multiple"),
         (lambda: dense_decode_step(held, query.astype(np.float16), key, value), ValueError, "one dtype"),
@@ -252,16 +253,8 @@ def test_bad_input_is_told():
         (lambda: dense_decode_step(ring, *token, window_size=7), ValueError, "step_capacity, got 5 > 4"),
         (lambda: dense_prefill(*given), ValueError, "a prompt must fit the cache, got [2, 2, 2] tokens"),
         (lambda: dense_prefill(*given, num_tokens=np.array([3, 0, 0])), ValueError, "within 0 .. T, got"),
-        (
-            lambda: dense_prefill(*operands(num_new=33)),
-            ValueError,
-            "a prompt must fit the cache, got 33 tokens and max_length=32.",
-        ),
-        (
-            lambda: jax.eval_shape(lambda: dense_decode_step(*given, implementation="triton")),
-            NotImplementedError,
-            "dense_decode_step cannot run as triton: the Triton kernels need an NVIDIA GPU",
-        ),
+        (lambda: dense_prefill(*operands(num_new=33)), ValueError, "got 33 tokens and max_length=32."),
+        (triton, NotImplementedError, "dense_decode_step cannot run as triton: the Triton kernels need an N"),
     ]
     for function, error, part_of_it in cases:
         told(function, error, part_of_it)
@@ -272,11 +265,7 @@ def test_a_layer_takes_its_own_cache():
     nsa = cache.init_cache(4, 8, num_kv_heads=2, key_dim=4, value_dim=4, config=NSAConfig(), dtype="float32")
     others = [
         (nsa, TypeError, "the cache of a dense layer must be a DenseCache, got NSACache. Pass what"),
-        (
-            layer(None, num_kv_heads=4, param_dtype=jnp.float32).init_cache(4, 8),
-            ValueError,
-            "the heads and dims of its layer, got",
-        ),
+        (layer(None, num_kv_heads=4).init_cache(4, 8), ValueError, "the heads and dims of its layer, got"),
         (made.init_cache(3, 8), ValueError, "as many rows as the input, got 3 for 4. Call"),
     ]
     for held, error, part_of_it in others:

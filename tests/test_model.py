@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from messages import refused
 from modules import MODEL, NSA, abstract, named, randomised
+from test_nn_layer import COMPRESSOR_PARAMETERS, LAYER_PARAMETERS
 
 from nsa_jax.model import Transformer
 from nsa_jax.nn import DenseAttention, NSAAttention
@@ -175,16 +176,7 @@ def test_kinds_of_attention():
     assert layers[2].window.window_size == CONFIG.nsa.window_size
 
 
-NSA_NAMES = {
-    *(f"{name}_proj.kernel" for name in ("query", "key_cmp", "key_slc", "key_win", "out")),
-    *(f"{name}_proj.kernel" for name in ("value_cmp", "value_slc", "value_win")),
-    *(f"gate.{name}" for name in ("kernel_in", "bias_in", "kernel_out", "bias_out")),
-    *(
-        f"compressor_{what}.{name}"
-        for what in ("key", "value")
-        for name in ("position_embedding", "kernel_in", "bias_in", "kernel_out", "bias_out")
-    ),
-}
+NSA_NAMES = {*LAYER_PARAMETERS, *COMPRESSOR_PARAMETERS}
 DENSE_NAMES = {f"{name}_proj.kernel" for name in ("query", "key", "value", "out")}
 
 

@@ -26,14 +26,11 @@ def abstract_layer(**arguments):
     return abstract(NSAAttention, **arguments)
 
 
+DIMS = {"key": KEY_DIM, "value": VALUE_DIM}
+BRANCHES = ("cmp", "slc", "win")
 LAYER_PARAMETERS = {
     "query_proj.kernel": (WIDTH, HEADS, KEY_DIM),
-    "key_cmp_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_cmp_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
-    "key_slc_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_slc_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
-    "key_win_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_win_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
+    **{f"{kind}_{b}_proj.kernel": (WIDTH, KV_HEADS, dim) for kind, dim in DIMS.items() for b in BRANCHES},
     "out_proj.kernel": (HEADS, VALUE_DIM, WIDTH),
     "gate.kernel_in": (WIDTH, 8),
     "gate.bias_in": (8,),
@@ -41,16 +38,15 @@ LAYER_PARAMETERS = {
     "gate.bias_out": (HEADS, 3),
 }
 COMPRESSOR_PARAMETERS = {
-    "compressor_key.position_embedding": (4, KEY_DIM),
-    "compressor_key.kernel_in": (4 * KEY_DIM, 2 * KEY_DIM),
-    "compressor_key.bias_in": (2 * KEY_DIM,),
-    "compressor_key.kernel_out": (2 * KEY_DIM, KEY_DIM),
-    "compressor_key.bias_out": (KEY_DIM,),
-    "compressor_value.position_embedding": (4, VALUE_DIM),
-    "compressor_value.kernel_in": (4 * VALUE_DIM, 2 * VALUE_DIM),
-    "compressor_value.bias_in": (2 * VALUE_DIM,),
-    "compressor_value.kernel_out": (2 * VALUE_DIM, VALUE_DIM),
-    "compressor_value.bias_out": (VALUE_DIM,),
+    f"compressor_{kind}.{name}": shape
+    for kind, dim in DIMS.items()
+    for name, shape in {
+        "position_embedding": (4, dim),
+        "kernel_in": (4 * dim, 2 * dim),
+        "bias_in": (2 * dim,),
+        "kernel_out": (2 * dim, dim),
+        "bias_out": (dim,),
+    }.items()
 }
 PROJECTION_BIASES = {
     name.replace("kernel", "bias"): (WIDTH,) if name == "out_proj.kernel" else shape[1:]

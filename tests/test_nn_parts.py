@@ -95,11 +95,7 @@ WRONG = {
     "function of blocks": (dict(compressor=of_blocks), TypeError, "called as compressor.* got of_blocks"),
     "module": (dict(gate=Gate(12, 4, rngs=nnx.Rngs(0))), TypeError, "called as gate.* got Gate"),
     "makes nothing": (dict(gate=lambda *_, rngs: None), TypeError, "must make a function .* got NoneType"),
-    "and compression": (
-        dict(compressor=Compressor, compression="mean"),
-        ValueError,
-        "compression must be left out .* got compression='mean'",
-    ),
+    "both": (dict(compressor=Compressor, compression="mean"), ValueError, "got compression='mean'"),
 }
 
 
