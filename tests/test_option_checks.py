@@ -27,7 +27,9 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("check", "value", "error", "told"), MESSAGES, ids=lambda x: str(x)[10:35])
+@pytest.mark.parametrize(
+    ("check", "value", "error", "told"), MESSAGES, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_what_is_said(check, value, error, told):
     with refused(error, f"^{told}"):
         check(a=value)
