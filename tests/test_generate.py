@@ -357,9 +357,11 @@ def test_the_smallest_and_the_largest_ids_and_seeds_are_accepted():
         assert checks.check_key(seed, batch=1).shape == (1,)
 
 
-def test_a_decoder_without_its_methods_is_refused():
+def test_a_decoder_is_a_module_with_its_methods():
     with refused(TypeError, "got Dict without init_cache, prefill, decode_step"):
         generate(nnx.Dict(), PROMPTS, max_new_tokens=3)
+    with refused(TypeError, "model must be an nnx.Module, got .*Make it one, and pass an instance"):
+        generate(Stub, PROMPTS, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
