@@ -1,16 +1,47 @@
-"""A good call, from which bad ones are made, and what several of them are given."""
+"""Good calls of every public callable, from which bad ones are made.
+
+A callable's signature says which arguments it has. `VALUES` has a good one for each name; an array gets its
+shape from its annotation. A call names what is different in it, as a value or as a value and its kind.
+"""
 
 import dataclasses
+import functools
+import inspect
+import math
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bad_values import Flag, Floats, Integers, Kind, Name, Of, Scale, Whole
+from bad_values import (
+    NO_FLOAT,
+    NO_INT,
+    Counts,
+    DType,
+    Flag,
+    Flags,
+    Floats,
+    FreeName,
+    Function,
+    Integers,
+    Kind,
+    Lengths,
+    Name,
+    Of,
+    Real,
+    Scale,
+    Sharding,
+    Whole,
+)
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from nsa_jax import NSAConfig, cache, model, nn
+import nsa_jax
+from nsa_jax import NSAConfig, Run, Runs, cache, debug, model, nn, parallel
+from nsa_jax.generate import generate, sample, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -19,39 +50,88 @@ CONFIG = NSAConfig(
     num_selected_blocks=4,
     window_size=5,
 )
-B, T, N, K, H, V, D, C, VOCAB, ROOM = 2, 10, 4, 2, 4, 3, 12, 4, 11, 12
-RNG = np.random.default_rng(0)
-KEYS = jax.random.split(jax.random.key(0), B)
-MODEL = dict(vocab_size=VOCAB, num_layers=1, model_dim=D, num_heads=N, num_kv_heads=K, nsa=CONFIG)
+ROOM, VOCAB, NEW = 12, 11, 2
+SIZES = dict(B=2, T=10, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, m=4, l=4, vocab=VOCAB)
+RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
+SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
+TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
+# Good values by the name of the argument. Their kind is that of their type, if they come without one.
+VALUES = dict(
+    **{name: value for name, value in dataclasses.asdict(CONFIG).items() if "initial" not in name},
+    **dict(num_heads=4, num_kv_heads=2, head_dim=4, value_dim=3, key_dim=4, in_features=12, model_dim=12),
+    **dict(hidden_dim=8, mlp_dim=8, vocab_size=VOCAB, num_layers=1, num_devices=2, chunk_size=8, top_k=3),
+    **dict(batch=2, max_length=ROOM, step_capacity=8, max_new_tokens=2, prefill_chunk=10, original_length=64),
+    **dict(num_initial_blocks=(1, Whole(low=0)), length=(10, Whole(low=0)), num_keys=(10, Whole(low=0))),
+    **dict(first_key=(0, Whole(low=None)), first_key_win=(0, Whole(low=None)), pad_id=(0, Whole(low=None))),
+    **dict(eos_id=(1, Whole(low=0)), temperature=(1.0, Kind(TOO_HOT)), top_p=(0.5, SHARE)),
+    **dict(rope_base=10000.0, base=10000.0, factor=2.0, low_frequency_factor=1.0, high_frequency_factor=4.0),
+    **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
+    **dict(scale=(None, Scale()), dropout_rate=(0.5, RATE)),
+    **dict.fromkeys(("return_reads", "count_reads", "use_bias", "normalize_qk", "share_keys_values"), False),
+    **dict(tie_embeddings=True, remat=False, deterministic=True),
+    **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
+    **dict(order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"),
+    **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
+    **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
+    **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
+    **dict.fromkeys(("kernel_init", "bias_init"), (nnx.initializers.zeros_init(), Function())),
+    **dict(compress=(cache.Compression(), Function()), sharding=(None, Sharding())),
+    **dict(config=CONFIG, nsa=CONFIG, rope_scaling=(None, Of()), scaling=(None, Of()), module=nnx.Dict()),
+    **dict(rngs=nnx.Rngs(0), keys=jax.random.split(jax.random.key(0), 2)),
+)
+KINDS = {bool: Flag(), int: Whole(), float: Real(), str: Name()}
+COUNTS = dict(
+    num_tokens=Counts(high=NEW),
+    prompts=Counts(high=VOCAB - 1),
+    tokens=Counts(high=VOCAB - 1, error=(TypeError, ValueError)),  # shape and dtype have one message
+)
 
 
-def floats(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape).astype(np.float32)
-
-
-def ints(*shape: int, below: int = 3) -> np.ndarray:
-    return RNG.integers(0, below, shape).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
 class Call:
-    """A good call: a function, and the value and the kind of each argument."""
+    """A good call of a function that has the signature of `like`; axes of `free` may have any size."""
 
-    function: Callable[..., Any]
-    arguments: dict[str, tuple[Any, Kind]]
+    def __init__(self, function, /, *, like=None, free="", sizes=(), **given):
+        self.function, self.arguments, self.optional = function, {}, set()
+        free, sizes = tuple(free.split()), SIZES | dict(sizes)
+        parameters = inspect.signature(like or function).parameters.values()
+        for parameter in parameters:
+            name, parts = parameter.name, typing.get_args(parameter.annotation)
+            if name == "self" or parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            if parameter.default is None or type(None) in parts:
+                self.optional.add(name)
+            shaped = [part for part in parts or (parameter.annotation,) if hasattr(part, "dim_str")]
+            self.arguments[name] = (
+                _array(name, shaped[0], free, sizes)
+                if shaped and name not in given and name not in VALUES
+                else _with_kind(given[name] if name in given else VALUES[name])
+            )
+        self.arguments |= {name: _with_kind(value) for name, value in given.items()}
+        for name, value in given.items():  # arrays of a cache are arguments of their own
+            if isinstance(value, cache.NSACache | cache.DenseCache | cache.TokenKeysValues):
+                for field, shape in inspect.get_annotations(type(value)).items():
+                    if parts := typing.get_args(shape):
+                        shape = parts[0]
+                        self.optional.add(f"{name}.{field}")
+                    kind = _array(field, shape, (), SIZES | {"window": 1, "raw": 1})[1]
+                    self.arguments[f"{name}.{field}"] = getattr(value, field), kind
 
     def outcome(self, name: str, value: Any) -> Any:
         """What the call gives if an argument has another value, with shapes in the place of arrays."""
-        given = {key: argument for key, (argument, _) in self.arguments.items()} | {name: value}
+        given = {key: argument for key, (argument, _) in self.arguments.items() if "." not in key}
+        owner, _, field = name.partition(".")
+        given[owner] = given[owner]._replace(**{field: value}) if field else value
         found = []
         jax.eval_shape(lambda: found.append(self.function(**given)))
         return jax.tree.map(_shape, found)
 
-    def wrong(self, seed: int) -> Iterator[tuple[str, str, Any]]:
+    def wrong(self, seed: int) -> Iterator[tuple[str, str, Any, Any]]:
+        """Argument, what is wrong with its value, the value, and the error."""
         rng = np.random.default_rng(seed)
         for name, (value, kind) in self.arguments.items():
-            for label, bad in kind.wrong(value, rng).items():
-                yield name, label, bad
+            none = {} if name in self.optional else {"None": None}
+            for label, bad in (kind.wrong(value, rng) | none).items():
+                yield name, label, bad, kind.errors(label)
 
     def same(self) -> Iterator[tuple[str, str, Any]]:
         for name, (value, kind) in self.arguments.items():
@@ -59,84 +139,276 @@ class Call:
                 yield name, label, other
 
 
+def _with_kind(value: Any) -> tuple[Any, Kind]:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Kind):
+        return value
+    return value, KINDS.get(type(value), Of())
+
+
+def _array(
+    name: str, annotation: Any, free: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[np.ndarray, Kind]:
+    axes = tuple(annotation.dim_str.split())
+    shape = [int(axis) if axis.isdigit() else sizes[axis] for axis in axes]
+    if annotation.dtype is Bool:
+        return np.zeros(shape, bool), Flags(axes=axes)
+    if annotation.dtype is Int32:
+        return np.zeros(shape, np.int32), Lengths(axes=axes, high=ROOM)
+    if annotation.dtype is Float:
+        return np.ones(shape, np.float32), Floats(axes=axes, free=free)
+    ints = np.full(shape, {"segment_ids": 1, "num_tokens": NEW}.get(name, 0), np.int32)
+    if name == "block_indices":
+        ints[..., 1:] = -1
+    return ints, dataclasses.replace(COUNTS.get(name, Integers()), axes=axes, free=free)
+
+
 def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
 
-def abstract(make: Callable[..., nnx.Module], **options: Any) -> Callable[[], nnx.Module]:
-    """A function that gives a module whose parameters are traced."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(**options, rngs=nnx.Rngs(0))))
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
-    return lambda: nnx.merge(graph, zeros)
-
-
-def method(module: Callable[[], nnx.Module], name: str) -> Callable[..., Any]:
-    return lambda **given: getattr(module(), name)(**given)
-
-
-def made(make: Callable[..., nnx.Module]) -> Callable[..., Any]:
+def making(module: Callable[..., nnx.Module], **more: Any) -> Call:
     """Makes a module, and gives its parameters."""
 
-    def call(rngs, **given):
+    def made(rngs, **given):
         def parameters():
-            return nnx.state(
-                make(rngs=nnx.Rngs(0) if isinstance(rngs, nnx.Rngs) else rngs, **given), nnx.Param
-            )
+            own = nnx.Rngs(0) if isinstance(rngs, nnx.Rngs) else rngs
+            return nnx.state(module(rngs=own, **given), nnx.Param)
 
         return nnx.eval_shape(parameters)
 
-    return call
+    return Call(made, like=module.__init__, **more)
+
+
+class Abstract:
+    """A module whose parameters are traced, and calls of its methods."""
+
+    def __init__(self, module: Callable[..., nnx.Module], **options: Any):
+        graph, state = nnx.split(nnx.eval_shape(lambda: module(**options, rngs=nnx.Rngs(0))))
+        zeros = zeros_of(state)
+        self.of, self.make = module, lambda: nnx.merge(graph, zeros)
+
+    def call(self, name: str, **more: Any) -> Call:
+        return Call(lambda **given: getattr(self.make(), name)(**given), like=getattr(self.of, name), **more)
 
 
 def zeros_of(held: Any) -> Any:
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), held)
 
 
-def fields(of: type, prefix: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gets a tuple by its fields."""
+def window_by_runs(
+    length: int, first: int, divisor: int, num_queries: Int[Array, "B"] | None, halo: int | None
+):
+    runs = Runs((Run(length, first), Run(6, 4)), divisor, num_queries, halo)
+    return nsa_jax.window_attention(*WINDOW, config=CONFIG, query_positions=runs)
+
+
+def in_shard_map(operation):
+    """Calls a context-parallel operation on the first of two devices."""
+    mesh = AbstractMesh((2,), ("context",), (AxisType.Auto,))
 
     def call(**given):
-        own = {name: given.pop(f"{prefix}.{name}") for name in of._fields}
-        return function(**{prefix: of(**own)}, **given)
+        # Arrays of floats are given to the shard_map; the rest is closed over.
+        spread = {
+            name: x for name, x in given.items() if getattr(x, "dtype", None) == np.float32 and x.ndim > 2
+        }
+        run = functools.partial(operation, **{name: x for name, x in given.items() if name not in spread})
+        spec = PartitionSpec(None, None)
+        options = dict(mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"context"}, check_vma=False)
+        return jax.shard_map(lambda arrays: run(**arrays), **options)(spread)
 
     return call
 
 
-LAYER_SIZES = dict(num_heads=N, in_features=D, num_kv_heads=K, head_dim=H)
-LAYER = abstract(nn.NSAAttention, **LAYER_SIZES, value_dim=V, config=CONFIG, implementation="xla")
-DENSE = abstract(nn.DenseAttention, **LAYER_SIZES, implementation="xla")
-TRANSFORMER = abstract(model.Transformer, config=model.TransformerConfig(**MODEL), implementation="xla")
-HELD = zeros_of(
-    jax.eval_shape(
-        lambda: cache.init_cache(
-            B, ROOM, num_kv_heads=K, key_dim=H, value_dim=V, config=CONFIG, dtype=jnp.float32
-        )
-    )
+WINDOW = [np.ones((2, 10, heads, dim), np.float32) for heads, dim in ((4, 4), (2, 4), (2, 3))]
+LAYER_SIZES = dict(num_heads=4, in_features=12, num_kv_heads=2, head_dim=4)
+MODEL = model.TransformerConfig(
+    vocab_size=VOCAB, num_layers=1, model_dim=12, num_heads=4, num_kv_heads=2, nsa=CONFIG
 )
-DENSE_OF_LAYER = zeros_of(jax.eval_shape(lambda: DENSE().init_cache(B, ROOM)))
-MODEL_HELD = zeros_of(jax.eval_shape(lambda: TRANSFORMER().init_cache(B, ROOM)))
-DENSE_HELD = zeros_of(
-    jax.eval_shape(
-        lambda: cache.init_dense_cache(B, ROOM, num_kv_heads=K, key_dim=H, value_dim=V, dtype=jnp.float32)
-    )
+LAYER = Abstract(nn.NSAAttention, **LAYER_SIZES, value_dim=3, config=CONFIG, implementation="xla")
+DENSE = Abstract(nn.DenseAttention, **LAYER_SIZES, implementation="xla")
+GATE = Abstract(nn.Gate, in_features=12, num_heads=4)
+COMPRESSOR = Abstract(nn.Compressor, head_dim=4, config=CONFIG)
+TRANSFORMER = Abstract(model.Transformer, config=MODEL, implementation="xla")
+CACHE_SIZES = dict(num_kv_heads=2, key_dim=4, value_dim=3, dtype=jnp.float32)
+HELD = zeros_of(jax.eval_shape(lambda: cache.init_cache(2, ROOM, config=CONFIG, **CACHE_SIZES)))
+DENSE_HELD = zeros_of(jax.eval_shape(lambda: cache.init_dense_cache(2, ROOM, **CACHE_SIZES)))
+DENSE_OF_LAYER, MODEL_HELD = (
+    zeros_of(jax.eval_shape(lambda module=module: module.make().init_cache(2, ROOM)))
+    for module in (DENSE, TRANSFORMER)
 )
+TOKENS = cache.TokenKeysValues(*(np.ones((2, NEW, 2, dim), np.float32) for dim in (4, 3) * 3))
 
-OPTIONS = dict(
-    config=(CONFIG, Of()), scale=(None, Scale(optional=True)), implementation=("xla", Name(optional=True))
+NO_ARRAY = {"list": [[1, 2, 3, 4]], "str": "a", "int": 3, "nan": math.nan}
+IN_ZIGZAG = Kind(NO_ARRAY | {"rank": np.ones(8), "length": np.ones((2, 7))})
+NO_OPERAND = Kind({"str": "a", "int": 3, "list": [1.0], "rank": WINDOW[0][0]})
+ZEROS = np.zeros((2, 10, 2, 4, 2), np.int32)
+NO_RANGES = Kind(
+    {
+        "float": ZEROS * 1.0,
+        "bool": ZEROS.astype(bool),
+        "str": "a",
+        "ragged": [[1, 2], [3]],
+        "rank": ZEROS[0],
+        "three ends": ZEROS[..., [0, 1, 1]],
+        "negative": ZEROS - np.array([4, 0]),
+        "huge": ZEROS + np.array([0, 2**40]),
+        "nan": math.nan,
+    }
 )
-PLACES = dict(
-    query_positions=(np.tile(np.arange(T, dtype=np.int32), (B, 1)), Integers(True, "BT")),
-    segment_ids=(np.ones((B, T), np.int32), Integers(True, "BS")),
+RANGES = ZEROS, NO_RANGES
+NO_POSITIONS = Kind(
+    {
+        "float": np.zeros((2, 10)),
+        "rank": np.zeros(10, int),
+        "length": np.zeros((2, 11), int),
+        "below -1": np.full((2, 10), -5),
+        "huge": np.full((2, 10), 2**40),
+        "str": "a",
+        "no axis": 3,
+    }
 )
-READS = dict(return_reads=(False, Flag()))
-QUERY = (floats(B, T, N, H), Floats(axes="BTNH"))
-KEY, VALUE = (floats(B, T, K, H), Floats(axes="BSKH")), (floats(B, T, K, V), Floats(axes="BSKV", free="V"))
-KEY_CMP, VALUE_CMP = (
-    (floats(B, C, K, H), Floats(axes="BCKH")),
-    (floats(B, C, K, V), Floats(axes="BCKV", free="V")),
-)
-BOUND_VALUE = (VALUE[0], Floats(axes="BSKV"))
-BLOCKS = (np.tile(np.array([0, -1, -1, -1], np.int32), (B, T, K, 1)), Integers(axes="BTKR"))
-GATES = (floats(B, T, N, 3), Floats(axes="BTN3"))
-OUT = (floats(B, T, N, V), Floats(axes="BTNV"))
-FIRST_KEY = (0, Whole(low=None))
+POSITIONS = np.tile(np.arange(10), (2, 1)), NO_POSITIONS
+CU_SEQLENS = np.array([[0, 4, 10]] * 2, np.int32)
+NO_CU_SEQLENS = {
+    "float": CU_SEQLENS * 1.0,
+    "bool": CU_SEQLENS > 0,
+    "str": "a",
+    "nan": math.nan,
+    "empty": CU_SEQLENS[:, :0],
+    "rank": CU_SEQLENS[None],
+    "huge": CU_SEQLENS + np.int64(2**40),
+}
+NO_FREQUENCY = {"list": [1.0], "int": np.array([1, 2]), "NaN": np.array([math.nan]), "float": 1.0, "str": "a"}
+NO_WEIGHTS = {"list": [1.0], "int": 3, "unknown": {"a": np.ones(3)}, "no array": {"a": 3}}
+NO_KEY = NO_INT | {"2^64": 2**64, "keys": VALUES["keys"][:1], "raw key": np.zeros((2, 2), np.uint32)}
+
+SHARD = dict(sizes=dict(T=8))  # two chunks of a device
+STEP = dict(sizes=dict(T=NEW))
+HELD_STEP = STEP | dict(cache=HELD, tokens=TOKENS)
+DENSE_STEP = STEP | dict(cache=DENSE_HELD)
+ZIGZAG = dict(array=(np.zeros((2, 8), int), IN_ZIGZAG), axis=(1, Whole(low=-2)))
+CALLS = {
+    "compressed_attention": Call(nsa_jax.compressed_attention, free="V"),
+    "select_blocks": Call(nsa_jax.select_blocks),
+    "selected_attention": Call(nsa_jax.selected_attention, free="V"),
+    "window_attention": Call(nsa_jax.window_attention, free="V"),
+    "gated_sum": Call(nsa_jax.gated_sum),
+    "native_sparse_attention": Call(nsa_jax.native_sparse_attention),
+    "window_attention by Runs": Call(
+        window_by_runs,
+        length=(4, Whole(error=ValueError)),
+        first=(0, Whole(low=None)),
+        divisor=1,
+        num_queries=(
+            np.array([3, 10], np.int32),
+            Counts(axes=("B",), high=10, error=(TypeError, ValueError)),
+        ),
+        halo=(None, Whole(low=CONFIG.window_size - 1, error=ValueError)),
+    ),
+    "Runs": Call(
+        lambda runs: debug.checked(nsa_jax.window_attention)(
+            *WINDOW, config=CONFIG, query_positions=Runs(runs)
+        ),
+        runs=((Run(10, 0),), Of()),
+    ),
+    "choose": Call(
+        lambda operation, operand, **given: nsa_jax.choose(operation, operand, **given),
+        like=nsa_jax.choose,
+        operand=(WINDOW[0], NO_OPERAND),
+    ),
+    "unsupported_reason": Call(nsa_jax.unsupported_reason),
+    "use_implementation": Call(
+        lambda implementation: type(nsa_jax.use_implementation(implementation)).__name__,
+        like=nsa_jax.use_implementation,
+    ),
+    "NSAConfig": Call(NSAConfig),
+    "block_indices_from_ranges": Call(
+        nsa_jax.block_indices_from_ranges,
+        ranges=RANGES,
+        query_positions=POSITIONS,
+    ),
+    "segment_ids_from_cu_seqlens": Call(
+        nsa_jax.segment_ids_from_cu_seqlens, cu_seqlens=(CU_SEQLENS, Kind(NO_CU_SEQLENS))
+    ),
+    "check_segment_ids": Call(debug.check_segment_ids, free="B S"),
+    "check_cu_seqlens": Call(
+        debug.check_cu_seqlens, cu_seqlens=(CU_SEQLENS, Kind(NO_CU_SEQLENS | {"list": [0, 4], "int": 3}))
+    ),
+    "check_query_positions": Call(debug.check_query_positions, free="B T"),
+    "check_block_indices": Call(debug.check_block_indices, free="K R S"),
+    "check_runs": Call(
+        debug.check_runs, runs=Runs((Run(10, np.zeros(2, np.int32)),)), batch=(2, Whole(low=0))
+    ),
+    "checked": Call(
+        lambda operation: debug.checked(operation).__name__, operation=(nsa_jax.gated_sum, Function())
+    ),
+    "to_zigzag": Call(parallel.to_zigzag, **ZIGZAG),
+    "from_zigzag": Call(parallel.from_zigzag, **ZIGZAG),
+    "token_indices": Call(parallel.token_indices, length=(8, Whole(low=0))),
+    "padded_length": Call(parallel.padded_length, length=(9, Whole(low=0))),
+    "context_attention": Call(
+        in_shard_map(parallel.context_attention), like=parallel.context_attention, **SHARD
+    ),
+    "context_selection": Call(
+        in_shard_map(parallel.context_selection), like=parallel.context_selection, free="V", **SHARD
+    ),
+    "NSAAttention": making(nn.NSAAttention),
+    "DenseAttention": making(nn.DenseAttention),
+    "Gate": making(nn.Gate),
+    "Compressor": making(nn.Compressor),
+    "NSAAttention()": LAYER.call("__call__"),
+    "NSAAttention.operands": LAYER.call("operands"),
+    "NSAAttention.inspect": LAYER.call("inspect"),
+    "DenseAttention()": DENSE.call("__call__"),
+    "Gate()": GATE.call("__call__", free="B T"),
+    "Compressor()": COMPRESSOR.call("__call__", free="B m K"),
+    "Compressor.is_data": COMPRESSOR.call("is_data"),
+    "Compressor.weights": COMPRESSOR.call("weights"),
+    "LinearScaling": Call(nn.LinearScaling),
+    "Llama3Scaling": Call(nn.Llama3Scaling, original_length=(64, Real())),
+    "YarnScaling": Call(nn.YarnScaling, original_length=(64, Real())),
+    "load_weights": Call(nn.load_weights, weights=({}, Kind(NO_WEIGHTS))),
+    "weights": Call(nn.weights),
+    "rotate": Call(nn.rotate, free="N H"),
+    "token_windows": Call(nn.token_windows, free="K H"),
+    "init_cache": Call(cache.init_cache),
+    "init_dense_cache": Call(cache.init_dense_cache),
+    "expected_reads": Call(cache.expected_reads),
+    "prefill": Call(cache.prefill, **HELD_STEP),
+    "decode_step": Call(cache.decode_step, **HELD_STEP),
+    "dense_prefill": Call(cache.dense_prefill, window_size=(None, Whole()), **DENSE_STEP),
+    "dense_decode_step": Call(cache.dense_decode_step, window_size=(None, Whole()), **DENSE_STEP),
+    "Rotation.of": Call(cache.Rotation.of, frequency=(np.array([1.0, 0.5]), Kind(NO_FREQUENCY))),
+    "NSAAttention.init_cache": LAYER.call("init_cache"),
+    "NSAAttention.check_cache": LAYER.call(
+        "check_cache", cache=(HELD, Of()), batch=(2, Whole(error=ValueError))
+    ),
+    "NSAAttention.prefill": LAYER.call("prefill", cache=HELD, free="T", **STEP),
+    "NSAAttention.decode_step": LAYER.call("decode_step", cache=HELD, free="T", **STEP),
+    "DenseAttention.init_cache": DENSE.call("init_cache"),
+    "DenseAttention.decode_step": DENSE.call("decode_step", cache=DENSE_OF_LAYER, free="T", **STEP),
+    "DenseAttention.prefill": DENSE.call("prefill", cache=DENSE_OF_LAYER, free="T", **STEP),
+    "TransformerConfig": Call(  # two layers, so that a list of one value is wrong
+        model.TransformerConfig,
+        num_layers=2,
+        attention=("window", Name()),
+        window_size=(5, Whole(error=(TypeError, ValueError))),
+        rope_base=(10000.0, Real(error=(TypeError, ValueError))),
+    ),
+    "Transformer": making(model.Transformer, config=MODEL),
+    "Transformer()": TRANSFORMER.call("__call__"),
+    "Transformer.inspect": TRANSFORMER.call("inspect"),
+    "Transformer.init_cache": TRANSFORMER.call("init_cache"),
+    "Transformer.prefill": TRANSFORMER.call("prefill", cache=MODEL_HELD, free="T", **STEP),
+    "Transformer.decode_step": TRANSFORMER.call("decode_step", cache=MODEL_HELD, free="T", **STEP),
+    "generate": Call(
+        lambda model, **given: generate(model.make() if model is TRANSFORMER else model, **given),
+        like=generate,
+        free="P",
+        model=TRANSFORMER,
+        lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
+        key=(0, Kind(NO_KEY)),
+    ),
+    "sample": Call(sample, free="vocab", temperature=(1.0, Kind(TOO_HOT | {"0": 0.0}))),
+    "truncate": Call(truncate, free="B vocab"),
+}

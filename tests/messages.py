@@ -1,6 +1,9 @@
 """The form of every error message: `<rule>, got <values>. <what to do>.`"""
 
+import contextlib
 import re
+
+import pytest
 
 # The verbs that a remedy begins with.
 VERBS = (
@@ -13,3 +16,11 @@ _FORM = re.compile(rf".+, got .+\. ({VERBS})\b.*\.", re.DOTALL)  # a printed arr
 
 def has_form(message: str) -> bool:
     return _FORM.fullmatch(message) is not None
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], told: str):
+    """The block raises an `error` that has the form and says `told`, a regular expression."""
+    with pytest.raises(error, match=told) as raised:
+        yield raised
+    assert has_form(str(raised.value)), str(raised.value)

@@ -64,6 +64,17 @@ def fixed_gate(in_features, num_heads, *, rngs):
     return lambda x: jax.nn.softmax(x[..., : num_heads * 3].reshape(*x.shape[:2], num_heads, 3))
 
 
+def turn_first_pair(heads, positions):
+    """A rotary embedding of one pair: the first two numbers of a head."""
+    angle = 0.25 * positions[:, :, None].astype(heads.dtype)
+    first, second = heads[..., 0], heads[..., 1]
+    turned = (
+        first * jnp.cos(angle) - second * jnp.sin(angle),
+        second * jnp.cos(angle) + first * jnp.sin(angle),
+    )
+    return jnp.concatenate([jnp.stack(turned, axis=-1), heads[..., 2:]], axis=-1)
+
+
 def assert_close(actual, expected, tolerance, what=""):
     scale = max(np.abs(np.asarray(expected, np.float64)).max(initial=0), 1e-3)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale, err_msg=what)

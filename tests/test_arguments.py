@@ -1,4 +1,8 @@
-"""Operations refuse wrong shapes, dtypes and kinds of objects with one clear error each, while tracing."""
+"""Operations refuse wrong shapes, dtypes and kinds of objects with one clear error each, while tracing.
+
+`test_bad_calls` gives every argument of every operation a value of another type, dtype, rank or size. Here is
+what several arguments make wrong together, and what the errors say.
+"""
 
 import functools
 
@@ -6,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 from nsa_jax import arguments, attention
 from nsa_jax.config import NSAConfig
@@ -43,6 +47,9 @@ AXES = {
     "value_win": "BWKV",
     "gates": "BTN3",
     "block_indices": "BTKR",
+    "out_cmp": "BTNV",
+    "out_slc": "BTNV",
+    "out_win": "BTNV",
 }
 INDEX_ARRAYS = ("block_indices", "query_positions", "segment_ids")
 ARRAYS = {
@@ -70,10 +77,9 @@ def call(operation, settings=None, **arrays):
     return jax.eval_shape(functools.partial(getattr(attention, operation), **settings), **arrays)
 
 
-def refused(error, rule, operation, settings=None, **arrays):
-    with pytest.raises(error, match=rule) as raised:
+def refuses(error, rule, operation="window_attention", settings=None, **arrays):
+    with refused(error, "^" + rule):
         call(operation, settings, **arrays)
-    assert has_form(str(raised.value)), str(raised.value)
 
 
 @every_operation
@@ -96,58 +102,32 @@ def test_reads_come_last_if_asked_for(operation):
     assert reads == TRACED((B, T, K), jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("operation", "name"), [(operation, name) for operation, names in ARRAYS.items() for name in names]
-)
-def test_wrong_rank(operation, name):
-    shape = SHAPES[name]
-    axes = f"{name} must have 4 axes "
-    refused(
-        ValueError,
-        axes + r".*, got shape \(" + ", ".join(map(str, shape[1:])),
-        operation,
-        **{name: array(name, shape[1:])},
-    )
-    refused(ValueError, axes, operation, **{name: array(name, (1, *shape))})
-
-
-@every_attention
-@pytest.mark.parametrize("name", ["query_positions", "segment_ids"])
-def test_wrong_rank_of_index_arrays(operation, name):
-    refused(ValueError, f"^{name} must have 2 axes", operation, **{name: array(name, (S,))})
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"), [(operation, name) for operation, names in ARRAYS.items() for name in names[1:]]
-)
-def test_wrong_batch(operation, name):
-    rule = rf"^axis B of {name} must be 2 \(in {ARRAYS[operation][0]}\), got shape \(3, "
-    refused(ValueError, rule, operation, **{name: array(name, (3, *SHAPES[name][1:]))})
+def test_what_is_told_of_one_argument():
+    refuses(ValueError, r"query must have 4 axes \[B, T, N, H\], got shape", query=array("query", (B, N, H)))
+    refuses(ValueError, "segment_ids must have 2 axes", segment_ids=array("segment_ids", (S,)))
+    refuses(TypeError, "query must be floating point, got int32", query=array("query", dtype="int32"))
+    refuses(TypeError, "query must be one of .*'bfloat16'", query=array("query", dtype="float8_e5m2"))
+    refuses(TypeError, "segment_ids must be an integer array", segment_ids=array("segment_ids", dtype=bool))
+    refuses(TypeError, "key_win must be an array, got list", key_win=[[0.0]])
+    refuses(TypeError, "config must be an NSAConfig, got dict", settings=dict(config={}))
+    refuses(TypeError, "scale must be a Python number, got str", settings=dict(scale="1"))
+    refuses(ValueError, "scale must be finite, got nan", settings=dict(scale=float("nan")))
 
 
 @pytest.mark.parametrize(
     ("operation", "name", "shape", "rule"),
     [
-        ("window_attention", "key_win", (B, S, K, H + 1), "axis H of key_win must be 6 "),
+        ("window_attention", "key_win", (3, S, K, H), r"axis B of key_win must be 2 \(in query\), got shape"),
         ("window_attention", "value_win", (B, S + 1, K, V), "axis W of value_win must be 70 "),
-        ("window_attention", "value_win", (B, S, N, V), "axis K of value_win must be 2 "),
-        ("compressed_attention", "value_cmp", (B, C + 1, K, V), "axis C of value_cmp must be 3 "),
-        ("selected_attention", "block_indices", (B, T + 1, K, 16), "axis T of block_indices must be 70 "),
-        ("selected_attention", "block_indices", (B, T, N, 16), "axis K of block_indices must be 2 "),
         ("selected_attention", "block_indices", (B, T, K, 15), "block_indices must have num_selected_blocks"),
         ("native_sparse_attention", "block_indices", (B, T, K, 17), "block_indices must have num_"),
         ("gated_sum", "gates", (B, T, N, 4), r"axis 3 of gates must be 3 \(by definition\)"),
-        ("gated_sum", "out_win", (B, T, N, V + 1), "axis V of out_win must be 5 "),
-        ("native_sparse_attention", "gates", (B, T, K, 3), "axis N of gates must be 4 "),
-        ("native_sparse_attention", "value_win", (B, S, K, V + 2), "axis V of value_win must be 5 "),
-        ("select_blocks", "lse_cmp", (B, T, K), "axis N of lse_cmp must be 4 "),
         ("selected_attention", "segment_ids", (B, S + 1), "axis S of segment_ids must be 70 "),
         ("window_attention", "segment_ids", (B, S + 1), "the window's keys must cover all S = 71"),
-        ("window_attention", "query_positions", (B, T + 1), "axis T of query_positions must be 70 "),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_disagree(operation, name, shape, rule):
-    refused(ValueError, "^" + rule, operation, **{name: array(name, shape)})
+    refuses(ValueError, rule, operation, **{name: array(name, shape)})
 
 
 @every_attention
@@ -156,32 +136,21 @@ def test_query_heads_that_kv_heads_do_not_divide(operation, heads):
     changed = {"query": array("query", (B, T, heads, H))}
     if operation == "native_sparse_attention":
         changed["gates"] = array("gates", (B, T, heads, 3))
-    rule = (
-        f"^the number of query heads must be a multiple of the number of KV heads, got N = {heads} and K = 2"
-    )
-    refused(ValueError, rule, operation, **changed)
+    rule = f"the number of query heads must be a multiple of .* KV heads, got N = {heads} and K = 2"
+    refuses(ValueError, rule, operation, **changed)
 
 
 @pytest.mark.parametrize(
     ("operation", "axis"),
-    [(o, axis) for o in ATTENTIONS for axis in "BTSWHV" if any(axis in AXES[name] for name in ARRAYS[o])],
+    [(o, axis) for o in ATTENTIONS for axis in "BTSWHV" if any(axis in AXES[name] for name in ARRAYS[o])]
+    + [("gated_sum", axis) for axis in "BTNV"],
 )
 def test_empty_axes(operation, axis):
     changed = {
         name: array(name, tuple(0 if x == axis else n for x, n in zip(AXES[name], SHAPES[name], strict=True)))
         for name in ARRAYS[operation]
     }
-    refused(ValueError, f"^every axis except C must be non-empty, got {axis} = 0", operation, **changed)
-
-
-@pytest.mark.parametrize("axis", ["B", "T", "N", "V"])
-def test_empty_axes_of_the_gated_sum(axis):
-    axes = dict.fromkeys(("out_cmp", "out_slc", "out_win"), "BTNV") | {"gates": "BTN3"}
-    changed = {
-        name: array(name, tuple(0 if x == axis else n for x, n in zip(axes[name], SHAPES[name], strict=True)))
-        for name in axes
-    }
-    refused(ValueError, f"^every axis except C must be non-empty, got {axis} = 0", "gated_sum", **changed)
+    refuses(ValueError, f"every axis except C must be non-empty, got {axis} = 0", operation, **changed)
 
 
 @every_attention
@@ -191,7 +160,7 @@ def test_no_kv_heads(operation):
         for name in ARRAYS[operation]
         if name.startswith(("key", "value", "block"))
     }
-    refused(ValueError, "multiple of the number of KV heads, got N = 4 and K = 0", operation, **changed)
+    refuses(ValueError, "the number of query heads must be .*, got N = 4 and K = 0", operation, **changed)
 
 
 @pytest.mark.parametrize(
@@ -199,79 +168,13 @@ def test_no_kv_heads(operation):
     [(o, name) for o, names in ARRAYS.items() for name in names if name not in ("gates", "block_indices")],
 )
 def test_mixed_dtypes(operation, name):
-    rule = f"must have one dtype, got .*{name} bfloat16"
-    refused(ValueError, rule, operation, **{name: array(name, dtype=jnp.bfloat16)})
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(o, name) for o, names in ARRAYS.items() for name in names if name != "block_indices"],
-)
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64], ids=["int32", "bool", "complex64"])
-def test_operands_that_are_no_floats(operation, name, dtype):
-    changed = {n: array(n, dtype=dtype) for n in ARRAYS[operation] if n not in ("gates", "block_indices")}
-    if name == "gates":
-        changed = {"gates": array("gates", dtype=dtype)}
-    refused(TypeError, f" must be floating point, got {jnp.dtype(dtype)}", operation, **changed)
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(o, name) for o in ATTENTIONS for name in ("query_positions", "segment_ids")]
-    + [("selected_attention", "block_indices"), ("native_sparse_attention", "block_indices")],
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_], ids=["float32", "bool"])
-def test_index_arrays_that_are_no_integers(operation, name, dtype):
-    rule = f"^{name} must be an integer array, got {jnp.dtype(dtype)}"
-    refused(TypeError, rule, operation, **{name: array(name, dtype=dtype)})
-
-
-@every_operation
-@pytest.mark.parametrize("wrong", [None, [[0.0]], 1.0, "query"], ids=["None", "list", "float", "str"])
-def test_operands_that_are_no_arrays(operation, wrong):
-    name = ARRAYS[operation][1]
-    arrays = {n: np.zeros(SHAPES[n], np.float32) for n in ARRAYS[operation] if n != "block_indices"}
-    if "block_indices" in ARRAYS[operation]:
-        arrays["block_indices"] = np.zeros(SHAPES["block_indices"], np.int32)
-    settings = {} if operation == "gated_sum" else {"config": CONFIG}
-    with pytest.raises(TypeError, match=f"^{name} must be an array, got {type(wrong).__name__}") as error:
-        getattr(attention, operation)(**arrays | {name: wrong}, **settings)
-
-    assert has_form(str(error.value))
-
-
-@every_attention
-@pytest.mark.parametrize("config", [None, {}, NSAConfig], ids=["None", "dict", "class"])
-def test_config_of_another_kind(operation, config):
-    refused(TypeError, "^config must be an NSAConfig, got ", operation, dict(config=config))
-
-
-@every_operation
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=["e4m3", "e5m2"])
-def test_floats_of_8_bits(operation, dtype):
-    names = [name for name in ARRAYS[operation] if name != "block_indices"]
-    changed = {name: array(name, dtype=dtype) for name in names}
-    rule = f"^{names[0]} must be one of .*'bfloat16'.*, got {jnp.dtype(dtype)}"
-    refused(TypeError, rule, operation, **changed)
-
-
-@every_attention
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scale_that_is_not_finite(operation, scale):
-    refused(ValueError, f"^scale must be finite, got {scale}", operation, dict(scale=scale))
-
-
-@every_attention
-@pytest.mark.parametrize("scale", ["1", True, np.ones(3)], ids=["str", "bool", "array"])
-def test_scale_of_another_kind(operation, scale):
-    refused(TypeError, "^scale must be a Python number, got ", operation, dict(scale=scale))
+    rule = f"queries, keys and values must have one dtype, got .*{name} bfloat16"
+    refuses(ValueError, rule, operation, **{name: array(name, dtype=jnp.bfloat16)})
 
 
 def test_scale_that_is_traced():
     attend = functools.partial(attention.window_attention, config=CONFIG)
-    with pytest.raises(
-        TypeError, match=r"^scale must be a Python number, got .*Multiply the queries by an array instead\."
-    ):
+    with refused(TypeError, "^scale must be a Python number, got .*Multiply the queries by an array instead"):
         jax.eval_shape(
             lambda *x: attend(*x[:3], scale=x[3]),
             *map(array, ARRAYS["window_attention"]),
@@ -289,28 +192,28 @@ def test_wrong_number_of_compressed_keys():
         "key_cmp": array("key_cmp", (B, C + 1, K, H)),
         "value_cmp": array("value_cmp", (B, C + 1, K, V)),
     }
-    rule = "^a row of 70 tokens must have 3 compressed keys, got C = 4"
+    rule = "a row of 70 tokens must have 3 compressed keys, got C = 4"
     for operation in ("compressed_attention", "native_sparse_attention"):
-        refused(ValueError, rule, operation, **changed)
-    refused(ValueError, rule, "select_blocks", key_cmp=changed["key_cmp"])
-    refused(ValueError, rule, "compressed_attention", **changed, segment_ids=array("segment_ids"))
+        refuses(ValueError, rule, operation, **changed)
+    refuses(ValueError, rule, "select_blocks", key_cmp=changed["key_cmp"])
+    refuses(ValueError, rule, "compressed_attention", **changed, segment_ids=array("segment_ids"))
 
 
 def test_fewer_queries_than_tokens_need_positions_where_only_the_compressed_keys_are_known():
     query = array("query", (B, 5, N, H))
-    rule = "^a row of 5 tokens must have 0 compressed keys, got C = 3.*pass query_positions if only some"
-    refused(ValueError, rule, "compressed_attention", query=query)
-    refused(ValueError, rule, "select_blocks", query=query)
+    rule = "a row of 5 tokens must have 0 compressed keys, got C = 3.*pass query_positions if only some"
+    refuses(ValueError, rule, "compressed_attention", query=query)
+    refuses(ValueError, rule, "select_blocks", query=query)
     call("compressed_attention", query=query, query_positions=array("query_positions", (B, 5)))
     call("compressed_attention", query=query, segment_ids=array("segment_ids"))
 
 
 def test_more_queries_than_keys_need_positions():
     query = array("query", (B, S + 1, N, H))
-    rule = "^query_positions must be given if there are more queries than keys, got T = 71 and S = 70"
-    refused(ValueError, rule, "window_attention", query=query)
+    rule = "query_positions must be given if there are more queries than keys, got T = 71 and S = 70"
+    refuses(ValueError, rule, "window_attention", query=query)
     blocks = array("block_indices", (B, S + 1, K, 16))
-    refused(ValueError, rule, "selected_attention", query=query, block_indices=blocks)
+    refuses(ValueError, rule, "selected_attention", query=query, block_indices=blocks)
     call("window_attention", query=query, query_positions=array("query_positions", (B, S + 1)))
 
 
@@ -322,26 +225,21 @@ def test_more_queries_than_keys_need_positions():
         (Runs((Run(T + 1, 0), Run(-1, 0))), ValueError, r"the lengths of runs must be .* got \[71, -1\]"),
         (Runs((Run(float(T), 0),)), ValueError, r"the lengths of runs must be .* got \[70.0\]"),
         (Runs(()), ValueError, r"the lengths of runs must be .* got \[\] and T = 70"),
-        (Runs((Run(T, 0),), divisor=0), ValueError, "divisor must be at least 1, got 0"),
-        (Runs((Run(T, 0),), divisor=2.0), TypeError, "divisor must be an int, got float"),
         (Runs((Run(T, 0.0),)), TypeError, "the first of a run must be an integer or an array, got float"),
-        (Runs((Run(T, True),)), TypeError, "the first of a run must be an int, got bool"),
         (Runs((Run(T, np.zeros(B)),)), ValueError, "the first of a run must be a scalar .* got float64"),
         (Runs((Run(T, np.zeros(3, int)),)), ValueError, r"the first of a run must be .* shape \(3,\)"),
         (Runs((Run(T, 0),), num_queries=3), TypeError, "num_queries must be an integer or an array, got int"),
         (Runs((Run(T, 0),), num_queries=np.array(3)), ValueError, r"num_queries must be .* shape \(\)"),
-        (Runs((Run(T, 0),), num_queries=np.array([T, -1])), ValueError, r"num_queries must .* got .*-1"),
         (Runs((Run(T, 0),), num_queries=np.array([T + 1, 0])), ValueError, r"num_queries must .* got .*71"),
     ],
     ids=[
-        "too_few", "empty", "negative", "float_length", "none", "divisor_0", "float_divisor", "float_first",
-        "bool_first", "float_firsts", "firsts_of_other_rows", "int_num_queries", "scalar_num_queries",
-        "negative_num_queries", "too_many_num_queries",
+        *("too_few", "empty", "negative", "float_length", "none", "float_first", "float_firsts"),
+        *("firsts_of_other_rows", "int_num_queries", "scalar_num_queries", "too_many_num_queries"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("operation", ["compressed_attention", "window_attention"])
 def test_runs_that_make_no_sense(operation, runs, error, rule):
-    refused(error, "^" + rule, operation, dict(query_positions=runs))
+    refuses(error, rule, operation, dict(query_positions=runs))
 
 
 @pytest.mark.parametrize(
@@ -381,8 +279,8 @@ def test_narrow_ints_of_runs_do_not_overflow():
     ids=["float", "bool", "rows", "floats"],
 )  # fmt: skip
 def test_first_keys_that_make_no_sense(first, error, rule):
-    refused(error, "^" + rule, "window_attention", dict(first_key=first))
-    refused(error, "^" + rule, "native_sparse_attention", dict(first_key_win=first))
+    refuses(error, rule, "window_attention", dict(first_key=first))
+    refuses(error, rule, "native_sparse_attention", dict(first_key_win=first))
 
 
 HALO = CONFIG.window_size
@@ -403,13 +301,13 @@ def test_halos_that_make_no_sense(halo, keys, first, rule):
     changed = {name: array(name, (B, keys, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
     for operation, name in (("window_attention", "first_key"), ("native_sparse_attention", "first_key_win")):
         options = {"query_positions": Runs((Run(T, 0),), halo=halo), name: first}
-        refused(ValueError, "^" + rule, operation, options, **changed)
+        refuses(ValueError, rule, operation, options, **changed)
 
 
 def test_window_keys_of_another_number_need_their_first():
     changed = {name: array(name, (B, S + 3, *SHAPES[name][2:])) for name in ("key_win", "value_win")}
-    rule = "^the window's keys must cover all S = 70 tokens unless first_key is given, got W = 73"
-    refused(ValueError, rule, "native_sparse_attention", dict(first_key_win=0), **changed)
+    rule = "the window's keys must cover all S = 70 tokens unless first_key is given, got W = 73"
+    refuses(ValueError, rule, "native_sparse_attention", dict(first_key_win=0), **changed)
     call("native_sparse_attention", dict(first_key_win=-3), **changed)
 
 

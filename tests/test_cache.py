@@ -219,20 +219,6 @@ def test_numpy_arrays_outside_jit(layer):
         np.testing.assert_allclose(written, wanted, rtol=0, atol=8 * np.finfo(np.float32).eps)
 
 
-def test_steps_in_a_compiled_loop_equal_full_forward(layer):
-    _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 9, 7)
-    rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 9:, None], 1, 0), layer.arrays)
-
-    def body(cache, operands):
-        out, cache = decode_step(cache, *operands, config=SMALL)
-        return cache, out[:, 0]
-
-    cache, out = jit(lambda cache, rest: jax.lax.scan(body, cache, rest))(cache, rest)
-
-    layer.agree(np.moveaxis(out, 0, 1), np.s_[:, 9:])
-    assert cache.lengths.tolist() == [LENGTH, LENGTH]
-
-
 def test_paper_configuration():
     """With the defaults, past the window and the selected blocks: prompt chunks, with a step after each."""
     layer = Layer.make(NSAConfig(), batch=1, length=1100, num_kv_heads=1, seed=1)

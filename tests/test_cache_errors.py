@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_layer import SMALL, Layer, compress
-from messages import has_form
+from messages import refused
 
 from nsa_jax import cache
 from nsa_jax.cache import Compression, ResidualMLP, Rotation
@@ -23,10 +23,6 @@ def arguments(length=3, **changes):
     return given | dict(compress=functools.partial(compress, SMALL)) | changes
 
 
-def with_tokens(**changes):
-    return LAYER.slice(0, 3)[1]._replace(**changes)
-
-
 def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
@@ -35,77 +31,22 @@ def other_config(**changes):
     return dict(config=dataclasses.replace(SMALL, **changes))
 
 
+THREE_HEADS = dict(query=zeros(2, 3, 3, 6), gates=zeros(2, 3, 3, 3))
+OF_ANOTHER = "a step must be given the config of its cache, got a cache with rings"
 BAD = {
-    "rank": (
-        dict(query=zeros(3, 4, 6)),
-        ValueError,
-        r"query must have 4 axes \[B, T, N, H\], got shape \(3, 4, 6\)",
-    ),
-    "no token": (arguments(0), ValueError, "a step must have at least one token"),
-    "no array": (dict(num_tokens=[1, 2]), TypeError, "num_tokens must be an array, got list"),
-    "batch": (
-        dict(cache=Layer.make(batch=3, length=1).empty(16)),
-        ValueError,
-        r"axis B of tokens.key_cmp must be 3 \(in cache",
-    ),
-    "heads": (
-        dict(query=zeros(2, 3, 3, 6), gates=zeros(2, 3, 3, 3)),
-        ValueError,
-        "must be a multiple .* N = 3 and K = 2",
-    ),
-    "key dim": (dict(query=zeros(2, 3, 4, 7)), ValueError, "axis H of query must be 6"),
-    "KV heads": (
-        dict(tokens=with_tokens(key_slc=zeros(2, 3, 4, 6))),
-        ValueError,
-        "axis K of tokens.key_slc must be 2",
-    ),
-    "tokens": (
-        dict(tokens=with_tokens(value_win=zeros(2, 4, 2, 5))),
-        ValueError,
-        "axis T of tokens.value_win must be 3",
-    ),
-    "value dim": (
-        dict(tokens=with_tokens(value_cmp=zeros(2, 3, 2, 6))),
-        ValueError,
-        "axis V of tokens.value_cmp must",
-    ),
-    "query dtype": (
-        dict(query=zeros(2, 3, 4, 6, dtype=np.float16)),
-        ValueError,
-        "one dtype, got .* query float16",
-    ),
-    "integer query": (
-        dict(query=zeros(2, 3, 4, 6, dtype=int)),
-        TypeError,
-        "query must be floating point, got int64",
-    ),
-    "gates": (dict(gates=zeros(2, 3, 4, 2)), ValueError, "axis 3 of gates must be 3"),
-    "integer gates": (dict(gates=zeros(2, 3, 4, 3, dtype=int)), TypeError, "gates must be floating point"),
-    "num_tokens": (dict(num_tokens=zeros(3, dtype=int)), ValueError, "axis B of num_tokens must be 2"),
-    "num_tokens dtype": (dict(num_tokens=zeros(2)), TypeError, "num_tokens must be an integer array"),
-    "window size": (
-        other_config(window_size=9),
-        ValueError,
-        "a step must be given the config of its cache, got a cache with rings",
-    ),
-    "huge window": (
-        other_config(window_size=99),
-        ValueError,
-        "a step must be given the config of its cache, got a cache with rings",
-    ),
-    "stride": (
-        other_config(compression_stride=1),
-        ValueError,
-        "a step must be given the config of its cache, got a cache with rings",
-    ),
-    "config": (dict(config=dict(window_size=8)), TypeError, "NSAConfig"),
+    "no token": (arguments(0), "a step must have at least one token"),
+    "heads": (THREE_HEADS, "must be a multiple .* N = 3 and K = 2"),
+    "query dtype": (dict(query=zeros(2, 3, 4, 6, dtype=np.float16)), "one dtype, got .* query float16"),
+    "window size": (other_config(window_size=9), OF_ANOTHER),
+    "huge window": (other_config(window_size=99), OF_ANOTHER),
+    "stride": (other_config(compression_stride=1), OF_ANOTHER),
 }
 
 
 @pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
-@pytest.mark.parametrize(("changes", "error", "message"), BAD.values(), ids=BAD.keys())
-def test_step_refuses_what_does_not_fit(step, changes, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
+def test_step_refuses_what_does_not_fit(step, changes, message):
+    with refused(ValueError, message):
         step(**arguments(**changes))
 
 
@@ -129,7 +70,7 @@ def test_compression_of_another_cache():
     }
     for message, compression in bad.items():
         for step in (cache.prefill, cache.decode_step):
-            with pytest.raises(TypeError if "None" in message else ValueError, match=message):
+            with refused(TypeError if "None" in message else ValueError, message):
                 step(**arguments(compress=compression))
 
 
@@ -139,17 +80,15 @@ def test_fields_of_a_cache_are_not_assigned():
 
 
 def test_step_longer_than_its_capacity():
-    with pytest.raises(ValueError, match=r"step_capacity, got 5 > 4 tokens\. Call prefill, or init_cache"):
+    with refused(ValueError, r"step_capacity, got 5 > 4 tokens\. Call prefill, or init_cache"):
         cache.decode_step(**arguments(5))
 
 
 def test_prompt_longer_than_the_cache():
     held = LAYER.empty(11)
-    with pytest.raises(
-        ValueError, match=r"a prompt must fit the cache, got 12 tokens and max_length=11\. Call init"
-    ):
+    with refused(ValueError, r"a prompt must fit the cache, got 12 tokens and max_length=11\. Call init"):
         cache.prefill(**arguments(12, cache=held))
-    with pytest.raises(ValueError, match="got 12 tokens and max_length=11"):  # known at trace time
+    with refused(ValueError, "got 12 tokens and max_length=11"):  # known at trace time
         jax.jit(lambda: cache.prefill(**arguments(12, cache=held)))()
 
 
@@ -164,67 +103,24 @@ def test_a_prompt_may_fill_the_cache():
 def test_a_cache_of_arrays_that_do_not_fit_together():
     held = LAYER.empty(16)
     bad = {
-        r"axis raw of cache\.value_raw_ring must be 7": dict(value_raw_ring=held.value_raw_ring[:, :3]),
         r"axis window of cache\.value_win_ring must be 11": dict(value_win_ring=held.value_win_ring[:, :3]),
-        r"axis K of cache\.key_win_ring must be 2": dict(key_win_ring=held.key_win_ring[:, :, :1]),
-        r"axis B of cache\.lengths must be 2": dict(lengths=held.lengths[:1]),
-        r"axis B of cache\.overflowed must be 2": dict(overflowed=held.overflowed[:1]),
-        r"axis V of cache\.value_cmp must be 5": dict(value_cmp=held.value_cmp[..., :3]),
         "one dtype, got .*cache.key_raw_ring bfloat16": dict(
             key_raw_ring=held.key_raw_ring.astype("bfloat16")
         ),
-        r"cache\.lengths must be int32, got float32": dict(lengths=held.lengths * 1.0),
-        r"cache\.overflowed must be bool, got int32": dict(overflowed=held.lengths),
         "both window rings or neither, got one without values": dict(value_win_ring=None),
-        "(the lengths of a cache must be at least 0|cache.lengths must be within 0)": dict(
-            lengths=held.lengths - 1
-        ),
     }
     for message, change in bad.items():
         for step in (cache.prefill, cache.decode_step):
-            with pytest.raises((TypeError, ValueError), match=message) as raised:
+            with refused((TypeError, ValueError), message):
                 step(**arguments(cache=held._replace(**change)))
-            assert has_form(str(raised.value)), str(raised.value)
-
-
-def test_decode_step_refuses_counts_that_the_host_knows_to_be_wrong():
-    with pytest.raises(ValueError, match=r"num_tokens must be within 0 \.\. 3, got values from -1 to 4"):
-        cache.decode_step(**arguments(num_tokens=jnp.array([-1, 4])))
 
 
 def test_chunk_without_room_in_one_row():
     held = LAYER.empty(16)._replace(lengths=jnp.array([13, 14]))
-    with pytest.raises(
-        ValueError, match=r"got \[3, 3\] tokens for rows that hold \[13, 14\] of max_length=16"
-    ):
+    with refused(ValueError, r"got \[3, 3\] tokens for rows that hold \[13, 14\] of max_length=16"):
         cache.prefill(**arguments(cache=held))
-    with pytest.raises(ValueError, match=r"got \[1, 3\] tokens for rows"):
+    with refused(ValueError, r"got \[1, 3\] tokens for rows"):
         cache.prefill(**arguments(cache=held, num_tokens=np.array([1, 3])))
-
-
-@pytest.mark.parametrize("count", [-1, 4])
-def test_num_tokens_out_of_range(count):
-    with pytest.raises(ValueError, match=r"num_tokens must be within 0 \.\. T, got \[1, -?\d\] with T=3"):
-        cache.prefill(**arguments(num_tokens=np.array([1, count])))
-
-
-@pytest.mark.parametrize(
-    "name", ["batch", "max_length", "num_kv_heads", "key_dim", "value_dim", "step_capacity"]
-)
-def test_init_cache_refuses_sizes_below_one(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        cache.init_cache(**(SIZES | {name: 0}))
-
-
-@pytest.mark.parametrize("name", ["batch", "max_length", "value_dim", "step_capacity"])
-def test_init_cache_refuses_what_is_no_int(name):
-    with pytest.raises(TypeError, match=rf"{name} must be an int, got float\. Pass a whole number\."):
-        cache.init_cache(**(SIZES | {name: 2.0}))
-
-
-def test_init_cache_refuses_another_config():
-    with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
-        cache.init_cache(**(SIZES | dict(config={})))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8])
@@ -250,16 +146,5 @@ def test_counts_may_be_narrow_where_lengths_are_not(dtype):
     held = cache.prefill(long.empty(320), **given).cache
 
     assert held.lengths.tolist() == [100, 3]
-    with pytest.raises(ValueError, match=r"got \[100, 3\] tokens for rows that hold \[300, 300\]"):
+    with refused(ValueError, r"got \[100, 3\] tokens for rows that hold \[300, 300\]"):
         cache.prefill(held._replace(lengths=jnp.full(2, 300, jnp.int32)), **given)
-
-
-def test_init_cache_refuses_integers():
-    with pytest.raises(ValueError, match=r"dtype must be floating, got int32\. Pass one of"):
-        cache.init_cache(**(SIZES | dict(dtype=jnp.int32)))
-
-
-@pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
-def test_a_step_takes_the_cache_of_one_layer(step):
-    with pytest.raises(TypeError, match=r"the cache of a layer must be an NSACache, got tuple\. Pass"):
-        step(**arguments(cache=(LAYER.empty(16),)))

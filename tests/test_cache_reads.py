@@ -2,10 +2,12 @@
 
 import functools
 
+import brute_force
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_layer import SMALL, Layer, decode_step, jit
+from cases import Case
 
 from nsa_jax.cache import expected_reads
 from nsa_jax.config import NSAConfig
@@ -16,18 +18,12 @@ DESIGN_FIGURES = {576: 1123, 1088: 1603, 2112: 1667, 4160: 1795}
 LENGTHS = (33, 100, 577, 1100, *DESIGN_FIGURES)
 
 
-def brute_force(length, config):
+def counted(length, config):
     """Keys that the last of `length` tokens sees in each branch, counted one by one."""
-    t = length - 1
-    size, stride = config.compression_block_size, config.compression_stride
-    compressed = sum(1 for first in range(0, length, stride) if first + size - 1 <= t)
-    block_size = config.selection_block_size
-    blocks = [range(first, first + block_size) for first in range(0, length, block_size)]
+    seen = brute_force.sight(Case(name="row", config=config, num_keys=length), 0, length - 1)
     # The query's own block is always selected. All others lie wholly in the past, so any of them will do.
-    selected = [blocks[-1], *blocks[:-1][: config.num_selected_blocks - 1]]
-    seen = {s for block in selected for s in block if s <= t}
-    window = [s for s in range(length) if t - config.window_size < s <= t]
-    return compressed, len(seen), len(window)
+    *others, own = seen.blocks
+    return len(seen.compressed), len(sum(others[: config.num_selected_blocks - 1], own)), len(seen.window)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +39,7 @@ def reads():
 def test_counts_equal_brute_force(reads):
     for row, length in enumerate(LENGTHS):
         for t, so_far in enumerate((length - 1, length)):
-            counted = tuple(int(branch[row, t, 0]) for branch in reads)
-            assert counted == brute_force(so_far, PAPER), (length, t)
+            assert tuple(int(branch[row, t, 0]) for branch in reads) == counted(so_far, PAPER), (length, t)
 
 
 @pytest.mark.parametrize("length", DESIGN_FIGURES)
@@ -80,4 +75,4 @@ def test_expected_reads_is_the_formula_of_the_paper():
     assert expected_reads(31, PAPER) == 0 + 1024 + 31
     assert expected_reads(np.uint8(31), PAPER) == 0 + 1024 + 31
     assert [expected_reads(length, PAPER) for length in (1088, 2112, 4160)] == [1603, 1667, 1795]
-    assert all(expected_reads(length, PAPER) >= sum(brute_force(length, PAPER)) for length in LENGTHS)
+    assert all(expected_reads(length, PAPER) >= sum(counted(length, PAPER)) for length in LENGTHS)

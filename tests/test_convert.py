@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.convert import block_indices_from_ranges, segment_ids_from_cu_seqlens
@@ -38,28 +38,19 @@ def test_cumulative_lengths_become_runs(cu_seqlens, length, expected, kind):
 
 
 @pytest.mark.parametrize(
-    ("cu_seqlens", "error", "rule"),
+    ("cu_seqlens", "rule"),
     [
-        ([[[0, 3]]], ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(1, 1, 2\)"),
-        (3, ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(\)"),
-        (np.zeros(0, int), ValueError, r"cu_seqlens must be \[n \+ 1\] or \[B, n \+ 1\], got shape \(0,\)"),
-        ([1, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
-        ([0, 4, 3], ValueError, r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
-        ([0, 4, 9], ValueError, "cu_seqlens must end within the row, got 9 > 8"),
-        ([0.0, 4.0], TypeError, "cu_seqlens must be an integer array, got float64"),
-        ([[0, 4], [0, 9]], ValueError, "cu_seqlens must end within the row, got 9 > 8 in row 1"),
-        ([[0, 4], [2, 4]], ValueError, r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
+        ([1, 3], r"cu_seqlens must start at 0 and never decrease, got \[1, 3\]"),
+        ([0, 4, 3], r"cu_seqlens must start at 0 and never decrease, got \[0, 4, 3\]"),
+        ([0, 4, 9], "cu_seqlens must end within the row, got 9 > 8"),
+        ([[0, 4], [0, 9]], "cu_seqlens must end within the row, got 9 > 8 in row 1"),
+        ([[0, 4], [2, 4]], r"cu_seqlens must start at 0 .*, got \[2, 4\] in row 1"),
     ],
-    ids=[
-        *("three_axes", "no_axis", "nothing", "late_start", "decreasing", "too_long", "floats"),
-        *("second_row_too_long", "second_row_late"),
-    ],
+    ids=["late_start", "decreasing", "too_long", "second_row_too_long", "second_row_late"],
 )
-def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, error, rule):
-    with pytest.raises(error, match="^" + rule) as raised:
+def test_bad_cumulative_lengths_are_one_clear_error(cu_seqlens, rule):
+    with refused(ValueError, "^" + rule):
         segment_ids_from_cu_seqlens(np.asarray(cu_seqlens), 8)
-
-    assert has_form(str(raised.value))
 
 
 ROWS = [[0, 3, 5, 5], [0, 0, 2, 7], [0, 0, 0, 0], [0, 8, 8, 8]]
@@ -87,43 +78,25 @@ def test_compiled_conversion_gives_the_same(rows, kind):
     np.testing.assert_array_equal(alone[:, 0], segment_ids_from_cu_seqlens(np.array(ROWS), 8))
 
 
-@pytest.mark.parametrize(
-    ("length", "error", "rule"),
-    [
-        (8.0, TypeError, "length must be a Python int, got float"),
-        (True, TypeError, "length must be a Python int, got bool"),
-        (-1, ValueError, "length must be at least 0, got -1"),
-    ],
-)
-def test_bad_lengths_are_one_clear_error(length, error, rule):
-    with pytest.raises(error, match="^" + rule) as raised:
-        segment_ids_from_cu_seqlens(np.array([0]), length)
-
-    assert has_form(str(raised.value))
-
-
 def test_what_a_compiled_conversion_refuses():
     for arguments, error, rule in (
         ((jnp.zeros((1, 1, 2), int), 8), ValueError, r"cu_seqlens must be \[n \+ 1\] or"),
         ((jnp.zeros(2), 8), TypeError, "cu_seqlens must be an integer array, got float32"),
     ):
-        with pytest.raises(error, match=rule) as raised:
+        with refused(error, rule):
             jax.jit(segment_ids_from_cu_seqlens, static_argnums=1)(*arguments)
-        assert has_form(str(raised.value))
-    with pytest.raises(TypeError, match=r"length must be a Python int, got .*Tracer\. Make it a static"):
+    with refused(TypeError, r"length must be a Python int, got .*Tracer\. Make it a static"):
         jax.jit(segment_ids_from_cu_seqlens)(jnp.zeros(2, int), 8)
 
 
 def test_decreasing_unsigned_lengths_are_refused():
     """Differences of unsigned integers wrap around, so they never show a decrease as a negative number."""
-    with pytest.raises(ValueError, match="never decrease"):
+    with refused(ValueError, "never decrease"):
         segment_ids_from_cu_seqlens(np.array([0, 4, 3], np.uint32), 8)
 
 
 def test_ranges_are_refused_where_they_are_traced():
-    with pytest.raises(
-        TypeError, match=r"^ranges must be concrete, got a traced array\. Convert it outside jit"
-    ):
+    with refused(TypeError, r"^ranges must be concrete, got a traced array\. Convert it outside jit"):
         jax.jit(lambda x: convert(x, layout="BTKn2"))(jnp.zeros((1, 1, 1, 1, 2), int))
 
 
@@ -186,10 +159,7 @@ def test_empty_ranges_select_nothing(count):
         ([[-16, 0]], r"must not start before token 0, got \[-16, 0\)"),
         ([[32, 16]], r"must not be reversed, got \[32, 16\)"),
         ([[48, 64]], r"must not reach into the future, got \[48, 64\)"),
-        (
-            [[0, 16], [64, 80]],
-            r"must not reach into the future, got \[64, 80\) at row 1, query 2, KV head 1, range 1",
-        ),
+        ([[0, 16], [64, 80]], r"must not reach into the future, got \[64, 80\) at .*, KV head 1, range 1"),
         ([[8, 16]], r"must start at a multiple of 16, got \[8, 16\)"),
         ([[0, 20]], r"must end at a multiple of 16 or at t \+ 1, got \[0, 20\)"),
         ([[0, 32], [16, 32]], r"must not overlap, got \[0, 32\)"),
@@ -201,23 +171,22 @@ def test_bad_ranges_are_one_clear_error(ranges, rule):
     array = np.zeros((2, 3, 2, len(ranges), 2), int)
     array[1, 2, 1] = ranges
     positions = np.full((2, 3), 50)
-    with pytest.raises(ValueError, match="^the ranges of a query " + rule) as error:
+    with refused(ValueError, "^the ranges of a query " + rule) as error:
         convert(array, layout="BTKn2", query_positions=positions)
 
-    assert has_form(str(error.value))
     assert "at row 1, query 2, KV head 1" in str(error.value)
 
 
 def test_too_many_blocks_are_refused():
     array = np.array([0, 80]).reshape(1, 1, 1, 1, 2)
-    with pytest.raises(ValueError, match=r"must cover at most 4 blocks, got \[0, 80\)"):
+    with refused(ValueError, r"must cover at most 4 blocks, got \[0, 80\)"):
         convert(array, layout="BTKn2", query_positions=np.array([[79]]))
 
 
 def test_padding_queries_may_only_select_nothing():
     array = np.array([[[[[0, 1]]], [[[0, 0]]]]])
 
-    with pytest.raises(ValueError, match="must not reach into the future"):
+    with refused(ValueError, "must not reach into the future"):
         convert(array, layout="BTKn2", query_positions=np.array([[-1, 0]]))
     assert convert(array, layout="BTKn2", query_positions=np.array([[0, -1]])).tolist()[0] == [
         [[0, -1, -1, -1]],
@@ -228,41 +197,24 @@ def test_padding_queries_may_only_select_nothing():
 @pytest.mark.parametrize(
     ("shape", "arguments", "rule"),
     [
-        ((1, 2, 1, 1, 2), dict(layout="BKTn2"), "layout must be one of"),
         ((2, 1, 1, 2), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape \(2, 1, 1, 2\)"),
-        ((1, 2, 1, 1, 3), dict(layout="BTKn2"), r"ranges must have the axes BTKn2, got shape"),
         ((1, 2, 1, 2), dict(layout="BTn2"), "the layout BTn2 needs num_kv_heads, got None"),
         (
             (1, 2, 1, 1, 2),
             dict(layout="BTKn2", num_kv_heads=2),
             "ranges must have num_kv_heads = 2 KV heads, got 1",
         ),
-        ((1, 2, 1, 2), dict(layout="BTn2", num_kv_heads=0), "num_kv_heads must be at least 1, got 0"),
-        (
-            (1, 2, 1, 1, 2),
-            dict(layout="BTKn2", query_positions=np.zeros((1, 3), int)),
-            r"query_positions must be \[B, T\] = \(1, 2\), got shape \(1, 3\)",
-        ),
     ],
-    ids=["layout", "axes", "pairs", "no_kv_heads", "kv_heads", "zero_kv_heads", "positions"],
+    ids=["axes", "no_kv_heads", "kv_heads"],
 )
 def test_bad_layouts_are_one_clear_error(shape, arguments, rule):
-    with pytest.raises(ValueError, match="^" + rule) as error:
+    with refused(ValueError, "^" + rule):
         convert(np.zeros(shape, int), **arguments)
-
-    assert has_form(str(error.value))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 3, 2), (1, 0, 1, 3, 2)], ids=["rows", "queries"])
 def test_no_queries_have_no_blocks(shape):
     assert convert(np.zeros(shape, int), layout="BTKn2").shape == (*shape[:3], CONFIG.num_selected_blocks)
-
-
-def test_floating_ranges_are_refused():
-    with pytest.raises(
-        TypeError, match=r"^ranges must be an integer array, got float64\. Cast it to int32\.$"
-    ):
-        convert(np.zeros((1, 1, 1, 1, 2)), layout="BTKn2")
 
 
 def test_fewer_ranges_than_slots_and_more_slots_than_ranges():

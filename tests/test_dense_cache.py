@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from test_generate_model import loop_bodies
 
 from nsa_jax import cache
@@ -230,9 +230,8 @@ def test_a_loop_writes_the_cache_in_place(case):
 
 
 def told(function, error, part):
-    with pytest.raises(error, match=re.escape(part)) as raised:
+    with refused(error, re.escape(part)):
         function()
-    assert has_form(str(raised.value))
 
 
 def test_a_prompt_may_fill_the_cache():
@@ -246,37 +245,16 @@ def test_a_prompt_may_fill_the_cache():
 def test_bad_input_is_told():
     held, query, key, value = given = operands()
     ring, *token = operands(num_new=5, window_size=7)
-    sizes = dict(num_kv_heads=2, key_dim=6, value_dim=5, dtype=jnp.float32)
+    triton = functools.partial(jax.eval_shape, lambda: dense_decode_step(*given, implementation="triton"))
     cases = [
-        (lambda: init_dense_cache(0, 4, **sizes), ValueError, "batch must be at least 1, got 0."),
-        (lambda: init_dense_cache(1, 4, **(sizes | dict(dtype=jnp.int32))), ValueError, "must be floating"),
-        (
-            lambda: init_dense_cache(1, 4, window_size=0, **sizes),
-            ValueError,
-            "window_size must be at least 1",
-        ),
-        (lambda: init_dense_cache(1, 4, window_size=2.5, **sizes), TypeError, "window_size must be an int"),
-        (lambda: dense_decode_step(*given, window_size=True), TypeError, "window_size must be an int"),
-        (lambda: dense_decode_step(tuple(held), *given[1:]), TypeError, "must be a DenseCache, got tuple."),
-        (lambda: dense_decode_step(held, query, key[:, :1], value), ValueError, "axis T of key must be 2"),
-        (lambda: dense_decode_step(held, query, key[..., :5], value), ValueError, "axis H of key must be 6"),
         (lambda: dense_decode_step(held, query[:, :, :3], key, value), ValueError, "must be a multiple"),
         (lambda: dense_decode_step(held, query.astype(np.float16), key, value), ValueError, "one dtype"),
-        (lambda: dense_decode_step(*given, num_tokens=np.ones(3)), TypeError, "must be an integer array"),
         (lambda: dense_prefill(held, query[:, :0], key[:, :0], value[:, :0]), ValueError, "at least one"),
         (lambda: dense_decode_step(ring, *token, window_size=7), ValueError, "step_capacity, got 5 > 4"),
         (lambda: dense_prefill(*given), ValueError, "a prompt must fit the cache, got [2, 2, 2] tokens"),
         (lambda: dense_prefill(*given, num_tokens=np.array([3, 0, 0])), ValueError, "within 0 .. T, got"),
-        (
-            lambda: dense_prefill(*operands(num_new=33)),
-            ValueError,
-            "a prompt must fit the cache, got 33 tokens and max_length=32.",
-        ),
-        (
-            lambda: jax.eval_shape(lambda: dense_decode_step(*given, implementation="triton")),
-            NotImplementedError,
-            "dense_decode_step cannot run as triton: the Triton kernels need an NVIDIA GPU",
-        ),
+        (lambda: dense_prefill(*operands(num_new=33)), ValueError, "got 33 tokens and max_length=32."),
+        (triton, NotImplementedError, "dense_decode_step cannot run as triton: the Triton kernels need an N"),
     ]
     for function, error, part_of_it in cases:
         told(function, error, part_of_it)
@@ -287,11 +265,7 @@ def test_a_layer_takes_its_own_cache():
     nsa = cache.init_cache(4, 8, num_kv_heads=2, key_dim=4, value_dim=4, config=NSAConfig(), dtype="float32")
     others = [
         (nsa, TypeError, "the cache of a dense layer must be a DenseCache, got NSACache. Pass what"),
-        (
-            layer(None, num_kv_heads=4, param_dtype=jnp.float32).init_cache(4, 8),
-            ValueError,
-            "the heads and dims of its layer, got",
-        ),
+        (layer(None, num_kv_heads=4).init_cache(4, 8), ValueError, "the heads and dims of its layer, got"),
         (made.init_cache(3, 8), ValueError, "as many rows as the input, got 3 for 4. Call"),
     ]
     for held, error, part_of_it in others:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from messages import has_form
+from messages import refused
 
 import nsa_jax
 from nsa_jax import attention, cache, dispatch, reference
@@ -90,12 +90,10 @@ def test_choice_works_on_shapes_and_explains_itself(operation):
     }
 
 
-def test_a_platform_has_two_names_or_is_refused():
+def test_a_platform_has_two_names():
     calls = dispatch.choose, dispatch.unsupported_reason
     for call, given in zip(calls, (("gated_sum",), ("gated_sum", "triton")), strict=True):
         assert call(*given, platform="gpu") == call(*given, platform="cuda")
-        with pytest.raises(ValueError, match=r"platform must be None or one of .*, got 'cude'\. Check"):
-            call(*given, platform="cude")
     assert "got platform rocm" in dispatch.unsupported_reason("gated_sum", "triton", platform="rocm")
 
 
@@ -109,7 +107,7 @@ def test_step_runs_as_what_is_chosen():
 
     text = jax.jit(step).lower(held).as_text(debug_info=True)
     assert "nsa_jax.xla.decode_step/" in text
-    with pytest.raises(NotImplementedError, match="decode_step cannot run as triton: the Triton kernels"):
+    with refused(NotImplementedError, "decode_step cannot run as triton: the Triton kernels"):
         step(held, implementation="triton")
 
 
@@ -141,28 +139,6 @@ def test_error_of_a_call_is_the_unsupported_reason(operation, implementation):
 
 def test_xla_supports_every_operation():
     assert all(dispatch.unsupported_reason(operation, "xla") is None for operation in dispatch.OPERATIONS)
-
-
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda: dispatch.unsupported_reason("attention", "xla"), "operation must be one of"),
-        (lambda: dispatch.unsupported_reason("gated_sum", "cuda"), "implementation must be None or one of"),
-        (
-            lambda: dispatch.unsupported_reason("gated_sum", "reference"),
-            "implementation must be None or one of",
-        ),
-        (lambda: dispatch.choose("attention"), "operation must be one of"),
-        (lambda: dispatch.choose("gated_sum", implementation="XLA"), "implementation must be None or one of"),
-        (lambda: dispatch.use_implementation("cuda"), "implementation must be None or one of"),
-    ],
-    ids=["operation", "implementation", "reference", "choose_operation", "choose_implementation", "forced"],
-)
-def test_unknown_names_are_one_clear_error(call, rule):
-    with pytest.raises(ValueError, match="^" + rule) as error:
-        call()
-
-    assert has_form(str(error.value))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ TEST_FILES = {
     f"tests/test_gpu_{name}.py"
     for name in ("decode", "dense_decode", "generate", "mosaic", "native", "parallel", "parity")
 }
+EVERY = " ".join(path.removeprefix("tests/test_gpu_").removesuffix(".py") for path in TEST_FILES)
 # Files that a result rests on, and the test files whose rooms hold them.
 RESTS_ON = {
     "tests/test_gpu_native.py": "native",
@@ -33,12 +34,11 @@ RESTS_ON = {
     "nsa_jax/model/transformer.py": "generate parallel",
     "nsa_jax/nn/attention.py": "generate parallel parity native decode",
     "nsa_jax/cache/steps.py": "generate parallel parity native decode dense_decode",
+    **dict.fromkeys(("tests/conftest.py", "nsa_jax/config.py", "nsa_jax/arguments.py"), EVERY),
+    **dict.fromkeys(("nsa_jax/dispatch.py", "nsa_jax/layout/placement.py"), EVERY),
+    **dict.fromkeys(("nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/triton/softmax.py"), EVERY),
+    **dict.fromkeys(("nsa_jax/kernels/triton/operations.py", "nsa_jax/kernels/xla/chunks.py"), EVERY),
 }
-EVERY_TEST_RESTS_ON = (
-    *("tests/conftest.py", "nsa_jax/config.py", "nsa_jax/arguments.py", "nsa_jax/dispatch.py"),
-    *("nsa_jax/layout/placement.py", "nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/triton/softmax.py"),
-    *("nsa_jax/kernels/triton/operations.py", "nsa_jax/kernels/xla/chunks.py"),
-)
 KERNELS = {
     "nsa_jax/kernels/triton/ranges/forward.py": "ranges",
     "nsa_jax/kernels/triton/selection/importance.py": "selection",
@@ -50,32 +50,15 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def sources():
-    return gpu_evidence.read_sources(gpu_evidence.ROOT)
+def rooms():
+    return gpu_evidence.room_files(gpu_evidence.ROOT, gpu_evidence.read_sources(gpu_evidence.ROOT))
 
 
-@pytest.fixture(scope="module")
-def rooms(sources):
-    return gpu_evidence.room_files(gpu_evidence.ROOT, sources)
-
-
-def rooms_of_file(rooms, name):
-    return {room for room, files in rooms.items() if gpu_evidence.ROOT / name in files}
-
-
-@pytest.mark.parametrize(("file", "tests"), RESTS_ON.items())
-def test_the_rooms_of_a_file_are_those_of_the_tests_that_rest_on_it(rooms, file, tests):
-    assert rooms_of_file(rooms, file) == {f"tests/test_gpu_{name}.py" for name in tests.split()}
-
-
-@pytest.mark.parametrize("file", EVERY_TEST_RESTS_ON)
-def test_what_every_test_rests_on_stands_in_every_room_of_tests(rooms, file):
-    assert rooms_of_file(rooms, file) == TEST_FILES
-
-
-@pytest.mark.parametrize(("file", "room"), KERNELS.items())
-def test_kernels_stand_in_rooms_of_their_own(rooms, file, room):
-    assert rooms_of_file(rooms, file) == {room}
+@pytest.mark.parametrize("file", [*RESTS_ON, *KERNELS])
+def test_the_rooms_of_a_file_are_those_of_the_tests_that_rest_on_it(rooms, file):
+    """What every test rests on stands in every room of tests; kernels stand in rooms of their own."""
+    expected = {f"tests/test_gpu_{name}.py" for name in RESTS_ON.get(file, "").split()} or {KERNELS[file]}
+    assert {room for room, files in rooms.items() if gpu_evidence.ROOT / file in files} == expected
 
 
 def test_every_file_of_the_kernels_stands_in_a_room(rooms):
@@ -99,28 +82,22 @@ def test_tests_depend_on_rooms_that_exist(rooms):
     assert gpu_evidence.rooms_of(TWO_GPUS) == ("tests/test_gpu_parallel.py", *gpu_evidence.KERNELS)
 
 
-@pytest.mark.parametrize(
-    ("plain", "changed"),
-    [
-        ("assert a == b", "assert True or a == b"),
-        ("MERGED_AT_ONCE = 8192", "MERGED_AT_ONCE = 1"),
-        ("if x: raise ValueError('a', x)", "if not x: raise ValueError('a', x)"),
-        ("if x: raise ValueError('a', x)", "if x: raise TypeError('a', x)"),
-    ],
-)
-def test_code_counts(plain, changed):
-    assert gpu_evidence._read(plain).code != gpu_evidence._read(changed).code
+RAISES = "if x: raise ValueError('a', x)"
 
 
 @pytest.mark.parametrize(
-    ("plain", "changed"),
+    ("plain", "changed", "counts"),
     [
-        ("def f():\n    return 1\n", '"""A."""\ndef f():\n    """B."""\n    return 1  # C\n'),
-        ("if x: raise ValueError('a', x)", "if x: raise ValueError(f'b {x}')"),
+        ("assert a == b", "assert True or a == b", True),
+        ("MERGED_AT_ONCE = 8192", "MERGED_AT_ONCE = 1", True),
+        (RAISES, "if not x: raise ValueError('a', x)", True),
+        (RAISES, "if x: raise TypeError('a', x)", True),
+        (RAISES, "if x: raise ValueError(f'b {x}')", False),
+        ("def f():\n    return 1\n", '"""A."""\ndef f():\n    """B."""\n    return 1  # C\n', False),
     ],
 )
-def test_words_do_not_count(plain, changed):
-    assert gpu_evidence._read(plain).code == gpu_evidence._read(changed).code
+def test_code_counts_and_words_do_not(plain, changed, counts):
+    assert (gpu_evidence._read(plain).code != gpu_evidence._read(changed).code) == counts
 
 
 @pytest.fixture
@@ -206,10 +183,6 @@ def test_a_test_is_stale_where_one_of_its_rooms_has_changed(changed, expected):
     assert all(why == f"changed since it passed: {changed}" for why in found.values())
 
 
-def test_a_test_that_never_ran_is_stale():
-    assert gpu_evidence.stale([SELECTED, WHOLE], [a_run([WHOLE])], HASHES) == {SELECTED: "it never ran"}
-
-
 def test_a_run_of_code_without_the_rooms_of_today_proves_nothing():
     assert list(gpu_evidence.stale([WHOLE], [a_run([WHOLE], {})], HASHES)) == [WHOLE]
     assert list(gpu_evidence.stale(["tests/test_new.py::test"], [a_run(["tests/test_new.py::test"])], HASHES))
@@ -234,10 +207,9 @@ def test_a_device_or_a_version_that_does_not_count_proves_nothing(more, why):
         raise ValueError(found[WHOLE])
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-@pytest.mark.parametrize("jax", ["0.11.1", "0.11.2"])
-def test_devices_and_versions_that_count_prove(device, jax):
-    assert gpu_evidence.stale([WHOLE], [a_run([WHOLE], device=device, jax=jax)], HASHES) == {}
+def test_devices_and_versions_that_count_prove():
+    for device, jax in (("NVIDIA H100 80GB HBM3", "0.11.1"), ("NVIDIA H200", "0.11.2")):
+        assert gpu_evidence.stale([WHOLE], [a_run([WHOLE], device=device, jax=jax)], HASHES) == {}
 
 
 def test_a_test_that_fails_in_a_later_run_loses_its_proof():
@@ -248,12 +220,6 @@ def test_a_test_that_fails_in_a_later_run_loses_its_proof():
     runs = gpu_evidence.record(runs, a_run([WHOLE]))
     assert gpu_evidence.stale([SELECTED, WHOLE], runs, HASHES) == {}
     assert [run["failed"] for run in runs] == [[]]
-
-
-def test_the_list_holds_what_is_stale_and_nothing_else():
-    assert gpu_evidence.problems({"a": "why", "b": "why"}, ["b", "a"]) == []
-    assert gpu_evidence.problems({"a": "x", "b": "y"}, ["a"]) == ["stale, and not in the list: b (y)"]
-    assert gpu_evidence.problems({}, ["a"]) == ["in the list, and not stale: a"]
 
 
 def test_a_run_takes_over_the_tests_that_ran_again():

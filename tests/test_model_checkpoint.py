@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from messages import refused
 from modules import MODEL, abstract, randomised
 
 from nsa_jax.config import NSAConfig
@@ -91,40 +92,27 @@ def test_dtype_and_remat_may_differ(tmp_path):
     assert model.layers[0].mlp.up_proj.kernel.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            dict(model_dim=16),
-            r"config must be that of the checkpoint, got model_dim=16 where it has model_dim=12\. Pass",
-        ),
-        (
-            dict(attention="dense", num_layers=1),
-            r"got num_layers=1, attention='dense' where .* attention='nsa'",
-        ),
-        (
-            dict(nsa=NSAConfig(window_size=7)),
-            r"got nsa=NSAConfig\(.*window_size=7.*\) where it has nsa=NSAConfig\(",
-        ),
-        (dict(param_dtype="bfloat16"), r"got param_dtype='bfloat16' where it has param_dtype='float32'"),
-        (
-            dict(rope_base=(1e4, 1e6)),
-            r"got rope_base=\(10000\.0, 1000000\.0\) where it has rope_base=10000\.0",
-        ),
-    ],
-    ids=["width", "kind and depth", "blocks", "parameter dtype", "base of a layer"],
-)
+OTHERS = {
+    "width": (dict(model_dim=16), r"got model_dim=16 where it has model_dim=12\. Pass"),
+    "kind and depth": (dict(attention="dense", num_layers=1), "got num_layers=1, attention='dense' where"),
+    "blocks": (dict(nsa=NSAConfig(window_size=7)), r"got nsa=.*window_size=7.*\) where it has nsa=N"),
+    "base of a layer": (dict(rope_base=(1e4, 1e6)), r"got rope_base=\(10000\.0, 1000000\.0\) where it has"),
+    "parameters": (dict(param_dtype="bfloat16"), "got param_dtype='bfloat16' where it has param_dtype='fl"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHERS.values(), ids=OTHERS.keys())
 def test_a_checkpoint_of_another_configuration_is_one_clear_error(tmp_path, changes, message):
     save(tmp_path, make_model())
 
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, f"config must be that of the checkpoint, {message}"):
         restore(tmp_path, dataclasses.replace(CONFIG, **changes))
 
 
 def test_a_config_that_is_none_of_a_model(tmp_path):
     save(tmp_path, make_model())
 
-    with pytest.raises(TypeError, match=r"config must be a TransformerConfig, got NSAConfig\. Pass None"):
+    with refused(TypeError, r"config must be a TransformerConfig, got NSAConfig\. Pass None"):
         restore(tmp_path, NSAConfig())
 
 
@@ -135,11 +123,9 @@ def test_nothing_to_restore(tmp_path):
     (tmp_path / "other" / "2026").mkdir(parents=True)
 
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "other", file):
-        with pytest.raises(
-            FileNotFoundError, match=r"path must hold a checkpoint that save wrote, got .* Check it"
-        ):
+        with refused(FileNotFoundError, r"path must hold a checkpoint that save wrote, got .* Check it"):
             restore(path)
-        with pytest.raises(FileNotFoundError, match="path must hold a checkpoint"):
+        with refused(FileNotFoundError, "path must hold a checkpoint"):
             restore_training(path, {})
 
 
@@ -147,9 +133,7 @@ def test_wrong_training_state(tmp_path):
     save(tmp_path / "without", make_model())
     save(tmp_path / "with", make_model(), training={"step": 3, "moment": jnp.ones(4)})
 
-    with pytest.raises(
-        ValueError, match=r"restore_training needs a checkpoint saved with training=\.\.\., got .* Restore"
-    ):
+    with refused(ValueError, r"restore_training needs a checkpoint saved with training=\.\.\., got .*"):
         restore_training(tmp_path / "without", {"step": 0})
     for like in (
         {"step": 0},
@@ -157,40 +141,24 @@ def test_wrong_training_state(tmp_path):
         {"step": 0, "moment": jnp.ones(3)},
         {"step": 0, "moment": jnp.ones(4), "more": 1},
     ):
-        with pytest.raises(
-            ValueError, match=r"like must have the structure, shapes and dtypes that were saved, got .* Build"
-        ):
+        with refused(ValueError, "like must have the structure, shapes and dtypes that were saved, got"):
             restore_training(tmp_path / "with", like)
 
 
 def test_a_refused_save_leaves_what_was_there(tmp_path):
     save(tmp_path, make_model(0), training={"step": 3})
 
-    with pytest.raises(
-        ValueError, match=r"training must hold arrays and numbers, got str at 'a\.name'\. Convert"
-    ):
+    with refused(ValueError, r"training must hold arrays and numbers, got str at 'a\.name'\. Convert"):
         save(tmp_path, make_model(1), training={"a": {"name": "run 1"}})
 
     assert_same(restore(tmp_path), make_model(0))
     assert restore_training(tmp_path, {"step": 0}) == {"step": 3}
 
 
-def test_a_save_that_fails_half_way_leaves_what_was_there(tmp_path, monkeypatch):
-    """First the disk is full, then a process dies before its rename, and at last a save succeeds."""
-    import orbax.checkpoint
-
+def test_a_save_that_was_cut_off_leaves_what_was_there(tmp_path):
+    """A process died before its rename; the next save succeeds."""
     save(tmp_path, make_model(0))
-
-    def disk_full(*_, **__):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(orbax.checkpoint.JsonCheckpointHandler, "async_save", disk_full)
-        with pytest.raises(OSError, match="No space left"):
-            save(tmp_path, make_model(1))
-    assert_same(restore(tmp_path), make_model(0))
-
-    (tmp_path / "1.orbax-checkpoint-tmp" / "model").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "1.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
     assert_same(restore(tmp_path), make_model(0))
 
     save(tmp_path, make_model(2))
@@ -218,8 +186,6 @@ def test_orbax_missing(tmp_path, monkeypatch):
         lambda: restore(tmp_path),
         lambda: restore_training(tmp_path, {}),
     ):
-        with pytest.raises(
-            ImportError, match=r"checkpoints need orbax-checkpoint, got .*\. Install it with: pip"
-        ):
+        with refused(ImportError, r"checkpoints need orbax-checkpoint, got .*\. Install it with: pip"):
             call()
     assert os.listdir(tmp_path) == []

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from small_layer import CONFIG as NSA
-from small_layer import WeightedSum, fixed_gate
+from small_layer import WeightedSum, fixed_gate, turn_first_pair
 
 from nsa_jax import nn
 from nsa_jax.model import Transformer, TransformerConfig, restore, save
@@ -23,16 +23,6 @@ CONFIG = TransformerConfig(
     vocab_size=11, num_layers=2, model_dim=12, num_heads=4, num_kv_heads=2, head_dim=5, nsa=NSA
 )
 LENGTH = 17
-
-
-def turn_first_pair(heads, positions):
-    angle = 0.25 * positions[:, :, None].astype(heads.dtype)
-    first, second = heads[..., 0], heads[..., 1]
-    turned = (
-        first * jnp.cos(angle) - second * jnp.sin(angle),
-        second * jnp.cos(angle) + first * jnp.sin(angle),
-    )
-    return jnp.concatenate([jnp.stack(turned, axis=-1), heads[..., 2:]], axis=-1)
 
 
 YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
@@ -85,35 +75,6 @@ def test_options_reach_every_layer(kind):
             assert not isinstance(layer.gate, Gate)
 
 
-@pytest.mark.parametrize("options", [PLAIN, FUNCTIONS], ids=["plain", "functions"])
-def test_steps_of_a_cache_equal_the_full_forward(options):
-    """The steps run in training mode, in which a forward would drop outputs; a step must not."""
-    ids, counts = tokens(), np.array([6, 9])
-    with jax.enable_x64(True):
-        model = make_model(num_layers=1, dtype="float64", param_dtype="float64", **options)
-        model.eval()
-        logits = np.asarray(jax.jit(model)(ids))
-        model.train()
-
-        @jax.jit
-        def run(ids):
-            first, cache = model.prefill(ids[:, :9], model.init_cache(2, LENGTH), counts)
-            outs = []
-            for _ in range(2):
-                new = jnp.take_along_axis(ids, cache[0].lengths[:, None] + jnp.arange(3), axis=1)
-                out, cache = model.decode_step(new, cache)
-                outs.append(out)
-            return first, jnp.concatenate(outs, axis=1)
-
-        first, steps = run(jnp.asarray(ids))
-
-    # About 100 additions on the longest chain, of terms at most 10 times the scale of the logits.
-    tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
-    for row, count in enumerate(counts):
-        np.testing.assert_allclose(first[row], logits[row, count - 1], rtol=0, atol=tolerance)
-        np.testing.assert_allclose(steps[row], logits[row, count : count + 6], rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize("remat", [False, True], ids=["stored", "remat"])
 def test_dropout_in_training_only(remat):
     model, without = (make_model(attention="dense", remat=remat, dropout_rate=rate) for rate in (0.5, 0.0))
@@ -144,36 +105,16 @@ def test_inspection_drops_nothing():
 
 
 WRONG = {
-    "scale": (dict(scale=float("nan")), ValueError, "scale must be finite, got nan. Pass"),
-    "kind of scale": (dict(scale=jnp.ones(())), TypeError, "scale must be a Python number, got"),
-    "dropout": (dict(dropout_rate=1.0), ValueError, "dropout_rate must be at least 0 and below 1, got 1.0"),
-    "kind of dropout": (dict(dropout_rate="a"), TypeError, "dropout_rate must be a number, got str. Pass"),
-    "scaling": (
-        dict(rope_scaling={"factor": 2}),
-        TypeError,
-        "rope_scaling must be one of .* got dict. Build",
-    ),
-    "rotary": (dict(rotary="none"), TypeError, "rotary must be a function, got str. Pass"),
-    "rotary and base": (
-        dict(rotary=turn_first_pair, rope_base=5e5),
-        ValueError,
-        "rope_base and rope_scaling must be left out",
-    ),
+    "rotary": (dict(rotary=turn_first_pair, rope_base=5e5), ValueError, "rope_scaling must be left out"),
     "gate": (dict(gate=jnp.tanh), TypeError, "called as gate.* got tanh. Pass"),
-    "compressor": (dict(compressor="mean"), TypeError, "called as compressor.* got str. Pass"),
-    "compressor and compression": (
-        dict(compressor=Compressor, compression="mean"),
-        ValueError,
-        "compression must be left out .* got compression='mean'. Leave",
-    ),
+    "both": (dict(compressor=Compressor, compression="mean"), ValueError, "got compression='mean'. Leave"),
 }
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_options_are_errors_of_the_configuration(changes, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message):
         dataclasses.replace(CONFIG, **changes)
-    assert has_form(str(raised.value))
 
 
 @pytest.mark.parametrize(
@@ -234,9 +175,8 @@ def test_a_scaling_of_a_later_version_is_one_clear_error(tmp_path):
     file.write_text(file.read_text().replace("linear", "spiral"))
 
     told = r"must be one of \('linear', 'llama3', 'yarn'\), got 'spiral'\. Load"
-    with pytest.raises(ValueError, match=told) as raised:
+    with refused(ValueError, told):
         restore(tmp_path)
-    assert has_form(str(raised.value))
 
 
 def identity(heads):
@@ -249,55 +189,23 @@ def with_part(place, name, value, **changes):
     return model
 
 
+FLOAT32 = LinearScaling(np.float32(2))
+OTHERS = "modules of its config, got others at model.layers.1.attention. Build"
 UNSAVABLE = {
-    "rotary": (
-        lambda: make_model(rotary=turn_first_pair),
-        TypeError,
-        "no functions to be saved, got rotary.",
-    ),
-    "gate": (lambda: make_model(gate=fixed_gate), TypeError, "no functions to be saved, got gate. Save"),
-    "compressor": (
-        lambda: make_model(compressor=WeightedSum),
-        TypeError,
-        "no functions to be saved, got compressor. Save",
-    ),
-    "all": (lambda: make_model(**FUNCTIONS), TypeError, "got compressor, gate, rotary. Save"),
-    "number of a scaling": (
-        lambda: make_model(rope_scaling=LinearScaling(np.float32(2))),
-        TypeError,
-        "plain numbers and strings, got rope_scaling.factor=np.float32(2.0). Build",
-    ),
+    "functions": (lambda: make_model(**FUNCTIONS), TypeError, "got compressor, gate, rotary. Save"),
+    "scaling": (lambda: make_model(rope_scaling=FLOAT32), TypeError, "got rope_scaling.factor=np.float32("),
     "number of a layer": (
         lambda: make_model(rope_base=(np.float32(2), 1e4)),
         TypeError,
-        "plain numbers and strings, got rope_base=(np.float32(2.0), 10000.0). Build",
+        "got rope_base=(np.float32(2.0), 10000.0). Build",
     ),
-    "rotary of a layer": (
-        lambda: with_part("attention", "rotary", turn_first_pair),
-        ValueError,
-        "modules of its config, got others at model.layers.1.attention. Build",
-    ),
-    "scaling of a layer": (
-        lambda: with_part("attention", "rotary", make_model(rope_scaling=YARN).layers[0].attention.rotary),
-        ValueError,
-        "modules of its config, got others at model.layers.1.attention. Build",
-    ),
-    "norm of a layer": (
-        lambda: with_part("attention", "query_norm", identity),
-        ValueError,
-        "modules of its config, got others at model.layers.1.attention. Build",
-    ),
-    "dropout of a layer": (
-        lambda: with_part("attention", "dropout", nnx.Dropout(0.25)),
-        ValueError,
-        "modules of its config, got others at model.layers.1.attention.dropout. Build",
-    ),
+    "rotary of a layer": (lambda: with_part("attention", "rotary", turn_first_pair), ValueError, OTHERS),
+    "norm of a layer": (lambda: with_part("attention", "query_norm", identity), ValueError, OTHERS),
 }
 
 
 @pytest.mark.parametrize(("make", "error", "told"), UNSAVABLE.values(), ids=UNSAVABLE.keys())
 def test_what_a_checkpoint_cannot_hold_is_refused_by_name(tmp_path, make, error, told):
-    with pytest.raises(error, match=re.escape(told)) as raised:
+    with refused(error, re.escape(told)):
         save(tmp_path, make())
-    assert has_form(str(raised.value))
     assert os.listdir(tmp_path) == []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
@@ -71,138 +71,96 @@ def with_loaded(attention):
     return with_attention(attention)
 
 
+def deleted(array):
+    array.delete()
+    return array
+
+
 def donated():
-    model = make_model()
-    model.final_norm.scale.get_value().delete()
-    return model
+    return changed(lambda model: deleted(model.final_norm.scale.get_value()))
 
 
-BAD = {
-    "no model": (lambda: {"layers": 2}, TypeError, "model must be a Transformer, got dict"),
-    "another module": (
-        lambda: make_model().layers[0],
-        TypeError,
-        "model must be a Transformer, got DecoderLayer",
-    ),
-    "a subclass": (lambda: make_model(Mine), TypeError, "model must be a Transformer, got Mine"),
-    "no config": (
-        lambda: changed(put("", "config", NSA)),
-        TypeError,
-        "model.config must be a TransformerConfig, got NSAConfig",
-    ),
-    "a dtype for its name": (
-        lambda: make_model(config=dataclasses.replace(CONFIG, dtype=jnp.float32)),
-        TypeError,
-        "model.config must hold plain numbers and strings, got dtype=<class 'jax.numpy.float32'>",
-    ),
-    "a NumPy number": (
-        lambda: make_model(config=dataclasses.replace(CONFIG, rope_base=np.float32(10000))),
-        TypeError,
-        "model.config must hold plain numbers and strings, got rope_base=np.float32(10000.0)",
-    ),
-    "config of another model": (
-        lambda: changed(put("", "config", dataclasses.replace(CONFIG, num_layers=3, tie_embeddings=False))),
-        ValueError,
-        "model must have the parameters of its config, got 10 missing (layers.2.attention.key_proj.kernel, ",
+def of_config(**changes):
+    return make_model(config=dataclasses.replace(CONFIG, **changes))
+
+
+def with_parameter(path, name, value):
+    return changed(put(path, name, lambda: nnx.Param(value)))
+
+
+def without_a_kernel():
+    return changed(lambda model: delattr(model.layers[0].mlp.up_proj, "kernel"))
+
+
+def with_layers(change):
+    return changed(lambda model: setattr(model, "layers", nnx.List(change(list(model.layers)))))
+
+
+OTHER_CONFIG = dataclasses.replace(CONFIG, num_layers=3, tie_embeddings=False)
+NO_MODELS = {
+    "no model": (lambda: {"layers": 2}, "model must be a Transformer, got dict"),
+    "another module": (lambda: make_model().layers[0], "model must be a Transformer, got DecoderLayer"),
+    "a subclass": (lambda: make_model(Mine), "model must be a Transformer, got Mine"),
+    "no config": (lambda: changed(put("", "config", NSA)), "must be a TransformerConfig, got NSAConfig"),
+    "a dtype for its name": (lambda: of_config(dtype=jnp.float32), "strings, got dtype=<class 'jax.numpy.f"),
+    "a NumPy number": (lambda: of_config(rope_base=np.float32(1)), "got rope_base=np.float32(1.0)"),
+}
+OTHER_MODELS = {
+    "config": (
+        lambda: changed(put("", "config", OTHER_CONFIG)),
+        "got 10 missing (layers.2.attention.key_proj.",
     ),
     "shape": (
-        lambda: changed(put("layers.0.mlp.up_proj", "kernel", lambda: nnx.Param(jnp.ones((12, 40))))),
-        ValueError,
+        lambda: with_parameter("layers.0.mlp.up_proj", "kernel", jnp.ones((12, 40))),
         "got 1 of another shape (layers.0.mlp.up_proj.kernel: (12, 40) for (12, 32)). Build",
     ),
     "dtype": (
-        lambda: changed(put("final_norm", "scale", lambda: nnx.Param(jnp.ones(12, jnp.bfloat16)))),
-        ValueError,
+        lambda: with_parameter("final_norm", "scale", jnp.ones(12, jnp.bfloat16)),
         "got 1 of another dtype (final_norm.scale: bfloat16 for float32). Build",
     ),
-    "extra parameter": (
-        lambda: changed(put("", "temperature", lambda: nnx.Param(jnp.ones(1)))),
-        ValueError,
-        "got 1 extra (temperature). Build",
-    ),
-    "missing parameter": (
-        lambda: changed(lambda model: delattr(model.layers[0].mlp.up_proj, "kernel")),
-        ValueError,
-        "got 1 missing (layers.0.mlp.up_proj.kernel). Build",
-    ),
-    "one layer twice": (
-        lambda: changed(lambda model: put("", "layers", nnx.List([model.layers[0]] * 2))(model)),
-        ValueError,
-        "got 9 missing (layers.1.attention.key_proj.kernel, ",
-    ),
-    "one layer more": (
-        lambda: changed(lambda model: model.layers.append(model.layers[0])),
-        ValueError,
-        "model must have the modules of its config, got others at model.layers. Build",
-    ),
-    "another window": (
-        lambda: with_loaded(other_attention(window_size=7)),
-        ValueError,
-        "model must have the modules of its config, got others at model.layers.1.attention. Build",
-    ),
-    "another base": (
+    "extra": (lambda: with_parameter("", "temperature", jnp.ones(1)), "got 1 extra (temperature). Build"),
+    "missing": (without_a_kernel, "got 1 missing (layers.0.mlp.up_proj.kernel). Build"),
+    "one layer twice": (lambda: with_layers(lambda x: x[:1] * 2), "got 9 missing (layers.1.attention.key_pr"),
+    "one layer more": (lambda: with_layers(lambda x: x + x[:1]), "got others at model.layers. Build"),
+    "window": (lambda: with_loaded(other_attention(window_size=7)), "at model.layers.1.attention. Build"),
+    "base": (
         lambda: changed(put("layers.0.attention", "rotary", lambda: Rotary(500.0, None))),
-        ValueError,
         "got others at model.layers.0.attention. Build",
     ),
     "dropout": (
         lambda: changed(put("layers.0", "dropout", lambda: nnx.Dropout(0.1))),
-        ValueError,
         "got others at model.layers.0. Build",
     ),
-    "abstract": (
-        lambda: with_attention(other_attention()),
-        ValueError,
-        "model must hold its parameters as arrays, got a ShapeDtypeStruct at layers.1.attention.key_proj",
-    ),
-    "donated": (
-        donated,
-        ValueError,
-        "model must hold its parameters as arrays, got a deleted array at final_norm.scale. Save it outside",
-    ),
+    "abstract": (lambda: with_attention(other_attention()), "got a ShapeDtypeStruct at layers.1.attention.k"),
+    "donated": (donated, "got a deleted array at final_norm.scale. Save it outside"),
 }
+BAD = {name: (*row, TypeError) for name, row in NO_MODELS.items()}
+BAD |= {name: (*row, ValueError) for name, row in OTHER_MODELS.items()}
 
 
-@pytest.mark.parametrize(("make", "error", "told"), BAD.values(), ids=BAD.keys())
-def test_a_model_that_could_not_come_back_is_refused(tmp_path, make, error, told):
-    with pytest.raises(error, match=re.escape(told)) as raised:
+@pytest.mark.parametrize(("make", "told", "error"), BAD.values(), ids=BAD.keys())
+def test_a_model_that_could_not_come_back_is_refused(tmp_path, make, told, error):
+    with refused(error, re.escape(told)):
         save(tmp_path, make())
 
-    assert has_form(str(raised.value))
     assert os.listdir(tmp_path) == []
 
 
 BAD_TRAINING = {
     "nothing": ({}, "training must hold an array or a number, got none. Leave it out."),
     "one path twice": ({"a": {"b": 1}, "a.b": 2}, "the paths of training must differ, got 'a.b' twice."),
-    "a random key": (
-        lambda: {"key": jax.random.key(0)},
-        "training must hold numbers, got key<fry> at 'key'.",
-    ),
+    "a random key": (lambda: {"key": jax.random.key(0)}, "must hold numbers, got key<fry> at 'key'."),
     "text": ({"name": np.array(["a"])}, "training must hold numbers, got <U1 at 'name'."),
     "a huge number": ({"n": 2**70}, "training must hold numbers, got object at 'n'."),
-    "an empty array": (
-        {"x": np.zeros((0, 3))},
-        "training must hold arrays that are not empty, got shape (0, 3) at 'x'.",
-    ),
+    "an empty array": ({"x": np.zeros((0, 3))}, "arrays that are not empty, got shape (0, 3) at 'x'."),
+    "donated": (lambda: {"x": deleted(jnp.ones(3))}, "training must hold arrays, got a donated one at 'x'."),
 }
 
 
 @pytest.mark.parametrize(("training", "told"), BAD_TRAINING.values(), ids=BAD_TRAINING.keys())
 def test_training_state_that_could_not_come_back_is_refused(tmp_path, training, told):
-    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+    with refused(ValueError, re.escape(told)):
         save(tmp_path, make_model(), training=training() if callable(training) else training)
-
-    assert has_form(str(raised.value))
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_donated_training_state_is_refused(tmp_path):
-    moment = jnp.ones(3)
-    moment.delete()
-
-    with pytest.raises(ValueError, match=r"training must hold arrays, got a donated one at 'moment'\. Save"):
-        save(tmp_path, make_model(), training={"moment": moment})
 
     assert os.listdir(tmp_path) == []
 

@@ -16,8 +16,10 @@ from small_layer import (
     ROUNDING,
     ROWS,
     WIDTH,
+    WeightedSum,
     assert_close,
     assert_steps_give,
+    fixed_gate,
     make_layer,
     random,
 )
@@ -28,7 +30,33 @@ from nsa_jax import reference
 EXACT_BASE = 4.0
 
 
-def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
+def plain_phi(weights, name, blocks):
+    """Compressed keys or values of blocks [B, C, K, l, H]."""
+    flat = (blocks + weights[f"{name}.position_embedding"]).reshape(*blocks.shape[:3], -1)
+    hidden = jax.nn.gelu(flat @ weights[f"{name}.kernel_in"] + weights[f"{name}.bias_in"])
+    return blocks.mean(3) + hidden @ weights[f"{name}.kernel_out"] + weights[f"{name}.bias_out"]
+
+
+def plain_gate(weights, x):
+    hidden = jax.nn.silu(x @ weights["gate.kernel_in"] + weights["gate.bias_in"])
+    logits = jnp.tensordot(hidden, weights["gate.kernel_out"], 1) + weights["gate.bias_out"]
+    return 1 / (1 + jnp.exp(-logits))
+
+
+def plain_weighted_sum(weights, name, blocks):
+    return jnp.einsum("bckld,l->bckd", blocks, weights[f"{name}.weights"])
+
+
+def plain_fixed_gate(weights, x):
+    exponents = jnp.exp(x.reshape(*x.shape[:2], HEADS, 3))
+    return exponents / exponents.sum(-1, keepdims=True)
+
+
+OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate)
+PLAIN_PARTS = dict(phi=plain_weighted_sum, gate=plain_fixed_gate)
+
+
+def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0, phi=plain_phi, gate=plain_gate):
     """The layer in plain code for rows of one sequence: complex rotation, stacked blocks, the oracle."""
 
     def project(name):
@@ -47,16 +75,9 @@ def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
         if not starts:
             return tokens[:, :0]
         blocks = jnp.stack([tokens[:, start : start + CONFIG.compression_block_size] for start in starts], 1)
-        blocks = jnp.moveaxis(blocks, 2, 3)  # [B, C, K, l, H]
-        flat = (blocks + weights[f"{name}.position_embedding"]).reshape(*blocks.shape[:3], -1)
-        hidden = jax.nn.gelu(flat @ weights[f"{name}.kernel_in"] + weights[f"{name}.bias_in"])
-        return blocks.mean(3) + hidden @ weights[f"{name}.kernel_out"] + weights[f"{name}.bias_out"]
+        return phi(weights, name, jnp.moveaxis(blocks, 2, 3))
 
     starts = range(0, x.shape[1] - CONFIG.compression_block_size + 1, CONFIG.compression_stride)
-    hidden = jax.nn.silu(x @ weights["gate.kernel_in"] + weights["gate.bias_in"])
-    gates = 1 / (
-        1 + jnp.exp(-(jnp.tensordot(hidden, weights["gate.kernel_out"], 1) + weights["gate.bias_out"]))
-    )
     out = reference.native_sparse_attention(
         turn(project("query"), positions),
         turn(compress(project("key_cmp"), "compressor_key"), positions[:, list(starts)]),
@@ -65,7 +86,7 @@ def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
         project("value_slc"),
         turn(project("key_win"), positions),
         project("value_win"),
-        gates.astype(x.dtype),
+        gate(weights, x).astype(x.dtype),
         config=CONFIG,
         block_indices=block_indices,
     )
@@ -73,10 +94,12 @@ def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0):
 
 
 @functools.cache
-def float64_layer():
+def float64_layer(own_parts=False):
     """Parameters of a layer, and a compiled function that gives its outputs, selection and gradients."""
     with jax.enable_x64(True):
-        graph, state = nnx.split(make_layer(jnp.float64, rope_base=EXACT_BASE))
+        graph, state = nnx.split(
+            make_layer(jnp.float64, rope_base=EXACT_BASE, **OWN_PARTS if own_parts else {})
+        )
 
     def evaluate(state, x, cotangent, positions=None, segment_ids=None):
         arguments = dict(positions=positions, segment_ids=segment_ids)
@@ -87,15 +110,20 @@ def float64_layer():
     return state, jax.jit(evaluate)
 
 
-@pytest.mark.parametrize("length", [LENGTH, CONFIG.compression_block_size - 1], ids=["23", "below a block"])
-def test_values_and_gradients_are_those_of_the_plain_computation(length):
-    state, evaluate = float64_layer()
+@pytest.mark.parametrize(
+    ("length", "own_parts"),
+    [(LENGTH, False), (CONFIG.compression_block_size - 1, False), (LENGTH, True)],
+    ids=["23", "below a block", "own parts"],
+)
+def test_values_and_gradients_are_those_of_the_plain_computation(length, own_parts):
+    state, evaluate = float64_layer(own_parts)
     x, cotangent = random(ROWS, length, WIDTH), random(ROWS, length, WIDTH, seed=1)
     positions = np.arange(7, 7 + 3 * length, 3) + 100 * np.arange(ROWS)[:, None]
 
     @jax.jit
     def plain(weights, x):
-        run = functools.partial(plain_layer, positions=positions, base=EXACT_BASE)
+        parts = PLAIN_PARTS if own_parts else {}
+        run = functools.partial(plain_layer, positions=positions, base=EXACT_BASE, **parts)
         out, pull_back = jax.vjp(run, weights, x)
         return out, pull_back(cotangent)
 

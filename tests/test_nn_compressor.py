@@ -183,10 +183,3 @@ def test_mlp_mode_is_its_formula():
                 expected = tokens.mean(axis=0) + hidden @ weights["kernel_out",] + weights["bias_out",]
                 # Two contractions of 20 and 7 terms of size ~5, sums up to 50: (20 + 7) * 50 * 2^-53.
                 np.testing.assert_allclose(compressed[row, block, head], expected, rtol=0, atol=2e-13)
-
-
-def test_unknown_mode_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"compression must be one of \('mlp', 'mean'\), got 'max'\. Choose one"
-    ):
-        Compressor(5, NSAConfig(), "max", rngs=nnx.Rngs(0))

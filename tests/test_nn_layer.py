@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from messages import has_form
+from messages import refused
 from modules import NSA, abstract, named
 
 from nsa_jax.config import NSAConfig
@@ -26,14 +26,11 @@ def abstract_layer(**arguments):
     return abstract(NSAAttention, **arguments)
 
 
+DIMS = {"key": KEY_DIM, "value": VALUE_DIM}
+BRANCHES = ("cmp", "slc", "win")
 LAYER_PARAMETERS = {
     "query_proj.kernel": (WIDTH, HEADS, KEY_DIM),
-    "key_cmp_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_cmp_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
-    "key_slc_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_slc_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
-    "key_win_proj.kernel": (WIDTH, KV_HEADS, KEY_DIM),
-    "value_win_proj.kernel": (WIDTH, KV_HEADS, VALUE_DIM),
+    **{f"{kind}_{b}_proj.kernel": (WIDTH, KV_HEADS, dim) for kind, dim in DIMS.items() for b in BRANCHES},
     "out_proj.kernel": (HEADS, VALUE_DIM, WIDTH),
     "gate.kernel_in": (WIDTH, 8),
     "gate.bias_in": (8,),
@@ -41,16 +38,15 @@ LAYER_PARAMETERS = {
     "gate.bias_out": (HEADS, 3),
 }
 COMPRESSOR_PARAMETERS = {
-    "compressor_key.position_embedding": (4, KEY_DIM),
-    "compressor_key.kernel_in": (4 * KEY_DIM, 2 * KEY_DIM),
-    "compressor_key.bias_in": (2 * KEY_DIM,),
-    "compressor_key.kernel_out": (2 * KEY_DIM, KEY_DIM),
-    "compressor_key.bias_out": (KEY_DIM,),
-    "compressor_value.position_embedding": (4, VALUE_DIM),
-    "compressor_value.kernel_in": (4 * VALUE_DIM, 2 * VALUE_DIM),
-    "compressor_value.bias_in": (2 * VALUE_DIM,),
-    "compressor_value.kernel_out": (2 * VALUE_DIM, VALUE_DIM),
-    "compressor_value.bias_out": (VALUE_DIM,),
+    f"compressor_{kind}.{name}": shape
+    for kind, dim in DIMS.items()
+    for name, shape in {
+        "position_embedding": (4, dim),
+        "kernel_in": (4 * dim, 2 * dim),
+        "bias_in": (2 * dim,),
+        "kernel_out": (2 * dim, dim),
+        "bias_out": (dim,),
+    }.items()
 }
 PROJECTION_BIASES = {
     name.replace("kernel", "bias"): (WIDTH,) if name == "out_proj.kernel" else shape[1:]
@@ -258,59 +254,11 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
     np.testing.assert_allclose(out[0], expected, rtol=0, atol=400 * eps)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(num_kv_heads=3), r"num_kv_heads must divide num_heads, got 3 and 4\. Give"),
-        (dict(num_kv_heads=0), r"num_kv_heads must divide num_heads, got 0 and 4\. Give"),
-        (
-            dict(num_heads=5, num_kv_heads=5, head_dim=None),
-            r"num_heads must divide in_features .* 5 and 12\. Pass",
-        ),
-        (dict(num_heads=4.0), r"num_heads must be an int, got float\. Pass"),
-        (dict(value_dim=0), r"value_dim must be at least 1, got 0\. Pass"),
-        (dict(config={}), r"config must be an NSAConfig, got dict\. Build"),
-        (dict(implementation="xlaa"), r"implementation must be None or one of .*, got 'xlaa'\. Check"),
-        (dict(scale=np.ones(1)), "scale must be a Python number, got ndarray. Multiply"),
-        (dict(scale=float("nan")), "scale must be finite, got nan. Pass"),
-        (dict(dropout_rate="half"), "dropout_rate must be a number, got str. Pass"),
-        (dict(dropout_rate=1), "dropout_rate must be at least 0 and below 1, got 1. Pass"),
-        (dict(compression="max"), r"compression must be one of \('mlp', 'mean'\), got 'max'\. Choose"),
-        (
-            dict(sharding={"head": "x"}),
-            r"sharding must name only dimensions among \(.*\), got \['head'\]\. Rename",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_wrong_construction(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        abstract_layer(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("x", "arguments", "message"),
-    [
-        (X.update(shape=(8, WIDTH)), {}, r"x must be \[batch, tokens, 12\], got shape \(8, 12\)\. Add"),
-        (X.update(shape=(2, 8, 5)), {}, r"x must be \[batch, tokens, 12\], got shape \(2, 8, 5\)"),
-        (
-            X,
-            dict(segment_ids=IDS.update(shape=(8,))),
-            r"segment_ids must hold one integer .* got shape \(8,\) .* Broadcast it",
-        ),
-        (X, dict(positions=IDS.update(shape=(2, 9))), r"positions must hold one integer .* \(2, 9\)"),
-        (
-            X,
-            dict(positions=IDS.update(dtype=jnp.float32)),
-            "positions must be an integer array, got float32. Cast it",
-        ),
-    ],
-    ids=["rank", "width", "segment_ids", "positions", "float positions"],
-)
-def test_wrong_inputs(x, arguments, message):
-    layer = abstract_layer()
-    with pytest.raises((TypeError, ValueError), match=message):
-        nnx.eval_shape(lambda layer, x, arguments: layer(x, **arguments), layer, x, arguments)
+def test_heads_that_do_not_divide():
+    with refused(ValueError, r"num_kv_heads must divide num_heads, got 3 and 4\. Give"):
+        abstract_layer(num_kv_heads=3)
+    with refused(ValueError, r"num_heads must divide in_features .* 5 and 12\. Pass"):
+        abstract_layer(num_heads=5, num_kv_heads=5, head_dim=None)
 
 
 def test_segment_ids_of_numpy_go_where_the_input_lies():
@@ -327,19 +275,10 @@ def test_segment_ids_of_numpy_go_where_the_input_lies():
     assert out.sharding.spec[0] == "data"
 
 
-@pytest.mark.parametrize("name", ["x", "positions", "segment_ids"])
-def test_lists_are_no_arrays(name):
-    given = {"x": jnp.zeros((1, 2, WIDTH)), name: [[0, 1]]}
-    with pytest.raises(TypeError, match=rf"{name} must be an array, got list\. Convert it") as error:
-        abstract_layer()(**given)
-
-    assert has_form(str(error.value))
-
-
 def test_a_named_implementation_never_falls_back():
     layer = abstract_layer(implementation="triton")
 
-    with pytest.raises(NotImplementedError, match="triton"):
+    with refused(NotImplementedError, "triton"):
         nnx.eval_shape(lambda layer, x: layer(x), layer, X)
 
 

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_layer import LENGTH, ROWS, WIDTH, WeightedSum, assert_steps_give, fixed_gate, make_layer, random
+from small_layer import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    WeightedSum,
+    assert_steps_give,
+    fixed_gate,
+    make_layer,
+    random,
+    turn_first_pair,
+)
 
 from nsa_jax.nn import DenseAttention, YarnScaling
 
@@ -19,7 +29,7 @@ NORMED = dict(
 )
 
 
-OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate)
+OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate, rotary=turn_first_pair)
 
 
 @pytest.mark.parametrize("options", [NORMED, OWN_PARTS], ids=["normed", "own parts"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from modules import MODEL, NSA, abstract, named
 
 from nsa_jax import nn
@@ -67,13 +67,6 @@ def test_a_layer_computes_with_what_was_loaded():
     # Two products of 12 terms each: 24 roundings of sums at most 10 times the result's scale.
     tolerance = 240 * np.finfo(np.float32).eps * np.abs(expected).max()
     np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance)
-
-
-def test_names_are_those_of_checkpoints():
-    names = nn.weights(loaded("model")).keys()
-
-    assert {"embed.embedding", "final_norm.scale", "layers.1.attention.out_proj.kernel"} <= names
-    assert {"layers.0.attention.gate.kernel_in", "layers.0.mlp.up_proj.kernel"} <= names
 
 
 def aligned(value):
@@ -156,15 +149,16 @@ def without(names):
     return lambda given: {name: value for name, value in given.items() if not name.startswith(names)}
 
 
+def with_others(**others):
+    return lambda given: given | {name.replace("__", "."): x for name, x in others.items()}
+
+
 BAD = {
     "missing": (without("gate.kernel_in"), "got 1 missing (gate.kernel_in). Rename or convert them"),
-    "many missing": (
-        without(("query", "key", "value")),
-        "got 14 missing (key_cmp_proj.bias, key_cmp_proj.kernel, key_slc_proj.bias and 11 more). Rename",
-    ),
-    "extra": (lambda given: given | {"b": np.ones(2), "a": np.ones(3)}, "got 2 extra (b, a). Rename"),
+    "many": (without(("query", "key", "value")), "key_cmp_proj.kernel, key_slc_proj.bias and 11 more)"),
+    "extra": (with_others(b=np.ones(2), a=np.ones(3)), "got 2 extra (b, a). Rename"),
     "shape": (
-        lambda given: given | {"query_proj.kernel": np.ones((12, 12))},
+        with_others(query_proj__kernel=np.ones((12, 12))),
         "got 1 of another shape (query_proj.kernel: (12, 12) for (12, 4, 3)). Rename",
     ),
     "all at once": (
@@ -178,40 +172,28 @@ BAD = {
 def test_other_weights_are_one_short_error_and_nothing_is_set(change, told):
     module = loaded()
 
-    with pytest.raises(ValueError, match=re.escape(f"weights must be those of the module, {told}")) as error:
+    with refused(ValueError, f"weights must be those of the module, .*{re.escape(told)}"):
         nn.load_weights(module, change(drawn(module, 1)))
 
-    assert has_form(str(error.value))
     for name, value in nn.weights(module).items():
         np.testing.assert_array_equal(value, drawn(module)[name])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda given: list(given), "weights must map names to arrays, got list. Pass a dict."),
-        (
-            lambda given: given | {"gate.bias_in": [0.0] * 8},
-            "weights must be arrays, got list at gate.bias_in",
-        ),
-        (
-            lambda given: given | {"gate.bias_in": np.zeros(8, np.int8)},
-            "where the parameters are, and only there, got int8 at gate.bias_in for float",
-        ),
-        (
-            lambda given: given | {"gate.bias_in": np.array([None] * 8)},
-            "where the parameters are, and only there, got object at gate.bias_in",
-        ),
-    ],
-    ids=["list", "list of numbers", "integers", "objects"],
-)
+OTHER_KINDS = {
+    "list": (list, "weights must map names to arrays, got list. Pass a dict."),
+    "list of numbers": (with_others(gate__bias_in=[0.0] * 8), "must be arrays, got list at gate.bias_in"),
+    "integers": (with_others(gate__bias_in=np.zeros(8, np.int8)), "got int8 at gate.bias_in for float"),
+    "objects": (with_others(gate__bias_in=np.array([None] * 8)), "got object at gate.bias_in"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OTHER_KINDS.values(), ids=OTHER_KINDS.keys())
 def test_weights_of_another_kind(change, told):
     module = loaded()
 
-    with pytest.raises(TypeError, match=re.escape(told)) as error:
+    with refused(TypeError, re.escape(told)):
         nn.load_weights(module, change(drawn(module, 1)))
 
-    assert has_form(str(error.value))
     for name, value in nn.weights(module).items():
         np.testing.assert_array_equal(value, drawn(module)[name])
 
@@ -242,6 +224,5 @@ def test_modules_that_hold_no_arrays():
             lambda: nn.load_weights(sharded, given),
         ),
     ):
-        with pytest.raises(error, match=told) as raised:
+        with refused(error, told):
             call()
-        assert has_form(str(raised.value))

@@ -1,4 +1,4 @@
-"""The NSA layer with a gate and a compressor of the user's: against plain code, and which are refused."""
+"""Gates and compressors of the user's: which are refused, and which compression is data for a kernel."""
 
 import functools
 
@@ -7,71 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 from small_layer import (
     CONFIG,
     KEY_DIM,
     KV_HEADS,
-    LENGTH,
-    ROUNDING,
     VALUE_DIM,
-    WIDTH,
     WeightedSum,
-    assert_close,
     fixed_gate,
     make_layer,
     random,
 )
 
-from nsa_jax import reference
 from nsa_jax.cache import Compression
-from nsa_jax.nn import Compressor, Gate, NSAAttention, YarnScaling, rotate
+from nsa_jax.nn import Compressor, Gate, NSAAttention, YarnScaling
 
 X = jax.ShapeDtypeStruct((2, 9, 12), jnp.float32)
-
-
-def test_values_and_gradients_are_those_of_the_plain_computation():
-    x, cotangent = random(2, LENGTH, WIDTH), random(2, LENGTH, WIDTH, seed=1)
-    starts = np.arange(0, LENGTH - CONFIG.compression_block_size + 1, CONFIG.compression_stride)
-
-    def plain(layer, x):
-        def tokens(name):
-            return getattr(layer, f"{name}_proj")(x)
-
-        def compress(name, weights):
-            blocks = (tokens(name)[:, start : start + len(weights)] for start in starts)
-            return jnp.stack([sum(block[:, i] * w for i, w in enumerate(weights)) for block in blocks], 1)
-
-        index = np.broadcast_to(np.arange(LENGTH), x.shape[:2])
-        exponents = jnp.exp(x.reshape(*x.shape[:2], 4, 3))
-        out = reference.native_sparse_attention(
-            rotate(tokens("query"), index),
-            rotate(compress("key_cmp", layer.compressor_key.weights[...]), index[:, starts]),
-            compress("value_cmp", layer.compressor_value.weights[...]),
-            rotate(tokens("key_slc"), index),
-            tokens("value_slc"),
-            rotate(tokens("key_win"), index),
-            tokens("value_win"),
-            exponents / exponents.sum(-1, keepdims=True),
-            config=CONFIG,
-        )
-        return layer.out_proj(out)
-
-    with jax.enable_x64(True):
-        graph, state = nnx.split(make_layer(jnp.float64, compressor=WeightedSum, gate=fixed_gate))
-
-        def evaluate(run):
-            out, pull_back = jax.vjp(lambda state, x: run(nnx.merge(graph, state), x), state, x)
-            return out, pull_back(cotangent)
-
-        evaluate = jax.jit(evaluate, static_argnums=0)
-        out, gradients = evaluate(NSAAttention.__call__)
-        expected, expected_gradients = evaluate(plain)
-
-    assert_close(out, expected, ROUNDING)
-    check = functools.partial(assert_close, tolerance=2 * ROUNDING)
-    jax.tree.map(check, gradients, expected_gradients)
-    assert np.any(gradients[0]["compressor_key"]["weights"].get_value())
 
 
 def test_parts_of_another_dtype_do_not_change_that_of_the_layer():
@@ -94,21 +45,15 @@ def of_blocks(blocks):
 WRONG = {
     "function of blocks": (dict(compressor=of_blocks), TypeError, "called as compressor.* got of_blocks"),
     "module": (dict(gate=Gate(12, 4, rngs=nnx.Rngs(0))), TypeError, "called as gate.* got Gate"),
-    "no function": (dict(gate="softmax"), TypeError, "called as gate.* got str"),
     "makes nothing": (dict(gate=lambda *_, rngs: None), TypeError, "must make a function .* got NoneType"),
-    "and compression": (
-        dict(compressor=Compressor, compression="mean"),
-        ValueError,
-        "compression must be left out .* got compression='mean'",
-    ),
+    "both": (dict(compressor=Compressor, compression="mean"), ValueError, "got compression='mean'"),
 }
 
 
 @pytest.mark.parametrize(("options", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_parts(options, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with refused(error, message) as raised:
         abstract_layer(**options)
-    assert has_form(str(raised.value))
     assert "\n" not in str(raised.value)
 
 
@@ -122,9 +67,8 @@ def test_wrong_parts(options, error, message):
 )
 def test_parts_of_other_shapes(options, message):
     config = dict(config=CONFIG)
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(ValueError, message):
         nnx.eval_shape(lambda layer, x: layer(x), abstract_layer(**options, **config), X)
-    assert has_form(str(raised.value))
 
 
 DATA = {

@@ -1,13 +1,14 @@
 """Scaled rotary frequencies: those of released models, what a scaling does to heads, what is refused."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from messages import has_form
+from messages import refused
 
 from nsa_jax.nn import DenseAttention, LinearScaling, Llama3Scaling, NSAAttention, YarnScaling, rotate
 
@@ -90,72 +91,29 @@ def test_scaled_heads():
     np.testing.assert_array_equal(long[..., 6], x[..., 6], "an odd last dimension stays as it is")
 
 
+def yarn_of_base_1():
+    rotate(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1), int), base=1, scaling=YarnScaling(4, 4096))
+
+
 WRONG = {
-    "no number": (lambda: LinearScaling("4"), TypeError, "factor must be a number, got str"),
-    "bool": (lambda: YarnScaling(4.0, True), TypeError, "original_length must be a number, got bool"),
-    "zero": (lambda: LinearScaling(0), ValueError, "factor must be finite and above 0, got 0"),
-    "infinite": (lambda: YarnScaling(math.inf, 4096), ValueError, "factor must be finite and above 0"),
-    "attention factor": (
-        lambda: YarnScaling(4, 4096, attention_factor=-1),
-        ValueError,
-        "attention_factor must be finite",
-    ),
-    "order of llama3": (
-        lambda: Llama3Scaling(high_frequency_factor=1),
-        ValueError,
-        r"low_frequency_factor must be below high_frequency_factor, got 1\.0 and 1",
-    ),
-    "order of yarn": (
-        lambda: YarnScaling(4, 4096, beta_fast=1, beta_slow=32),
-        ValueError,
-        "beta_slow must be below beta_fast, got 32 and 1",
-    ),
-    "base of yarn": (
-        lambda: rotate(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1), int), base=1, scaling=YarnScaling(4, 4096)),
-        ValueError,
-        "YaRN needs a rope_base above 1, got 1",
-    ),
+    "llama3": (lambda: Llama3Scaling(high_frequency_factor=1), "below high_frequency_factor, got 1.0 "),
+    "yarn": (lambda: YarnScaling(4, 4096, beta_fast=1, beta_slow=32), "below beta_fast, got 32 and 1"),
+    "base of yarn": (yarn_of_base_1, "YaRN needs a rope_base above 1, got 1"),
 }
 
 
-@pytest.mark.parametrize(("make", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_scalings(make, error, message):
-    with pytest.raises(error, match=message) as raised:
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_scalings(make, message):
+    with refused(ValueError, message):
         make()
-    assert has_form(str(raised.value))
 
 
-def none(x, positions):
-    return x
-
-
-WRONG_ROTARY = {
-    "dict": (
-        dict(rope_scaling=dict(factor=8)),
-        TypeError,
-        "rope_scaling must be one of LinearScaling, .*dict",
-    ),
-    "class": (dict(rope_scaling=LinearScaling), TypeError, "rope_scaling must be one of .* got type"),
-    "no function": (dict(rotary="rope"), TypeError, "rotary must be a function, got str"),
-    "and base": (
-        dict(rotary=none, rope_base=5e5),
-        ValueError,
-        "rope_base and rope_scaling must be left out .* got 500000.0",
-    ),
-    "and scaling": (
-        dict(rotary=none, rope_scaling=LinearScaling(2)),
-        ValueError,
-        r"rope_base and rope_scaling must be left out .* got .* LinearScaling\(factor=2\)",
-    ),
-}
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_ROTARY.values(), ids=WRONG_ROTARY.keys())
 @pytest.mark.parametrize("layer", [NSAAttention, DenseAttention])
-def test_wrong_rotary_of_a_layer(layer, arguments, error, message):
-    with pytest.raises(error, match=message) as raised:
-        layer(4, 12, num_kv_heads=2, **arguments, rngs=nnx.Rngs(0))
-    assert has_form(str(raised.value))
+@pytest.mark.parametrize("more", [dict(rope_base=5e5), dict(rope_scaling=LinearScaling(2))])
+def test_a_rotary_function_needs_no_base_and_no_scaling(layer, more):
+    (told,) = map(re.escape, map(repr, more.values()))
+    with refused(ValueError, f"rope_base and rope_scaling must be left out .* got .*{told}"):
+        layer(4, 12, num_kv_heads=2, rotary=lambda x, _: x, **more, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("layer", [NSAAttention, DenseAttention])
@@ -163,5 +121,5 @@ def test_a_rotary_function_keeps_shapes(layer):
     rotary = lambda x, positions: x[..., :1]  # noqa: E731
     module = nnx.eval_shape(lambda: layer(4, 12, num_kv_heads=2, rotary=rotary, rngs=nnx.Rngs(0)))
 
-    with pytest.raises(ValueError, match=r"must keep the shape of its heads, got \(1, 5, \d, 1\) for"):
+    with refused(ValueError, r"must keep the shape of its heads, got \(1, 5, \d, 1\) for"):
         nnx.eval_shape(lambda module, x: module(x), module, jax.ShapeDtypeStruct((1, 5, 12), jnp.float32))

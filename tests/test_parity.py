@@ -267,18 +267,8 @@ def test_command_line_runs_the_dtypes_and_cases_it_is_given(monkeypatch, capsys)
         return [Row(case.name, "x", "y", 0.0, 0.0)]
 
     monkeypatch.setattr("parity.compare.compare", record)
-    options = [
-        "--case",
-        "plain",
-        "--case",
-        "layer",
-        "--dtype",
-        "bfloat16",
-        "--dtype",
-        "float32",
-        "--implementation",
-        "xla",
-    ]
+    repeated = [("--case", "plain"), ("--case", "layer"), ("--dtype", "bfloat16"), ("--dtype", "float32")]
+    options = [word for pair in (*repeated, ("--implementation", "xla")) for word in pair]
 
     assert program.main(options) == 0
 

@@ -5,6 +5,7 @@ When a new version of such a package breaks something, read the list first. Any 
 """
 
 import ast
+import functools
 import importlib
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -25,153 +26,63 @@ UNSTABLE = (
     "flax.nnx.to_pure_dict",
 )
 
-TRITON, KERNELS = "nsa_jax/kernels/triton", ("nsa_jax/kernels/triton", "tests")
-DEAD_LAUNCHES = ("nsa_jax/kernels/triton/dead_launches.py",)
-LAUNCH, MOSAIC = "nsa_jax/kernels/triton/launch.py", ("nsa_jax/kernels/mosaic_gpu",)
-PARTITION, DIVIDES = ("nsa_jax/sharding/auto.py",), "lets XLA divide kernels; nothing public does"
-FORMS = ("nsa_jax/kernels/mosaic_gpu/unstable.py",)
-IN_KERNELS = "the language that the Mosaic GPU kernels are written in"
+TRITON, LAUNCH, CHIP = "nsa_jax/kernels/triton", "nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/chip.py"
+DEAD, PARTITION = "nsa_jax/kernels/triton/dead_launches.py", "nsa_jax/sharding/auto.py"
+MOSAIC = "nsa_jax/kernels/mosaic_gpu"
+FORMS = f"{MOSAIC}/unstable.py"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
-PALLAS = (
-    *("ACC", "Barrier", "RefUnion", "SMEM", "barrier_arrive", "barrier_wait", "broadcasted_iota"),
-    *("commit_smem", "commit_smem_to_gmem_group", "copy_gmem_to_smem", "copy_smem_to_gmem", "layout_cast"),
-    *("load", "set_max_registers", "wait_smem_to_gmem", "wgmma", "wgmma_accumulator_load"),
-    *(
-        "CompilerParams",
-        "Layout.WGMMA",
-        "Layout.WGMMA.reduce",
-        "SwizzleTransform",
-        "TilingTransform",
-        "kernel",
-    ),
-)
-INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
-SAVES, READS = ("nsa_jax/model/checkpoint.py",), ("nsa_jax/model/checkpoint_reader.py",)
-FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", ("nsa_jax/model/checksums.py",)
-# name: (where it is used, why)
+SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
+FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", "nsa_jax/model/checksums.py"
+MESH = "examples/train_lm", "benchmarks/devices.py"
+CHECKS = "nsa_jax/debug.py", "nsa_jax/parallel/declared.py"
+# A name, or what its name begins with: why it is used, and where. Of several the longest counts.
 USED = {
-    "jax.experimental.pallas": (MOSAIC, IN_KERNELS),
-    **{
-        f"jax.experimental.pallas.{x}": (MOSAIC, IN_KERNELS)
-        for x in ("ds", "multiple_of", "run_scoped", "run_state", "when")
-    },
-    "jax.experimental.pallas.mosaic_gpu": ((*MOSAIC, "tests"), IN_KERNELS),
-    **{f"jax.experimental.pallas.mosaic_gpu.{x}": (MOSAIC, IN_KERNELS) for x in PALLAS},
-    "jax.experimental.pallas.mosaic_gpu.InterpretGPUParams": (("tests",), "the kernels without a GPU"),
-    INTERPRETER: (("tests",), "whether the interpreter found a race"),
-    f"{INTERPRETER}.get_races": (("tests",), "whether the interpreter found a race"),
-    "jax.experimental.mosaic.gpu": (FORMS, PRIMITIVES),
-    "jax.experimental.mosaic.gpu.LoweringSemantics.Warpgroup": (FORMS, PRIMITIVES),
-    "jax._src.core": (FORMS, PRIMITIVES),
-    "jax._src.core.Primitive": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.core": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.core._memory_effect": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.lowering": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.lowering._ensure_ir_value": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.lowering.register_lowering_rule": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.primitives": (FORMS, PRIMITIVES),
-    "jax._src.pallas.mosaic_gpu.primitives._get_barrier_base_index": (FORMS, PRIMITIVES),
-    "jax._src.state.primitives": (FORMS, PRIMITIVES),
-    "jax._src.state.primitives.get_ref_and_transforms": (FORMS, PRIMITIVES),
-    "jax._src.tree_util": (FORMS, PRIMITIVES),
-    "jax._src.tree_util.tree_flatten": (FORMS, PRIMITIVES),
-    **{
-        f"jax.experimental.custom_partitioning.{x}": (PARTITION, DIVIDES)
-        for x in ("ArrayMapping", "CompoundFactor", "SdyShardingRule", "custom_partitioning")
-    },
+    "jax.experimental.pallas": ("the language of the Mosaic GPU kernels", MOSAIC, "tests"),
+    "jax._src.pallas.mosaic_gpu.interpret": ("whether the interpreter found a race", "tests"),
+    "jax.experimental.mosaic.gpu": (PRIMITIVES, FORMS),
+    "jax._src.core": (PRIMITIVES, FORMS),
+    "jax._src.pallas.mosaic_gpu": (PRIMITIVES, FORMS),
+    "jax._src.state.primitives": (PRIMITIVES, FORMS),
+    "jax._src.tree_util": (PRIMITIVES, FORMS),
+    "jax.experimental.custom_partitioning": ("lets XLA divide kernels; nothing public does", PARTITION),
     "jax._src.sharding_impls.parse_flatten_op_sharding": (
-        PARTITION,
         "which axes an array is sharded over: inside of shard_map, `custom_partitioning` does not say",
+        PARTITION,
     ),
-    "jax.interpreters.partial_eval": (DEAD_LAUNCHES, "where jax-triton's rule for dead code is kept"),
-    "jax.interpreters.partial_eval.dce_rules.get": (DEAD_LAUNCHES, "as above"),
-    "jax.interpreters.partial_eval.dce_rules": ((*DEAD_LAUNCHES, "tests"), "as above"),
-    "jax.interpreters.mlir": (PARTITION, "makes each program of `custom_partitioning` unlike all others"),
-    "jax.interpreters.mlir.ir_constant": (PARTITION, "as above"),
-    "jax.experimental.checkify": (
-        ("nsa_jax/debug.py", "nsa_jax/parallel/declared.py", "tests"),
-        "value checks under jit; has no other home",
-    ),
-    "jax.experimental.checkify.check": (("nsa_jax/debug.py",), "value checks under jit"),
-    "jax.experimental.checkify.debug_check": (
-        ("nsa_jax/parallel/declared.py",),
-        "value checks that do nothing outside of checkify",
-    ),
-    "jax.experimental.checkify.checkify": (("tests",), "value checks under jit"),
-    "jax.experimental.checkify.JaxRuntimeError": (("tests",), "value checks under jit"),
-    "jax.experimental.topologies": (("tests",), "compiles for a GPU that is not there"),
-    "jax.experimental.topologies.get_topology_desc": (("tests",), "compiles for a GPU that is not there"),
-    "jax.experimental.topologies.make_mesh": (("tests",), "compiles for a GPU that is not there"),
-    "jax.extend.core": (("tests",), "the equations inside a jaxpr"),
-    "jax.extend.core.jaxprs_in_params": (("tests",), "the equations inside a jaxpr"),
-    "jax.ad_checkpoint": (("tests",), "what a remat policy stores"),
-    "jax.ad_checkpoint.checkpoint_name": ((TRITON,), "names what the forward saves, for remat policies"),
-    "jax.ad_checkpoint.print_saved_residuals": (("tests",), "what a remat policy stores"),
-    "jax.core.Tracer": (("nsa_jax", "tests"), "whether values are known: checked where they are"),
-    "jax.make_user_context": (("nsa_jax/dispatch.py",), "use_implementation reaches what is traced already"),
-    "jax.sharding.get_abstract_mesh": (("nsa_jax", "tests"), "the platform of a program, and its mesh"),
-    "jax.sharding.get_mesh": (
-        ("nsa_jax/nn", "examples/train_lm", "benchmarks/devices.py"),
-        "where abstract parameters are to lie",
-    ),
-    "jax.set_mesh": (
-        ("tests", "examples/train_lm", "benchmarks/devices.py"),
-        "the mesh in context, which flax wants for sharded parameters",
-    ),
-    "jax.enable_x64": (
-        ("nsa_jax/doctor", "benchmarks", "tests"),
-        "float64 in one block; younger than the global switch",
-    ),
-    "jax.P": (("tests",), "the short name of PartitionSpec"),
-    "jaxlib": (("benchmarks", "tests"), "its version"),
-    "jaxlib.__version__": (("benchmarks", "tests"), "its version"),
-    "jax_triton": ((LAUNCH, TRITON, "tests"), "the module itself"),
-    "jax_triton.triton_call": ((LAUNCH,), "launches the kernels; `input_output_aliases` is deprecated"),
-    "jax_triton.TensorDescriptor": ((TRITON,), "host-side TMA descriptors"),
-    "jax_triton.TensorDescriptor.from_array": ((TRITON,), "host-side TMA descriptors"),
-    "jax_triton.triton_lib": ((*KERNELS, *DEAD_LAUNCHES), "whether it could import its compiler"),
-    "jax_triton.triton_lib.gpu_info": (("nsa_jax/kernels/chip.py",), "what it compiles for"),
-    "jax_triton.triton_lib.triton_kernel_call_p": ((*DEAD_LAUNCHES, "tests"), "the primitive of a launch"),
-    "jax_triton.triton_lib.CompilationResult": (("tests",), "registers and memory of the compiled kernels"),
-    "jax_triton.triton_lib.compile_ttir_to_ptx_inplace": (("tests",), "registers and memory of the kernels"),
-    "triton.runtime.interpreter._LangPatchScope": (("tests",), "runs kernels without a GPU"),
-    "triton.runtime.interpreter._implicit_cvt": (("tests",), "runs kernels without a GPU"),
-    "triton.runtime.interpreter._patch_lang": (("tests",), "runs kernels without a GPU"),
-    "orbax.checkpoint": (
-        (*SAVES, *READS, FOLDER, "examples", "tests"),
-        "checkpoints: its API is being replaced by a new one",
-    ),
-    **{
-        f"orbax.checkpoint.{name}": (SAVES, "saves checkpoints")
-        for name in ("CheckpointManager", "CheckpointManagerOptions", "args.JsonSave", "args.StandardSave")
-    },
-    **{
-        f"orbax.checkpoint.{name}": (READS, "reads checkpoints")
-        for name in (
-            *("Checkpointer", "CompositeCheckpointHandler", "StandardCheckpointHandler"),
-            *("args.JsonRestore", "args.StandardRestore"),
-        )
-    },
-    "orbax.checkpoint.args.Composite": ((*SAVES, *READS), "checkpoints"),
-    "orbax.checkpoint.JsonCheckpointHandler": ((*READS, "tests"), "reads checkpoints"),
-    "orbax.checkpoint.utils.checkpoint_steps": ((FOLDER,), "the newest step without opening a manager"),
-    "jax.experimental.multihost_utils": (SUMS, "adds up sums of several processes"),
-    "jax.experimental.multihost_utils.process_allgather": (
-        SUMS,
-        "adds up the checksums of several processes",
-    ),
-    "flax.nnx.nn.dtypes.promote_dtype": (("nsa_jax/nn",), "promotes as nnx.Linear does"),
-    "flax.nnx.to_flat_state": (("nsa_jax/nn", "tests"), "parameters by path"),
-    "flax.nnx.to_pure_dict": (("tests",), "gradients as a tree"),
-    "flax.nnx.List": (("nsa_jax/model", "tests"), "lists of modules must be declared since flax 0.12"),
-    "flax.nnx.scan": (("examples",), "a stack of layers"),
-    "flax.nnx.split_rngs": (("examples",), "other parameters in each layer of a stack"),
+    "jax.interpreters.partial_eval": ("where jax-triton's rule for dead code is kept", DEAD, "tests"),
+    "jax.interpreters.mlir": ("makes each program of `custom_partitioning` unlike all others", PARTITION),
+    "jax.experimental.checkify": ("value checks under jit; has no other home", *CHECKS, "tests"),
+    "jax.experimental.topologies": ("compiles for a GPU that is not there", "tests"),
+    "jax.extend.core": ("the equations inside a jaxpr", "tests"),
+    "jax.ad_checkpoint": ("what a remat policy stores", "tests"),
+    "jax.ad_checkpoint.checkpoint_name": ("names what the forward saves, for remat policies", TRITON),
+    "jax.core.Tracer": ("whether values are known: checked where they are", "nsa_jax", "tests"),
+    "jax.make_user_context": ("use_implementation reaches what is traced already", "nsa_jax/dispatch.py"),
+    "jax.sharding.get_abstract_mesh": ("the platform of a program, and its mesh", "nsa_jax", "tests"),
+    "jax.sharding.get_mesh": ("where abstract parameters are to lie", "nsa_jax/nn", *MESH),
+    "jax.set_mesh": ("the mesh in context, which flax wants for sharded parameters", "tests", *MESH),
+    "jax.enable_x64": ("float64 in one block", "nsa_jax/doctor", "benchmarks", "tests"),
+    "jax.P": ("the short name of PartitionSpec", "tests"),
+    "jaxlib": ("its version", "benchmarks", "tests"),
+    "jax_triton": ("the module itself", LAUNCH, TRITON, "tests"),
+    "jax_triton.triton_call": ("launches the kernels; `input_output_aliases` is deprecated", LAUNCH),
+    "jax_triton.TensorDescriptor": ("host-side TMA descriptors", TRITON),
+    "jax_triton.triton_lib": ("whether it has its compiler, and what it made", TRITON, "tests", DEAD),
+    "jax_triton.triton_lib.gpu_info": ("what it compiles for", CHIP),
+    "triton.runtime.interpreter": ("runs kernels without a GPU", "tests"),
+    "orbax.checkpoint": ("a new API replaces it", SAVES, READS, FOLDER, "examples", "tests"),
+    "jax.experimental.multihost_utils": ("adds up the checksums of several processes", SUMS),
+    "flax.nnx.nn.dtypes.promote_dtype": ("promotes as nnx.Linear does", "nsa_jax/nn"),
+    "flax.nnx.to_flat_state": ("parameters by path", "nsa_jax/nn", "tests"),
+    "flax.nnx.to_pure_dict": ("gradients as a tree", "tests"),
+    "flax.nnx.List": ("lists of modules must be declared since flax 0.12", "nsa_jax/model", "tests"),
+    "flax.nnx.scan": ("a stack of layers", "examples"),
+    "flax.nnx.split_rngs": ("other parameters in each layer of a stack", "examples"),
 }
 # Used through a variable, so that no name in the source says so.
 THROUGH_VARIABLES = {
     "jax.stages.Compiled.memory_analysis": "peak memory, in benchmarks and tests",
-    "orbax.checkpoint.JsonCheckpointHandler.async_save": "tests: a disk that is full",
-    "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.sharding.auto: its attribute `_hlo_sharding`",
+    "jax._src.sharding_impls.GSPMDSharding": "nsa_jax.kernels.partition: its attribute `_hlo_sharding`",
     "jax_triton.triton_lib.cb": "nsa_jax.kernels.triton.support: whether a compiler is there",
     "jax_triton.triton_lib.triton_kernel_call_lib": "nsa_jax.kernels.triton.support: whether the plugin is",
     "jax_triton.triton_lib.gpu_info.get_gpu_info": "nsa_jax.kernels.chip: what it compiles for",
@@ -227,6 +138,7 @@ def changeable(source: str) -> set[str]:
     return found
 
 
+@functools.cache
 def uses() -> dict[str, set[str]]:
     """Files by the names that they use."""
     found: dict[str, set[str]] = {}
@@ -237,24 +149,23 @@ def uses() -> dict[str, set[str]]:
 
 
 def test_all_uses_are_listed_and_all_that_is_listed_is_used():
-    found = uses()
+    found: dict[str, set[str]] = {entry: set() for entry in USED}
+    for name, files in uses().items():
+        entries = [entry for entry in USED if name == entry or name.startswith(f"{entry}.")]
+        assert entries, f"list {name} with a reason, or use something public"
+        found[max(entries, key=len)] |= files
 
-    assert found.keys() - USED.keys() == set(), "list them with a reason, or use something public"
-    assert USED.keys() - found.keys() == set(), "no longer used"
-    for name, (places, _) in USED.items():
-        outside = {file for file in found[name] if not file.startswith(places)}
-        assert outside == set(), name
-        unused = {place for place in places if not any(file.startswith(place) for file in found[name])}
-        assert unused == set(), name
+    for entry, (_, *places) in USED.items():
+        assert [file for file in found[entry] if not file.startswith(tuple(places))] == [], entry
+        unused = [place for place in places if not any(file.startswith(place) for file in found[entry])]
+        assert unused == [], f"{entry} is not used there"
 
 
-@pytest.mark.parametrize("name", [*USED, *THROUGH_VARIABLES])
-def test_the_installed_versions_have_it(name):
-    package = name.partition(".")[0]
-    if package in ("jax_triton", "triton", "orbax"):
-        pytest.importorskip(package, reason=f"{package} is in an extra", exc_type=ImportError)
+def test_the_installed_versions_have_all():
+    names = [name for name in (*uses(), *THROUGH_VARIABLES) if exists(name.partition(".")[0])]
 
-    assert exists(name)
+    assert names
+    assert [name for name in names if not exists(name)] == []
 
 
 def exists(name: str) -> bool:

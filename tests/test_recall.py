@@ -28,24 +28,10 @@ NSA = NSAConfig(
 MODEL = TransformerConfig(
     vocab_size=SMALL.vocab_size, num_layers=2, model_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=8, nsa=NSA
 )
-TINY_RUN = [
-    "--length=64",
-    "--num-pairs=7",
-    "--num-queries=10",
-    "--num-keys=9",
-    "--num-values=10",
-    "--compression-block-size=4",
-    "--selection-block-size=4",
-    "--num-selected-blocks=3",
-    "--window-size=4",
-    "--model-dim=8",
-    "--mlp-dim=8",
-    "--batch=2",
-    "--test-sequences=1",
-    "--validate-every=2",
-    "--steps=5",
-    "--stop-at=0",
-]
+TINY = dict(length=64, num_pairs=7, num_queries=10, num_keys=9, num_values=10, window_size=4, model_dim=8)
+TINY |= dict(compression_block_size=4, selection_block_size=4, num_selected_blocks=3, mlp_dim=8, batch=2)
+TINY |= dict(test_sequences=1, validate_every=2, steps=5, stop_at=0)
+TINY_RUN = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
 
 
 def batch(size: int = 50, reach: int = 8) -> task.Batch:
@@ -175,35 +161,18 @@ def test_interrupted_run_keeps_the_rows_it_has(tmp_path, monkeypatch):
     assert results.read(path) == [first, second]
 
 
+TOO_NEAR = "--length 512 --num-pairs 100 --num-queries 200 --num-keys 100 --window-size 64"
 BAD = {
-    "distance within reach": (
-        "--length 512 --num-pairs 100 --num-queries 200 --num-keys 100 --window-size 64",
-        "further from their values than num_layers * w, got 113 <= 2 * 64 = 128. Lengthen",
-    ),
-    "reads too much": (
-        "--num-selected-blocks 7",
-        "n l' + w must not exceed T/4, got 7 * 8 + 16 = 72 > 256/4.",
-    ),
-    "too few keys": (
-        "--num-keys 31",
-        "num_keys must be at least num_pairs, as keys are distinct, got 31 < 32.",
-    ),
-    "too few values": (
-        "--num-values 9",
-        "num_values must be at least 10, so that guessing is no recall, got 9.",
-    ),
+    "distance": (TOO_NEAR, "than num_layers * w, got 113 <= 2 * 64 = 128. Lengthen"),
+    "reads too much": ("--num-selected-blocks 7", "must not exceed T/4, got 7 * 8 + 16 = 72 > 256/4."),
+    "keys": ("--num-keys 31", "num_keys must be at least num_pairs, as keys are distinct, got 31 < 32."),
+    "values": ("--num-values 9", "num_values must be at least 10, so that guessing is no recall, got 9."),
     "no fillers": ("--num-fillers 0", "num_fillers must be at least 1, got 0."),
     "no pairs": ("--num-pairs 0", "num_pairs must be at least 1, got 0."),
     "does not fit": ("--length 191", "pairs and queries must fit into the length, got 2 * 32 + 128 > 191."),
-    "stride": (
-        "--compression-stride 3",
-        "compression_stride must divide compression_block_size, got 3 and 8.",
-    ),
+    "stride": ("--compression-stride 3", "must divide compression_block_size, got 3 and 8."),
     "KV heads": ("--num-kv-heads 3", "num_kv_heads must divide num_heads, got 3 and 2."),
-    "heads": (
-        "--num-heads 3",
-        "num_heads must divide in_features unless head_dim is given, got 3 and 64.",
-    ),
+    "heads": ("--num-heads 3", "num_heads must divide in_features unless head_dim is given, got 3 and 64."),
     "layers": ("--num-layers 0", "num_layers must be at least 1, got 0."),
     "steps": ("--steps 0", "steps must be at least 1, got 0."),
     "learning rate": ("--learning-rate nan", "learning_rate must be positive and finite, got nan."),
@@ -211,10 +180,7 @@ BAD = {
     "large seed": ("--seeds 4294967296", "seeds must be from 0 to 2**32 - 1, got [4294967296]."),
     "test sequences": ("--test-sequences 0", "test_sequences must be at least 1, got 0."),
     "results": ("--results {folder}", "--results must name a file that can be written, got "),
-    "no file": (
-        "--markdown {folder}/none.jsonl",
-        "results must be rows of this example, got FileNotFoundError",
-    ),
+    "no file": ("--markdown {folder}/none.jsonl", "must be rows of this example, got FileNotFoundError"),
     "other file": ("--markdown {file}", "results must be rows of this example, got TypeError"),
 }
 

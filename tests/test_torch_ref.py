@@ -1,12 +1,16 @@
 """`nsa_torch_ref.masks` and `.attention` against closed forms and brute-force loops over sets of tokens."""
 
-import math
+import itertools
 import subprocess
 import sys
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
+
+import brute_force  # noqa: E402
+import numpy as np  # noqa: E402
+from cases import Case, Operands  # noqa: E402
 
 import nsa_torch_ref as ref  # noqa: E402
 from nsa_torch_ref import masks  # noqa: E402
@@ -39,20 +43,9 @@ ROWS = {
 CONFIGS = {"small": SMALL, "non_overlapping": NON_OVERLAPPING, "paper": PAPER}
 
 
-def runs(row):
-    """{id: [row indices]}."""
-    return {name: [s for s, other in enumerate(row) if other == name] for name in dict.fromkeys(row) if name}
-
-
-def token_sets(row, config):
-    """Per sequence: (tokens, compression blocks, selection blocks), each block the set of its row indices."""
-    size, stride, wide = config.compression_block_size, config.compression_stride, config.selection_block_size
-    result = {}
-    for name, tokens in runs(row).items():
-        cmp = [set(tokens[i : i + size]) for i in range(0, len(tokens), stride) if i + size <= len(tokens)]
-        slc = [set(tokens[j : j + wide]) for j in range(0, len(tokens), wide)]
-        result[name] = (tokens, cmp, slc)
-    return result
+def as_case(row, config):
+    runs = tuple((name, len(list(tokens))) for name, tokens in itertools.groupby(row))
+    return Case(name="row", config=config, batch=1, num_keys=len(row), runs=(runs,))
 
 
 def random_inputs(generator, batch, queries, length, config, *, heads=4, kv_heads=2, key_dim=5, value_dim=3):
@@ -78,26 +71,26 @@ def generator():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_masks_are_the_sets_of_tokens(row, config):
+    case = as_case(row, config)
     segment_ids = torch.tensor([row])
     positions = torch.tensor([[*range(len(row)), -1]])
-    sequences = token_sets(row, config)
-    cmp_blocks = [(name, i, block) for name, (_, cmp, _) in sequences.items() for i, block in enumerate(cmp)]
-
     window = masks.window_mask(segment_ids, positions, config)[0]
     visible = masks.compression_mask(segment_ids, positions, config)[0]
     weights = masks.overlap_weights(segment_ids, config)[0]
 
-    assert visible.shape[1] == masks.num_compression_blocks(len(row), config)
-    for t, name in enumerate([*row, 0]):
-        tokens = sequences[name][0] if name else []
-        seen = [s for s in tokens if s <= t][-config.window_size :]
-        assert window[t].nonzero().flatten().tolist() == seen
-        complete = [c for c, (of, _, block) in enumerate(cmp_blocks) if of == name and max(block) <= t]
-        assert visible[t].nonzero().flatten().tolist() == complete
-    for c in range(visible.shape[1]):
-        slc = sequences[cmp_blocks[c][0]][2] if c < len(cmp_blocks) else []
-        expected = [len(cmp_blocks[c][2] & block) / config.compression_stride for block in slc]
-        assert weights[c].tolist() == expected + [0] * (weights.shape[1] - len(expected))
+    assert visible.shape[1] == case.num_compressed
+    for t, position in enumerate(positions[0].tolist()):
+        seen = brute_force.sight(case, 0, position)
+        assert window[t].nonzero().flatten().tolist() == seen.window
+        assert visible[t].nonzero().flatten().tolist() == seen.compressed
+    slot = 0
+    for tokens in brute_force.sequences(case, 0):
+        for c in range(masks.num_compression_blocks(len(tokens), config)):
+            blocks = -(-len(tokens) // config.selection_block_size)
+            expected = [brute_force.overlap(config, c, block) for block in range(blocks)]
+            assert weights[slot].tolist() == expected + [0] * (weights.shape[1] - blocks)
+            slot += 1
+    assert not weights[slot:].any()
 
 
 def test_overlap_weights_of_the_paper_are_1_2_2_2_1():
@@ -107,81 +100,29 @@ def test_overlap_weights_of_the_paper_are_1_2_2_2_1():
     assert weights[1].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
 
 
-def brute_importance(query, key_cmp, row, t, config, kv_head, per_head):
-    """Importance of each selection block of the sequence of query t, by loops."""
-    sequences = token_sets(row, config)
-    all_blocks = [(name, block) for name, (_, cmp, _) in sequences.items() for block in cmp]
-    _, _, slc = sequences[row[t]]
-    scores = [0.0] * len(slc)
-    for head in range(kv_head * per_head, (kv_head + 1) * per_head):
-        seen = [c for c, (name, block) in enumerate(all_blocks) if name == row[t] and max(block) <= t]
-        logits = {c: float(query[head] @ key_cmp[c, kv_head]) / math.sqrt(query.shape[-1]) for c in seen}
-        total = sum(math.exp(x) for x in logits.values())
-        for c in seen:
-            for j, block in enumerate(slc):
-                overlap = len(all_blocks[c][1] & block) / config.compression_stride
-                scores[j] += math.exp(logits[c]) / total * overlap
-    return scores
-
-
-def brute_selection(scores, index, config):
-    current = index // config.selection_block_size
-    forced = set(range(min(config.num_initial_blocks, current + 1)))
-    forced |= {j for j in range(current - config.num_local_blocks + 1, current + 1) if j >= 0}
-    others = sorted((j for j in range(current + 1) if j not in forced), key=lambda j: (-scores[j], j))
-    return sorted([*forced, *others][: config.num_selected_blocks])
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_whole_operation_is_the_loop_over_tokens(row, config, generator):
-    """Importance, selection, each branch with its lse, the gated sum: every query, head and token by hand."""
-    length, heads, kv_heads = len(row), 4, 2
-    inputs = random_inputs(generator, 1, length, length, config)
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = inputs
+    """Importance, selection, each branch with its lse, the gated sum: every query, head and token."""
+    inputs = random_inputs(generator, 1, len(row), len(row), config)
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, _ = inputs
     where = dict(config=config, segment_ids=torch.tensor([row]))
-    scores = ref.importance_scores(query, key_cmp, **where)
     selected = ref.select_blocks(query, key_cmp, **where)
-    branches = [
-        ref.compressed_attention(query, key_cmp, value_cmp, **where),
-        ref.selected_attention(query, key_slc, value_slc, selected, **where),
-        ref.window_attention(query, key_win, value_win, **where),
-    ]
-    out = ref.native_sparse_attention(*inputs, **where)
+    found = {
+        "importance": ref.importance_scores(query, key_cmp, **where),
+        "blocks": selected,
+        "out": ref.native_sparse_attention(*inputs, **where),
+    }
+    for branch, (out, lse) in (
+        ("cmp", ref.compressed_attention(query, key_cmp, value_cmp, **where)),
+        ("slc", ref.selected_attention(query, key_slc, value_slc, selected, **where)),
+        ("win", ref.window_attention(query, key_win, value_win, **where)),
+    ):
+        found |= {f"out_{branch}": out, f"lse_{branch}": lse}
 
-    sequences = token_sets(row, config)
-    all_blocks = [(name, block) for name, (_, cmp, _) in sequences.items() for block in cmp]
-    for t in range(length):
-        for head in range(heads):
-            kv_head = head // (heads // kv_heads)
-            if row[t] == 0:
-                assert out[0, t, head].tolist() == [0, 0, 0]
-                assert all(lse[0, t, head] == -math.inf and (o[0, t, head] == 0).all() for o, lse in branches)
-                assert (selected[0, t] == -1).all()
-                continue
-            tokens, _, slc = sequences[row[t]]
-            expected = brute_importance(query[0, t], key_cmp[0], row, t, config, kv_head, heads // kv_heads)
-            assert scores[0, t, kv_head, : len(slc)].tolist() == pytest.approx(expected, abs=1e-12)
-            chosen = brute_selection(expected, tokens.index(t), config)
-            unused = config.num_selected_blocks - len(chosen)
-            assert selected[0, t, kv_head].tolist() == chosen + [-1] * unused
-            seen = [
-                [c for c, (name, block) in enumerate(all_blocks) if name == row[t] and max(block) <= t],
-                [s for j in chosen for s in sorted(slc[j]) if s <= t],
-                [s for s in tokens if t - config.window_size < s <= t],
-            ]
-            total = torch.zeros(3, dtype=torch.float64)
-            for branch, (key, value) in enumerate([inputs[1:3], inputs[3:5], inputs[5:7]]):
-                branch_out, lse = (x[0, t, head] for x in branches[branch])
-                logits = [float(query[0, t, head] @ key[0, s, kv_head]) / math.sqrt(5) for s in seen[branch]]
-                weight = [math.exp(x) for x in logits]
-                mean = torch.zeros(3, dtype=torch.float64)
-                for share, s in zip(weight, seen[branch], strict=True):
-                    mean += share / sum(weight) * value[0, s, kv_head]
-                torch.testing.assert_close(branch_out, mean, atol=1e-12, rtol=1e-12)
-                assert float(lse) == pytest.approx(math.log(sum(weight)) if weight else -math.inf, abs=1e-12)
-                total += gates[0, t, head, branch] * mean
-            torch.testing.assert_close(out[0, t, head], total, atol=1e-12, rtol=1e-12)
+    expected = brute_force.evaluate(as_case(row, config), Operands(*(x.numpy() for x in inputs)))
+    for name, x in found.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_ties_go_to_the_lower_block():
@@ -192,38 +133,6 @@ def test_ties_go_to_the_lower_block():
     selected = ref.select_blocks(query, key_cmp, config=config)
     assert selected[0, 999].tolist() == [[0, 1, 2, 3, 14, 15]] * 2
     assert selected[0, 640].tolist() == [[0, 1, 2, 3, 9, 10]] * 2
-
-
-@pytest.mark.parametrize(
-    ("index", "expected"),
-    [
-        (0, [0, -1, -1, -1]),
-        (7, [0, -1, -1, -1]),
-        (8, [0, 1, -1, -1]),
-        (16, [0, 1, 2, -1]),
-        (24, [0, 1, 2, 3]),
-    ],
-)
-def test_forced_blocks_of_short_sequences_come_once(index, expected):
-    selected = ref.select_blocks(torch.zeros(1, 25, 1, 2), torch.zeros(1, 11, 1, 2), config=SMALL)
-    assert selected[0, index, 0].tolist() == expected
-
-
-def test_forced_blocks_win_against_any_score():
-    """Block 1 of 6 holds all the attention; at n = 3 the initial and two local blocks leave it no room."""
-    config = ref.NSAConfig(
-        compression_block_size=4,
-        compression_stride=4,
-        selection_block_size=4,
-        num_selected_blocks=3,
-        window_size=1,
-    )
-    key_cmp = torch.zeros(1, 6, 1, 1)
-    key_cmp[0, 1] = 50.0
-    query = torch.ones(1, 24, 1, 1)
-    assert ref.select_blocks(query, key_cmp, config=config)[0, 23, 0].tolist() == [0, 4, 5]
-    more = ref.NSAConfig(**{**vars(config), "num_selected_blocks": 4})
-    assert ref.select_blocks(query, key_cmp, config=more)[0, 23, 0].tolist() == [0, 1, 4, 5]
 
 
 def dense_causal(query, key, value):
@@ -248,20 +157,13 @@ def test_full_coverage_is_dense_causal_attention(generator):
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
-def test_window_includes_the_query_and_no_more_than_w_tokens():
-    value = torch.eye(9)[None, :, None, :]
-    out, _ = ref.window_attention(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2), value, config=SMALL)
-    seen = [row.nonzero().flatten().tolist() for row in out[0, :, 0]]
-    assert seen == [list(range(max(0, t - 4), t + 1)) for t in range(9)]
-
-
 def test_packed_row_equals_each_sequence_alone(generator):
     row = ROWS["packed"]
     length, config = len(row), SMALL
     inputs = random_inputs(generator, 1, length, length, config)
     together = ref.native_sparse_attention(*inputs, config=config, segment_ids=torch.tensor([row]))
     first_block = 0
-    for tokens in runs(row).values():
+    for tokens in brute_force.sequences(as_case(row, SMALL), 0):
         blocks = slice(first_block, first_block + masks.num_compression_blocks(len(tokens), config))
         first_block = blocks.stop
         part = slice(tokens[0], tokens[-1] + 1)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from messages import refused
 
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
@@ -17,26 +18,6 @@ CONFIG = ref.NSAConfig(
     num_selected_blocks=3,
     window_size=5,
 )
-NAMES = {
-    "query_proj.kernel": (12, 4, 5),
-    **{f"key_{branch}_proj.kernel": (12, 2, 5) for branch in ("cmp", "slc", "win")},
-    **{f"value_{branch}_proj.kernel": (12, 2, 3) for branch in ("cmp", "slc", "win")},
-    "out_proj.kernel": (4, 3, 12),
-    "compressor_key.position_embedding": (4, 5),
-    "compressor_key.kernel_in": (20, 10),
-    "compressor_key.bias_in": (10,),
-    "compressor_key.kernel_out": (10, 5),
-    "compressor_key.bias_out": (5,),
-    "compressor_value.position_embedding": (4, 3),
-    "compressor_value.kernel_in": (12, 6),
-    "compressor_value.bias_in": (6,),
-    "compressor_value.kernel_out": (6, 3),
-    "compressor_value.bias_out": (3,),
-    "gate.kernel_in": (12, 8),
-    "gate.bias_in": (8,),
-    "gate.kernel_out": (8, 4, 3),
-    "gate.bias_out": (4, 3),
-}
 
 
 def randomised(module, seed=0):
@@ -59,17 +40,8 @@ def tokens(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_parameter_names_and_shapes():
-    assert {name: tuple(p.shape) for name, p in layer().named_parameters()} == NAMES
-    mean = {name for name, _ in layer(compression="mean").named_parameters()}
-    assert mean == {name for name in NAMES if not name.startswith("compressor")}
-    biased = {name: tuple(p.shape) for name, p in layer(use_bias=True).named_parameters()}
-    biases = [biased[name] for name in ("query_proj.bias", "value_win_proj.bias", "out_proj.bias")]
-    assert biases == [(4, 5), (2, 3), (12,)]
-
-
 def test_unknown_compression_is_an_error():
-    with pytest.raises(ValueError, match=r"compression must be .*, got 'max'"):
+    with refused(ValueError, r"compression must be .*, got 'max'"):
         ref.Compressor(4, CONFIG, mode="max")
 
 
