@@ -9,6 +9,7 @@ import collections
 import contextlib
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ Points = tuple[tuple[int, float], ...]  # (tokens, value)
 
 def fingerprint(rows: Sequence[Row]) -> str:
     """A hash of the rows that a figure shows."""
-    return hashlib.sha256("\n".join(repr(row) for row in rows).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(map(json.dumps, rows)).encode()).hexdigest()[:16]
 
 
 def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
@@ -232,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=IMAGES, help="folder, default: %(default)s")
     options = parser.parse_args(argv)
     for path in options.files:
-        rows = [row for row in one_run(records.read(path), options.run_id) if isinstance(row, Row)]
+        rows = one_run(records.read(path), options.run_id)
         points = {(row.mode, row.length) for row in _shown(rows)}
         if max(collections.Counter(mode for mode, _ in points).values(), default=0) < 2:
             print(f"{path}: no mode has two lengths of a whole operation, nothing to draw")

@@ -64,7 +64,7 @@ class Mean(nnx.Module):
         return out.mean(axis=(2, 3))[..., None]
 
 
-def products(model: Transformer, batch: int) -> Part:
+def products(model: Transformer, batch: int, _: int) -> Part:
     """All of a token's products with weights, from the embedding to the logits."""
     read = {name: x for name, x in weights(model).items() if "compressor" not in name}
     model = _again(model)
@@ -125,7 +125,7 @@ def attention(model: Transformer, batch: int, length: int) -> Part:
     return Part(run, config.num_layers * batch * keys * config.num_kv_heads * dims * itemsize)
 
 
-def sampling(model: Transformer, batch: int) -> Part:
+def sampling(model: Transformer, batch: int, _: int) -> Part:
     """The choice of the most likely token."""
     dtype = jax.eval_shape(model, _token(batch)).dtype
     logits = jax.random.normal(key("logits"), (batch, model.config.vocab_size), dtype)
@@ -138,6 +138,9 @@ def sampling(model: Transformer, batch: int) -> Part:
         return jax.lax.fori_loop(0, STEPS, step, logits)
 
     return Part(timing.compile_for(loop, (logits,)).run, logits.nbytes)
+
+
+PARTS = {"products": products, "attention": attention, "sampling": sampling}
 
 
 def _projections(layer: nnx.Module) -> list[str]:

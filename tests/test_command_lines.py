@@ -21,7 +21,7 @@ COMMANDS = {
     "nsa_jax.doctor": "nsa_jax.doctor.__main__",
     "parity": "parity.__main__",
     "benchmarks.attention": "benchmarks.attention",
-    "benchmarks.decode": "benchmarks.decode",
+    "benchmarks.decode": "benchmarks.decode.__main__",
     "benchmarks.decode_summary": "benchmarks.decode_summary",
     "benchmarks.generate": "benchmarks.generate",
     "benchmarks.parallel": "benchmarks.parallel",

@@ -20,7 +20,6 @@ from benchmarks import records
 from benchmarks.command_line import InputError, Parser, command, positive_seconds, progress
 from benchmarks.report import host, page, state, steps
 from benchmarks.report.collect import Collector
-from benchmarks.report.host import Host
 from benchmarks.report.state import Report
 from benchmarks.report.steps import Step
 
@@ -31,51 +30,44 @@ CODE = (*records.MEASURED_CODE, "benchmarks/*.toml", "parity", "nsa_torch_ref", 
 def parse(argv: Sequence[str] | None, known: Sequence[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = Parser(prog="python -m benchmarks.report", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("runs/report"),
-        help="folder for the folders of commits, default: %(default)s",
-    )
-    parser.add_argument(
-        "--steps",
-        nargs="+",
-        metavar="STEP",
-        help=f"steps to run, of {' '.join(known)}; one that cannot run here fails; default: all that can",
-    )
-    parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="STEP", help="steps to leave out; default: none"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes, for minutes instead of 40 on a GPU and two hours on 2 CPU cores; default: full",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="run what is missing or failed in --output; default: a new report",
-    )
-    parser.add_argument(
-        "--within",
-        type=positive_seconds,
-        metavar="SECONDS",
-        help="stop after this time, so that --resume can go on; default: when all steps are done",
-    )
-    parser.add_argument(
-        "--commit", metavar="ID", help="name of the code, for a copy without git; default: what git says"
-    )
-    options = parser.parse_args(argv)
-    if unknown := [name for name in [*(options.steps or []), *options.skip] if name not in known]:
+    options: dict[str, dict[str, Any]] = {
+        "output": dict(
+            type=pathlib.Path, default=pathlib.Path("runs/report"),
+            help="folder for the folders of commits, default: %(default)s",
+        ),
+        "steps": dict(
+            nargs="+", metavar="STEP",
+            help=f"steps to run, of {' '.join(known)}; one that cannot run here fails; default: all that can",
+        ),
+        "skip": dict(nargs="+", default=[], metavar="STEP", help="steps to leave out; default: none"),
+        "quick": dict(
+            action="store_true",
+            help="small sizes: minutes instead of 40 on a GPU and two hours on 2 CPU cores; default: full",
+        ),
+        "resume": dict(
+            action="store_true", help="run what is missing or failed in --output; default: a new report"
+        ),
+        "within": dict(
+            type=positive_seconds, metavar="SECONDS",
+            help="stop after this time, so that --resume can go on; default: when all steps are done",
+        ),
+        "commit": dict(
+            metavar="ID", help="name of the code, for a copy without git; default: what git says"
+        ),
+    }  # fmt: skip
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    chosen = parser.parse_args(argv)
+    if unknown := [name for name in [*(chosen.steps or []), *chosen.skip] if name not in known]:
         raise InputError(f"steps must be of {', '.join(known)}, got {', '.join(unknown)}. Choose from these.")
-    options.names = [name for name in dict.fromkeys(options.steps or known) if name not in options.skip]
-    if not options.names:
+    chosen.names = [name for name in dict.fromkeys(chosen.steps or known) if name not in chosen.skip]
+    if not chosen.names:
         raise InputError("--skip must leave a step, got all that would run. Skip fewer.")
-    if options.commit is not None and not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", options.commit):
+    if chosen.commit is not None and not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}", chosen.commit):
         raise InputError(
-            f"--commit must be letters, digits, '.', '_' and '-', got {options.commit!r}. Pass a short hash."
+            f"--commit must be letters, digits, '.', '_' and '-', got {chosen.commit!r}. Pass a short hash."
         )
-    return options
+    return chosen
 
 
 @command("benchmarks.report")
@@ -83,26 +75,23 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = N
     """Runs the command; `table` other than that of `steps.toml` is for tests."""
     table = steps.load() if table is None else table
     options = parse(argv, list(table))
-    variables = {} if options.commit is None else {records.COMMIT_VARIABLE: options.commit}
     commit = options.commit or commit_of_tree()
-    output = pathlib.Path(os.path.abspath(options.output))
-    folder = output / commit
-    if options.resume:
-        with accessible(folder):
-            report = find(output, folder, commit)
-        here = host.look()
-        check_same(report, identity(commit, options.quick, here))
-        with accessible(folder):
-            report.write(folder)
-    else:
-        with accessible(folder):
+    folder = pathlib.Path(os.path.abspath(options.output)) / commit
+    with accessible(folder):
+        if not options.resume:
             make(folder)
+        report = find(folder) if options.resume else None
         here = host.look()
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        report = Report(identity=identity(commit, options.quick, here), host=vars(here).copy(), started=now)
-    done = [name for name in options.names if name in report.results and report.results[name].is_done]
+        identity = {"commit": commit, "quick": options.quick, "device": here.device}
+        if report is None:
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+            report = Report(identity=identity, host=vars(here).copy(), started=now)
+        check_same(report, identity)
+        report.write(folder)
+    done = [name for name in options.names if name in report.named("PASS")]
     if done:
         progress(f"passed before: {', '.join(done)}")
+    variables = {} if options.commit is None else {records.COMMIT_VARIABLE: options.commit}
     collector = Collector(
         report, folder, table, here, quick=options.quick, within_s=options.within, variables=variables
     )
@@ -113,11 +102,6 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Step] | None = N
         print(page.render(report, folder, table))
     print(json.dumps({"report": str(folder), "passed": report.passed, "steps": told}))
     return 0 if report.passed and collector.unwritten is None else 1
-
-
-def identity(commit: str, quick: bool, here: Host) -> dict[str, Any]:
-    """What must be the same when a report goes on."""
-    return {"commit": commit, "quick": quick, "device": here.device}
 
 
 def commit_of_tree() -> str:
@@ -142,7 +126,6 @@ def make(folder: pathlib.Path) -> None:
             "Pass --resume to go on with it, or name another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    state.write_whole(folder / page.FILE, "Nothing ran yet.\n")
 
 
 @contextlib.contextmanager
@@ -157,16 +140,16 @@ def accessible(folder: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def find(output: pathlib.Path, folder: pathlib.Path, commit: str) -> Report:
+def find(folder: pathlib.Path) -> Report:
     """The report to go on with.
 
     Raises:
       InputError: there is none of this commit.
     """
     if not (folder / state.FILE).exists():
-        others = sorted(path.parent.name for path in output.glob(f"*/{state.FILE}")) or "nothing"
+        others = sorted(path.parent.name for path in folder.parent.glob(f"*/{state.FILE}")) or "nothing"
         raise InputError(
-            f"--resume must find a report of commit {commit} in --output, got {others}. "
+            f"--resume must find a report of commit {folder.name} in --output, got {others}. "
             "Start without --resume, or check out that commit."
         )
     return state.read(folder)
