@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,8 @@ class Shape:
     config: NSAConfig = dataclasses.field(default_factory=NSAConfig)
 
 
-class Overlap(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Overlap:
     """How much neighbouring tokens share, over the whole sequence.
 
     Attributes:
@@ -98,7 +99,7 @@ class Draw:
     def fields(self) -> dict[str, Any]:
         """What a row says of it."""
         found = self.overlap or Overlap(None, None)
-        return {"distribution": self.distribution, "noise": self.noise} | found._asdict()
+        return {"distribution": self.distribution, "noise": self.noise} | vars(found)
 
 
 class NotCoherent(ValueError):

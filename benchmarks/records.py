@@ -1,5 +1,6 @@
 """The rows that benchmarks write: one JSON object a line, those of one run under one `run_id`."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -50,6 +51,23 @@ VOCABULARY: dict[str, Sequence[str]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a figure depends on, beside the measured code."""
+
+    run_id: str
+    device: str
+    jax: str
+    jaxlib: str
+    triton: str | None
+    commit: str
+
+    def print(self) -> None:
+        """Prints it at the start of a run."""
+        versions = f"jax {self.jax}, jaxlib {self.jaxlib}, triton {self.triton}"
+        print(f"run {self.run_id}, commit {self.commit}\n{self.device}, {versions}", flush=True)
+
+
 class Row(dict[str, Any]):
     """One measurement, the object of its line. A field that it does not have is None as an attribute."""
 
@@ -57,7 +75,7 @@ class Row(dict[str, Any]):
         super().__init__(fields)
         if wrong := sorted(fields.keys() - FIELDS | NEEDED - fields.keys()):
             raise ValueError(
-                f"a row must have all of NEEDED and no field beyond FIELDS, got {wrong}. Fix it."
+                f"a row must have all of NEEDED and no field beyond FIELDS, got {wrong}. Extend the lists."
             )
         for name, allowed in VOCABULARY.items():
             if fields.get(name, allowed[0]) not in allowed:
@@ -112,12 +130,11 @@ class Run:
         self.output, self.environment = output, environment()
         self.rows: list[Row] = []
         self.red: list[str] = []
-        text = "run {run_id}, commit {commit}\n{device}, jax {jax}, jaxlib {jaxlib}, triton {triton}"
-        print(text.format(**self.environment), flush=True)
+        self.environment.print()
 
     def add(self, **fields: Any) -> Row:
         """Prints a row, and writes it at once, so that an interrupted run keeps what it measured."""
-        row = Row(**self.environment, **fields)
+        row = Row(**dataclasses.asdict(self.environment), **fields)
         self.rows.append(row)
         print(row, flush=True)
         append(self.output, [row])
@@ -125,22 +142,21 @@ class Run:
 
     def finish(self, **figures: Any) -> int:
         """Prints, as the last line, a summary in JSON. Returns the exit status."""
-        summary = {"run_id": self.environment["run_id"], "rows": len(self.rows), "red": self.red}
+        summary = {"run_id": self.environment.run_id, "rows": len(self.rows), "red": self.red}
         print(json.dumps(summary | figures))
         return 1 if self.red else 0
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Environment:
     """Device, versions and commit of this run, under a new id."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
-    return dict(
-        run_id=f"{now}-{secrets.token_hex(3)}", device=device(), jax=jax.__version__,
-        jaxlib=jaxlib.__version__, triton=triton, commit=commit(),
-    )  # fmt: skip
+    return Environment(
+        f"{now}-{secrets.token_hex(3)}", device(), jax.__version__, jaxlib.__version__, triton, commit()
+    )
 
 
 def device() -> str:

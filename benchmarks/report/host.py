@@ -51,7 +51,7 @@ def look() -> Host:
 
 def main() -> int:
     """Prints the fields of `Host`."""
-    here = records.environment() | {"platform": jax.default_backend(), "count": jax.device_count()}
+    here = vars(records.environment()) | {"platform": jax.default_backend(), "count": jax.device_count()}
     print(json.dumps({field.name: here[field.name] for field in dataclasses.fields(Host)}))
     return 0
 
