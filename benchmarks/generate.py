@@ -3,9 +3,7 @@
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
 the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
 per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
-compiled loop, with the bytes that it reads. With `--devices` and `--spread` several devices share the rows,
-or the heads and weights, and the parts are left out. Rows go to a JSONL file of their own kind; the last line
-is JSON.
+compiled loop, with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
 """
 
 import argparse
@@ -15,10 +13,9 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
-from benchmarks import devices, records, timing, token_parts
-from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
+from benchmarks import records, timing, token_parts
+from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
@@ -36,7 +33,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sizes={
             "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of 8"),
             "batch": (8, "prompts"),
-            "devices": (1, "devices that share the work"),
             "layers": (18, "decoder layers"),
             "model-dim": (1024, "width of the residual stream"),
             "heads": (16, "query heads"),
@@ -46,24 +42,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         },
         budget_for="timing",
     )
-    parser.add_argument(
-        "--spread",
-        choices=("rows", "heads"),
-        default="rows",
-        help="what several --devices share: rows, or heads and weights; default: rows",
-    )
     options = parse_sizes(parser, argv)
     if options.new_tokens < 2 or options.new_tokens % 8 != 1:
         parser.error(
             "--new-tokens must be 1 plus a multiple of 8, because the loop runs in chunks of 8 steps, got "
             f"{options.new_tokens}. Pass 9, 17 or 257."
-        )
-    devices.check(options.devices)
-    name = "batch" if options.spread == "rows" else "kv_heads"
-    if getattr(options, name) % options.devices:
-        raise InputError(
-            f"--{name.replace('_', '-')} must be a multiple of --devices, got {getattr(options, name)} and "
-            f"{options.devices}. Pass another number."
         )
     return options
 
@@ -82,19 +65,14 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
         num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
         nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype,
     )  # fmt: skip
-    spread = options.spread if options.devices > 1 else None
-    parts = ("heads", "kv_heads", "mlp") if spread == "heads" else ()
-    sharding = dict.fromkeys(parts, devices.AXIS) if spread else None
     ratios, unmeasured = {}, []
     for length in options.lengths:
         token_ms = {}
         for attention in options.attention:
             progress(f"compiling and measuring generate: {attention} T={length}")
             try:
-                with devices.in_context(options.devices):
-                    of_attention = dataclasses.replace(config, attention=attention)
-                    model = Transformer(of_attention, sharding=sharding, rngs=nnx.Rngs(0))
-                    figures = measure(model, options, length)
+                model = Transformer(dataclasses.replace(config, attention=attention), rngs=nnx.Rngs(0))
+                figures = measure(model, options, length)
             except NotImplementedError as reason:
                 print(f"refused: {attention} T={length}: {reason}", flush=True)
                 continue
@@ -103,9 +81,8 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
                 print(f"not measured: {unmeasured[-1]}", flush=True)
                 continue
             row = run.add(
-                benchmark="generate", attention=attention, devices=options.devices, spread=spread,
-                batch=options.batch, length=length, new_tokens=options.new_tokens,
-                model=dataclasses.asdict(model.config),
+                benchmark="generate", attention=attention, batch=options.batch, length=length,
+                new_tokens=options.new_tokens, model=dataclasses.asdict(model.config),
                 parameters=sum(x.size for x in weights(model).values()), **figures,
             )  # fmt: skip
             token_ms[attention] = row.token_ms
@@ -123,9 +100,6 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
     """
     batch, new_tokens, budget_s = options.batch, options.new_tokens, options.budget_s
     prompts: Any = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
-    if options.devices > 1:
-        spec = PartitionSpec(devices.AXIS) if options.spread == "rows" else PartitionSpec()
-        prompts = devices.put(prompts, spec)
 
     def call(count: int) -> Callable[[], Any]:
         return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
@@ -147,7 +121,7 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
         "tokens_per_s": batch / token_ms * 1e3,
         "samples": len(whole["all"].samples_ms),
     }
-    for name, make in token_parts.PARTS.items() if options.devices == 1 else ():
+    for name, make in token_parts.PARTS.items():
         progress(f"compiling and measuring {name} alone")
         part = make(model, batch, length)
         alone = timing.measure({name: part.run}, budget_s=budget_s)[name]

@@ -39,7 +39,7 @@ FIELDS = NEEDED | {
     *("triton", "operation", "implementation", "mode", "distribution", "query_heads", "kv_heads", "key_dim"),
     *("value_dim", "model_dim", "dtype", "config", "median_ms", "p20_ms", "p80_ms", "peak_bytes", "floor_ms"),
     *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
-    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
+    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
     *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes"),
 }
@@ -82,9 +82,7 @@ class Row(dict[str, Any]):
                 raise ValueError(f"{name} must be one of {allowed}, got {fields[name]!r}. Extend the list.")
 
     def __getattr__(self, name: str) -> Any:
-        if name not in FIELDS:
-            raise AttributeError(name)
-        return self.get(name)
+        return self.get(name) if name in FIELDS else super().__getattribute__(name)
 
     @property
     def over_parts(self) -> float | None:
@@ -102,7 +100,6 @@ class Row(dict[str, Any]):
         what = ("attention", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
         forms = {
             "devices": "{0.devices} devices",
-            "spread": "by {0.spread}",
             "length": "T={0.length:<7}",
             "median_ms": "{0.median_ms:.5g} ms [{0.p20_ms:.5g}, {0.p80_ms:.5g}]",
             "token_ms": "first token {0.first_token_ms:.1f} ms, then {0.token_ms:.3f} ms a token",

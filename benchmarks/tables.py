@@ -92,15 +92,11 @@ def _alone(row: Row) -> Cells:
 
 
 def _of_generation(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    first, several = rows[0], any((row.devices or 1) > 1 for row in rows)
-
     def cells(row: Row) -> Cells:
-        devices = "1" if row.devices in (None, 1) else f"{row.devices}, by {row.spread}"
         parts = (row.products_ms, row.attention_ms, row.sampling_ms)
         return {
             "prompt": f"{row.length}",
             "attention": row.attention,
-            **({"batch": f"{row.batch}", "devices": devices} if several else {}),
             "first token, ms": f"{row.first_token_ms:.1f}",
             "a token, ms": f"{row.token_ms:.3f}",
             "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",
@@ -109,12 +105,11 @@ def _of_generation(rows: Sequence[Row]) -> tuple[str, list[str]]:
             "products, attention, sampling alone, ms": ", ".join(_or_dash(ms, ".3f") for ms in parts),
         }
 
-    batch = "" if several else f"batch {first.batch}, "
-    return f"{first.model['dtype']}, {batch}{_model_sizes(first)}", table(map(cells, rows))
+    return _model_sizes(rows[0]), table(map(cells, rows))
 
 
 def _of_steps(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    first, several = rows[0], any((row.devices or 1) > 1 for row in rows)
+    several = any((row.devices or 1) > 1 for row in rows)
     dense = {row.length: row.median_ms for row in rows if row.attention == "dense"}
     one = {row.length: row.median_ms for row in rows if row.attention == "nsa" and row.devices in (None, 1)}
 
@@ -131,7 +126,7 @@ def _of_steps(rows: Sequence[Row]) -> tuple[str, list[str]]:
             "parameters": f"{row.parameters / 1e6:.0f} M",
         }
 
-    return f"{first.model['dtype']}, batch {first.batch}, {_model_sizes(first)}", table(map(cells, rows))
+    return _model_sizes(rows[0]), table(map(cells, rows))
 
 
 def _of_strategies(rows: Sequence[Row]) -> tuple[str, list[str]]:
@@ -161,7 +156,8 @@ def _heads(row: Row) -> str:
 
 def _model_sizes(row: Row) -> str:
     names = ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim")
-    return ", ".join(f"`{name}` {row.model[name]}" for name in names)
+    sizes = (f"`{name}` {row.model[name]}" for name in names)
+    return f"{row.model['dtype']}, batch {row.batch}, {', '.join(sizes)}"
 
 
 def _where(row: Row) -> Cells:

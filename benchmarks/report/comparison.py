@@ -14,7 +14,7 @@ COMMITTED = records.ROOT / "benchmarks" / "results"
 # What two rows must share to be of the same measurement.
 SETTING = (
     *("benchmark", "operation", "mode", "distribution", "strategy", "mesh", "attention", "batch", "length"),
-    *("query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config", "spread"),
+    *("query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config"),
 )
 # The same of decode steps; rows of before version 0.2 say none of it, and had one setting.
 OF_DECODING = ("new_tokens", "compression", "num_layers")
