@@ -693,11 +693,8 @@ def test_a_second_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
     try:
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(
-                runner.run(
-                    [sys.executable, "-c", stubborn], log=tmp_path / "log", limit_s=30, folder=tmp_path,
-                    beat=interrupt_twice,
-                )
-            )  # fmt: skip
+                runner.run([sys.executable, "-c", stubborn], tmp_path / "log", 30, {}, interrupt_twice)
+            )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -18,16 +18,13 @@ from benchmarks.decode.gate import check
 from benchmarks.decode.inputs import NUM_STEPS, Setting
 from benchmarks.decode.loops import Decoding
 from benchmarks.decode.steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
+from benchmarks.decode_summary import CSV_HEADER
 from benchmarks.gate import verdicts
 from benchmarks.inputs import Draw, Shape, abstract_arguments
 from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch
 from nsa_jax.config import NSAConfig
 
-CSV_HEADER = (
-    *("S", "ms_total", "ms_cmp", "ms_sel", "ms_win"),
-    *("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode"),
-)
 # Names of the programs of a length: the whole step or layer, branches, dense attention by implementation.
 TOTAL = "total"
 

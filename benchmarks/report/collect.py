@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 from benchmarks.command_line import progress
-from benchmarks.records import ROOT
 from benchmarks.report import page, runner, verdicts
 from benchmarks.report.host import Host
 from benchmarks.report.state import Ran, Report, Result, without_places
@@ -27,12 +26,11 @@ class Collector:
     """One call of the command: the report so far, and the time until it must end."""
 
     def __init__(
-        self, report: Report, folder: pathlib.Path, steps: Mapping[str, Step], host: Host, *, quick: bool,
-        within_s: float | None = None, variables: Mapping[str, str] | None = None,
+        self, report: Report, folder: pathlib.Path, steps: Mapping[str, Step], host: Host, quick: bool,
+        within_s: float | None, variables: dict[str, str],
     ):  # fmt: skip
         self.report, self.folder, self.steps, self.host, self.quick = report, folder, steps, host, quick
-        self.variables = dict(variables or {})
-        self.within_s = within_s
+        self.within_s, self.variables = within_s, variables
         self.begin, self.before_s = time.perf_counter(), report.seconds
         self.has_run = False
         self.unwritten: Exception | None = None
@@ -147,9 +145,8 @@ class Collector:
         self.has_run = True
         ended = await runner.run(
             [sys.executable if word == "python" else word for word in arguments[:1]] + arguments[1:],
-            log=log, limit_s=min(limit_s, self._left_s()), folder=ROOT,
-            environment=self.variables | variables,
-            beat=lambda seconds: progress(f"  {title}, {seconds:.0f} s: {verdicts.last_words(_text(log))}"),
+            log, min(limit_s, self._left_s()), self.variables | variables,
+            lambda seconds: progress(f"  {title}, {seconds:.0f} s: {verdicts.last_words(_text(log))}"),
         )  # fmt: skip
         if ended.status is None:
             self._check_time(NOT_STARTED_S)
