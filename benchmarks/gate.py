@@ -91,59 +91,54 @@ def check_program(
     """
     found = program.run() if mode == "fwd" else None
     selected = found if operation == "select_blocks" else draw.block_indices
-    form = (
-        NOTHING
-        if selected is None
-        else check_form(np.asarray(selected), np.arange(shape.length), shape.config)
-    )
-    if not form.green:
-        return form
+    if selected is not None:
+        form = check_form(np.asarray(selected), np.arange(shape.length), shape.config)
+        if not form.green:
+            return form
     if found is not None:
         return check_rows(operation, found, positions, draw, shape)
-    return _check_gradients(operation, mode, program, positions, draw, shape)
-
-
-def _check_gradients(
-    operation: str, mode: str, program: Compiled, positions: np.ndarray, draw: Draw, shape: Shape
-) -> Verdict:
-    """Runs the program for a cotangent that is zero but at `positions`, and compares all gradients."""
     taken, cotangents = program.arguments
-    sampled = tuple(x[:, positions] for x in cotangents)
-    nothing_else = tuple(
-        jnp.zeros_like(x).at[:, positions].set(rows) for x, rows in zip(cotangents, sampled, strict=True)
-    )
+    given = {name: x[:, positions] for name, x in zip(("out", "lse"), cotangents, strict=False)}
+    sampled = zip(cotangents, given.values(), strict=True)
+    nothing_else = tuple(jnp.zeros_like(x).at[:, positions].set(rows) for x, rows in sampled)
     found = jax.block_until_ready(program.call(taken, nothing_else))
-    operands = _operands(operation, draw, shape)
-    got = dict(zip(operands, found if mode == "bwd" else found[1], strict=True))
-    given = dict(zip(("out", "lse"), sampled, strict=False))
-    dense = functools.partial(definitions.gradients, operation=operation, shape=shape)
-    blocks = _blocks(draw, positions)
-    if operation in LAYERS:
-        dense = functools.partial(dense, positions=positions, blocks=blocks)
-        expected = gradients_in_both(dense, (operands, given), shape.dtype)
-        verdict = judge(got, expected, positions, whole=set(got) - {"x"})
-    else:
-        arrays = _rows(operands, positions), given
-        verdict = compare(
-            dense, _rows(got, positions), arrays, positions, blocks, shape.kv_heads, gradients_in_both
-        )
-    return worst(verdict, *_of_selection(operation, operands, positions, draw, shape))
+    got = dict(zip(_operands(operation, draw, shape), found if mode == "bwd" else found[1], strict=True))
+    got = got if operation in LAYERS else _rows(got, positions)
+    return _compare(
+        operation, definitions.gradients, got, (given,), positions, draw, shape, gradients_in_both
+    )
 
 
 def check_rows(operation: str, got: Any, positions: np.ndarray, draw: Draw, shape: Shape) -> Verdict:
     """Compares the forward results `got` of a whole sequence in the rows `positions`."""
-    operands = _operands(operation, draw, shape)
     if operation == "select_blocks":
-        return _check_selection(got, operands, positions, shape)
-    rows = tuple(x[:, positions] for x in (got if isinstance(got, tuple) else (got,)))
-    blocks = _blocks(draw, positions)
+        return _check_selection(got, _operands(operation, draw, shape), positions, shape)
+    named = dict(zip(("out", "lse"), got if isinstance(got, tuple) else (got,), strict=False))
+    return _compare(
+        operation, definitions.results, _rows(named, positions), (), positions, draw, shape, in_both
+    )  # fmt: skip
+
+
+def _compare(
+    operation: str, dense: Callable[..., Any], got: dict[str, Any], cotangents: tuple[Any, ...],
+    positions: np.ndarray, draw: Draw, shape: Shape, compute: Callable[..., Expected],
+) -> Verdict:  # fmt: skip
+    """Compares results, or gradients, by name with those of `dense`; then what an operation selects."""
+    operands = _operands(operation, draw, shape)
+    blocks = None if draw.block_indices is None else draw.block_indices[:, positions]
+    dense = functools.partial(dense, operation=operation, shape=shape)
     if operation in LAYERS:
-        dense = functools.partial(definitions.results, operation=operation, shape=shape)
         dense = functools.partial(dense, positions=positions, blocks=blocks)
-        verdict = judge({"out": rows[0]}, in_both(dense, (operands,), shape.dtype), positions)
+        expected = compute(dense, (operands, *cotangents), shape.dtype)
+        verdict = judge(got, expected, positions, whole=got.keys() - {"x", "out"})
     else:
-        verdict = compare_rows(operation, rows, _rows(operands, positions), positions, blocks, shape)
-    return worst(verdict, *_of_selection(operation, operands, positions, draw, shape))
+        given = _rows(operands, positions), *cotangents
+        verdict = compare(dense, got, given, positions, blocks, shape.kv_heads, compute)
+    if LAYERS.get(operation, operation) != "native_sparse_attention":
+        return verdict
+    if operation in LAYERS:
+        operands = definitions.layer_operands(operands, shape=shape)._asdict()
+    return worst(verdict, _check_selection(draw.block_indices, operands, positions, shape))
 
 
 def in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
@@ -164,16 +159,6 @@ def _computed_in(dtype: str, dense: Callable[..., Any], given: tuple[Any, ...]) 
     with jax.enable_x64(True):
         found = dense(*jax.tree.map(cast, given))
     return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
-
-
-def compare_rows(
-    operation: str, rows: tuple[Array, ...], operands: dict[str, Array], positions: np.ndarray, blocks: Any,
-    shape: Shape,
-) -> Verdict:  # fmt: skip
-    """Compares `(out,)` or `(out, lse)` of the queries at `positions`, given those queries and all keys."""
-    dense = functools.partial(definitions.results, operation=operation, shape=shape)
-    got = dict(zip(("out", "lse"), rows, strict=False))
-    return compare(dense, got, (operands,), positions, blocks, shape.kv_heads)
 
 
 def compare(
@@ -198,17 +183,6 @@ def compare(
         found = judge(results, compute(of_piece, arrays, first.dtype.name), positions)
         verdict = worst(verdict, _in_piece(found, row, head))
     return verdict
-
-
-def _of_selection(
-    operation: str, operands: dict[str, Array], positions: np.ndarray, draw: Draw, shape: Shape
-) -> list[Verdict]:
-    """The verdict on the blocks that an operation, or its layer, selects; none where it selects nothing."""
-    if LAYERS.get(operation, operation) != "native_sparse_attention":
-        return []
-    if operation in LAYERS:
-        operands = definitions.layer_operands(operands, shape=shape)._asdict()
-    return [_check_selection(draw.block_indices, operands, positions, shape)]
 
 
 def _check_selection(blocks: Any, operands: dict[str, Array], positions: np.ndarray, shape: Shape) -> Verdict:
@@ -253,7 +227,3 @@ def _operands(operation: str, draw: Draw, shape: Shape) -> dict[str, Array]:
 
 def _rows(arrays: Mapping[str, Array], positions: np.ndarray) -> dict[str, Array]:
     return {name: x[:, positions] if of_query(name) else x for name, x in arrays.items()}
-
-
-def _blocks(draw: Draw, positions: np.ndarray) -> Array | None:
-    return None if draw.block_indices is None else draw.block_indices[:, positions]

@@ -43,6 +43,21 @@ FIELDS = NEEDED | {
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
     *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes"),
 }
+# What a row prints, as far as it has it.
+WHAT = ("attention", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
+FIGURES = (
+    *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "tokens_per_s"),
+    *("over_parts", "products_ms", "attention_ms", "sampling_ms", "samples", "floor_ms", "floor_share"),
+    *(
+        "gb_per_s",
+        "copy_share",
+        "dense_over_this",
+        "peak_bytes",
+        "compile_s",
+        "adjacent_share",
+        "mean_union_4",
+    ),
+)
 VOCABULARY: dict[str, Sequence[str]] = {
     "operation": (*OPERATIONS, *LAYERS),
     "implementation": (*MEASURED, "cudnn", "jax_nn"),
@@ -85,39 +100,21 @@ class Row(dict[str, Any]):
         return self.get(name) if name in FIELDS else super().__getattribute__(name)
 
     @property
+    def floor_share(self) -> float | None:
+        """The least time over the measured one."""
+        return self.floor_ms and self.floor_ms / self.median_ms
+
+    @property
     def over_parts(self) -> float | None:
         """The time of a generated token over the sum of its parts; None where these were not measured."""
         if self.products_ms is None:
             return None
         return self.token_ms / (self.products_ms + self.attention_ms + self.sampling_ms)
 
-    @property
-    def floor_share(self) -> float | None:
-        """The least time over the measured one."""
-        return None if self.floor_ms is None else self.floor_ms / self.median_ms
-
     def __str__(self) -> str:
-        what = ("attention", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
-        forms = {
-            "devices": "{0.devices} devices",
-            "length": "T={0.length:<7}",
-            "median_ms": "{0.median_ms:.5g} ms [{0.p20_ms:.5g}, {0.p80_ms:.5g}]",
-            "token_ms": "first token {0.first_token_ms:.1f} ms, then {0.token_ms:.3f} ms a token",
-            "tokens_per_s": "{0.tokens_per_s:.0f} tokens/s",
-            "over_parts": "{0.over_parts:.2f} times products {0.products_ms:.3f} ms, attention "
-            "{0.attention_ms:.3f} ms, sampling {0.sampling_ms:.3f} ms",
-            "samples": "{0.samples} samples",
-            "floor_share": "{0.floor_share:.1%} of floor {0.floor_ms:.3f} ms",
-            "peak_bytes": "temp {0.peak_bytes:.4g} bytes",
-            "compile_s": "compile {0.compile_s:.1f} s",
-            "mean_union_4": "share {0.adjacent_share:.3f} union4 {0.mean_union_4:.1f}",
-            "copy_share": "{0.gb_per_s:.1f} GB/s, {0.copy_share:.1%} of copy",
-            "dense_over_this": "dense / this {0.dense_over_this:.2f}",
-        }
-        names = [self[name] for name in what if self.get(name)]
-        return "  ".join(
-            names + [form.format(self) for name, form in forms.items() if getattr(self, name) is not None]
-        )
+        figures = {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
+        numbers = (f"{name} {value:.5g}" for name, value in figures.items())
+        return "  ".join([*(self[name] for name in WHAT if self.get(name)), *numbers])
 
 
 class Run:

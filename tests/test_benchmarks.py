@@ -795,7 +795,7 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     sizes = {name: x.size for name, x in named(nnx.split(model)[1]).items()}
     assert row.parameters == sum(sizes.values())
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
-    assert f"{row.over_parts:.2f} times products" in printed
+    assert f"over_parts {row.over_parts:.5g}  products_ms {row.products_ms:.5g}" in printed
     assert "| 70 | nsa | " in tables.markdown([row])
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gate, layers
+from benchmarks import definitions, gate, layers
 from benchmarks.decode.inputs import TOKEN_NAMES, Setting, compression
 from benchmarks.decode.steps import BRANCHES, Program, dense, dense_layer, layer, nsa
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, tensor
@@ -88,7 +88,8 @@ def _check_nsa(program: Program, setting: Setting) -> Verdict:
     operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
     blocks = _selected(now["query"], state, setting)
     named = {name: operands[name] for name in ARGUMENTS["native_sparse_attention"]}
-    verdict = gate.compare_rows("native_sparse_attention", (rows,), named, positions, blocks, shape)
+    exact = functools.partial(definitions.results, operation="native_sparse_attention", shape=shape)
+    verdict = gate.compare(exact, {"out": rows}, (named,), positions, blocks, shape.kv_heads)
     return worst(verdict, check_form(np.asarray(blocks), positions, config))
 
 
