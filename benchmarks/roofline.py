@@ -9,7 +9,6 @@ by bytes.
 `python -m benchmarks.roofline` prints both rates of this machine; its last line is JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -109,10 +108,11 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape) -
     num_new, dims = reads[parts[0]].shape[1], shape.key_dim + shape.value_dim
     keys, words, visible = 0.0, 0.0, reads["dense_attention"][:, -1]
     for part in parts:
-        of_step = {
-            "selected_attention": reads[part].sum(axis=1),
-            "window_attention": np.minimum(reads[part][:, -1] + num_new - 1, visible),
-        }.get(part, reads[part][:, -1])
+        of_step = reads[part][:, -1]
+        if part == "selected_attention":
+            of_step = reads[part].sum(axis=1)
+        elif part == "window_attention":
+            of_step = np.minimum(of_step + num_new - 1, visible)
         keys += reads[part].sum(axis=1).mean()
         words += dims * of_step.mean()
     flops = 2 * shape.query_heads * dims * keys
@@ -198,17 +198,12 @@ def _best_s(step: Callable[[Any], Array], x: Any) -> float:
     return min(seconds)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = Parser(prog="python -m benchmarks.roofline", description=__doc__.split("\n\n")[0])
-    add_dtype(parser, "float32", "of the matrices that are multiplied")
-    return parser.parse_args(argv)
-
-
 @command("benchmarks.roofline")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the two rates."""
-    options = parse(argv)
+    parser = Parser(prog="python -m benchmarks.roofline", description=__doc__.split("\n\n")[0])
+    add_dtype(parser, "float32", "of the matrices that are multiplied")
+    options = parser.parse_args(argv)
     ceiling = measure_ceiling(options.dtype)
     print(f"ceiling in {options.dtype}: {ceiling}")
     rates = {"copy_gb_per_s": ceiling.bytes_per_s / 1e9, "matmul_gflop_per_s": ceiling.flops_per_s / 1e9}

@@ -7,7 +7,7 @@ spread in the same way to plain `jit`. `context` is `nsa_jax.parallel.context_at
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,10 +58,8 @@ class Strategy(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """How each array lies on the mesh: tokens are axis 1, heads axis 2."""
-        if self.name == "one":
-            return PartitionSpec()
-        tokens, heads = PartitionSpec(None, "devices"), PartitionSpec(None, None, "devices")
-        return tokens if self.name == "context" else heads
+        axes = {"one": (), "context": (None, "devices")}.get(self.name, (None, None, "devices"))
+        return PartitionSpec(*axes)
 
     def refusal(self, shape: Shape) -> str | None:
         """Why this shape cannot be spread in this way; None if it can."""
@@ -69,10 +67,8 @@ class Strategy(NamedTuple):
             return f"{shape.kv_heads} KV heads do not divide by {self.num_devices} devices"
         fitting = padded_length(shape.length, self.num_devices, self.config)
         if self.name == "context" and shape.length != fitting:
-            return (
-                f"the devices must get whole chunks, got {shape.length} tokens for {self.num_devices}. Pass "
-                f"--lengths {fitting}."
-            )
+            got = f"got {shape.length} tokens for {self.num_devices}"
+            return f"the devices must get whole chunks, {got}. Pass --lengths {fitting}."
         return None
 
     def put(self, arrays: Arrays) -> dict[str, Array]:
@@ -87,20 +83,16 @@ class Strategy(NamedTuple):
         ordered = from_zigzag if self.name == "context" else lambda x, _: x
         return {name: ordered(np.asarray(x), self.num_devices) for name, x in found.items()}
 
-    def function(self) -> Callable[..., Array]:
-        """The attention as a function of arrays by name."""
-        attend: Any = compress_and_attend
+    def attend(self, arrays: Mapping[str, Array]) -> Array:
+        """The attention to arrays by name."""
+        run: Any = compress_and_attend
         if self.name == "context":
-            attend = functools.partial(context_attention, compress=Compression(), axis="devices")
-        attend = functools.partial(attend, config=self.config, implementation=self.implementation)
+            run = functools.partial(context_attention, compress=Compression(), axis="devices")
+        run = functools.partial(run, config=self.config, implementation=self.implementation)
         if self.name in ("one", "heads_jit"):
-            return attend
-
-        def run(**arrays: Array) -> Array:
-            local = lambda arrays: attend(**arrays)  # noqa: E731
-            return jax.shard_map(local, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec)(arrays)
-
-        return run
+            return run(**arrays)
+        local = jax.shard_map(lambda x: run(**x), mesh=self.mesh, in_specs=self.spec, out_specs=self.spec)
+        return local(arrays)
 
     def operands(self, mode: str, arrays: dict[str, Array]) -> tuple[Any, ...]:
         """What the program of a mode takes, of what `put` gave."""
@@ -109,18 +101,14 @@ class Strategy(NamedTuple):
 
     def compiled(self, mode: str, arrays: dict[str, Array]) -> timing.Compiled:
         """Compiles the forward (`fwd`), or forward and backward with all gradients (`fwd_bwd`)."""
-        run = self.function()
 
-        def forward(operands):
-            return run(**operands)
-
-        def with_gradients(operands, cotangent):
-            fixed = {name: x for name, x in operands.items() if name == "block_indices"}
-            floats = {name: x for name, x in operands.items() if name not in fixed}
-            out, pull_back = jax.vjp(lambda floats: run(**floats, **fixed), floats)
+        def with_gradients(operands: dict[str, Array], cotangent: Array) -> dict[str, Array]:
+            floats = {name: x for name, x in operands.items() if name != "block_indices"}
+            out, pull_back = jax.vjp(lambda floats: self.attend(operands | floats), floats)
             return dict(out=out, **pull_back(cotangent)[0])
 
-        return timing.compile_for(forward if mode == "fwd" else with_gradients, self.operands(mode, arrays))
+        run: Any = self.attend if mode == "fwd" else with_gradients
+        return timing.compile_for(run, self.operands(mode, arrays))
 
 
 def compressed(key_cmp: Array, value_cmp: Array, config: NSAConfig) -> tuple[Array, Array]:
