@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import gate, programs, records, roofline, timing
-from benchmarks.command_line import command, measuring_parser, parse_sizes, positive, progress
+from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
 from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, SELECTING, Draw, NotCoherent, Shape
 from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
@@ -192,6 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "kv-heads": (1, "KV heads; must divide --heads"),
             "key-dim": (64, "dimension of queries and keys"),
             "value-dim": (64, "dimension of values"),
+            "model-dim": (None, "width of a layer's input; default: --heads times --key-dim"),
             "dense-up-to": (
                 LARGEST_DENSE_ON_CPU if jax.default_backend() == "cpu" else 1 << 20,
                 "longest sequence for dense attention, in tokens",
@@ -205,9 +206,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=length_and_modes,
         metavar="T[:MODE,...]",
         help=f"tokens of a sequence; modes given here replace --modes for it; default: {CPU_LENGTHS}",
-    )
-    parser.add_argument(
-        "--model-dim", type=positive, help="width of a layer's input; default: --heads times --key-dim"
     )
     return parse_sizes(parser, argv)
 

@@ -72,9 +72,9 @@ def add_dtype(parser: argparse.ArgumentParser, default: str, of: str) -> None:
 
 
 def measuring_parser(
-    program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, tuple[int, str]],
-    choices: Mapping[str, tuple[Sequence[str], Sequence[str], str]] | None = None,
-    lengths: Sequence[int] = (), budget_for: str = "row",
+    program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, tuple[int | None, str]],
+    choices: Mapping[str, tuple[Sequence[str], Sequence[str] | str, str]], lengths: Sequence[int] = (),
+    budget_for: str = "row",
 ) -> Parser:  # fmt: skip
     """The options that the benchmarks share; read them with `parse_sizes`.
 
@@ -82,8 +82,8 @@ def measuring_parser(
       program: the module.
       description: of `--help`.
       dtype: the default of `--dtype`, and what has it.
-      sizes: default and meaning of whole numbers of at least 1, by option.
-      choices: of options that take several words: those that there are, the default, the meaning.
+      sizes: default and meaning of whole numbers of at least 1; the meaning says a default that is None.
+      choices: allowed words, default and meaning of options that take one of them, or several.
       lengths: the default of `--lengths`; without, the program adds its own.
       budget_for: what `--budget-s` is the time of.
     """
@@ -91,12 +91,13 @@ def measuring_parser(
     if lengths:
         told = f"tokens of a sequence, or in the cache; default: {' '.join(map(str, lengths))}"
         parser.add_argument("--lengths", nargs="+", type=positive, default=lengths, metavar="T", help=told)
-    for name, (words, default, meaning) in (choices or {}).items():
-        told = f"{meaning}; default: {' '.join(default)}"
-        parser.add_argument(f"--{name}", nargs="+", choices=words, default=list(default), help=told)
+    for name, (words, chosen, meaning) in choices.items():
+        one = isinstance(chosen, str)
+        told, nargs = f"{meaning}; default: {chosen if one else ' '.join(chosen)}", None if one else "+"
+        parser.add_argument(f"--{name}", nargs=nargs, choices=words, default=chosen, help=told)
     add_dtype(parser, *dtype)
     for name, (size, meaning) in sizes.items():
-        told = f"{meaning}; default: {size}"
+        told = meaning if size is None else f"{meaning}; default: {size}"
         parser.add_argument(f"--{name}", type=positive, default=size, help=told)
     told = f"seconds of samples for each {budget_for}, at least 3 samples; default: 5"
     parser.add_argument("--budget-s", type=positive_seconds, default=5.0, help=told)

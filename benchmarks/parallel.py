@@ -125,6 +125,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "strategies": (STRATEGIES, STRATEGIES, "how attention is spread"),
             "modes": (MODES, MODES, "forward, or forward and backward in one program"),
             "distributions": (DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn"),
+            "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need GPUs"),
         },
         sizes={
             "devices": (jax.device_count(), "devices to spread over"),
@@ -134,12 +135,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "key-dim": (64, "dimension of queries and keys"),
             "value-dim": (64, "dimension of values"),
         },
-    )
-    parser.add_argument(
-        "--implementation",
-        choices=dispatch.IMPLEMENTATIONS,
-        default="xla",
-        help="all but xla need GPUs; default: xla",
     )
     options = parse_sizes(parser, argv)
     devices.check(options.devices)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import decode, programs, records, roofline, timing
-from benchmarks.command_line import check_writable, command, measuring_parser, parse_sizes, positive, progress
+from benchmarks.command_line import check_writable, command, measuring_parser, parse_sizes, progress
 from benchmarks.decode.gate import check
 from benchmarks.decode.inputs import NUM_STEPS, Setting
 from benchmarks.decode.loops import Decoding
@@ -38,36 +38,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         decode.__doc__ or "",
         lengths=[1 << power for power in range(10, 16)],
         dtype=("float32", "of all inputs and caches"),
+        choices={
+            "implementation": (("xla", "triton"), "xla", "triton needs a GPU"),
+            "branch": (("all", *BRANCHES), "all", "measure one branch alone, or the whole step"),
+        },
         sizes={
+            "layer": (None, "measure whole layers with an input of this width; default: attention alone"),
+            "num-layers": (
+                None,
+                "layers in the loop's body; default: 4; on a GPU 8 to 2, for larger batches",
+            ),
             "batch": (1, "sequences"),
             "new-tokens": (1, "tokens of a step"),
             "heads": (16, "query heads"),
             "kv-heads": (4, "KV heads; must divide --heads"),
             "head-dim": (64, "dimension of keys and values"),
+            "key-dim": (None, "dimension of keys; default: --head-dim"),
+            "value-dim": (None, "dimension of values, at most --key-dim; default: --head-dim"),
         },
     )
-    for name, choices, default, meaning in (
-        ("implementation", ("xla", "triton"), "xla", "triton needs a GPU"),
-        ("branch", ("all", *BRANCHES), "all", "measure one branch alone, or the whole step"),
-    ):
-        parser.add_argument(
-            f"--{name}", choices=choices, default=default, help=f"{meaning}; default: {default}"
-        )
     parser.add_argument(
         "--compression",
         choices=("mean", "mlp"),
         help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
     )
-    for name, meaning in (
-        ("layer", "measure whole layers with an input of this width; default: attention alone"),
-        ("key-dim", "dimension of keys; default: --head-dim"),
-        ("value-dim", "dimension of values, at most --key-dim; default: --head-dim"),
-        (
-            "num-layers",
-            "layers in the body of the loop; default: 4; on a GPU 8 for batch 1, 2 from batch 32 on",
-        ),
-    ):
-        parser.add_argument(f"--{name}", type=positive, help=meaning)
     parser.add_argument(
         "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
     )
