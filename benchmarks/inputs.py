@@ -251,14 +251,10 @@ def _interpolate(keyframes: Float[Array, "B P *rest"], token: Int[Array, "T"]) -
     return jnp.cos(angle) * keyframes[:, frame] + jnp.sin(angle) * keyframes[:, frame + 1]
 
 
-def _num_keyframes(length: int) -> int:
-    return -(-length // KEYFRAME_TOKENS) + 1
-
-
 # Compiled as one program: the float32 arrays in between have no room for a row of a million tokens.
 @functools.partial(jax.jit, static_argnames="shape")
 def _drifting(noise: float, *, shape: Shape) -> Float[Array, "B T N H"]:
-    size = (shape.batch, _num_keyframes(shape.length), shape.query_heads, shape.key_dim)
+    size = (shape.batch, -(-shape.length // KEYFRAME_TOKENS) + 1, shape.query_heads, shape.key_dim)
     smooth = _interpolate(jax.random.normal(key("query keyframes"), size), jnp.arange(shape.length))
     rough = jax.random.normal(key("query noise"), smooth.shape)
     return (smooth + noise * rough).astype(shape.dtype)
@@ -269,7 +265,7 @@ def _scored_blocks(key: Array, noise: float | None, *, shape: Shape) -> Array:
     """The best `n` blocks by drawn scores, forced ones first; without noise the scores are independent."""
     config, num_blocks = shape.config, layout.num_selection_blocks(shape.length, shape.config)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    size = (shape.batch, _num_keyframes(shape.length), shape.kv_heads, num_blocks)
+    size = (shape.batch, -(-shape.length // KEYFRAME_TOKENS) + 1, shape.kv_heads, num_blocks)
     keyframes = jax.random.normal(key, size)
 
     def choose(first: Array) -> Array:

@@ -15,15 +15,8 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from benchmarks import devices, records, timing
-from benchmarks.command_line import (
-    InputError,
-    command,
-    measuring_parser,
-    missing_package,
-    parse_sizes,
-    progress,
-)
+from benchmarks import command_line, devices, records, timing
+from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
@@ -36,7 +29,7 @@ from nsa_jax.parallel import padded_length, to_zigzag
 try:
     import optax
 except ImportError as error:
-    raise SystemExit(missing_package("benchmarks.training", error, "train")) from error
+    raise SystemExit(command_line.missing_package("benchmarks.training", error, "train")) from error
 
 OPTIMIZER = optax.adamw(1e-4)
 

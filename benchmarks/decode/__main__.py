@@ -121,24 +121,20 @@ def measure(
 ) -> Measured:
     """Times all programs of a length in turns; per step and layer."""
     single = mode == "decode"  # a call is one step of one layer
-    layers_and_steps = (1, 1) if single else (num_layers, NUM_STEPS)
-    decodings = {name: Decoding(program, setting, *layers_and_steps) for name, program in found.items()}
+    num_steps = 1 if single else NUM_STEPS
+    decodings = {name: Decoding(program, setting, num_layers, num_steps) for name, program in found.items()}
     samples: dict[str, Any] = {"sample_s": timing.least_sample_s()}
     if single:  # in few rounds: most samples then follow a step of their own kind, and find its cache warm
         samples = {"min_samples": NUM_STEPS, "max_samples": 8 * NUM_STEPS, "max_rounds": 4}
-    runs = {name: functools.partial(_run, decoding, single) for name, decoding in decodings.items()}
+    runs = {name: decoding.run for name, decoding in decodings.items()}
     times = timing.measure(runs, budget_s=budget_s, **samples)
     for name, decoding in decodings.items():
         if not jnp.isfinite(decoding.x).all():
             raise FloatingPointError(
                 f"outputs must be finite, got {name} with others. Check what it computes."
             )
-    steps = layers_and_steps[0] * layers_and_steps[1]
-    return {name: (times[name].divided_by(steps), decodings[name].compiled) for name in found}
-
-
-def _run(decoding: Decoding, wait: bool) -> Any:
-    return jax.block_until_ready(decoding.run()) if wait else decoding.run()
+    parts = num_layers * num_steps
+    return {name: (times[name].divided_by(parts), decodings[name].compiled) for name in found}
 
 
 def csv_row(measured: Measured, reads: Mapping[str, np.ndarray], setting: Setting) -> list[Any]:

@@ -16,16 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layers
-from benchmarks.decode.inputs import (
-    NUM_STEPS,
-    TOKEN_NAMES,
-    Setting,
-    compression,
-    dense_cache,
-    first_lengths,
-    nsa_cache,
-    pair,
-)
+from benchmarks.decode import inputs
+from benchmarks.decode.inputs import NUM_STEPS, Setting, compression, pair
 from benchmarks.inputs import Shape, tensor
 from nsa_jax import Run, Runs, attention, cache, layout
 from nsa_jax.array_typing import Array, Int32
@@ -73,10 +65,10 @@ def nsa(setting: Setting) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        pairs = (pair(f"{name} new", setting.new_tokens, number, setting) for name in ("cmp", "slc", "win"))
-        tokens = cache.TokenKeysValues(**dict(zip(TOKEN_NAMES, itertools.chain(*pairs), strict=True)))
+        pairs = (pair(f"{name} new", setting.new_tokens, number, setting) for name in BRANCHES)
+        tokens = cache.TokenKeysValues(*itertools.chain(*pairs))
         gates = tensor("gates", setting.new)
-        return nsa_cache(number, setting), (tokens, gates, compression(setting, number))
+        return inputs.nsa_cache(number, setting), (tokens, gates, compression(setting, number))
 
     x = tensor("query", setting.new)
     return Program("native_sparse_attention", setting.implementation, step, x, draw)
@@ -90,7 +82,7 @@ def dense(setting: Setting, implementation: str) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        return dense_cache(number, setting), pair("slc new", setting.new_tokens, number, setting)
+        return inputs.dense_cache(number, setting), pair("slc new", setting.new_tokens, number, setting)
 
     x = tensor("query", setting.new)
     return Program("dense_attention", implementation, step, x, draw)
@@ -126,7 +118,7 @@ def branch(setting: Setting, name: str) -> Program:
             # A constant: it scales the scores of a head, which changes no time.
             lse = jnp.full((*tensor("query", setting.new).shape[:3],), math.log(max(num_blocks, 1)))
             drawn = (pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
-        return Position(first_lengths(setting)), drawn
+        return Position(inputs.first_lengths(setting)), drawn
 
     x = tensor("query", setting.new)
     return Program(BRANCHES[name], setting.implementation, step, x, draw)
@@ -142,7 +134,7 @@ def layer(setting: Setting) -> Program:
 
     def draw(number: int) -> tuple[Any, Any]:
         _, *values = layers.arguments("layer", setting.new)
-        return nsa_cache(number, setting), tuple(values)
+        return inputs.nsa_cache(number, setting), tuple(values)
 
     return Program("layer", setting.implementation, step, tensor("x", setting.new), draw)
 
@@ -160,7 +152,7 @@ def dense_layer(setting: Setting, implementation: str) -> Program:
 
     def draw(number: int) -> tuple[Any, Any]:
         _, *values = layers.arguments("dense_layer", setting.new)
-        return dense_cache(number, setting), tuple(values)
+        return inputs.dense_cache(number, setting), tuple(values)
 
     return Program("dense_layer", implementation, step, tensor("x", setting.new), draw)
 

@@ -35,20 +35,22 @@ def write(report: Report, folder: pathlib.Path, steps: Mapping[str, Step]) -> No
 
 def render(report: Report, folder: pathlib.Path, steps: Mapping[str, Step]) -> str:
     """The page."""
-    rows = {name: rows_of(folder / name) for name in report.results}
+    rows = {name: _rows_of(folder / name) for name in report.results}
     found = comparison.pairs(itertools.chain(*rows.values()), comparison.committed_rows())
     results = {name: report.results[name] for name in steps if name in report.results}
     page = string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=f"Report: {report.host['device']}",
         verdict=verdict(report),
-        host="\n".join(f"| {name} | {value} |" for name, value in about(report).items()),
-        steps="\n".join(step_line(name, report.results.get(name)) for name in steps),
-        beside=together(results),
-        failures=failures(report, folder),
-        comparison=ratios(found),
-        refused=refusals(results),
+        host="\n".join(f"| {name} | {value} |" for name, value in _about(report).items()),
+        steps="\n".join(_step_line(name, report.results.get(name)) for name in steps),
+        beside=_together(results),
+        failures=_failures(report, folder),
+        comparison=_ratios(found),
+        refused=_refusals(results),
         details="\n".join(
-            details(steps[name], result, folder, rows[name]) for name, result in results.items() if result.ran
+            _details(steps[name], result, folder, rows[name])
+            for name, result in results.items()
+            if result.ran
         ),
     )
     return without_places(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n", folder)
@@ -63,7 +65,7 @@ def verdict(report: Report) -> str:
     return f"**{word}**: {told}." + (f" Failed: {', '.join(failed)}." if failed else "")
 
 
-def about(report: Report) -> dict[str, str]:
+def _about(report: Report) -> dict[str, str]:
     """Device, versions, commit and run; the step `environment` says more."""
     host, size = report.host, "quick" if report.identity["quick"] else "full"
     versions = (f"{name} {host[name]}" for name in ("jax", "jaxlib", "triton") if host[name])
@@ -75,8 +77,7 @@ def about(report: Report) -> dict[str, str]:
     }
 
 
-def step_line(name: str, result: Result | None) -> str:
-    """A line of the table of steps."""
+def _step_line(name: str, result: Result | None) -> str:
     if result is None:
         return f"| {name} | SKIPPED | | not asked for |"
     time = f"{result.seconds:.0f} s" if result.ran else ""
@@ -86,14 +87,14 @@ def step_line(name: str, result: Result | None) -> str:
     return f"| {name} | {status} | {time} | {_cell(said)} |"
 
 
-def together(results: Mapping[str, Result]) -> str:
+def _together(results: Mapping[str, Result]) -> str:
     """What the brackets around a time mean."""
     names = ", ".join(name for name, result in results.items() if result.beside)
     shared = f"A time in brackets: the step shared the machine with others ({names}). "
     return shared + "What it says of speed is too slow.\n" if names else ""
 
 
-def failures(report: Report, folder: pathlib.Path) -> str:
+def _failures(report: Report, folder: pathlib.Path) -> str:
     """What failed, with the end of its log."""
     parts = ["## What failed\n"] if report.named("FAIL") else []
     for name in report.named("FAIL"):
@@ -101,17 +102,17 @@ def failures(report: Report, folder: pathlib.Path) -> str:
         parts.append(f"**{name}**: {_cell(result.reason)}\n")
         for each in result.ran:
             if each.problems:
-                end = "\n".join(without_json(folder / each.log).splitlines()[-LOG_LINES:]) or "(empty)"
+                end = "\n".join(_without_json(folder / each.log).splitlines()[-LOG_LINES:]) or "(empty)"
                 parts.append(f"The end of `{each.log}`:\n\n```text\n{end}\n```\n")
     return "\n".join(parts)
 
 
-def ratios(found: Sequence[comparison.Pair]) -> str:
+def _ratios(found: Sequence[comparison.Pair]) -> str:
     """A line on all rows, and a table of those that have a committed one."""
     if not found:
         return "No step measured a time."
     cells = (
-        measured(row)
+        _measured(row)
         | {
             "ms here": f"{comparison.milliseconds(row):.4g}",
             "ms there": f"{comparison.milliseconds(there):.4g}",
@@ -124,8 +125,7 @@ def ratios(found: Sequence[comparison.Pair]) -> str:
     return "\n".join([comparison.summary(found), "", *tables.table(cells)])
 
 
-def measured(row: Row) -> dict[str, str]:
-    """What a row is of, in a few words."""
+def _measured(row: Row) -> dict[str, str]:
     distribution = None if row.benchmark == "decode" else row.distribution
     what = (row.operation or row.strategy or row.benchmark, row.attention, distribution)
     return {
@@ -136,7 +136,7 @@ def measured(row: Row) -> dict[str, str]:
     }
 
 
-def refusals(results: Mapping[str, Result]) -> str:
+def _refusals(results: Mapping[str, Result]) -> str:
     """What could not run here: combinations of the benchmarks, cases of parity, skipped tests, steps."""
     lines = []
     for name, result in results.items():
@@ -149,23 +149,23 @@ def refusals(results: Mapping[str, Result]) -> str:
     return "\n".join(lines) or "Nothing that was asked for."
 
 
-def details(step: Step, result: Result, folder: pathlib.Path, rows: Sequence[Row]) -> str:
+def _details(step: Step, result: Result, folder: pathlib.Path, rows: Sequence[Row]) -> str:
     """The section of a step: its question, its commands, its tables and figures."""
     commands = "\n".join(each.command for each in result.ran)
     parts = [f"## {step.name}\n", f"{step.question}\n", f"```bash\n{commands}\n```\n"]
     if step.name in ("parity", "ranges"):
-        parts.append(errors(folder / step.name / "rows.jsonl"))
+        parts.append(_errors(folder / step.name / "rows.jsonl"))
     for run in dict.fromkeys(row.run_id for row in rows):
         parts.append(tables.markdown([row for row in rows if row.run_id == run]) + "\n")
     for each in result.ran:
         if any(f" -m {module}" in each.command for module in SHOWN):
-            parts.append(f"```text\n{without_json(folder / each.log)}\n```\n")
+            parts.append(f"```text\n{_without_json(folder / each.log)}\n```\n")
     figures = sorted(path for end in ("png", "svg") for path in (folder / step.name).rglob(f"*.{end}"))
     parts += [f"![{path.stem}]({path.relative_to(folder).as_posix()})\n" for path in figures]
     return "\n".join(parts)
 
 
-def errors(path: pathlib.Path) -> str:
+def _errors(path: pathlib.Path) -> str:
     """The largest error of each quantity over all cases, and the largest mean error, by dtype."""
     found: dict[str, dict[str, list[Any]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in _lines(path):
@@ -184,7 +184,7 @@ def errors(path: pathlib.Path) -> str:
     return "\n".join(tables.table(cells))
 
 
-def rows_of(folder: pathlib.Path) -> list[Row]:
+def _rows_of(folder: pathlib.Path) -> list[Row]:
     """The rows of the benchmarks of a step; those of parity are of another kind."""
     try:
         return records.read(folder / "rows.jsonl", cut_off=True)
@@ -192,8 +192,7 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
         return []
 
 
-def without_json(path: pathlib.Path) -> str:
-    """The text of a log."""
+def _without_json(path: pathlib.Path) -> str:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
