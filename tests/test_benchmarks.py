@@ -367,6 +367,18 @@ def test_rows_have_a_vocabulary(field):
         make_row(**{field: "other"})
 
 
+def test_rows_have_every_needed_field_and_no_unknown_one():
+    row = make_row()
+    assert (row.floor_ms, row.devices) == (0.5, None)
+    with pytest.raises(AttributeError):
+        _ = row.speed
+    with pytest.raises(ValueError, match=r"got \['speed'\]"):
+        changed(row, speed=1.0)
+    del row["jax"]
+    with pytest.raises(ValueError, match=r"got \['jax'\]"):
+        changed(row)
+
+
 def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     dense = make_row(
