@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import secrets
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -113,7 +114,7 @@ class Row(dict[str, Any]):
 
     def __str__(self) -> str:
         figures = {name: value for name in FIGURES if (value := getattr(self, name)) is not None}
-        numbers = (f"{name} {value:.5g}" for name, value in figures.items())
+        numbers = (f"{name} {x if isinstance(x, int) else f'{x:.5g}'}" for name, x in figures.items())
         return "  ".join([*(self[name] for name in WHAT if self.get(name)), *numbers])
 
 
@@ -157,13 +158,11 @@ def device() -> str:
     """Name of the accelerator, or of the CPU with the cores that this process may use."""
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
-    model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        model = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
-        )
+    found = re.search(
+        r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE
+    )
+    model = found[1].strip() if found else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{model}, {cores} cores"
 
