@@ -16,7 +16,7 @@ import jax
 
 from benchmarks import gate, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, SELECTING, Draw, NotCoherent, Shape
+from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, SELECTING, Draw, NotCoherent, Shape, shape_of
 from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
 
@@ -93,14 +93,10 @@ class Run(records.Run):
 
     def _variants(self, length: int, mode: str) -> Iterator[Variant]:
         options = self.options
-        sizes: dict[str, Any] = dict(
-            batch=options.batch, length=length, query_heads=options.heads, kv_heads=options.kv_heads,
-            key_dim=options.key_dim, value_dim=options.value_dim, dtype=options.dtype, config=self.config,
-        )  # fmt: skip
         layers = ["dense_layer"] if "layer" in options.operations else []
         for operation in [*options.operations, *layers]:
             width = options.model_dim or options.heads * options.key_dim
-            shape = Shape(**sizes, model_dim=width if operation in LAYERS else None)
+            shape = shape_of(options, length, self.config, width if operation in LAYERS else None)
             implementations, distributions = options.implementations, options.distributions
             if operation in records.DENSE.values():
                 implementations = [programs.dense_implementation(operation, shape)]

@@ -9,6 +9,7 @@ whole operation, `select_blocks`) draw queries and take the blocks that come out
 Layers draw a random input.
 """
 
+import argparse
 import dataclasses
 import functools
 import zlib
@@ -62,6 +63,15 @@ class Shape:
     model_dim: int | None = None  # of layers alone
     dtype: str = "float32"
     config: NSAConfig = dataclasses.field(default_factory=NSAConfig)
+
+
+def shape_of(
+    options: argparse.Namespace, length: int, config: NSAConfig, model_dim: int | None = None
+) -> Shape:
+    """The shape that a command asks for."""
+    names = ("batch", "kv_heads", "key_dim", "value_dim", "dtype")
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return Shape(length=length, query_heads=options.heads, config=config, model_dim=model_dim, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 
 from benchmarks import devices, records, strategies, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape
+from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape, shape_of
 from benchmarks.strategies import STRATEGIES, Strategy
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
@@ -35,10 +35,7 @@ class Run(records.Run):
     def measure(self, length: int, distribution: str) -> None:
         """Measures all strategies at one length; those of one mode take turns."""
         options = self.options
-        shape = Shape(
-            batch=options.batch, length=length, query_heads=options.heads, kv_heads=options.kv_heads,
-            key_dim=options.key_dim, value_dim=options.value_dim, dtype=options.dtype, config=self.config,
-        )  # fmt: skip
+        shape = shape_of(options, length, self.config)
         ways = [
             Strategy(name, 1 if name == "one" else options.devices, options.implementation, self.config)
             for name in options.strategies

@@ -75,7 +75,7 @@ def test_steps_that_pass_give_a_page_and_status_0(tmp_path, capsys):
     assert (tmp_path / "abc" / "one" / "1_python.log").read_text() == "done\n"
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["steps"] == {"one": "PASS", "two": "PASS"}
-    assert "step 2 of 2\ntwo, about 1 s, at most 60 s\n" in printed.err
+    assert "2 of 2: two\ntwo, about 1 s, at most 60 s\n" in printed.err
 
 
 def test_a_step_that_fails_is_named_and_the_others_go_on(tmp_path):

@@ -20,7 +20,7 @@ from benchmarks.decode.loops import Decoding
 from benchmarks.decode.steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
 from benchmarks.decode_summary import CSV_HEADER
 from benchmarks.gate import verdicts
-from benchmarks.inputs import Draw, Shape, abstract_arguments
+from benchmarks.inputs import Draw, abstract_arguments, shape_of
 from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch
 from nsa_jax.config import NSAConfig
@@ -155,12 +155,9 @@ class Run(records.Run):
         self.ceiling = roofline.measure_ceiling(options.dtype)
         print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
         self.passed: list[str] = []
-        sizes: dict[str, Any] = dict(
-            batch=options.batch, query_heads=options.heads, kv_heads=options.kv_heads, dtype=options.dtype,
-            key_dim=options.key_dim, value_dim=options.value_dim, model_dim=options.layer, config=config,
-        )  # fmt: skip
         more = options.implementation, options.new_tokens, options.compression
-        self.settings = [Setting(Shape(length=length, **sizes), *more) for length in options.lengths]
+        shapes = (shape_of(options, length, config, options.layer) for length in options.lengths)
+        self.settings = [Setting(shape, *more) for shape in shapes]
 
     def judge(self) -> None:
         """Notes which programs are green, and which are red."""

@@ -71,10 +71,10 @@ class Collector:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         # Those that may run beside one another begin together, with the first of them.
         beside = [name for name in names if self._plan(name).beside]
-        for number, name in enumerate(names, 1):
-            group = beside if name in beside[:1] else [] if name in beside else [name]
-            progress(f"step {number} of {len(names)}")
-            await asyncio.gather(*(self._run_step(each, group) for each in group))
+        groups = [beside if name in beside else [name] for name in names if name not in beside[1:]]
+        for number, group in enumerate(groups, 1):
+            progress(f"{number} of {len(groups)}: {', '.join(group)}")
+            await asyncio.gather(*(self._run_step(name, group) for name in group))
 
     def _plan(self, name: str) -> Plan:
         return self.steps[name].plan(self.host, self.quick)
