@@ -1,11 +1,12 @@
 """What the commands of this clone share: one line for bad input, for a missing package and for progress."""
 
 import argparse
+import contextlib
 import functools
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -64,29 +65,59 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog.removeprefix('python -m ')}: {message.rstrip('.')}.\n")
 
 
-def add_sizes(parser: argparse.ArgumentParser, *sizes: tuple[str, int, str]) -> None:
-    """Adds an option for each `(name, default, meaning)`: whole numbers of at least 1."""
-    for name, default, meaning in sizes:
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, help=f"{meaning}; default: {default}"
-        )
-
-
 def add_dtype(parser: argparse.ArgumentParser, default: str, of: str) -> None:
     """Adds `--dtype`; `of` says what has it."""
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default=default, help=f"{of}; default: {default}")
 
 
-def add_sampling(parser: argparse.ArgumentParser, of: str = "row") -> None:
-    """Adds `--budget-s`, the time for each `of`, and `--output`."""
-    parser.add_argument(
-        "--budget-s",
-        type=positive_seconds,
-        default=5.0,
-        help=f"seconds of samples for each {of}, at least 3 samples; default: %(default)s",
-    )
+def measuring_parser(
+    program: str, description: str, *, dtype: tuple[str, str], sizes: Mapping[str, tuple[int | None, str]],
+    choices: Mapping[str, tuple[Sequence[str], Sequence[str] | str, str]], lengths: Sequence[int] = (),
+    budget_for: str = "row",
+) -> Parser:  # fmt: skip
+    """The options that the benchmarks share; read them with `parse_sizes`.
+
+    Args:
+      program: the module.
+      description: of `--help`.
+      dtype: the default of `--dtype`, and what has it.
+      sizes: default and meaning of whole numbers of at least 1; the meaning says a default that is None.
+      choices: allowed words, default and meaning of options that take one of them, or several.
+      lengths: the default of `--lengths`; without, the program adds its own.
+      budget_for: what `--budget-s` is the time of.
+    """
+    parser = Parser(prog=f"python -m {program}", description=description)
+    if lengths:
+        told = f"tokens of a sequence, or in the cache; default: {' '.join(map(str, lengths))}"
+        parser.add_argument("--lengths", nargs="+", type=positive, default=lengths, metavar="T", help=told)
+    for name, (words, chosen, meaning) in choices.items():
+        one = isinstance(chosen, str)
+        told, nargs = f"{meaning}; default: {chosen if one else ' '.join(chosen)}", None if one else "+"
+        parser.add_argument(f"--{name}", nargs=nargs, choices=words, default=chosen, help=told)
+    add_dtype(parser, *dtype)
+    for name, (size, meaning) in sizes.items():
+        told = meaning if size is None else f"{meaning}; default: {size}"
+        parser.add_argument(f"--{name}", type=positive, default=size, help=told)
+    told = f"seconds of samples for each {budget_for}, at least 3 samples; default: 5"
+    parser.add_argument("--budget-s", type=positive_seconds, default=5.0, help=told)
     parser.add_argument("--output", type=pathlib.Path, help="JSONL file to append rows to; default: none")
+    return parser
+
+
+def parse_sizes(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads options of `measuring_parser`.
+
+    Raises:
+      InputError: KV heads do not serve equally many query heads, or the output cannot be written.
+    """
+    options = parser.parse_args(argv)
+    if options.heads % options.kv_heads:
+        raise InputError(
+            f"--kv-heads must divide --heads, got {options.kv_heads} and {options.heads}. Choose a divisor."
+        )
+    check_writable(options.output, "--output")
+    return options
 
 
 def positive(text: str) -> int:
@@ -98,21 +129,12 @@ def positive(text: str) -> int:
 
 def positive_seconds(text: str) -> float:
     """Reads a finite number above 0."""
-    try:
+    value = math.nan
+    with contextlib.suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}. Pass another.")
     return value
-
-
-def check_heads(heads: int, kv_heads: int) -> None:
-    """Raises InputError unless every KV head serves the same number of query heads."""
-    if heads % kv_heads:
-        raise InputError(
-            f"--kv-heads must divide --heads, got {kv_heads} and {heads}. Choose a number that divides it."
-        )
 
 
 def check_writable(path: pathlib.Path | None, option: str) -> None:

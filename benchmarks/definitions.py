@@ -38,42 +38,40 @@ class Queries(NamedTuple):
     uncentred: Scalar
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
+@functools.partial(jax.jit, static_argnames=("operation", "shape"))
 def results(
     x: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, uncentred: Scalar = 0.0, *,
-    operation: str, config: NSAConfig, shape: Shape | None = None,
+    operation: str, shape: Shape,
 ) -> dict[str, Array]:  # fmt: skip
-    """`out`, and the `lse` of a branch, of the queries at `positions`; a layer also needs its shape."""
+    """`out`, and the `lse` of a branch, of the queries at `positions`."""
     queries = Queries(positions, blocks, uncentred)
-    return dict(zip(("out", "lse"), _results(operation, x, queries, config, shape), strict=False))
+    return dict(zip(("out", "lse"), _results(operation, x, queries, shape), strict=False))
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "config", "shape"))
+@functools.partial(jax.jit, static_argnames=("operation", "shape"))
 def gradients(
     x: Arrays, cotangents: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None,
-    uncentred: Scalar, *, operation: str, config: NSAConfig, shape: Shape | None = None,
+    uncentred: Scalar, *, operation: str, shape: Shape,
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of all arrays by name, for cotangents of the queries at `positions`; others have none.
 
     The gradient of a logit is `p (d_out . value - delta)`, which is zero where a query sees one key. An
     `uncentred` one is `p (d_out . value)`, as large as what is rounded there.
     """
-    run = functools.partial(results, operation=operation, config=config, shape=shape)
+    run = functools.partial(results, operation=operation, shape=shape)
     found, pull_back = jax.vjp(lambda x: run(x, positions, blocks, uncentred), x)
     given = {name: cotangents.get(name, jnp.zeros_like(result)) for name, result in found.items()}
     (by_name,) = pull_back({name: given[name].astype(result.dtype) for name, result in found.items()})
     return dict(by_name)
 
 
-@functools.partial(jax.jit, static_argnames=("length", "config"))
-def importance(
-    x: Arrays, positions: Int[Array, "T"], *, length: int, config: NSAConfig
-) -> Float[Array, "B T K M"]:
+@functools.partial(jax.jit, static_argnames="shape")
+def importance(x: Arrays, positions: Int[Array, "T"], *, shape: Shape) -> Float[Array, "B T K M"]:
     """Eq. 8-10: probabilities of compressed blocks, weighted by the tokens shared with a selection block."""
-    key = x["key_cmp"]
+    key, config = x["key_cmp"], shape.config
     visible = _visible("compressed_attention", positions, key.shape[1], config)[None, :, None, None]
     per_block = _softmax(_logits(x["query"], key), visible)[0].sum(axis=3)
-    num_blocks = -(-length // config.selection_block_size)
+    num_blocks = -(-shape.length // config.selection_block_size)
     start, block = jnp.arange(key.shape[1]) * config.compression_stride, jnp.arange(num_blocks)
     first = jnp.maximum(start[:, None], block * config.selection_block_size)
     last = jnp.minimum(
@@ -83,20 +81,17 @@ def importance(
     return jnp.einsum("btkc,cm->btkm", per_block, weight.astype(per_block.dtype), precision="highest")
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config"))
-def layer_operands(x: Arrays, *, shape: Shape, config: NSAConfig) -> Operands:
+@functools.partial(jax.jit, static_argnames="shape")
+def layer_operands(x: Arrays, *, shape: Shape) -> Operands:
     """What the layer called `layer` gives to its operation, for all tokens."""
-    layer = _layer("layer", x, shape, config)
+    layer = _layer("layer", x, shape)
     assert not isinstance(layer, DenseAttention)
     return layer.operands(x["x"])
 
 
-def _results(
-    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape | None = None
-) -> tuple[Array, ...]:
+def _results(operation: str, x: Arrays, queries: Queries, shape: Shape) -> tuple[Array, ...]:
     if operation in LAYERS:
-        assert shape is not None
-        return (_layer_rows(operation, x, queries, config, shape),)
+        return (_layer_rows(operation, x, queries, shape),)
     if operation == "gated_sum":
         outs = enumerate(("out_cmp", "out_slc", "out_win"))
         return (sum(x["gates"][..., i, None] * x[name] for i, name in outs),)
@@ -105,16 +100,16 @@ def _results(
         branches = {"gates": x["gates"]}
         for branch, part in parts.items():
             own = {"query": x["query"], "key": x[f"key_{branch}"], "value": x[f"value_{branch}"]}
-            branches[f"out_{branch}"] = _results(part, own, queries, config)[0]
-        return _results("gated_sum", branches, queries, config)
+            branches[f"out_{branch}"] = _results(part, own, queries, shape)[0]
+        return _results("gated_sum", branches, queries, shape)
     key, value = (next(x[name] for name in x if name.startswith(kind)) for kind in ("key", "value"))
-    return _attend(operation, x["query"], key, value, queries, config)
+    return _attend(operation, x["query"], key, value, queries, shape)
 
 
 def _attend(
-    operation: str, query: Array, key: Array, value: Array, queries: Queries, config: NSAConfig
+    operation: str, query: Array, key: Array, value: Array, queries: Queries, shape: Shape
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    batch, length, heads, _ = query.shape
+    (batch, length, heads, _), config = query.shape, shape.config
     # Gradients of keys are sums over all queries: these add them up in float64 whatever the dtype is.
     wide_key, wide_value = key.astype(float), value.astype(float)
 
@@ -143,23 +138,21 @@ def _attend(
     return out + jax.lax.stop_gradient(out) * change, lse
 
 
-def _layer_rows(
-    operation: str, x: Arrays, queries: Queries, config: NSAConfig, shape: Shape
-) -> Float[Array, "B T D"]:
-    layer = _layer(operation, x, shape, config)
+def _layer_rows(operation: str, x: Arrays, queries: Queries, shape: Shape) -> Float[Array, "B T D"]:
+    layer = _layer(operation, x, shape)
     if isinstance(layer, DenseAttention):
         index = jnp.arange(shape.length)[None]
         query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
         operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
     else:
-        operands = layer_operands(x, shape=shape, config=config)._asdict()
+        operands = layer_operands(x, shape=shape)._asdict()
     rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
-    return layer.out_proj(_results(LAYERS[operation], rows, queries, config)[0])
+    return layer.out_proj(_results(LAYERS[operation], rows, queries, shape)[0])
 
 
-def _layer(operation: str, x: Arrays, shape: Shape, config: NSAConfig) -> layers.Layer:
-    values = tuple(x[name] for name in layers.parameters(operation, shape, config))
-    return layers.merged(operation, "", shape, config, values)
+def _layer(operation: str, x: Arrays, shape: Shape) -> layers.Layer:
+    values = tuple(x[name] for name in layers.parameters(operation, shape))
+    return layers.merged(operation, "", shape, values)
 
 
 def _visible(operation: str, positions: Array, num_keys: int, config: NSAConfig) -> Bool[Array, "T S"]:

@@ -25,12 +25,11 @@ import numpy as np
 
 from benchmarks import definitions, layers, programs
 from benchmarks.command_line import progress
-from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, draw_blocks, draw_queries, of_query
+from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, of_query
 from benchmarks.selections import check_form, check_scores
 from benchmarks.timing import Compiled
 from benchmarks.verdict import NOTHING, Expected, Verdict, judge, worst
 from nsa_jax.array_typing import Array
-from nsa_jax.config import NSAConfig
 
 SAMPLED_QUERIES = 256  # at 64k tokens one in each 256: a fault of 512 queries in a row is always seen
 # Of a layer, which computes its queries: the program that says which blocks they select may round otherwise,
@@ -52,31 +51,24 @@ def verdicts[K](checks: Mapping[K, Callable[[], Verdict]]) -> Iterator[tuple[K, 
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nothing new begins
 
 
-def gate_shape(shape: Shape, config: NSAConfig) -> Shape:
+def gate_shape(shape: Shape) -> Shape:
     """A small odd length beyond `n` blocks and the window, with the heads per KV head and dims of `shape`."""
-    kv_heads = min(shape.kv_heads, 2)
+    kv_heads, config = min(shape.kv_heads, 2), shape.config
     length = max((config.num_selected_blocks + 5) * config.selection_block_size, 2 * config.window_size) - 11
     heads = shape.query_heads // shape.kv_heads * kv_heads
     return dataclasses.replace(shape, batch=1, length=length, kv_heads=kv_heads, query_heads=heads)
 
 
-def check_small(operation: str, implementation: str, mode: str, shape: Shape, config: NSAConfig) -> Verdict:
+def check_small(operation: str, implementation: str, mode: str, shape: Shape) -> Verdict:
     """Compares all results of one mode at `gate_shape`; gradients also for a cotangent of the lse."""
-    shape = gate_shape(shape, config)
+    shape = gate_shape(shape)
     if LAYERS.get(operation, operation) == "dense_attention":  # cuDNN has a gradient of even lengths only
         shape = dataclasses.replace(shape, length=shape.length // 64 * 64)
-    if operation in LAYERS:
-        draw = layers.draw(operation, implementation, shape, config)
-    elif operation == "selected_attention":
-        draw = draw_blocks(shape, config, "random")
-    else:
-        choose = jax.jit(programs.function("select_blocks", implementation, config))
-        selects = operation == "native_sparse_attention"
-        draw = draw_queries(shape, config, "random", choose if selects else None)
-    operands = programs.arguments(operation, draw, shape, config)
-    run = programs.function(operation, implementation, config, shape)
+    draw = programs.draw(operation, implementation, shape)
+    operands = programs.arguments(operation, draw, shape)
+    run = programs.function(operation, implementation, shape)
     program = programs.compile_mode(run, mode, operands, every_result=True)
-    return check_program(operation, mode, program, np.arange(shape.length), draw, shape, config)
+    return check_program(operation, mode, program, np.arange(shape.length), draw, shape)
 
 
 def sample_positions(length: int, operation: str = "") -> np.ndarray:
@@ -91,69 +83,62 @@ def sample_positions(length: int, operation: str = "") -> np.ndarray:
 
 
 def check_program(
-    operation: str, mode: str, program: Compiled, positions: np.ndarray, draw: Draw, shape: Shape,
-    config: NSAConfig,
-) -> Verdict:  # fmt: skip
+    operation: str, mode: str, program: Compiled, positions: np.ndarray, draw: Draw, shape: Shape
+) -> Verdict:
     """Compares what `program`, of `programs.compile_mode`, computes for the queries at `positions`.
 
     The form of block indices is that of all queries.
     """
     found = program.run() if mode == "fwd" else None
     selected = found if operation == "select_blocks" else draw.block_indices
-    form = NOTHING if selected is None else check_form(np.asarray(selected), np.arange(shape.length), config)
-    if not form.green:
-        return form
+    if selected is not None:
+        form = check_form(np.asarray(selected), np.arange(shape.length), shape.config)
+        if not form.green:
+            return form
     if found is not None:
-        return check_rows(operation, found, positions, draw, shape, config)
-    return _check_gradients(operation, mode, program, positions, draw, shape, config)
-
-
-def _check_gradients(
-    operation: str, mode: str, program: Compiled, positions: np.ndarray, draw: Draw, shape: Shape,
-    config: NSAConfig,
-) -> Verdict:  # fmt: skip
-    """Runs the program for a cotangent that is zero but at `positions`, and compares all gradients."""
+        return check_rows(operation, found, positions, draw, shape)
     taken, cotangents = program.arguments
-    sampled = tuple(x[:, positions] for x in cotangents)
-    nothing_else = tuple(
-        jnp.zeros_like(x).at[:, positions].set(rows) for x, rows in zip(cotangents, sampled, strict=True)
-    )
+    given = {name: x[:, positions] for name, x in zip(("out", "lse"), cotangents, strict=False)}
+    sampled = zip(cotangents, given.values(), strict=True)
+    nothing_else = tuple(jnp.zeros_like(x).at[:, positions].set(rows) for x, rows in sampled)
     found = jax.block_until_ready(program.call(taken, nothing_else))
-    operands = _operands(operation, draw, shape, config)
-    got = dict(zip(operands, found if mode == "bwd" else found[1], strict=True))
-    given = dict(zip(("out", "lse"), sampled, strict=False))
-    dense = functools.partial(definitions.gradients, operation=operation, config=config)
-    blocks = _blocks(draw, positions)
-    if operation in LAYERS:
-        dense = functools.partial(dense, positions=positions, blocks=blocks, shape=shape)
-        expected = gradients_in_both(dense, (operands, given), shape.dtype)
-        verdict = judge(got, expected, positions, whole=set(got) - {"x"})
-    else:
-        arrays = _rows(operands, positions), given
-        verdict = compare(
-            dense, _rows(got, positions), arrays, positions, blocks, shape.kv_heads, gradients_in_both
-        )
-    return worst(verdict, *_of_selection(operation, operands, positions, draw, shape, config))
+    got = dict(zip(_operands(operation, draw, shape), found if mode == "bwd" else found[1], strict=True))
+    got = got if operation in LAYERS else _rows(got, positions)
+    return _compare(
+        operation, definitions.gradients, got, (given,), positions, draw, shape, gradients_in_both
+    )
 
 
-def check_rows(
-    operation: str, got: Any, positions: np.ndarray, draw: Draw, shape: Shape, config: NSAConfig
-) -> Verdict:
+def check_rows(operation: str, got: Any, positions: np.ndarray, draw: Draw, shape: Shape) -> Verdict:
     """Compares the forward results `got` of a whole sequence in the rows `positions`."""
-    operands = _operands(operation, draw, shape, config)
     if operation == "select_blocks":
-        return _check_selection(got, operands, positions, shape, config)
-    rows = tuple(x[:, positions] for x in (got if isinstance(got, tuple) else (got,)))
-    blocks = _blocks(draw, positions)
+        return _check_selection(got, _operands(operation, draw, shape), positions, shape)
+    named = dict(zip(("out", "lse"), got if isinstance(got, tuple) else (got,), strict=False))
+    return _compare(
+        operation, definitions.results, _rows(named, positions), (), positions, draw, shape, in_both
+    )  # fmt: skip
+
+
+def _compare(
+    operation: str, dense: Callable[..., Any], got: dict[str, Any], cotangents: tuple[Any, ...],
+    positions: np.ndarray, draw: Draw, shape: Shape, compute: Callable[..., Expected],
+) -> Verdict:  # fmt: skip
+    """Compares results, or gradients, by name with those of `dense`; then what an operation selects."""
+    operands = _operands(operation, draw, shape)
+    blocks = None if draw.block_indices is None else draw.block_indices[:, positions]
+    dense = functools.partial(dense, operation=operation, shape=shape)
     if operation in LAYERS:
-        dense = functools.partial(
-            definitions.results, positions=positions, blocks=blocks, operation=operation, config=config,
-            shape=shape,
-        )  # fmt: skip
-        verdict = judge({"out": rows[0]}, in_both(dense, (operands,), shape.dtype), positions)
+        dense = functools.partial(dense, positions=positions, blocks=blocks)
+        expected = compute(dense, (operands, *cotangents), shape.dtype)
+        verdict = judge(got, expected, positions, whole=got.keys() - {"x", "out"})
     else:
-        verdict = compare_rows(operation, rows, _rows(operands, positions), positions, blocks, config)
-    return worst(verdict, *_of_selection(operation, operands, positions, draw, shape, config))
+        given = _rows(operands, positions), *cotangents
+        verdict = compare(dense, got, given, positions, blocks, shape.kv_heads, compute)
+    if LAYERS.get(operation, operation) != "native_sparse_attention":
+        return verdict
+    if operation in LAYERS:
+        operands = definitions.layer_operands(operands, shape=shape)._asdict()
+    return worst(verdict, _check_selection(draw.block_indices, operands, positions, shape))
 
 
 def in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
@@ -174,17 +159,6 @@ def _computed_in(dtype: str, dense: Callable[..., Any], given: tuple[Any, ...]) 
     with jax.enable_x64(True):
         found = dense(*jax.tree.map(cast, given))
     return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
-
-
-def compare_rows(
-    operation: str, rows: tuple[Array, ...], operands: dict[str, Array], positions: np.ndarray, blocks: Any,
-    config: NSAConfig,
-) -> Verdict:  # fmt: skip
-    """Compares `(out,)` or `(out, lse)` of the queries at `positions`, given those queries and all keys."""
-    dense = functools.partial(definitions.results, operation=operation, config=config)
-    kv_heads = next((x.shape[2] for name, x in operands.items() if name.startswith("key")), 1)
-    got = dict(zip(("out", "lse"), rows, strict=False))
-    return compare(dense, got, (operands,), positions, blocks, kv_heads)
 
 
 def compare(
@@ -211,33 +185,17 @@ def compare(
     return verdict
 
 
-def _of_selection(
-    operation: str, operands: dict[str, Array], positions: np.ndarray, draw: Draw, shape: Shape,
-    config: NSAConfig,
-) -> list[Verdict]:  # fmt: skip
-    """The verdict on the blocks that an operation, or its layer, selects; none where it selects nothing."""
-    if LAYERS.get(operation, operation) != "native_sparse_attention":
-        return []
-    if operation in LAYERS:
-        operands = definitions.layer_operands(operands, shape=shape, config=config)._asdict()
-    return [_check_selection(draw.block_indices, operands, positions, shape, config)]
-
-
-def _check_selection(
-    blocks: Any, operands: dict[str, Array], positions: np.ndarray, shape: Shape, config: NSAConfig
-) -> Verdict:
+def _check_selection(blocks: Any, operands: dict[str, Array], positions: np.ndarray, shape: Shape) -> Verdict:
     """The form of the indices of the queries at `positions`, and the scores of what they left out."""
-    verdict = check_form(np.asarray(blocks[:, positions]), positions, config)
+    verdict = check_form(np.asarray(blocks[:, positions]), positions, shape.config)
     if not verdict.green:
         return verdict
-    scores = functools.partial(
-        definitions.importance, positions=positions, length=shape.length, config=config
-    )
+    scores = functools.partial(definitions.importance, positions=positions, shape=shape)
     scored = {"query": operands["query"][:, positions], "key_cmp": operands["key_cmp"]}
     for row, head in itertools.product(range(shape.batch), range(shape.kv_heads)):
         arrays, chosen = _piece((scored, blocks[:, positions]), row, head, shape.kv_heads)
         same, exact, _ = in_both(scores, (arrays,), shape.dtype)
-        found = check_scores(np.asarray(chosen), positions, same, exact, shape.dtype, config)
+        found = check_scores(np.asarray(chosen), positions, same, exact, shape)
         verdict = worst(verdict, _in_piece(found, row, head))
     return verdict
 
@@ -258,18 +216,14 @@ def _in_piece(verdict: Verdict, row: int, head: int) -> Verdict:
     return dataclasses.replace(verdict, where=f"{verdict.where}, row {row}, KV head {head}")
 
 
-def _operands(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> dict[str, Array]:
+def _operands(operation: str, draw: Draw, shape: Shape) -> dict[str, Array]:
     """The arrays of the operation by name, without the selection that it is given."""
-    operands = programs.arguments(operation, draw, shape, config)
+    operands = programs.arguments(operation, draw, shape)
     if operation in LAYERS:
-        return dict(zip(("x", *layers.parameters(operation, shape, config)), operands, strict=True))
+        return dict(zip(("x", *layers.parameters(operation, shape)), operands, strict=True))
     named = dict(zip(ARGUMENTS[operation], operands, strict=True))
     return {name: x for name, x in named.items() if name != "block_indices"}
 
 
 def _rows(arrays: Mapping[str, Array], positions: np.ndarray) -> dict[str, Array]:
     return {name: x[:, positions] if of_query(name) else x for name, x in arrays.items()}
-
-
-def _blocks(draw: Draw, positions: np.ndarray) -> Array | None:
-    return None if draw.block_indices is None else draw.block_indices[:, positions]

@@ -3,94 +3,50 @@
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
 the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
 per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
-compiled loop, with the bytes that it reads. With `--devices` and `--spread` several devices share the rows,
-or the heads and weights, and the parts are left out. Rows go to a JSONL file of their own kind; the last line
-is JSON.
+compiled loop, with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 
-from benchmarks import devices, records, timing, token_parts
-from benchmarks.command_line import (
-    InputError,
-    Parser,
-    add_dtype,
-    add_sampling,
-    add_sizes,
-    check_heads,
-    check_writable,
-    command,
-    positive,
-    progress,
-)
+from benchmarks import records, timing, token_parts
+from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
-SPREADS = ("rows", "heads")
-
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; the defaults are for a GPU."""
-    parser = Parser(prog="python -m benchmarks.generate", description=__doc__)
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=positive,
-        default=[32768],
-        metavar="T",
-        help="tokens of a prompt; default: 32768",
+    parser = measuring_parser(
+        "benchmarks.generate",
+        __doc__,
+        lengths=(32768,),
+        dtype=("bfloat16", "of parameters and activations"),
+        choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
+        sizes={
+            "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of 8"),
+            "batch": (8, "prompts"),
+            "layers": (18, "decoder layers"),
+            "model-dim": (1024, "width of the residual stream"),
+            "heads": (16, "query heads"),
+            "kv-heads": (4, "KV heads; must divide --heads"),
+            "head-dim": (128, "dimension of queries, keys and values"),
+            "vocab": (32768, "size of the vocabulary"),
+        },
+        budget_for="timing",
     )
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        choices=("nsa", "dense"),
-        default=["nsa", "dense"],
-        help="models to measure; default: both",
-    )
-    parser.add_argument(
-        "--spread",
-        choices=SPREADS,
-        default="rows",
-        help="what several --devices share: rows, or heads and weights; default: rows",
-    )
-    add_dtype(parser, "bfloat16", "of parameters and activations")
-    add_sizes(
-        parser,
-        ("new-tokens", 257, "tokens to write for each prompt: 1 plus a multiple of 8"),
-        ("batch", 8, "prompts"),
-        ("devices", 1, "devices that share the work"),
-        ("layers", 18, "decoder layers"),
-        ("model-dim", 1024, "width of the residual stream"),
-        ("heads", 16, "query heads"),
-        ("kv-heads", 4, "KV heads; must divide --heads"),
-        ("head-dim", 128, "dimension of queries, keys and values"),
-        ("vocab", 32768, "size of the vocabulary"),
-    )
-    add_sampling(parser, "timing")
-    options = parser.parse_args(argv)
+    options = parse_sizes(parser, argv)
     if options.new_tokens < 2 or options.new_tokens % 8 != 1:
         parser.error(
             "--new-tokens must be 1 plus a multiple of 8, because the loop runs in chunks of 8 steps, got "
             f"{options.new_tokens}. Pass 9, 17 or 257."
-        )
-    check_heads(options.heads, options.kv_heads)
-    check_writable(options.output, "--output")
-    devices.check(options.devices)
-    name = "batch" if options.spread == "rows" else "kv_heads"
-    if getattr(options, name) % options.devices:
-        raise InputError(
-            f"--{name.replace('_', '-')} must be a multiple of --devices, got {getattr(options, name)} and "
-            f"{options.devices}. Pass another number."
         )
     return options
 
@@ -103,23 +59,20 @@ class Unmeasurable(Exception):
 def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int:
     """Runs the benchmark; `nsa` other than the paper's is for tests."""
     options = parse(argv)
-    environment = records.environment()
-    environment.print()
+    run = records.Run(options.output)
     config = TransformerConfig(
         vocab_size=options.vocab, num_layers=options.layers, model_dim=options.model_dim,
         num_heads=options.heads, num_kv_heads=options.kv_heads, head_dim=options.head_dim,
         nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype,
     )  # fmt: skip
-    ratios, rows, unmeasured = {}, 0, []
+    ratios, unmeasured = {}, []
     for length in options.lengths:
         token_ms = {}
         for attention in options.attention:
-            of_attention = dataclasses.replace(config, attention=attention)
             progress(f"compiling and measuring generate: {attention} T={length}")
             try:
-                with devices.in_context(options.devices):
-                    model = Transformer(of_attention, **spreading(options), rngs=nnx.Rngs(0))
-                    figures = measure(model, options, length)
+                model = Transformer(dataclasses.replace(config, attention=attention), rngs=nnx.Rngs(0))
+                figures = measure(model, options, length)
             except NotImplementedError as reason:
                 print(f"refused: {attention} T={length}: {reason}", flush=True)
                 continue
@@ -127,29 +80,15 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
                 unmeasured.append(f"{attention} T={length}: {reason}")
                 print(f"not measured: {unmeasured[-1]}", flush=True)
                 continue
-            row = records.GenerateRow(
-                **dataclasses.asdict(environment), benchmark="generate", attention=attention,
-                devices=options.devices, spread=options.spread if options.devices > 1 else None,
-                batch=options.batch, length=length, new_tokens=options.new_tokens,
-                model=dataclasses.asdict(model.config),
+            row = run.add(
+                benchmark="generate", attention=attention, batch=options.batch, length=length,
+                new_tokens=options.new_tokens, model=dataclasses.asdict(model.config),
                 parameters=sum(x.size for x in weights(model).values()), **figures,
             )  # fmt: skip
-            token_ms[attention], rows = row.token_ms, rows + 1
-            print(row, flush=True)
-            records.append(options.output, [row])
+            token_ms[attention] = row.token_ms
         if len(token_ms) == 2:
             ratios[length] = round(token_ms["dense"] / token_ms["nsa"], 3)
-    told = {"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios, "unmeasured": unmeasured}
-    print(json.dumps(told))
-    return 1 if unmeasured else 0
-
-
-def spreading(options: argparse.Namespace) -> dict[str, Any]:
-    """How a model lies on the mesh in context: whole on each device, or in parts."""
-    if options.devices == 1:
-        return {}
-    parts = ("heads", "kv_heads", "mlp") if options.spread == "heads" else ()
-    return dict(sharding=dict.fromkeys(parts, devices.AXIS))
+    return run.finish(dense_over_nsa=ratios, unmeasured=unmeasured) or int(bool(unmeasured))
 
 
 def measure(model: Transformer, options: argparse.Namespace, length: int) -> dict[str, Any]:
@@ -161,9 +100,6 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
     """
     batch, new_tokens, budget_s = options.batch, options.new_tokens, options.budget_s
     prompts: Any = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
-    if options.devices > 1:
-        spec = PartitionSpec(devices.AXIS) if options.spread == "rows" else PartitionSpec()
-        prompts = devices.put(prompts, spec)
 
     def call(count: int) -> Callable[[], Any]:
         return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
@@ -178,25 +114,19 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
             f"{new_tokens - 1}. Pass more --new-tokens, or a longer --budget-s."
         )
     token_ms = further_ms / (new_tokens - 1)
-
-    parts: dict[str, Callable[[], Any]] = {
-        "products": lambda: token_parts.products(model, batch),
-        "attention": lambda: token_parts.attention(model, batch, length),
-        "sampling": lambda: token_parts.sampling(model, batch),
-    }
-    figures: dict[str, Any] = {}
-    for name, make in parts.items() if options.devices == 1 else ():
-        progress(f"compiling and measuring {name} alone")
-        part = make()
-        alone = timing.measure({name: part.run}, budget_s=budget_s)[name]
-        figures |= {f"{name}_ms": alone.median_ms / token_parts.STEPS, f"{name}_bytes": part.bytes}
-    return figures | {
+    figures = {
         "compile_s": max(first_call_s - first_ms / 1e3, 0.0),
         "first_token_ms": first_ms,
         "token_ms": token_ms,
         "tokens_per_s": batch / token_ms * 1e3,
         "samples": len(whole["all"].samples_ms),
     }
+    for name, make in token_parts.PARTS.items():
+        progress(f"compiling and measuring {name} alone")
+        part = make(model, batch, length)
+        alone = timing.measure({name: part.run}, budget_s=budget_s)[name]
+        figures |= {f"{name}_ms": alone.median_ms / token_parts.STEPS, f"{name}_bytes": part.bytes}
+    return figures
 
 
 if __name__ == "__main__":

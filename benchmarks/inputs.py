@@ -9,10 +9,12 @@ whole operation, `select_blocks`) draw queries and take the blocks that come out
 Layers draw a random input.
 """
 
+import argparse
 import dataclasses
 import functools
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +32,9 @@ MIN_MEAN_UNION_4 = 18.2
 NOISES = tuple(0.04 * 1.25**step for step in range(16))  # 0.04 suits long rows, short ones need more
 TOKENS_PER_DRAW = 2048  # bounds the memory of drawn scores, [B, 2048, K, M]
 
+KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
 ARGUMENTS = {
-    "native_sparse_attention": (
-        *("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win"),
-        "gates",
-    ),
+    "native_sparse_attention": ("query", *KEYS_VALUES, "gates"),
     "compressed_attention": ("query", "key_cmp", "value_cmp"),
     "select_blocks": ("query", "key_cmp", "lse_cmp"),
     "selected_attention": ("query", "key_slc", "value_slc", "block_indices"),
@@ -62,6 +62,16 @@ class Shape:
     value_dim: int = 64
     model_dim: int | None = None  # of layers alone
     dtype: str = "float32"
+    config: NSAConfig = dataclasses.field(default_factory=NSAConfig)
+
+
+def shape_of(
+    options: argparse.Namespace, length: int, config: NSAConfig, model_dim: int | None = None
+) -> Shape:
+    """The shape that a command asks for."""
+    names = ("batch", "kv_heads", "key_dim", "value_dim", "dtype")
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return Shape(length=length, query_heads=options.heads, config=config, model_dim=model_dim, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +83,8 @@ class Overlap:
       mean_union_4: mean number of different blocks of 4 adjacent tokens.
     """
 
-    adjacent_share: float
-    mean_union_4: float
+    adjacent_share: Any
+    mean_union_4: Any
 
     @property
     def counts_as_coherent(self) -> bool:
@@ -95,31 +105,34 @@ class Draw:
     overlap: Overlap | None = None
     noise: float | None = None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it."""
+        found = self.overlap or Overlap(None, None)
+        return {"distribution": self.distribution, "noise": self.noise} | vars(found)
+
 
 class NotCoherent(ValueError):
     """The sequence is too short: its neighbours cannot differ as much as a coherent row must."""
 
 
-def tensor_shape(name: str, shape: Shape, config: NSAConfig) -> tuple[int, ...]:
+def tensor_shape(name: str, shape: Shape) -> tuple[int, ...]:
     """Shape of the argument or result called `name`."""
-    batch, length = shape.batch, shape.length
-    compressed = layout.num_compression_blocks(length, config)
-    if name == "x":
-        assert shape.model_dim is not None
-        return batch, length, shape.model_dim
-    if name == "query":
-        return batch, length, shape.query_heads, shape.key_dim
-    if name == "gates":
-        return batch, length, shape.query_heads, 3
-    if name.startswith("lse"):
-        return batch, length, shape.query_heads
-    if name == "block_indices":
-        return batch, length, shape.kv_heads, config.num_selected_blocks
-    if name.startswith("out"):
-        return batch, length, shape.query_heads, shape.value_dim
-    kind, branch = name.split("_")
-    last = {"key": shape.key_dim, "value": shape.value_dim}[kind]
-    return batch, compressed if branch == "cmp" else length, shape.kv_heads, last
+    kind, _, branch = name.partition("_")
+    length = shape.length
+    if kind in ("key", "value") and branch == "cmp":
+        length = layout.num_compression_blocks(length, shape.config)
+    last: dict[str, tuple[Any, ...]] = {
+        "x": (shape.model_dim,),
+        "query": (shape.query_heads, shape.key_dim),
+        "gates": (shape.query_heads, 3),
+        "lse": (shape.query_heads,),
+        "out": (shape.query_heads, shape.value_dim),
+        "block": (shape.kv_heads, shape.config.num_selected_blocks),
+        "key": (shape.kv_heads, shape.key_dim),
+        "value": (shape.kv_heads, shape.value_dim),
+    }
+    return shape.batch, length, *last[kind]
 
 
 def of_query(name: str) -> bool:
@@ -134,17 +147,22 @@ def tensor_dtype(name: str, shape: Shape) -> str:
     return "float32" if name.startswith("lse") else shape.dtype
 
 
-def abstract_arguments(operation: str, shape: Shape, config: NSAConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+def abstract_arguments(operation: str, shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and dtypes of the positional arguments of `operation`."""
     return tuple(
-        jax.ShapeDtypeStruct(tensor_shape(name, shape, config), tensor_dtype(name, shape))
+        jax.ShapeDtypeStruct(tensor_shape(name, shape), tensor_dtype(name, shape))
         for name in ARGUMENTS[operation]
     )
 
 
-def tensor(name: str, shape: Shape, config: NSAConfig) -> Array:
+def tensor(name: str, shape: Shape) -> Array:
     """Standard normal values, or uniform ones for gates; the same for one name and shape on one platform."""
-    return _drawn(key(name), name == "gates", tensor_shape(name, shape, config), shape.dtype)
+    return _drawn(key(name), name == "gates", tensor_shape(name, shape), shape.dtype)
+
+
+def normal(name: str, size: tuple[int, ...], dtype: str) -> Array:
+    """Standard normal values, the same for one name and size on one platform."""
+    return _drawn(key(name), False, size, dtype)
 
 
 # One program, so that the float32 numbers of a row of a million tokens exist only once.
@@ -154,16 +172,14 @@ def _drawn(key: Array, uniform: bool, size: tuple[int, ...], dtype: str) -> Arra
     return draw(key, size).astype(dtype)
 
 
-def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:
+def arguments(operation: str, draw: Draw, shape: Shape) -> tuple[Array, ...]:
     """The positional arguments of `operation`."""
     drawn = {"query": draw.query}
     if draw.block_indices is not None:
         drawn["block_indices"] = draw.block_indices
     if "lse_cmp" in ARGUMENTS[operation]:
-        drawn["lse_cmp"] = _lse_cmp(draw.query, tensor("key_cmp", shape, config), config)
-    return tuple(
-        drawn[name] if name in drawn else tensor(name, shape, config) for name in ARGUMENTS[operation]
-    )
+        drawn["lse_cmp"] = _lse_cmp(draw.query, tensor("key_cmp", shape), shape.config)
+    return tuple(drawn[name] if name in drawn else tensor(name, shape) for name in ARGUMENTS[operation])
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -172,25 +188,25 @@ def _lse_cmp(query: Array, key_cmp: Array, config: NSAConfig) -> Float[Array, "B
     return attention.compressed_attention(query, key_cmp, key_cmp, config=config)[1]
 
 
-def draw_queries(shape: Shape, config: NSAConfig, distribution: str, choose: Choose | None) -> Draw:
+def draw_queries(shape: Shape, distribution: str, choose: Choose | None) -> Draw:
     """Queries, with the blocks that `choose` selects for them (no selection if None).
 
     Raises:
       NotCoherent: no noise makes a coherent selection of this length that counts.
     """
     if choose is None:
-        return Draw(distribution, _queries(shape, config, None))
-    key_cmp = tensor("key_cmp", shape, config)
+        return Draw(distribution, tensor("query", shape))
+    key_cmp = tensor("key_cmp", shape)
 
     def attempt(noise: float | None) -> Draw:
-        query = _queries(shape, config, noise)
+        query = tensor("query", shape) if noise is None else _drifting(noise, shape=shape)
         blocks = choose(query, key_cmp)
         return Draw(distribution, query, blocks, overlap(blocks), noise)
 
-    return _first_that_counts(attempt, shape) if distribution == "coherent" else attempt(None)
+    return _first_that_counts(attempt, distribution, shape)
 
 
-def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
+def draw_blocks(shape: Shape, distribution: str) -> Draw:
     """Independent queries and drawn, not computed, blocks: for `selected_attention` alone.
 
     Raises:
@@ -198,10 +214,10 @@ def draw_blocks(shape: Shape, config: NSAConfig, distribution: str) -> Draw:
     """
 
     def attempt(noise: float | None) -> Draw:
-        blocks = _scored_blocks(key("scores"), noise, shape=shape, config=config)
-        return Draw(distribution, _queries(shape, config, None), blocks, overlap(blocks), noise)
+        blocks = _scored_blocks(key("scores"), noise, shape=shape)
+        return Draw(distribution, tensor("query", shape), blocks, overlap(blocks), noise)
 
-    return _first_that_counts(attempt, shape) if distribution == "coherent" else attempt(None)
+    return _first_that_counts(attempt, distribution, shape)
 
 
 def overlap(block_indices: Int[Array, "B T K R"]) -> Overlap:
@@ -217,14 +233,16 @@ def overlap(block_indices: Int[Array, "B T K R"]) -> Overlap:
     return Overlap(float(share.mean()), float(different.mean()))
 
 
-def _first_that_counts(attempt: Callable[[float], Draw], shape: Shape) -> Draw:
-    best = None
+def _first_that_counts(attempt: Callable[[float | None], Draw], distribution: str, shape: Shape) -> Draw:
+    if distribution != "coherent":
+        return attempt(None)
+    best = 0.0
     for noise in NOISES:
         draw = attempt(noise)
         assert draw.overlap is not None
         if draw.overlap.counts_as_coherent:
             return draw
-        best = max(best, draw.overlap.mean_union_4) if best else draw.overlap.mean_union_4
+        best = max(best, draw.overlap.mean_union_4)
     raise NotCoherent(
         f"a coherent selection must have adjacent_share <= {MAX_ADJACENT_SHARE} and mean_union_4 >= "
         f"{MIN_MEAN_UNION_4}, got at most {best:.1f} at length {shape.length}. Measure a longer one."
@@ -243,31 +261,21 @@ def _interpolate(keyframes: Float[Array, "B P *rest"], token: Int[Array, "T"]) -
     return jnp.cos(angle) * keyframes[:, frame] + jnp.sin(angle) * keyframes[:, frame + 1]
 
 
-def _num_keyframes(length: int) -> int:
-    return -(-length // KEYFRAME_TOKENS) + 1
-
-
-def _queries(shape: Shape, config: NSAConfig, noise: float | None) -> Float[Array, "B T N H"]:
-    if noise is None:
-        return tensor("query", shape, config)
-    return _drifting(noise, shape=shape)
-
-
 # Compiled as one program: the float32 arrays in between have no room for a row of a million tokens.
 @functools.partial(jax.jit, static_argnames="shape")
 def _drifting(noise: float, *, shape: Shape) -> Float[Array, "B T N H"]:
-    size = (shape.batch, _num_keyframes(shape.length), shape.query_heads, shape.key_dim)
+    size = (shape.batch, -(-shape.length // KEYFRAME_TOKENS) + 1, shape.query_heads, shape.key_dim)
     smooth = _interpolate(jax.random.normal(key("query keyframes"), size), jnp.arange(shape.length))
     rough = jax.random.normal(key("query noise"), smooth.shape)
     return (smooth + noise * rough).astype(shape.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config"))
-def _scored_blocks(key: Array, noise: float | None, *, shape: Shape, config: NSAConfig) -> Array:
+@functools.partial(jax.jit, static_argnames="shape")
+def _scored_blocks(key: Array, noise: float | None, *, shape: Shape) -> Array:
     """The best `n` blocks by drawn scores, forced ones first; without noise the scores are independent."""
-    num_blocks = layout.num_selection_blocks(shape.length, config)
+    config, num_blocks = shape.config, layout.num_selection_blocks(shape.length, shape.config)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    size = (shape.batch, _num_keyframes(shape.length), shape.kv_heads, num_blocks)
+    size = (shape.batch, -(-shape.length // KEYFRAME_TOKENS) + 1, shape.kv_heads, num_blocks)
     keyframes = jax.random.normal(key, size)
 
     def choose(first: Array) -> Array:

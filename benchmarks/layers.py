@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.inputs import Draw, Shape, abstract_arguments, key, overlap, tensor
+from benchmarks.inputs import Draw, Shape, key, overlap, tensor
 from nsa_jax import layout
 from nsa_jax.array_typing import Array
-from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, NSAAttention
-from nsa_jax.nn.dense import choose_implementation
 from nsa_jax.nn.parameters import by_path
 
 # Some parameters start at zero, and then others have no gradient: all get this much noise.
@@ -27,7 +25,7 @@ NOISE = 0.02
 type Layer = NSAAttention | DenseAttention
 
 
-def create(operation: str, implementation: str, shape: Shape, config: NSAConfig, rngs: nnx.Rngs) -> Layer:
+def create(operation: str, implementation: str, shape: Shape, rngs: nnx.Rngs) -> Layer:
     """The layer with its initial parameters; an empty `implementation` takes the default."""
     sizes: dict[str, Any] = dict(
         num_heads=shape.query_heads, in_features=shape.model_dim, num_kv_heads=shape.kv_heads,
@@ -36,52 +34,50 @@ def create(operation: str, implementation: str, shape: Shape, config: NSAConfig,
     if operation == "dense_layer":
         return DenseAttention(**sizes)
     named = cast(Any, implementation or None)
-    return NSAAttention(value_dim=shape.value_dim, config=config, implementation=named, **sizes)
+    return NSAAttention(value_dim=shape.value_dim, config=shape.config, implementation=named, **sizes)
 
 
-def parameters(operation: str, shape: Shape, config: NSAConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def parameters(operation: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """Names, shapes and dtypes of the parameters, in the order in which `function` takes them."""
-    abstract = nnx.eval_shape(lambda: create(operation, "", shape, config, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: create(operation, "", shape, nnx.Rngs(0)))
     named = by_path(nnx.state(abstract, nnx.Param))
     return {name: variable.get_value() for name, variable in named.items()}
 
 
-def arguments(operation: str, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:
+def arguments(operation: str, shape: Shape) -> tuple[Array, ...]:
     """The input and the parameters; the same for one operation and shape on one platform."""
-    layer = create(operation, "", shape, config, nnx.Rngs(zlib.crc32(operation.encode())))
+    layer = create(operation, "", shape, nnx.Rngs(zlib.crc32(operation.encode())))
     named = by_path(nnx.state(layer, nnx.Param))
     noisy = (
         variable[...] + NOISE * jax.random.normal(key(name), variable.shape, variable.dtype)
         for name, variable in named.items()
     )
-    return tensor("x", shape, config), *noisy
+    return tensor("x", shape), *noisy
 
 
-def merged(
-    operation: str, implementation: str, shape: Shape, config: NSAConfig, values: tuple[Array, ...]
-) -> Layer:
+def merged(operation: str, implementation: str, shape: Shape, values: tuple[Array, ...]) -> Layer:
     """The layer with these parameters, of any one dtype, which is then that of the computation."""
-    abstract = nnx.eval_shape(lambda: create(operation, implementation, shape, config, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: create(operation, implementation, shape, nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     for variable, value in zip(by_path(state).values(), values, strict=True):
         variable.set_value(value)
     return nnx.merge(graph, state)
 
 
-def function(operation: str, implementation: str, shape: Shape, config: NSAConfig) -> Callable[..., Array]:
+def function(operation: str, implementation: str, shape: Shape) -> Callable[..., Array]:
     """The layer as a function of its input and its parameters."""
-    return lambda x, *values: merged(operation, implementation, shape, config, values)(x)
+    return lambda x, *values: merged(operation, implementation, shape, values)(x)
 
 
-def draw(operation: str, implementation: str, shape: Shape, config: NSAConfig) -> Draw:
+def draw(operation: str, implementation: str, shape: Shape) -> Draw:
     """The input and, for NSA, the blocks that the layer selects for it."""
-    x, *values = arguments(operation, shape, config)
+    x, *values = arguments(operation, shape)
     if operation == "dense_layer":
         return Draw("random", x)
 
     @jax.jit
     def choose(x: Array, *values: Array) -> Array:
-        layer = merged(operation, implementation, shape, config, values)
+        layer = merged(operation, implementation, shape, values)
         assert isinstance(layer, NSAAttention)
         return layer.inspect(x).block_indices
 
@@ -89,17 +85,11 @@ def draw(operation: str, implementation: str, shape: Shape, config: NSAConfig) -
     return Draw("random", x, blocks, overlap(blocks))
 
 
-def dense_implementation(shape: Shape, config: NSAConfig) -> str:
-    """The implementation of the dense layer's attention on this machine."""
-    return choose_implementation(abstract_arguments("dense_attention", shape, config)[0]) or "xla"
-
-
-def products(operation: str, shape: Shape, config: NSAConfig) -> int:
+def products(operation: str, shape: Shape) -> int:
     """Multiplications of an input with a parameter in one forward."""
-    blocks = shape.batch * layout.num_compression_blocks(shape.length, config) * shape.kv_heads
-    total = 0
-    for name, parameter in parameters(operation, shape, config).items():
-        if "kernel" in name:
-            uses = blocks if name.startswith("compressor") else shape.batch * shape.length
-            total += uses * parameter.size
-    return total
+    blocks = layout.num_compression_blocks(shape.length, shape.config) * shape.kv_heads
+    return shape.batch * sum(
+        parameter.size * (blocks if name.startswith("compressor") else shape.length)
+        for name, parameter in parameters(operation, shape).items()
+        if "kernel" in name
+    )

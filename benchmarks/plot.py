@@ -9,6 +9,7 @@ import collections
 import contextlib
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -29,16 +30,15 @@ MODES = {
     "decode_loop": "One decode step in a compiled loop",
 }
 BLOCKS = {"random": "random blocks", "coherent": "neighbours share blocks"}
-DENSE = {
-    "cudnn": "dense attention (cuDNN)",
-    "xla": "dense attention (XLA)",
-    "jax_nn": "dense attention (jax.nn, XLA)",
-    "triton": "dense attention (ours)",
-}
 BESIDE_TRITON = {"xla": " (XLA)", "mosaic_gpu": " (Pallas gradients)"}
-LAYERS = {"layer": "NSA layer", "dense_layer": "dense layer"}
 # One colour a curve in all figures: blue and green are NSA, red is dense attention.
 RED, BLUE = "#c8372d", "#0b5fa5"
+DENSE = {  # its name and colour by implementation
+    "cudnn": ("dense attention (cuDNN)", RED),
+    "xla": ("dense attention (XLA)", RED),
+    "jax_nn": ("dense attention (jax.nn, XLA)", "#e8938b"),
+    "triton": ("dense attention (ours)", RED),
+}
 COLOURS = {
     "NSA": BLUE,
     "NSA, neighbours share blocks": BLUE,
@@ -48,10 +48,7 @@ COLOURS = {
     "NSA (Pallas gradients), random blocks": "#7fbf7b",
     "NSA layer": BLUE,
     "dense layer": RED,
-    DENSE["cudnn"]: RED,
-    DENSE["xla"]: RED,
-    DENSE["triton"]: RED,
-    DENSE["jax_nn"]: "#e8938b",
+    **dict(DENSE.values()),
 }
 STYLE: Any = {  # keys of matplotlib.rcParams
     "svg.hashsalt": "nsa_jax",  # the same rows give the same file
@@ -66,27 +63,28 @@ STYLE: Any = {  # keys of matplotlib.rcParams
     "savefig.facecolor": "white",  # legible on dark pages, too
 }
 
-Points = tuple[tuple[int, float], ...]  # (tokens, value)
+type Points = tuple[tuple[int, float], ...]  # (tokens, value)
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
     """A hash of the rows that a figure shows."""
-    return hashlib.sha256("\n".join(repr(row) for row in rows).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(map(json.dumps, rows)).encode()).hexdigest()[:16]
 
 
 def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
     """Two panels a mode: the time, and the time of dense attention over it, against length."""
-    shown = _shown(rows)
-    lengths = {mode: {row.length for row in shown if row.mode == mode} for mode in records.MODES}
+    lengths = {mode: {row.length for row in _shown(rows) if row.mode == mode} for mode in records.MODES}
     modes = [mode for mode, several in lengths.items() if len(several) > 1]
     with _panels((len(modes), 2), rows, path, source) as axes:
         for mode, (times, ratios) in zip(modes, axes, strict=True):
-            of_mode = [row for row in shown if row.mode == mode]
+            of_mode = [row for row in _shown(rows) if row.mode == mode]
             unit, factor = ("us", 1e3) if max(row.median_ms for row in of_mode) < 2 else ("ms", 1.0)
-            for name, line in _lines(of_mode):
+            for name, line in _lines(of_mode).items():
                 tokens = [row.length for row in line]
-                times.plot(tokens, [factor * row.median_ms for row in line], color=COLOURS[name], label=name)
-                low, high = ([factor * getattr(row, p) for row in line] for p in ("p20_ms", "p80_ms"))
+                middle, low, high = (
+                    [factor * row[p] for row in line] for p in ("median_ms", "p20_ms", "p80_ms")
+                )
+                times.plot(tokens, middle, color=COLOURS[name], label=name)
                 times.fill_between(tokens, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
             _logarithmic(times)
             times.set(title=MODES[mode], ylabel=f"{unit} (median, p20 to p80)")
@@ -98,14 +96,14 @@ def draw(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
             ratios.axhline(1, color=RED, linewidth=1, marker="")
             ratios.set_ylim(bottom=0)
             ratios.set(title="Speed-up over dense attention", ylabel="dense time / this time")
-            _tokens(times, mode)
-            _tokens(ratios, mode)
+            for panel in (times, ratios):
+                _tokens(panel, mode)
 
 
 def draw_memory(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") -> None:
     """Temporary memory of the forward and backward pass against length."""
     curves: dict[Points, list[str]] = collections.defaultdict(list)
-    for name, line in _lines([row for row in _shown(rows) if row.mode == "fwd_bwd"]):
+    for name, line in _lines([row for row in _shown(rows) if row.mode == "fwd_bwd"]).items():
         curves[tuple((row.length, row.peak_bytes / 1e6) for row in line)].append(name)
     with _panels((1, 1), rows, path, source) as axes:
         (panel,) = axes[0]
@@ -120,8 +118,7 @@ def draw_memory(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") ->
 def _shown(rows: Sequence[Row]) -> list[Row]:
     """Whole operations. Of decode steps those in a compiled loop, if there are any."""
     whole = [row for row in rows if _name(row) in COLOURS]
-    looped = [row for row in whole if row.mode == "decode_loop"]
-    return looped or whole
+    return [row for row in whole if row.mode == "decode_loop"] or whole
 
 
 @contextlib.contextmanager
@@ -132,32 +129,26 @@ def _panels(shape: tuple[int, int], rows: Sequence[Row], path: pathlib.Path, sou
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(STYLE):
-        size = max(7, 5 * shape[1]), 3.6 * shape[0]
-        figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
-        yield axes
-        _finish(figure, axes, rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None, "Source": source, "Identifier": fingerprint(rows)})
-        pyplot.close(figure)
-
-
-def _finish(figure: Any, axes: Any, rows: Sequence[Row]) -> None:
     first = rows[0]
     dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim}/{first.value_dim}"
     batch = f", {first.batch} rows" if first.batch > 1 else ""
     heads = f"{first.query_heads} query heads, {first.kv_heads} KV head{'s' * (first.kv_heads > 1)}"
-    figure.suptitle(
-        f"{first.device}, {first.dtype}{batch}, {heads}, dim {dims}", fontsize=11, color="#555555"
-    )
-    known: dict[str, Any] = {}
-    for panel in axes.flat:
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            known.setdefault(name, handle)
-    lines = math.ceil(len(known) / 3)
-    below = 0.3 * lines / figure.get_figheight()
-    figure.tight_layout(rect=(0, below, 1, 1))
-    figure.legend(known.values(), known.keys(), loc="lower center", ncol=3, frameon=False, fontsize=10)
+    with matplotlib.rc_context(STYLE):
+        size = max(7, 5 * shape[1]), 3.6 * shape[0]
+        figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
+        yield axes
+        title = f"{first.device}, {first.dtype}{batch}, {heads}, dim {dims}"
+        figure.suptitle(title, fontsize=11, color="#555555")
+        known: dict[str, Any] = {}
+        for panel in axes.flat:
+            for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+                known.setdefault(name, handle)
+        below = 0.3 * math.ceil(len(known) / 3) / figure.get_figheight()
+        figure.tight_layout(rect=(0, below, 1, 1))
+        figure.legend(known.values(), known.keys(), loc="lower center", ncol=3, frameon=False, fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None, "Source": source, "Identifier": fingerprint(rows)})
+        pyplot.close(figure)
 
 
 def _logarithmic(panel: Any) -> None:
@@ -180,11 +171,9 @@ def _tokens(panel: Any, mode: str) -> None:
 
 def _speed_ups(rows: Sequence[Row]) -> dict[str, Points]:
     """For each curve of NSA, how many times as fast as dense attention it is."""
-    pairs = sorted(records.beside_dense(rows), key=lambda pair: (_name(pair[0]), pair[0].length))
-    return {
-        name: tuple((row.length, records.ratio(row, dense)[0]) for row, dense in group)
-        for name, group in itertools.groupby(pairs, key=lambda pair: _name(pair[0]))
-    }
+    dense = {id(row): records.ratio(row, dense)[0] for row, dense in records.beside_dense(rows)}
+    lines = {name: [row for row in line if id(row) in dense] for name, line in _lines(rows).items()}
+    return {name: tuple((row.length, dense[id(row)]) for row in line) for name, line in lines.items() if line}
 
 
 def crossovers(points: Points) -> list[float]:
@@ -204,19 +193,17 @@ def _mark_crossovers(panel: Any, points: Points, colour: str, side: str) -> None
         panel.annotate(text, (tokens, 0), color=colour, fontsize=10, ha=side, **shift)
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each curve by length."""
     ordered = sorted(rows, key=lambda row: (_name(row), row.length))
-    for name, group in itertools.groupby(ordered, key=_name):
-        yield name, list(group)
+    return {name: list(group) for name, group in itertools.groupby(ordered, key=_name)}
 
 
 def _name(row: Row) -> str:
     if row.operation == "dense_attention":
-        return DENSE[row.implementation]
-    if row.operation in LAYERS:
-        return LAYERS[row.operation]
+        return DENSE[row.implementation][0]
     if row.operation != "native_sparse_attention":
-        return row.operation
+        return {"layer": "NSA layer", "dense_layer": "dense layer"}.get(row.operation, "")
     if row.mode.startswith("decode"):
         return "NSA"
     beside = BESIDE_TRITON.get(row.implementation, "") if "NVIDIA" in row.device else ""
@@ -232,15 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=IMAGES, help="folder, default: %(default)s")
     options = parser.parse_args(argv)
     for path in options.files:
-        rows = [row for row in one_run(records.read(path), options.run_id) if isinstance(row, Row)]
+        rows = one_run(records.read(path), options.run_id)
         points = {(row.mode, row.length) for row in _shown(rows)}
         if max(collections.Counter(mode for mode, _ in points).values(), default=0) < 2:
             print(f"{path}: no mode has two lengths of a whole operation, nothing to draw")
             continue
-        figures = {"": draw}
-        if any(row.mode == "fwd_bwd" for row in rows):
-            figures["_memory"] = draw_memory
-        for suffix, function in figures.items():
+        both = any(row.mode == "fwd_bwd" for row in rows)
+        for suffix, function in {"": draw, **({"_memory": draw_memory} if both else {})}.items():
             figure = options.output / f"{path.stem}{suffix}.svg"
             check_writable(figure, "--output")
             try:

@@ -14,16 +14,15 @@ from benchmarks.records import COMPARED
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
 from nsa_jax.array_typing import Array, DType
-from nsa_jax.config import NSAConfig
+from nsa_jax.nn.dense import choose_implementation
 
 type Function = Callable[..., Any]
 
 
-def function(operation: str, implementation: str, config: NSAConfig, shape: Shape | None = None) -> Function:
-    """The operation as a function of its arrays alone; a layer also needs its sizes."""
+def function(operation: str, implementation: str, shape: Shape) -> Function:
+    """The operation as a function of its arrays alone."""
     if operation in LAYERS:
-        assert shape is not None
-        return layers.function(operation, implementation, shape, config)
+        return layers.function(operation, implementation, shape)
     if operation == "dense_attention":
         return lambda query, key, value: jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=cast(Any, implementation)
@@ -31,10 +30,10 @@ def function(operation: str, implementation: str, config: NSAConfig, shape: Shap
     if implementation in COMPARED:
         if operation == "selected_attention":
             module = importlib.import_module(f"benchmarks.{implementation}")  # needs Triton
-            return functools.partial(module.selected_attention, config=config)
+            return functools.partial(module.selected_attention, config=shape.config)
         implementation = "triton"
     run = getattr(attention, operation)
-    settings = {} if operation == "gated_sum" else {"config": config}
+    settings = {} if operation == "gated_sum" else {"config": shape.config}
     if operation == "select_blocks":
         return lambda query, key_cmp, lse_cmp=None: run(
             query, key_cmp, lse_cmp=lse_cmp, implementation=implementation, **settings
@@ -42,19 +41,31 @@ def function(operation: str, implementation: str, config: NSAConfig, shape: Shap
     return lambda *arguments: run(*arguments, implementation=implementation, **settings)
 
 
-def arguments(operation: str, draw: Draw, shape: Shape, config: NSAConfig) -> tuple[Array, ...]:
+def arguments(operation: str, draw: Draw, shape: Shape) -> tuple[Array, ...]:
     """The arguments of that function."""
     if operation in LAYERS:
-        return layers.arguments(operation, shape, config)
-    return inputs.arguments(operation, draw, shape, config)
+        return layers.arguments(operation, shape)
+    return inputs.arguments(operation, draw, shape)
 
 
-def dense_implementation() -> str:
-    """What dense attention is measured with here."""
+def draw(operation: str, implementation: str, shape: Shape, distribution: str = "random") -> Draw:
+    """What the operation is given: the queries, or the input of a layer, and the blocks that are selected."""
+    if operation in LAYERS:
+        return layers.draw(operation, implementation, shape)
+    if operation == "selected_attention":
+        return inputs.draw_blocks(shape, distribution)
+    choose = jax.jit(function("select_blocks", implementation, shape))
+    return inputs.draw_queries(shape, distribution, choose if operation in inputs.SELECTING else None)
+
+
+def dense_implementation(operation: str, shape: Shape) -> str:
+    """What the dense operation, or layer, is measured with here."""
+    if operation in LAYERS:
+        return choose_implementation(abstract_arguments("dense_attention", shape)[0]) or "xla"
     return "cudnn" if jax.default_backend() == "gpu" else "xla"
 
 
-def refusal(operation: str, implementation: str, mode: str, shape: Shape, config: NSAConfig) -> str | None:
+def refusal(operation: str, implementation: str, mode: str, shape: Shape) -> str | None:
     """Why this combination cannot be measured here, None if it can."""
     if operation == "select_blocks" and mode != "fwd":
         return "no gradient flows through the selection"
@@ -70,8 +81,8 @@ def refusal(operation: str, implementation: str, mode: str, shape: Shape, config
         if operation != "selected_attention" or mode not in modes:
             return f"{implementation} is there for selected_attention alone, in {', '.join(modes)}"
         implementation = like
-    arrays = [x for x in abstract_arguments(operation, shape, config) if len(x.shape) == 4]  # no lse
-    return dispatch.unsupported_reason(operation, implementation, *arrays, config=config)
+    arrays = [x for x in abstract_arguments(operation, shape) if len(x.shape) == 4]  # no lse
+    return dispatch.unsupported_reason(operation, implementation, *arrays, config=shape.config)
 
 
 def compile_mode(

@@ -9,7 +9,6 @@ by bytes.
 `python -m benchmarks.roofline` prints both rates of this machine; its last line is JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -76,29 +75,28 @@ def visible_pairs(operation: str, length: int, config: NSAConfig) -> int:
     return int(_visible_keys(operation, np.arange(length, dtype=np.int64), config).sum())
 
 
-def cost(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
+def cost(operation: str, mode: str, shape: Shape) -> Cost:
     """Unavoidable flops and bytes of a forward (`fwd`), a backward (`bwd`) or both (`fwd_bwd`)."""
     if mode == "fwd_bwd":
-        return cost(operation, "fwd", shape, config) + cost(operation, "bwd", shape, config)
+        return cost(operation, "fwd", shape) + cost(operation, "bwd", shape)
     if operation in LAYERS:
-        return _cost_of_layer(operation, mode, shape, config)
+        return _cost_of_layer(operation, mode, shape)
     inputs = ARGUMENTS[operation]
     if mode == "fwd":
-        moved = _bytes(inputs, shape, config) + _bytes(_results(operation), shape, config)
+        moved = _bytes(inputs, shape) + _bytes(_results(operation), shape)
     else:
         gradients = tuple(name for name in inputs if name != "block_indices")
-        moved = _bytes((*inputs, "out", *gradients), shape, config)
-    return Cost(_flops(operation, mode, shape, config), moved)
+        moved = _bytes((*inputs, "out", *gradients), shape)
+    return Cost(_flops(operation, mode, shape), moved)
 
 
-def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, config: NSAConfig) -> Cost:
+def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape) -> Cost:
     """One decode step, the mean of those whose `reads` these are.
 
     Args:
       operation: the whole operation, a layer around it, or a branch alone, which appends nothing.
       reads: keys that each query gathers in each attention, `[steps, T]`.
       shape: the sizes; its length is not used.
-      config: block structure.
 
     A key that several of the `T` queries of a step see is moved once, but selected ones as often as they were
     selected. New tokens are written to each array that keeps them. A layer's parameters are read once,
@@ -110,10 +108,11 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, c
     num_new, dims = reads[parts[0]].shape[1], shape.key_dim + shape.value_dim
     keys, words, visible = 0.0, 0.0, reads["dense_attention"][:, -1]
     for part in parts:
-        of_step = {
-            "selected_attention": reads[part].sum(axis=1),
-            "window_attention": np.minimum(reads[part][:, -1] + num_new - 1, visible),
-        }.get(part, reads[part][:, -1])
+        of_step = reads[part][:, -1]
+        if part == "selected_attention":
+            of_step = reads[part].sum(axis=1)
+        elif part == "window_attention":
+            of_step = np.minimum(of_step + num_new - 1, visible)
         keys += reads[part].sum(axis=1).mean()
         words += dims * of_step.mean()
     flops = 2 * shape.query_heads * dims * keys
@@ -122,15 +121,15 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape, c
         flops += 2 * shape.query_heads * shape.key_dim * scored.sum(axis=1).mean()
         words += 0 if whole else shape.key_dim * scored[:, -1].mean()
     if whole:  # the selection arrays, two rings, and a compressed pair for every stride
-        words += dims * num_new * (3 + 1 / config.compression_stride)
+        words += dims * num_new * (3 + 1 / shape.config.compression_stride)
     elif attended == "dense_attention":
         words += dims * num_new
     flops, words = shape.batch * flops, shape.batch * shape.kv_heads * words
     if operation in LAYERS:
-        parameters = layers.parameters(operation, shape, config).items()
+        parameters = layers.parameters(operation, shape).items()
         words += sum(x.size for name, x in parameters if not name.startswith("compressor"))
         new = dataclasses.replace(shape, length=num_new)
-        flops += 2 * layers.products(operation, new, config)
+        flops += 2 * layers.products(operation, new)
     return Cost(round(flops), round(words * jnp.dtype(shape.dtype).itemsize))
 
 
@@ -150,14 +149,14 @@ def _visible_keys(operation: str, t: np.ndarray, config: NSAConfig) -> np.ndarra
     raise ValueError(f"operation must be an attention, got {operation}. Use `cost` for the others.")
 
 
-def _flops(operation: str, mode: str, shape: Shape, config: NSAConfig) -> int:
+def _flops(operation: str, mode: str, shape: Shape) -> int:
     tokens = shape.batch * shape.length * shape.query_heads
     if operation == "gated_sum":  # 3 products and 2 sums; backward 3 products and 3 inner products
         return tokens * shape.value_dim * (5 if mode == "fwd" else 9)
     if operation == "native_sparse_attention":
         parts = (*ATTENTION_OF_BRANCH, "gated_sum", *(("select_blocks",) if mode == "fwd" else ()))
-        return sum(_flops(part, mode, shape, config) for part in parts)
-    pairs = shape.batch * shape.query_heads * visible_pairs(operation, shape.length, config)
+        return sum(_flops(part, mode, shape) for part in parts)
+    pairs = shape.batch * shape.query_heads * visible_pairs(operation, shape.length, shape.config)
     if operation == "select_blocks":
         return 2 * pairs * shape.key_dim
     if mode == "fwd":  # q k, p v
@@ -165,15 +164,15 @@ def _flops(operation: str, mode: str, shape: Shape, config: NSAConfig) -> int:
     return 2 * pairs * (3 * shape.key_dim + 2 * shape.value_dim)  # q k again, dq, dk; dp, dv
 
 
-def _cost_of_layer(operation: str, mode: str, shape: Shape, config: NSAConfig) -> Cost:
+def _cost_of_layer(operation: str, mode: str, shape: Shape) -> Cost:
     """Products with parameters (twice as many in a backward) and the attention; the rest counts as free."""
     passes = 1 if mode == "fwd" else 2
-    flops = 2 * passes * layers.products(operation, shape, config)
-    parameters = sum(x.size * x.dtype.itemsize for x in layers.parameters(operation, shape, config).values())
-    tokens = _bytes(("x",), shape, config)
+    flops = 2 * passes * layers.products(operation, shape)
+    parameters = sum(x.size * x.dtype.itemsize for x in layers.parameters(operation, shape).values())
+    tokens = _bytes(("x",), shape)
     # x and out; x, the cotangent of out, and that of x. A backward reads parameters and writes gradients.
     moved = (1 + passes) * tokens + passes * parameters
-    return Cost(flops + _flops(LAYERS[operation], mode, shape, config), moved)
+    return Cost(flops + _flops(LAYERS[operation], mode, shape), moved)
 
 
 def _results(operation: str) -> tuple[str, ...]:
@@ -182,10 +181,9 @@ def _results(operation: str) -> tuple[str, ...]:
     return ("out", "lse") if operation in ATTENTION_OF_BRANCH else ("out",)
 
 
-def _bytes(names: tuple[str, ...], shape: Shape, config: NSAConfig) -> int:
+def _bytes(names: tuple[str, ...], shape: Shape) -> int:
     return sum(
-        math.prod(tensor_shape(name, shape, config)) * jnp.dtype(tensor_dtype(name, shape)).itemsize
-        for name in names
+        math.prod(tensor_shape(name, shape)) * jnp.dtype(tensor_dtype(name, shape)).itemsize for name in names
     )
 
 
@@ -200,17 +198,12 @@ def _best_s(step: Callable[[Any], Array], x: Any) -> float:
     return min(seconds)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = Parser(prog="python -m benchmarks.roofline", description=__doc__.split("\n\n")[0])
-    add_dtype(parser, "float32", "of the matrices that are multiplied")
-    return parser.parse_args(argv)
-
-
 @command("benchmarks.roofline")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the two rates."""
-    options = parse(argv)
+    parser = Parser(prog="python -m benchmarks.roofline", description=__doc__.split("\n\n")[0])
+    add_dtype(parser, "float32", "of the matrices that are multiplied")
+    options = parser.parse_args(argv)
     ceiling = measure_ceiling(options.dtype)
     print(f"ceiling in {options.dtype}: {ceiling}")
     rates = {"copy_gb_per_s": ceiling.bytes_per_s / 1e9, "matmul_gflop_per_s": ceiling.flops_per_s / 1e9}

@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.inputs import Shape
 from benchmarks.verdict import TINY, Verdict
 from nsa_jax.config import NSAConfig
 
@@ -37,9 +38,8 @@ def check_form(blocks: np.ndarray, positions: np.ndarray, config: NSAConfig) -> 
 
 
 def check_scores(
-    blocks: np.ndarray, positions: np.ndarray, same: np.ndarray, exact: np.ndarray, dtype: str,
-    config: NSAConfig,
-) -> Verdict:  # fmt: skip
+    blocks: np.ndarray, positions: np.ndarray, same: np.ndarray, exact: np.ndarray, shape: Shape
+) -> Verdict:
     """Whether no rejected block scores higher than a chosen one, by more than the budget of the scores.
 
     Args:
@@ -47,11 +47,11 @@ def check_scores(
       positions: `[T]`.
       same: scores of all blocks `[B, T, K, M]`, in the input's precision.
       exact: the same in float64.
-      dtype: that of the input.
-      config: block structure.
+      shape: of the input.
     """
+    config = shape.config
     # Scores fall as 1/t, so each query has a budget of its own.
-    budget = 2 * np.abs(same - exact).max(-1) + 8 * float(jnp.finfo(dtype).eps) * exact.max(-1)
+    budget = 2 * np.abs(same - exact).max(-1) + 8 * float(jnp.finfo(shape.dtype).eps) * exact.max(-1)
     block = np.arange(exact.shape[-1])
     current = positions[:, None, None] // config.selection_block_size
     candidate = block <= current

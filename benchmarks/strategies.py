@@ -7,7 +7,7 @@ spread in the same way to plain `jit`. `context` is `nsa_jax.parallel.context_at
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import definitions, gate, programs, timing
-from benchmarks.inputs import Draw, Shape, draw_queries, key, of_query, tensor, tensor_shape
+from benchmarks.inputs import KEYS_VALUES, Draw, Shape, draw_queries, key, of_query, tensor, tensor_shape
 from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout
@@ -26,7 +26,6 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
 
 STRATEGIES = ("one", "heads", "heads_jit", "context")
-KEYS_VALUES = ("key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win")
 
 type Arrays = Mapping[str, np.ndarray]  # by name, on the host, in the order of the row
 
@@ -37,10 +36,13 @@ class Strategy(NamedTuple):
     Attributes:
       name: one of STRATEGIES.
       num_devices: devices that it uses.
+      implementation, config: of the attention.
     """
 
     name: str
     num_devices: int
+    implementation: Any
+    config: NSAConfig
 
     @property
     def mesh_name(self) -> str:
@@ -56,21 +58,17 @@ class Strategy(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """How each array lies on the mesh: tokens are axis 1, heads axis 2."""
-        if self.name == "one":
-            return PartitionSpec()
-        tokens, heads = PartitionSpec(None, "devices"), PartitionSpec(None, None, "devices")
-        return tokens if self.name == "context" else heads
+        axes = {"one": (), "context": (None, "devices")}.get(self.name, (None, None, "devices"))
+        return PartitionSpec(*axes)
 
-    def refusal(self, shape: Shape, config: NSAConfig) -> str | None:
+    def refusal(self, shape: Shape) -> str | None:
         """Why this shape cannot be spread in this way; None if it can."""
         if self.name.startswith("heads") and shape.kv_heads % self.num_devices:
             return f"{shape.kv_heads} KV heads do not divide by {self.num_devices} devices"
-        fitting = padded_length(shape.length, self.num_devices, config)
+        fitting = padded_length(shape.length, self.num_devices, self.config)
         if self.name == "context" and shape.length != fitting:
-            return (
-                f"the devices must get whole chunks, got {shape.length} tokens for {self.num_devices}. Pass "
-                f"--lengths {fitting}."
-            )
+            got = f"got {shape.length} tokens for {self.num_devices}"
+            return f"the devices must get whole chunks, {got}. Pass --lengths {fitting}."
         return None
 
     def put(self, arrays: Arrays) -> dict[str, Array]:
@@ -79,50 +77,38 @@ class Strategy(NamedTuple):
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
         return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
 
-    def whole(self, arrays: Arrays, implementation: str, config: NSAConfig) -> Arrays:
+    def whole(self, arrays: Arrays) -> Arrays:
         """Output and gradients on the host, in the order of the row."""
-        found = self.compiled("fwd_bwd", self.put(arrays), implementation, config).run()
+        found = self.compiled("fwd_bwd", self.put(arrays)).run()
         ordered = from_zigzag if self.name == "context" else lambda x, _: x
         return {name: ordered(np.asarray(x), self.num_devices) for name, x in found.items()}
 
-    def function(self, implementation: str, config: NSAConfig) -> Callable[..., Array]:
-        """The attention as a function of arrays by name."""
-        settings: dict[str, Any] = dict(config=config, implementation=implementation)
-        if self.name in ("one", "heads_jit"):
-            return functools.partial(compress_and_attend, **settings)
+    def attend(self, arrays: Mapping[str, Array]) -> Array:
+        """The attention to arrays by name."""
+        run: Any = compress_and_attend
         if self.name == "context":
-            compress = Compression()
-            attend = functools.partial(context_attention, compress=compress, axis="devices", **settings)
-        else:
-            attend = functools.partial(compress_and_attend, **settings)
-
-        def run(**arrays: Array) -> Array:
-            local = lambda arrays: attend(**arrays)  # noqa: E731
-            return jax.shard_map(local, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec)(arrays)
-
-        return run
+            run = functools.partial(context_attention, compress=Compression(), axis="devices")
+        run = functools.partial(run, config=self.config, implementation=self.implementation)
+        if self.name in ("one", "heads_jit"):
+            return run(**arrays)
+        local = jax.shard_map(lambda x: run(**x), mesh=self.mesh, in_specs=self.spec, out_specs=self.spec)
+        return local(arrays)
 
     def operands(self, mode: str, arrays: dict[str, Array]) -> tuple[Any, ...]:
         """What the program of a mode takes, of what `put` gave."""
         taken = {name: x for name, x in arrays.items() if name != "cotangent"}
         return (taken,) if mode == "fwd" else (taken, arrays["cotangent"])
 
-    def compiled(
-        self, mode: str, arrays: dict[str, Array], implementation: str, config: NSAConfig
-    ) -> timing.Compiled:
+    def compiled(self, mode: str, arrays: dict[str, Array]) -> timing.Compiled:
         """Compiles the forward (`fwd`), or forward and backward with all gradients (`fwd_bwd`)."""
-        run = self.function(implementation, config)
 
-        def forward(operands):
-            return run(**operands)
-
-        def with_gradients(operands, cotangent):
-            fixed = {name: x for name, x in operands.items() if name == "block_indices"}
-            floats = {name: x for name, x in operands.items() if name not in fixed}
-            out, pull_back = jax.vjp(lambda floats: run(**floats, **fixed), floats)
+        def with_gradients(operands: dict[str, Array], cotangent: Array) -> dict[str, Array]:
+            floats = {name: x for name, x in operands.items() if name != "block_indices"}
+            out, pull_back = jax.vjp(lambda floats: self.attend(operands | floats), floats)
             return dict(out=out, **pull_back(cotangent)[0])
 
-        return timing.compile_for(forward if mode == "fwd" else with_gradients, self.operands(mode, arrays))
+        run: Any = self.attend if mode == "fwd" else with_gradients
+        return timing.compile_for(run, self.operands(mode, arrays))
 
 
 def compressed(key_cmp: Array, value_cmp: Array, config: NSAConfig) -> tuple[Array, Array]:
@@ -142,69 +128,63 @@ def compress_and_attend(
     )
 
 
-def draw(
-    distribution: str, implementation: str, shape: Shape, config: NSAConfig
-) -> tuple[Draw, dict[str, np.ndarray]]:
+def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, dict[str, np.ndarray]]:
     """Queries of a distribution, and all arrays on the host, among them a cotangent of the output.
 
     Of a row of a million tokens one large array after the other has room on the device.
     """
-    arrays = {name: _tokens(name, shape, config) for name in KEYS_VALUES}
-    arrays["gates"] = tensor("gates", shape, config)
-    key_blocks, _ = jax.jit(compressed, static_argnums=2)(arrays["key_cmp"], arrays["value_cmp"], config)
-    choose = jax.jit(programs.function("select_blocks", implementation, config))
-    drawn = draw_queries(shape, config, distribution, lambda query, _: choose(query, key_blocks))
+    arrays = {name: _tokens(name, shape) for name in KEYS_VALUES}
+    arrays["gates"] = tensor("gates", shape)
+    kv_cmp = arrays["key_cmp"], arrays["value_cmp"]
+    key_blocks, _ = jax.jit(compressed, static_argnums=2)(*kv_cmp, shape.config)
+    choose = jax.jit(programs.function("select_blocks", implementation, shape))
+    drawn = draw_queries(shape, distribution, lambda query, _: choose(query, key_blocks))
     query: Any = np.asarray(drawn.query)
     drawn = dataclasses.replace(drawn, query=query)
     on_host = {name: np.asarray(x) for name, x in arrays.items()}
-    on_host["cotangent"] = np.asarray(programs.cotangent_like(_out(shape), jnp.dtype(shape.dtype)))
+    out = jax.ShapeDtypeStruct(tensor_shape("out", shape), shape.dtype)
+    on_host["cotangent"] = np.asarray(programs.cotangent_like(out, out.dtype))
     return drawn, on_host | dict(query=query)
 
 
-def check(strategy: Strategy, implementation: str, shape: Shape, config: NSAConfig) -> Verdict:
+def check(strategy: Strategy, shape: Shape) -> Verdict:
     """Compares output and gradients with dense attention in float64, as `gate.check_program`.
 
     All devices get one selection: what they compress they round otherwise than one device, and where scores
     are close that decides.
     """
-    drawn, arrays = draw("random", implementation, shape, config)
+    drawn, arrays = draw("random", strategy.implementation, shape)
     positions = gate.sample_positions(shape.length)
     chosen, cotangent = np.asarray(drawn.block_indices), np.zeros_like(arrays["cotangent"])
     cotangent[:, positions] = arrays["cotangent"][:, positions]
-    found = strategy.whole(arrays | dict(cotangent=cotangent, block_indices=chosen), implementation, config)
+    found = strategy.whole(arrays | dict(cotangent=cotangent, block_indices=chosen))
     got, given = (
         {name: x[:, positions] if of_query(name) else x for name, x in by_name.items()}
         for by_name in (found, arrays | dict(cotangent=cotangent[:, positions]))
     )
-    dense = functools.partial(_dense, config=config)
+    dense = functools.partial(_dense, shape=shape)
     blocks, compute = chosen[:, positions], gate.gradients_in_both
     verdict = gate.compare(dense, got, (given,), positions, blocks, shape.kv_heads, compute)
-    return worst(verdict, check_form(chosen, np.arange(shape.length), config))
+    return worst(verdict, check_form(chosen, np.arange(shape.length), shape.config))
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="shape")
 def _dense(
-    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *, config: NSAConfig
+    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *, shape: Shape
 ) -> dict[str, Array]:
     """Output of the queries at `positions`, and all gradients for their cotangent."""
 
     def run(x: Mapping[str, Array]) -> Array:
-        key_blocks, value_blocks = compressed(x["key_cmp"], x["value_cmp"], config)
-        operands = {**x, "key_cmp": key_blocks, "value_cmp": value_blocks}
-        settings: dict[str, Any] = dict(operation="native_sparse_attention", config=config)
-        return definitions.results(operands, positions, blocks, uncentred, **settings)["out"]
+        key_blocks, value_blocks = compressed(x["key_cmp"], x["value_cmp"], shape.config)
+        given = {**x, "key_cmp": key_blocks, "value_cmp": value_blocks}, positions, blocks, uncentred
+        return definitions.results(*given, operation="native_sparse_attention", shape=shape)["out"]
 
     out, pull_back = jax.vjp(run, {name: x for name, x in arrays.items() if name != "cotangent"})
     return dict(out=out, **pull_back(arrays["cotangent"])[0])
 
 
-def _tokens(name: str, shape: Shape, config: NSAConfig) -> Array:
+def _tokens(name: str, shape: Shape) -> Array:
     """Keys or values of every token; the mean of a block of compressed keys is standard normal."""
-    size = tensor_shape(name.replace("cmp", "slc"), shape, config)
-    scale = config.compression_block_size**0.5 if name == "key_cmp" else 1.0
+    size = tensor_shape(name.replace("cmp", "slc"), shape)
+    scale = shape.config.compression_block_size**0.5 if name == "key_cmp" else 1.0
     return (scale * jax.random.normal(key(name), size)).astype(shape.dtype)
-
-
-def _out(shape: Shape) -> jax.ShapeDtypeStruct:
-    size = shape.batch, shape.length, shape.query_heads, shape.value_dim
-    return jax.ShapeDtypeStruct(size, shape.dtype)

@@ -35,6 +35,11 @@ class Compiled:
     peak_bytes: int
     all_bytes: int
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return {"compile_s": self.compile_s, "peak_bytes": self.peak_bytes}
+
     def start(self) -> Any:
         """One call, not waited for."""
         return self.call(*self.arguments)
@@ -55,18 +60,18 @@ class Timing:
         """The figure that is reported."""
         return statistics.median(self.samples_ms)
 
-    def percentile_ms(self, percent: float) -> float:
-        """Linear between the samples."""
-        return float(np.percentile(self.samples_ms, percent))
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it; percentiles are linear between the samples."""
+        p20, p80 = np.percentile(self.samples_ms, (20, 80)).tolist()
+        return dict(median_ms=self.median_ms, p20_ms=p20, p80_ms=p80, samples=len(self.samples_ms))
 
     def divided_by(self, count: int) -> "Timing":
         """The timing of one of `count` equal parts of what was timed."""
         return Timing(tuple(sample / count for sample in self.samples_ms))
 
 
-def compile_for(
-    function: Callable[..., Any], arguments: Sequence[Any], donate: int | None = None
-) -> Compiled:
+def compile_for(function: Callable[..., Any], arguments: Sequence[Any], donate: Any = None) -> Compiled:
     """Compiles `function` ahead of time for `arguments`; runs nothing."""
     begin = time.perf_counter()
     compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
@@ -77,6 +82,11 @@ def compile_for(
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.temp_size_in_bytes
     return Compiled(compiled, arguments, seconds, peak, memory.argument_size_in_bytes + results + peak)
+
+
+def least_sample_s() -> float:
+    """Of a sample of calls that the host need not wait for one by one."""
+    return GPU_SAMPLE_S if jax.default_backend() == "gpu" else 0.0
 
 
 def seconds_of(run: Callable[[], Any], calls: int = 1) -> float:

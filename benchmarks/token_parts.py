@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from benchmarks import timing
@@ -64,9 +63,9 @@ class Mean(nnx.Module):
         return out.mean(axis=(2, 3))[..., None]
 
 
-def products(model: Transformer, batch: int) -> Part:
+def products(model: Transformer, batch: int, _: int) -> Part:
     """All of a token's products with weights, from the embedding to the logits."""
-    read = {name: x for name, x in weights(model).items() if "compressor" not in name}
+    read = sum(x.nbytes for name, x in weights(model).items() if "compressor" not in name)
     model = _again(model)
     for layer in model.layers:
         layer.attention = Products(layer.attention)
@@ -81,8 +80,8 @@ def products(model: Transformer, batch: int) -> Part:
 
         return jax.lax.fori_loop(0, STEPS, step, logits)
 
-    logits = jnp.zeros((batch, 1, model.config.vocab_size), jax.eval_shape(model, _token(batch)).dtype)
-    return Part(timing.compile_for(loop, (state, logits)).run, sum(x.nbytes for x in read.values()))
+    logits = jnp.zeros((batch, 1, model.config.vocab_size), _logits_dtype(model))
+    return Part(timing.compile_for(loop, (state, logits)).run, read)
 
 
 def attention(model: Transformer, batch: int, length: int) -> Part:
@@ -125,19 +124,21 @@ def attention(model: Transformer, batch: int, length: int) -> Part:
     return Part(run, config.num_layers * batch * keys * config.num_kv_heads * dims * itemsize)
 
 
-def sampling(model: Transformer, batch: int) -> Part:
+def sampling(model: Transformer, batch: int, _: int) -> Part:
     """The choice of the most likely token."""
-    dtype = jax.eval_shape(model, _token(batch)).dtype
-    logits = jax.random.normal(key("logits"), (batch, model.config.vocab_size), dtype)
+    logits = jax.random.normal(key("logits"), (batch, model.config.vocab_size), _logits_dtype(model))
     keys = jax.random.split(jax.random.key(0), batch)
 
     def loop(logits: Array) -> Array:
         def step(_: Any, logits: Array) -> Array:
-            return logits.at[:, 0].set(sample(logits, keys).astype(dtype))
+            return logits.at[:, 0].set(sample(logits, keys).astype(logits.dtype))
 
         return jax.lax.fori_loop(0, STEPS, step, logits)
 
     return Part(timing.compile_for(loop, (logits,)).run, logits.nbytes)
+
+
+PARTS = {"products": products, "attention": attention, "sampling": sampling}
 
 
 def _projections(layer: nnx.Module) -> list[str]:
@@ -149,8 +150,8 @@ def _again(model: Transformer) -> Transformer:
     return nnx.merge(*nnx.split(model))
 
 
-def _token(batch: int) -> Array:
-    return jnp.asarray(np.zeros((batch, 1)), jnp.int32)
+def _logits_dtype(model: Transformer) -> Any:
+    return jax.eval_shape(model, jnp.zeros((1, 1), jnp.int32)).dtype
 
 
 def _random(x: Array) -> Array:

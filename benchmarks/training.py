@@ -8,7 +8,6 @@ go to a JSONL file of their own kind; the last line is JSON.
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,20 +15,8 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from benchmarks import devices, records, timing
-from benchmarks.command_line import (
-    InputError,
-    Parser,
-    add_dtype,
-    add_sampling,
-    add_sizes,
-    check_heads,
-    check_writable,
-    command,
-    missing_package,
-    positive,
-    progress,
-)
+from benchmarks import command_line, devices, records, timing
+from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from benchmarks.inputs import Shape, abstract_arguments, key
 from nsa_jax import dispatch
 from nsa_jax.array_typing import Array
@@ -42,7 +29,7 @@ from nsa_jax.parallel import padded_length, to_zigzag
 try:
     import optax
 except ImportError as error:
-    raise SystemExit(missing_package("benchmarks.training", error, "train")) from error
+    raise SystemExit(command_line.missing_package("benchmarks.training", error, "train")) from error
 
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -76,37 +63,23 @@ def compile_step(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = Parser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=positive,
-        default=[8192, 16384, 32768, 65536],
-        metavar="T",
-        help="tokens of a sequence; default: 8192 16384 32768 65536",
+    parser = measuring_parser(
+        "benchmarks.training",
+        __doc__,
+        lengths=(8192, 16384, 32768, 65536),
+        dtype=("bfloat16", "of the activations"),
+        choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
+        sizes={
+            "devices": (1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
+            "batch": (1, "sequences of a step"),
+            "layers": (2, "decoder layers"),
+            "model-dim": (2048, "width of the residual stream"),
+            "heads": (64, "query heads"),
+            "kv-heads": (4, "KV heads; must divide --heads"),
+            "head-dim": (128, "dimension of queries, keys and values"),
+        },
     )
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        choices=("nsa", "dense"),
-        default=["nsa", "dense"],
-        help="models to measure; default: both",
-    )
-    add_dtype(parser, "bfloat16", "of the activations")
-    add_sizes(
-        parser,
-        ("devices", 1, "with more than one, also NSA on so many, which share the tokens of a sequence"),
-        ("batch", 1, "sequences of a step"),
-        ("layers", 2, "decoder layers"),
-        ("model-dim", 2048, "width of the residual stream"),
-        ("heads", 64, "query heads"),
-        ("kv-heads", 4, "KV heads; must divide --heads"),
-        ("head-dim", 128, "dimension of queries, keys and values"),
-    )
-    add_sampling(parser)
-    options = parser.parse_args(argv)
-    check_heads(options.heads, options.kv_heads)
-    check_writable(options.output, "--output")
+    options = parse_sizes(parser, argv)
     devices.check(options.devices)
     for length in options.lengths:
         whole = padded_length(length, options.devices, NSAConfig())
@@ -121,8 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark."""
     options = parse(argv)
-    environment = records.environment()
-    environment.print()
+    run = records.Run(options.output)
     model = TransformerConfig(
         vocab_size=256, num_layers=options.layers, model_dim=options.model_dim, num_heads=options.heads,
         num_kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype, remat=True,
@@ -130,38 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = [(name, 1) for name in options.attention] + [("nsa", options.devices)] * (options.devices > 1)
     configs = {way: dataclasses.replace(model, attention=way[0]) for way in ways}
     ratios, faster = {}, {}
-    rows = 0
     for length in options.lengths:
         steps, sizes = {}, {}
         for way, config in configs.items():
-            attention, count = way
-            progress(f"compiling the training step: {attention} on {count} T={length}")
-            steps[way], sizes[way] = compile_step(config, options.batch, length, count)
+            progress(f"compiling the training step: {way[0]} on {way[1]} T={length}")
+            steps[way], sizes[way] = compile_step(config, options.batch, length, way[1])
+        progress(f"measuring {len(steps)} programs at T={length}")
         runs = {way: step.run for way, step in steps.items()}
-        progress(f"measuring {len(runs)} programs at T={length}")
         times = timing.measure(runs, budget_s=options.budget_s)
         for way, step in steps.items():
-            taken = times[way]
-            row = records.TrainingRow(
-                **dataclasses.asdict(environment), benchmark="training", attention=way[0], devices=way[1],
-                implementation=implementation(configs[way], options.batch, length),
-                batch=options.batch, length=length, model=dataclasses.asdict(configs[way]),
-                parameters=sizes[way], median_ms=taken.median_ms, p20_ms=taken.percentile_ms(20),
-                p80_ms=taken.percentile_ms(80), samples=len(taken.samples_ms),
-                tokens_per_s=options.batch * length / taken.median_ms * 1e3, compile_s=step.compile_s,
-                peak_bytes=step.peak_bytes,
+            run.add(
+                benchmark="training", attention=way[0], devices=way[1], batch=options.batch, length=length,
+                implementation=implementation(configs[way], options.batch, length), parameters=sizes[way],
+                model=dataclasses.asdict(configs[way]), **times[way].fields, **step.fields,
+                tokens_per_s=options.batch * length / times[way].median_ms * 1e3,
             )  # fmt: skip
-            rows += 1
-            print(row, flush=True)
-            records.append(options.output, [row])
-        alone, spread = times.get(("nsa", 1)), times.get(("nsa", options.devices))
+        alone = times.get(("nsa", 1))
         if alone and ("dense", 1) in times:
             ratios[length] = round(times["dense", 1].median_ms / alone.median_ms, 3)
-        if alone and spread and options.devices > 1:
-            faster[length] = round(alone.median_ms / spread.median_ms, 3)
-    told = {"run_id": environment.run_id, "rows": rows, "dense_over_nsa": ratios}
-    print(json.dumps(told | ({"faster_than_one_device": faster} if faster else {})))
-    return 0
+        if alone and options.devices > 1:
+            faster[length] = round(alone.median_ms / times["nsa", options.devices].median_ms, 3)
+    return run.finish(dense_over_nsa=ratios, **({"faster_than_one_device": faster} if faster else {}))
 
 
 def implementation(model: TransformerConfig, batch: int, length: int) -> str:
@@ -169,9 +130,9 @@ def implementation(model: TransformerConfig, batch: int, length: int) -> str:
     dim = head_width(model.num_heads, model.model_dim, model.num_kv_heads, model.head_dim)
     shape = Shape(
         batch=batch, length=length, query_heads=model.num_heads, kv_heads=model.num_kv_heads, key_dim=dim,
-        value_dim=dim, dtype=model.dtype,
+        value_dim=dim, dtype=model.dtype, config=model.nsa,
     )  # fmt: skip
-    arrays = abstract_arguments("native_sparse_attention", shape, model.nsa)
+    arrays = abstract_arguments("native_sparse_attention", shape)
     if model.attention == "dense":
         return choose_implementation(arrays[0]) or "xla"
     return dispatch.choose("native_sparse_attention", *arrays, config=model.nsa).implementation

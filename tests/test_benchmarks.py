@@ -16,10 +16,6 @@ from printed import last_line
 
 from benchmarks import (
     attention,
-    decode,
-    decode_gate,
-    decode_loops,
-    decode_steps,
     decode_summary,
     gate,
     generate,
@@ -36,6 +32,10 @@ from benchmarks import (
     token_parts,
     training,
 )
+from benchmarks.decode import __main__ as decode
+from benchmarks.decode import gate as decode_gate
+from benchmarks.decode import loops as decode_loops
+from benchmarks.decode import steps as decode_steps
 from benchmarks.inputs import Overlap, Shape
 from benchmarks.report import verdicts
 from nsa_jax import attention as operations
@@ -54,18 +54,8 @@ SMALL = NSAConfig(
 )
 FIELDS = {
     *("run_id", "benchmark", "operation", "implementation", "mode", "distribution", "batch", "length"),
-    *(
-        "query_heads",
-        "kv_heads",
-        "key_dim",
-        "value_dim",
-        "dtype",
-        "median_ms",
-        "p20_ms",
-        "p80_ms",
-        "compile_s",
-    ),
-    *("peak_bytes", "floor_ms", "adjacent_share", "mean_union_4"),
+    *("query_heads", "kv_heads", "key_dim", "value_dim", "dtype", "median_ms", "p20_ms", "p80_ms"),
+    *("compile_s", "peak_bytes", "floor_ms", "adjacent_share", "mean_union_4"),
     *("device", "jax", "jaxlib", "triton", "commit"),
 }
 SIZES = ["--heads", "2", "--key-dim", "8", "--value-dim", "8", "--budget-s", "0.01"]
@@ -144,9 +134,9 @@ def test_overlap_by_hand():
 
 @pytest.mark.parametrize("distribution", inputs.DISTRIBUTIONS)
 def test_drawn_blocks_are_selections(distribution):
-    config, shape = NSAConfig(), Shape(length=4100, kv_heads=2)
+    shape = Shape(length=4100, kv_heads=2)
 
-    draw = inputs.draw_blocks(shape, config, distribution)
+    draw = inputs.draw_blocks(shape, distribution)
 
     blocks = np.asarray(draw.block_indices)
     assert blocks.shape == (1, 4100, 2, 16)
@@ -160,8 +150,7 @@ def test_drawn_blocks_are_selections(distribution):
 
 
 def test_random_blocks_overlap_by_chance_only():
-    config, shape = NSAConfig(), Shape(length=8192)
-    draw = inputs.draw_blocks(shape, config, "random")
+    draw = inputs.draw_blocks(Shape(length=8192), "random")
     late = inputs.overlap(draw.block_indices[:, 4096:])
 
     # 13 of the past blocks that are not forced, independently for each token: closed form, block by block.
@@ -174,33 +163,29 @@ def test_random_blocks_overlap_by_chance_only():
 
 
 def test_coherent_queries_give_a_coherent_selection():
-    config, shape = NSAConfig(), Shape(length=4096, query_heads=2, key_dim=32)
-    choose = jax.jit(lambda query, key: operations.select_blocks(query, key, config=config))
+    shape = Shape(length=4096, query_heads=2, key_dim=32)
+    choose = jax.jit(lambda query, key: operations.select_blocks(query, key, config=shape.config))
 
-    draw = inputs.draw_queries(shape, config, "coherent", choose)
+    draw = inputs.draw_queries(shape, "coherent", choose)
 
     assert draw.overlap == inputs.overlap(draw.block_indices)
     assert draw.overlap.adjacent_share <= inputs.MAX_ADJACENT_SHARE
     assert draw.overlap.mean_union_4 >= inputs.MIN_MEAN_UNION_4
-    np.testing.assert_array_equal(
-        draw.block_indices, choose(draw.query, inputs.tensor("key_cmp", shape, config))
-    )
-    random = inputs.overlap(
-        choose(inputs.tensor("query", shape, config), inputs.tensor("key_cmp", shape, config))
-    )
+    np.testing.assert_array_equal(draw.block_indices, choose(draw.query, inputs.tensor("key_cmp", shape)))
+    random = inputs.overlap(choose(inputs.tensor("query", shape), inputs.tensor("key_cmp", shape)))
     assert draw.overlap.adjacent_share > random.adjacent_share + 0.1
     assert draw.noise in inputs.NOISES
 
 
 @pytest.mark.parametrize("operation", inputs.OPERATIONS)
 def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation):
-    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8, dtype="bfloat16")
-    draw = inputs.draw_blocks(shape, SMALL, "random")
+    shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8, dtype="bfloat16", config=SMALL)
+    draw = inputs.draw_blocks(shape, "random")
 
-    found = inputs.arguments(operation, draw, shape, SMALL)
+    found = inputs.arguments(operation, draw, shape)
 
     for name, array in zip(inputs.ARGUMENTS[operation], found, strict=True):
-        assert array.shape == inputs.tensor_shape(name, shape, SMALL), name
+        assert array.shape == inputs.tensor_shape(name, shape), name
         assert array.dtype == inputs.tensor_dtype(name, shape), name
 
 
@@ -227,24 +212,25 @@ def test_floor_counts_visible_pairs(operation, length):
 
 
 def test_floor_counts_by_hand():
-    shape = Shape(batch=2, length=4, query_heads=2, key_dim=3, value_dim=5, dtype="bfloat16")
+    shape = Shape(batch=2, length=4, query_heads=2, key_dim=3, value_dim=5, dtype="bfloat16", config=SMALL)
     query, key, value, out = 2 * 4 * 2 * 3, 2 * 4 * 3, 2 * 4 * 5, 2 * 4 * 2 * 5
 
-    forward = roofline.cost("dense_attention", "fwd", shape, SMALL)
-    backward = roofline.cost("dense_attention", "bwd", shape, SMALL)
+    forward = roofline.cost("dense_attention", "fwd", shape)
+    backward = roofline.cost("dense_attention", "bwd", shape)
 
     pairs = 2 * 2 * (1 + 2 + 3 + 4)
     assert forward.flops == 2 * pairs * (3 + 5)
     assert backward.flops == 2 * pairs * (3 + 3 + 3 + 5 + 5)
     assert forward.bytes == 2 * (query + key + value + out)
     assert backward.bytes == 2 * (2 * (query + key + value) + out)
-    assert roofline.cost("dense_attention", "fwd_bwd", shape, SMALL) == forward + backward
+    assert roofline.cost("dense_attention", "fwd_bwd", shape) == forward + backward
     assert roofline.Ceiling(100.0, 1e9).floor_ms(forward) == 1e3 * forward.bytes / 100
     assert roofline.Ceiling(1e9, 100.0).floor_ms(forward) == 1e3 * forward.flops / 100
 
 
 def test_floor_of_a_decode_step_by_hand():
-    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=5, dtype="bfloat16")
+    sizes = dict(query_heads=4, kv_heads=2, key_dim=3, value_dim=5)
+    shape = Shape(batch=2, length=70, dtype="bfloat16", config=SMALL, **sizes)
     reads = {
         "compressed_attention": [[16, 17]],
         "selected_attention": [[3 * 16 + 6, 3 * 16 + 7]],
@@ -254,10 +240,10 @@ def test_floor_of_a_decode_step_by_hand():
     reads = {name: np.array(x) for name, x in reads.items()}
     first = {name: x[:, :1] for name, x in reads.items()}
 
-    nsa, both = (roofline.decode_cost("native_sparse_attention", x, shape, SMALL) for x in (first, reads))
-    dense, dense_both = (roofline.decode_cost("dense_attention", x, shape, SMALL) for x in (first, reads))
-    selected = roofline.decode_cost("selected_attention", first, shape, SMALL)
-    window = roofline.decode_cost("window_attention", reads, shape, SMALL)
+    nsa, both = (roofline.decode_cost("native_sparse_attention", x, shape) for x in (first, reads))
+    dense, dense_both = (roofline.decode_cost("dense_attention", x, shape) for x in (first, reads))
+    selected = roofline.decode_cost("selected_attention", first, shape)
+    window = roofline.decode_cost("window_attention", reads, shape)
 
     dims, appended, word = 3 + 5, 3 + 1 / 4, 2 * 2 * 2
     assert nsa.bytes == word * dims * (16 + 54 + 24 + appended)
@@ -282,7 +268,7 @@ def test_the_fastest_dense_attention_counts():
 
 def test_floor_counts_of_the_published_setting():
     shape = Shape(length=65536, query_heads=64, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16")
-    tera = {name: roofline.cost(name, "fwd", shape, NSAConfig()).flops / 1e12 for name in inputs.OPERATIONS}
+    tera = {name: roofline.cost(name, "fwd", shape).flops / 1e12 for name in inputs.OPERATIONS}
 
     # Those figures charge every query with as many keys as the last one has; the first ones have fewer.
     published = {"selected_attention": 2.2, "compressed_attention": 4.4, "select_blocks": 2.2}
@@ -339,6 +325,10 @@ def test_a_long_first_run_is_a_sample(monkeypatch):
     assert taken.median_ms == 25000
 
 
+def changed(row: records.Row, **new) -> records.Row:
+    return records.Row(**{**row, **new})
+
+
 def make_row(**changed) -> records.Row:
     shape = dataclasses.asdict(Shape(length=4096))
     told = {"run_id": "a", "device": "d", "jax": "1", "jaxlib": "1", "commit": "c", "benchmark": "attention"}
@@ -367,6 +357,18 @@ def test_rows_have_a_vocabulary(field):
         make_row(**{field: "other"})
 
 
+def test_rows_have_every_needed_field_and_no_unknown_one():
+    row = make_row()
+    assert (row.floor_ms, row.devices) == (0.5, None)
+    with pytest.raises(AttributeError):
+        _ = row.speed
+    with pytest.raises(ValueError, match=r"got \['speed'\]"):
+        changed(row, speed=1.0)
+    del row["jax"]
+    with pytest.raises(ValueError, match=r"got \['jax'\]"):
+        changed(row)
+
+
 def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     dense = make_row(
@@ -375,7 +377,7 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
     window = make_row(operation="window_attention")
     longer = make_row(length=8192)
     rows = [longer, make_row(median_ms=20.0, adjacent_share=0.9, mean_union_4=19.0), dense, window]
-    older = [dataclasses.replace(row, run_id="0", median_ms=1.0) for row in rows]
+    older = [changed(row, run_id="0", median_ms=1.0) for row in rows]
     records.append(path, [*rows, *older])
 
     alone, points = path.with_name("alone.jsonl"), path.with_name("points.jsonl")
@@ -445,7 +447,7 @@ def test_tables_in_documents_are_those_of_the_rows(tmp_path):
 def test_committed_rows_have_the_paper_configuration():
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         for row in records.read(path):
-            if isinstance(row, records.TrainingRow | records.GenerateRow):
+            if row.model:
                 assert row.model["nsa"] == dataclasses.asdict(NSAConfig()), path
                 continue
             assert row.config == dataclasses.asdict(NSAConfig()), path
@@ -456,16 +458,7 @@ def test_committed_rows_have_the_paper_configuration():
 
 
 DECODE_SIZES = [
-    "--heads",
-    "2",
-    "--kv-heads",
-    "1",
-    "--head-dim",
-    "8",
-    "--num-layers",
-    "1",
-    "--budget-s",
-    "0.01",
+    *("--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--num-layers", "1", "--budget-s", "0.01"),
 ]
 
 
@@ -557,13 +550,7 @@ def test_decode_options_that_exclude_each_other(capsys, options):
 
 def setting_of(length=90, *, new_tokens=1, compression="mean", **sizes) -> decode_steps.Setting:
     sizes = {"query_heads": 2, "key_dim": 8, "value_dim": 8} | sizes
-    return decode_steps.Setting(
-        shape=Shape(length=length, **sizes),
-        config=SMALL,
-        implementation="xla",
-        new_tokens=new_tokens,
-        compression=compression,
-    )
+    return decode_steps.Setting(Shape(length=length, config=SMALL, **sizes), "xla", new_tokens, compression)
 
 
 def same(x, y) -> bool:
@@ -801,7 +788,7 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     sizes = {name: x.size for name, x in named(nnx.split(model)[1]).items()}
     assert row.parameters == sum(sizes.values())
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
-    assert f"{row.over_parts:.2f} times products" in printed
+    assert f"over_parts {row.over_parts:.5g}  products_ms {row.products_ms:.5g}" in printed
     assert "| 70 | nsa | " in tables.markdown([row])
 
 
@@ -815,7 +802,7 @@ def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, cap
     printed, summary = last_line(capsys)
     assert (status, summary["rows"]) == (1, 0)
     assert "nsa T=70: the tokens after the first must take more than the noise, got 0 ms" in printed
-    problems, _ = verdicts.judge(["python", "-m", "benchmarks.generate"], status, printed)
+    problems, *_ = verdicts.judge(["python", "-m", "benchmarks.generate"], status, printed)
     assert problems == [f"not measured: {summary['unmeasured'][0]}"]
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -878,9 +865,9 @@ def test_layers_write_rows_beside_the_dense_layer(monkeypatch, tmp_path, capsys)
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", inputs.LAYERS)
 def test_gate_of_a_layer_is_green_with_every_gradient(operation):
-    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
+    shape = Shape(length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24, config=SMALL)
 
-    verdict = gate.check_small(operation, "xla", "bwd", shape, SMALL)
+    verdict = gate.check_small(operation, "xla", "bwd", shape)
 
     assert 0 < verdict.share <= 1
 
@@ -914,29 +901,31 @@ def test_gate_of_a_layer_sees_a_missing_gradient_in_the_timed_batch(monkeypatch,
         return whole(*rest, jax.lax.stop_gradient(gates), **options)
 
     monkeypatch.setattr(nn_attention.attention, "native_sparse_attention", without)
-    shape = Shape(batch=2, length=300, query_heads=2, key_dim=8, value_dim=8, model_dim=24)
-    draw = layers.draw("layer", "xla", shape, SMALL)
-    operands = layers.arguments("layer", shape, SMALL)
-    program = programs.compile_mode(layers.function("layer", "xla", shape, SMALL), mode, operands)
+    sizes = dict(query_heads=2, key_dim=8, value_dim=8)
+    shape = Shape(batch=2, length=300, model_dim=24, config=SMALL, **sizes)
+    draw = layers.draw("layer", "xla", shape)
+    operands = layers.arguments("layer", shape)
+    program = programs.compile_mode(layers.function("layer", "xla", shape), mode, operands)
 
     positions = gate.sample_positions(300, "layer")
 
-    verdict = gate.check_program("layer", mode, program, positions, draw, shape, SMALL)
+    verdict = gate.check_program("layer", mode, program, positions, draw, shape)
 
     assert not verdict.green
     assert "gate." in verdict.where
 
 
 def test_floor_of_a_layer_by_hand():
-    shape = Shape(batch=2, length=70, query_heads=4, kv_heads=2, key_dim=3, value_dim=3, model_dim=5)
+    sizes = dict(query_heads=4, kv_heads=2, key_dim=3, value_dim=3)
+    shape = Shape(batch=2, length=70, model_dim=5, config=SMALL, **sizes)
     tokens, blocks, block = 2 * 70, 2 * 16 * 2, SMALL.compression_block_size
     projections = 5 * (4 * 3 + 6 * 2 * 3 + 4 * 3) + 5 * 8 + 8 * 4 * 3  # the gate is 8 wide
     compressor = block * 3 * 6 + 6 * 3
 
-    nsa = roofline.cost("layer", "fwd", shape, SMALL)
-    inner = roofline.cost("native_sparse_attention", "fwd", shape, SMALL)
-    backward = roofline.cost("dense_layer", "bwd", shape, SMALL)
-    dense = roofline.cost("dense_attention", "bwd", shape, SMALL)
+    nsa = roofline.cost("layer", "fwd", shape)
+    inner = roofline.cost("native_sparse_attention", "fwd", shape)
+    backward = roofline.cost("dense_layer", "bwd", shape)
+    dense = roofline.cost("dense_attention", "bwd", shape)
 
     assert nsa.flops - inner.flops == 2 * (tokens * projections + 2 * blocks * compressor)
     weights = projections + 2 * compressor + 8 + 12 + 2 * (block * 3 + 6 + 3)  # with biases and embeddings

@@ -6,7 +6,7 @@ import re
 from test_cache_reads import DESIGN_FIGURES
 
 from benchmarks import records
-from benchmarks.decode_inputs import NUM_STEPS
+from benchmarks.decode.inputs import NUM_STEPS
 from nsa_jax import NSAConfig
 from nsa_jax.cache import expected_reads
 

@@ -358,18 +358,13 @@ def test_sampled_rows_of_64k_tokens(operation, distribution):
     from benchmarks import gate, inputs, programs
 
     shape = inputs.Shape(
-        length=65536, query_heads=64, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16"
+        length=65536, query_heads=64, kv_heads=4, key_dim=128, value_dim=128, dtype="bfloat16", config=CONFIG
     )
-    if operation == "selected_attention":
-        draw = inputs.draw_blocks(shape, CONFIG, distribution)
-    else:
-        choose = jax.jit(programs.function("select_blocks", "triton", CONFIG))
-        selects = operation == "native_sparse_attention"
-        draw = inputs.draw_queries(shape, CONFIG, distribution, choose if selects else None)
-    run = jax.jit(programs.function(operation, "triton", CONFIG))
-    result = run(*inputs.arguments(operation, draw, shape, CONFIG))
+    draw = programs.draw(operation, "triton", shape, distribution)
+    run = jax.jit(programs.function(operation, "triton", shape))
+    result = run(*inputs.arguments(operation, draw, shape))
     positions = gate.sample_positions(shape.length)
-    verdict = gate.check_rows(operation, result, positions, draw, shape, CONFIG)
+    verdict = gate.check_rows(operation, result, positions, draw, shape)
     assert verdict.green, verdict
 
 

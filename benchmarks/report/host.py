@@ -13,7 +13,6 @@ import jax
 
 from benchmarks import records
 from benchmarks.command_line import InputError
-from benchmarks.records import ROOT
 
 TIMEOUT_S = 180  # the first look at a GPU may load a driver
 
@@ -29,11 +28,6 @@ class Host:
     jaxlib: str
     triton: str | None
 
-    @property
-    def has_gpu(self) -> bool:
-        """Whether the commands are those of a GPU."""
-        return self.platform == "gpu"
-
 
 def look() -> Host:
     """The machine that the steps will run on.
@@ -45,7 +39,7 @@ def look() -> Host:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.report.host"], capture_output=True, text=True, check=True,
-            timeout=TIMEOUT_S, env=environment, cwd=ROOT,
+            timeout=TIMEOUT_S, env=environment, cwd=records.ROOT,
         )  # fmt: skip
         return Host(**json.loads(done.stdout.splitlines()[-1]))
     except subprocess.CalledProcessError as error:
@@ -57,9 +51,8 @@ def look() -> Host:
 
 def main() -> int:
     """Prints the fields of `Host`."""
-    here = records.environment()
-    seen = {"device": here.device, "platform": jax.default_backend(), "count": jax.device_count()}
-    print(json.dumps(seen | {name: getattr(here, name) for name in ("jax", "jaxlib", "triton")}))
+    here = vars(records.environment()) | {"platform": jax.default_backend(), "count": jax.device_count()}
+    print(json.dumps({field.name: here[field.name] for field in dataclasses.fields(Host)}))
     return 0
 
 

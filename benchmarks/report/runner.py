@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import pathlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from benchmarks.records import ROOT
 
 GRACE_S = 10.0  # between asking to end and killing: pytest and the benchmarks write what they have
 BEAT_S = 20.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a program ended; `status` is None where the time limit ended it."""
 
     status: int | None
@@ -22,35 +23,29 @@ class Ended:
 
 
 async def run(
-    arguments: Sequence[str],
-    *,
-    log: pathlib.Path,
-    limit_s: float,
-    folder: pathlib.Path,
-    environment: Mapping[str, str] | None = None,
-    beat: Callable[[float], None] = lambda seconds: None,
-) -> Ended:
-    """Runs the program in `folder`, with all it says in `log`; calls `beat` every 20 s. Cancelling ends it.
+    arguments: Sequence[str], log: pathlib.Path, limit_s: float, variables: Mapping[str, str],
+    beat: Callable[[float], None],
+) -> Ended:  # fmt: skip
+    """Runs the program with all it says in `log`; calls `beat` every 20 s. Cancelling ends it.
 
     Raises:
       OSError: the log cannot be written, or the program cannot be started.
     """
-    begin = time.perf_counter()
+    begin, status = time.perf_counter(), None
     # Unbuffered, so that a log shows how far a program came, and its streams in their order.
-    more = {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *arguments, cwd=folder, env=os.environ | more, stdin=asyncio.subprocess.DEVNULL, stdout=file,
+            *arguments, cwd=ROOT, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=file,
             stderr=asyncio.subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            while (left_s := begin + limit_s - time.perf_counter()) > 0:
+            while status is None and (left_s := begin + limit_s - time.perf_counter()) > 0:
                 try:
                     status = await asyncio.wait_for(process.wait(), min(BEAT_S, left_s))
-                    return Ended(status, time.perf_counter() - begin)
                 except TimeoutError:
                     beat(time.perf_counter() - begin)
-            return Ended(None, time.perf_counter() - begin)
+            return Ended(status, time.perf_counter() - begin)
         finally:
             await _end(process)
 

@@ -12,7 +12,6 @@ from benchmarks.records import ROOT
 from benchmarks.report.host import Host
 
 FILE = pathlib.Path(__file__).with_name("steps.toml")
-OUT = "$OUT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +43,28 @@ class Step:
 
     def plan(self, host: Host, quick: bool) -> Plan:
         """What it runs on this machine."""
-        return self.plans["gpu" if host.has_gpu else "cpu", "quick" if quick else "full"]
+        return self.plans["gpu" if host.platform == "gpu" else "cpu", "quick" if quick else "full"]
 
     def lacks(self, host: Host) -> str | None:
         """Why it cannot run on this machine, and what to do; None if it can."""
-        return self.lacks_package() or self._lacks_devices(host)
+        if reason := self.lacks_package():
+            return reason
+        if host.count < self.devices:
+            seen = f"{host.count} ({host.device})"
+            return f"{self.name} needs {self.devices} devices, got {seen}. Skip it on this machine."
+        return None
 
     def lacks_package(self) -> str | None:
         """Which package is missing, and how to install it; None if all are there."""
         for module, extra in self.needs.items():
-            if not is_installed(module):
+            try:
+                found = importlib.util.find_spec(module) is not None
+            except ModuleNotFoundError:  # not even the package around it is there
+                found = False
+            if not found:
                 return (
                     f'{self.name} needs {module}, got no such module. Install it: pip install ".[{extra}]".'
                 )
-        return None
-
-    def _lacks_devices(self, host: Host) -> str | None:
-        if host.count < self.devices:
-            seen = f"{host.count} ({host.device})"
-            return f"{self.name} needs {self.devices} devices, got {seen}. Skip it on this machine."
         return None
 
 
@@ -80,14 +82,6 @@ def _step(name: str, told: dict[str, Any]) -> Step:
     return Step(name=name, plans=plans, **told)
 
 
-def is_installed(module: str) -> bool:
-    """Whether an import would find the module; imports at most the packages around it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def spelled(command: str, out: pathlib.Path) -> tuple[dict[str, str], list[str]]:
     """The variables in front of a command, and its words, with `$OUT` and `*` replaced as a shell does."""
     words = shlex.split(command)
@@ -99,5 +93,5 @@ def spelled(command: str, out: pathlib.Path) -> tuple[dict[str, str], list[str]]
         files = (
             sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(word)) if "*" in word else [word]
         )
-        arguments += [file.replace(OUT, str(out)) for file in files]
+        arguments += [file.replace("$OUT", str(out)) for file in files]
     return variables, arguments

@@ -91,14 +91,14 @@ def without(model: Transformer, branch: str) -> Transformer:
 
 def drawn_sharing(task: RecallTask, nsa: NSAConfig, num_kv_heads: int) -> list[Sharing]:
     """What the benchmarks call random, in this task's sizes and in theirs, and coherent, in theirs."""
-    here = inputs.Shape(batch=SCORED_TOGETHER, length=task.length, kv_heads=num_kv_heads)
-    there, paper = inputs.Shape(length=BENCHMARK_LENGTH), NSAConfig()
+    here = inputs.Shape(batch=SCORED_TOGETHER, length=task.length, kv_heads=num_kv_heads, config=nsa)
+    there = inputs.Shape(length=BENCHMARK_LENGTH)
     named = f"benchmarks' {{}}, T = {BENCHMARK_LENGTH}".format
     return [
-        _sharing("random", inputs.draw_blocks(here, nsa, "random").block_indices, nsa),
+        _sharing("random", inputs.draw_blocks(here, "random").block_indices, nsa),
         *(
-            _sharing(named(distribution), inputs.draw_blocks(there, paper, distribution).block_indices, paper)
-            for distribution in inputs.DISTRIBUTIONS
+            _sharing(named(name), inputs.draw_blocks(there, name).block_indices, there.config)
+            for name in inputs.DISTRIBUTIONS
         ),
     ]
 

@@ -6,6 +6,7 @@ query, or the input, of the next, as in a model.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -15,17 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import layers
-from benchmarks.decode_inputs import (
-    NUM_STEPS,
-    TOKEN_NAMES,
-    Setting,
-    compression,
-    dense_cache,
-    first_lengths,
-    nsa_cache,
-    pair,
-    token,
-)
+from benchmarks.decode import inputs
+from benchmarks.decode.inputs import NUM_STEPS, Setting, compression, pair
 from benchmarks.inputs import Shape, tensor
 from nsa_jax import Run, Runs, attention, cache, layout
 from nsa_jax.array_typing import Array, Int32
@@ -65,7 +57,7 @@ class Position(NamedTuple):
 
 def nsa(setting: Setting) -> Program:
     """The attention step of the library."""
-    settings: dict[str, Any] = {"config": setting.config, "implementation": setting.implementation}
+    settings: dict[str, Any] = {"config": setting.shape.config, "implementation": setting.implementation}
 
     def step(state: cache.NSACache, query: Array, operands: Any) -> tuple[Array, cache.NSACache]:
         tokens, gates, compress = operands
@@ -73,11 +65,12 @@ def nsa(setting: Setting) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        tokens = cache.TokenKeysValues(**{name: token(name, number, setting) for name in TOKEN_NAMES})
-        gates = tensor("gates", setting.new, setting.config)
-        return nsa_cache(number, setting), (tokens, gates, compression(setting, number))
+        pairs = (pair(f"{name} new", setting.new_tokens, number, setting) for name in BRANCHES)
+        tokens = cache.TokenKeysValues(*itertools.chain(*pairs))
+        gates = tensor("gates", setting.new)
+        return inputs.nsa_cache(number, setting), (tokens, gates, compression(setting, number))
 
-    x = tensor("query", setting.new, setting.config)
+    x = tensor("query", setting.new)
     return Program("native_sparse_attention", setting.implementation, step, x, draw)
 
 
@@ -89,16 +82,15 @@ def dense(setting: Setting, implementation: str) -> Program:
         return _as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        operands = tuple(token(name, number, setting) for name in ("key_slc", "value_slc"))
-        return dense_cache(number, setting), operands
+        return inputs.dense_cache(number, setting), pair("slc new", setting.new_tokens, number, setting)
 
-    x = tensor("query", setting.new, setting.config)
+    x = tensor("query", setting.new)
     return Program("dense_attention", implementation, step, x, draw)
 
 
 def branch(setting: Setting, name: str) -> Program:
     """The operations of one branch alone; for `slc` the selection and the attention to the chosen blocks."""
-    config, num_new = setting.config, setting.new_tokens
+    config, num_new = setting.shape.config, setting.new_tokens
     settings: dict[str, Any] = {"config": config, "implementation": setting.implementation}
 
     def attend(query: Array, lengths: Array, *arrays: Array) -> Array:
@@ -124,11 +116,11 @@ def branch(setting: Setting, name: str) -> Program:
         drawn: tuple[Array, ...] = pair(name, pairs[name], number, setting)
         if name == "slc":
             # A constant: it scales the scores of a head, which changes no time.
-            lse = jnp.full((*tensor("query", setting.new, config).shape[:3],), math.log(max(num_blocks, 1)))
+            lse = jnp.full((*tensor("query", setting.new).shape[:3],), math.log(max(num_blocks, 1)))
             drawn = (pair("cmp", num_blocks, number, setting)[0], lse, *drawn)
-        return Position(first_lengths(setting)), drawn
+        return Position(inputs.first_lengths(setting)), drawn
 
-    x = tensor("query", setting.new, config)
+    x = tensor("query", setting.new)
     return Program(BRANCHES[name], setting.implementation, step, x, draw)
 
 
@@ -136,22 +128,22 @@ def layer(setting: Setting) -> Program:
     """`NSAAttention.decode_step`: with projections, rotary embedding, MLP compressors and gates."""
 
     def step(state: cache.NSACache, x: Array, values: Any) -> tuple[Array, cache.NSACache]:
-        own = layers.merged("layer", setting.implementation, setting.shape, setting.config, values)
+        own = layers.merged("layer", setting.implementation, setting.shape, values)
         assert isinstance(own, NSAAttention)
         return own.decode_step(x, state)
 
     def draw(number: int) -> tuple[Any, Any]:
-        _, *values = layers.arguments("layer", setting.new, setting.config)
-        return nsa_cache(number, setting), tuple(values)
+        _, *values = layers.arguments("layer", setting.new)
+        return inputs.nsa_cache(number, setting), tuple(values)
 
-    return Program("layer", setting.implementation, step, tensor("x", setting.new, setting.config), draw)
+    return Program("layer", setting.implementation, step, tensor("x", setting.new), draw)
 
 
 def dense_layer(setting: Setting, implementation: str) -> Program:
     """The same of `DenseAttention`, with ours or `jax_nn` between its projections."""
 
     def step(state: cache.DenseCache, x: Array, values: Any) -> tuple[Array, cache.DenseCache]:
-        own = layers.merged("dense_layer", "", setting.shape, setting.config, values)
+        own = layers.merged("dense_layer", "", setting.shape, values)
         assert isinstance(own, DenseAttention)
         at = state.lengths[:, None] + jnp.arange(setting.new_tokens, dtype=jnp.int32)
         query, key = rotate(own.query_proj(x), at), rotate(own.key_proj(x), at)
@@ -159,10 +151,10 @@ def dense_layer(setting: Setting, implementation: str) -> Program:
         return own.out_proj(out), state
 
     def draw(number: int) -> tuple[Any, Any]:
-        _, *values = layers.arguments("dense_layer", setting.new, setting.config)
-        return dense_cache(number, setting), tuple(values)
+        _, *values = layers.arguments("dense_layer", setting.new)
+        return inputs.dense_cache(number, setting), tuple(values)
 
-    return Program("dense_layer", implementation, step, tensor("x", setting.new, setting.config), draw)
+    return Program("dense_layer", implementation, step, tensor("x", setting.new), draw)
 
 
 def jax_nn_step(
@@ -185,14 +177,17 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     Counted from the masks of `xla`. Heads, dims and compression do not change the counts, so they are small;
     dense attention gathers all keys.
     """
-    shape = Shape(length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8)
+    shape = Shape(
+        length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8,
+        config=setting.shape.config,
+    )  # fmt: skip
     setting = dataclasses.replace(setting, shape=shape, compression="mean")
     program = nsa(setting)
     state, (tokens, gates, compress) = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
         counted = cache.decode_step(
-            state, program.x, tokens, gates, config=setting.config, compress=compress, count_reads=True,
+            state, program.x, tokens, gates, config=setting.shape.config, compress=compress, count_reads=True,
             implementation="xla",
         )  # fmt: skip
         return counted.cache, counted.reads

@@ -1,7 +1,6 @@
 """Inputs of the decode benchmarks: caches that hold random tokens, new tokens, compressors."""
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import layers
-from benchmarks.inputs import Shape, key
+from benchmarks.inputs import Shape, normal
 from nsa_jax import cache
 from nsa_jax.array_typing import Array
-from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn import Compressor
 from nsa_jax.nn.rotary import DEFAULT_BASE, Rotary
@@ -23,12 +21,11 @@ TOKEN_NAMES = cache.TokenKeysValues._fields
 type Compression = Literal["mean", "mlp"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """Sizes of one measurement; `shape.length` tokens a row are in the cache before the first step."""
 
     shape: Shape
-    config: NSAConfig
     implementation: Implementation
     new_tokens: int = 1
     compression: Compression = "mean"
@@ -43,13 +40,6 @@ class Setting:
         """That of the tokens of a step."""
         return dataclasses.replace(self.shape, length=self.new_tokens)
 
-    @property
-    def cache_sizes(self) -> dict[str, Any]:
-        """Arguments of the caches' constructors."""
-        shape = self.shape
-        dims = {"key_dim": shape.key_dim, "value_dim": shape.value_dim, "dtype": shape.dtype}
-        return dims | {"num_kv_heads": shape.kv_heads}
-
 
 def compression(setting: Setting, number: int) -> cache.Compression:
     """The mean without rotation (angles change no time), or the MLP with rotation."""
@@ -58,7 +48,7 @@ def compression(setting: Setting, number: int) -> cache.Compression:
     shape, rngs = setting.shape, nnx.Rngs(number)
     dtype = jnp.dtype(shape.dtype)
     dims = (shape.key_dim, shape.value_dim)
-    both = [Compressor(dim, setting.config, param_dtype=dtype, rngs=rngs).weights(dtype) for dim in dims]
+    both = [Compressor(dim, shape.config, param_dtype=dtype, rngs=rngs).weights(dtype) for dim in dims]
     # The last layer starts at zero.
     for_keys, for_values = jax.tree.map(
         lambda x: x + layers.NOISE * jax.random.normal(rngs(), x.shape, x.dtype), both
@@ -68,34 +58,20 @@ def compression(setting: Setting, number: int) -> cache.Compression:
 
 def nsa_cache(number: int, setting: Setting) -> cache.NSACache:
     """The cache of one layer, with `S` random tokens a row and room for the new ones."""
-    make = functools.partial(
-        cache.init_cache, setting.shape.batch, setting.max_length, config=setting.config,
-        step_capacity=max(8, setting.new_tokens), **setting.cache_sizes,
-    )  # fmt: skip
-    return _filled(jax.eval_shape(make), number, setting)
+    settings = {"config": setting.shape.config, "step_capacity": max(8, setting.new_tokens)}
+    return _filled(cache.init_cache, number, setting, settings)
 
 
 def dense_cache(number: int, setting: Setting) -> cache.DenseCache:
     """The same for dense attention."""
-    make = functools.partial(
-        cache.init_dense_cache, setting.shape.batch, setting.max_length, **setting.cache_sizes
-    )
-    return _filled(jax.eval_shape(make), number, setting)
-
-
-def token(name: str, number: int, setting: Setting) -> Array:
-    """Keys or values of the new tokens of a layer."""
-    dim = setting.shape.key_dim if name.startswith("key") else setting.shape.value_dim
-    size = (setting.shape.batch, setting.new_tokens, setting.shape.kv_heads, dim)
-    return _normal(f"new {name} {number}", size, setting.shape.dtype)
+    return _filled(cache.init_dense_cache, number, setting, {})
 
 
 def pair(name: str, length: int, number: int, setting: Setting) -> tuple[Array, Array]:
     """Keys and values of `length` tokens or blocks of a layer."""
     shape = setting.shape
-    dims = {f"key_{name}": shape.key_dim, f"value_{name}": shape.value_dim}
-    sizes = {kind: (shape.batch, length, shape.kv_heads, dim) for kind, dim in dims.items()}
-    key, value = (_normal(f"{kind} {number}", size, shape.dtype) for kind, size in sizes.items())
+    size, dims = (shape.batch, length, shape.kv_heads), {"key": shape.key_dim, "value": shape.value_dim}
+    key, value = (normal(f"{kind}_{name} {number}", (*size, dim), shape.dtype) for kind, dim in dims.items())
     return key, value
 
 
@@ -104,22 +80,16 @@ def first_lengths(setting: Setting) -> Array:
     return jnp.full(setting.shape.batch, setting.shape.length, jnp.int32)
 
 
-def _filled(empty: Any, number: int, setting: Setting) -> Any:
+def _filled(make: Any, number: int, setting: Setting, settings: dict[str, Any]) -> Any:
     """A cache of random keys and values; allocates nothing else."""
+    shape = setting.shape
+    settings |= dict(num_kv_heads=shape.kv_heads, dtype=shape.dtype)
+    settings |= dict(key_dim=shape.key_dim, value_dim=shape.value_dim)
+    empty = jax.eval_shape(lambda: make(shape.batch, setting.max_length, **settings))
 
     def fill(name: str, x: jax.ShapeDtypeStruct) -> Array:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return _normal(f"{name} {number}", x.shape, x.dtype.name) if floating else jnp.zeros(x.shape, x.dtype)
+        return normal(f"{name} {number}", x.shape, x.dtype.name) if floating else jnp.zeros(x.shape, x.dtype)
 
     arrays = {name: fill(name, x) for name, x in empty._asdict().items()}
     return empty._replace(**arrays | {"lengths": first_lengths(setting)})
-
-
-def _normal(name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    return _draw(key(name), shape, dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """Compiled, so that a large 16-bit array needs no float32 array beside it."""
-    return jax.random.normal(key, shape).astype(dtype)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from benchmarks.decode_inputs import NUM_STEPS, Setting
-from benchmarks.decode_steps import Program
+from benchmarks.decode.inputs import NUM_STEPS, Setting
+from benchmarks.decode.steps import Program
 from nsa_jax.array_typing import Array
 
 
