@@ -3,7 +3,9 @@
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
 the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
 per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
-compiled loop, with the bytes that it reads. Rows go to a JSONL file of their own kind; the last line is JSON.
+compiled loop, with the bytes that it reads. With several devices NSA also writes on all of them, without the
+parts: as many more prompts, divided by rows, and the same prompts, divided by heads. Rows go to a JSONL file
+of their own kind; the last line is JSON.
 """
 
 import argparse
@@ -13,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from benchmarks import records, timing, token_parts
-from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
+from benchmarks import devices, records, timing, token_parts
+from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
@@ -32,7 +35,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
         sizes={
             "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of 8"),
-            "batch": (8, "prompts"),
+            "batch": (8, "prompts, of each device where they are divided by rows"),
+            "devices": (1, "with more than one, also NSA on so many, by rows and by heads"),
             "layers": (18, "decoder layers"),
             "model-dim": (1024, "width of the residual stream"),
             "heads": (16, "query heads"),
@@ -47,6 +51,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--new-tokens must be 1 plus a multiple of 8, because the loop runs in chunks of 8 steps, got "
             f"{options.new_tokens}. Pass 9, 17 or 257."
+        )
+    devices.check(options.devices)
+    if options.kv_heads % options.devices:
+        raise InputError(
+            f"--kv-heads must be a multiple of --devices, got {options.kv_heads} and {options.devices}. Pass "
+            "another number."
         )
     return options
 
@@ -66,46 +76,57 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
         nsa=nsa or NSAConfig(), dtype=options.dtype, param_dtype=options.dtype,
     )  # fmt: skip
     ratios, unmeasured = {}, []
+    ways: list[tuple[Any, str | None]] = [(name, None) for name in options.attention]
+    ways += [("nsa", spread) for spread in ("rows", "heads")] * (options.devices > 1)
     for length in options.lengths:
         token_ms = {}
-        for attention in options.attention:
-            progress(f"compiling and measuring generate: {attention} T={length}")
+        for attention, spread in ways:
+            what = f"{attention} T={length}" + (f" by {spread}" if spread else "")
+            progress(f"compiling and measuring generate: {what}")
             try:
-                model = Transformer(dataclasses.replace(config, attention=attention), rngs=nnx.Rngs(0))
-                figures = measure(model, options, length)
+                figures = measure(dataclasses.replace(config, attention=attention), options, length, spread)
             except NotImplementedError as reason:
-                print(f"refused: {attention} T={length}: {reason}", flush=True)
+                print(f"refused: {what}: {reason}", flush=True)
                 continue
             except Unmeasurable as reason:
-                unmeasured.append(f"{attention} T={length}: {reason}")
+                unmeasured.append(f"{what}: {reason}")
                 print(f"not measured: {unmeasured[-1]}", flush=True)
                 continue
             row = run.add(
-                benchmark="generate", attention=attention, batch=options.batch, length=length,
-                new_tokens=options.new_tokens, model=dataclasses.asdict(model.config),
-                parameters=sum(x.size for x in weights(model).values()), **figures,
+                benchmark="generate", attention=attention, length=length, new_tokens=options.new_tokens,
+                **({} if spread is None else dict(devices=options.devices, spread=spread)), **figures,
             )  # fmt: skip
-            token_ms[attention] = row.token_ms
+            if spread is None:
+                token_ms[attention] = row.token_ms
         if len(token_ms) == 2:
             ratios[length] = round(token_ms["dense"] / token_ms["nsa"], 3)
     return run.finish(dense_over_nsa=ratios, unmeasured=unmeasured) or int(bool(unmeasured))
 
 
-def measure(model: Transformer, options: argparse.Namespace, length: int) -> dict[str, Any]:
+def measure(
+    config: TransformerConfig, options: argparse.Namespace, length: int, spread: str | None
+) -> dict[str, Any]:
     """The figures of one row; both calls run one program.
 
     Raises:
       NotImplementedError: the model cannot decode.
       Unmeasurable: the tokens after the first take less than the noise.
     """
-    batch, new_tokens, budget_s = options.batch, options.new_tokens, options.budget_s
-    prompts: Any = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length), np.int32)
+    new_tokens, budget_s = options.new_tokens, options.budget_s
+    num_devices = 1 if spread is None else options.devices
+    batch = options.batch * (num_devices if spread == "rows" else 1)
+    with devices.in_context(num_devices):
+        parts = {None: None, "rows": {}, "heads": dict.fromkeys(("heads", "kv_heads", "mlp"), devices.AXIS)}
+        model = Transformer(config, sharding=parts[spread], rngs=nnx.Rngs(0))
+        prompts: Any = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length), np.int32)
+        if spread is not None:
+            prompts = devices.put(prompts, PartitionSpec(devices.AXIS if spread == "rows" else None))
 
-    def call(count: int) -> Callable[[], Any]:
-        return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
+        def call(count: int) -> Callable[[], Any]:
+            return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
 
-    first_call_s = timing.seconds_of(call(1))
-    whole = timing.measure({"first": call(1), "all": call(new_tokens)}, budget_s=budget_s)
+        first_call_s = timing.seconds_of(call(1))
+        whole = timing.measure({"first": call(1), "all": call(new_tokens)}, budget_s=budget_s)
     first_ms = whole["first"].median_ms
     further_ms = whole["all"].median_ms - first_ms
     if further_ms <= 0:
@@ -114,14 +135,17 @@ def measure(model: Transformer, options: argparse.Namespace, length: int) -> dic
             f"{new_tokens - 1}. Pass more --new-tokens, or a longer --budget-s."
         )
     token_ms = further_ms / (new_tokens - 1)
-    figures = {
+    figures: dict[str, Any] = {
+        "batch": batch,
+        "model": dataclasses.asdict(config),
+        "parameters": sum(x.size for x in weights(model).values()),
         "compile_s": max(first_call_s - first_ms / 1e3, 0.0),
         "first_token_ms": first_ms,
         "token_ms": token_ms,
         "tokens_per_s": batch / token_ms * 1e3,
         "samples": len(whole["all"].samples_ms),
     }
-    for name, make in token_parts.PARTS.items():
+    for name, make in token_parts.PARTS.items() if spread is None else ():
         progress(f"compiling and measuring {name} alone")
         part = make(model, batch, length)
         alone = timing.measure({name: part.run}, budget_s=budget_s)[name]

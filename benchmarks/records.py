@@ -40,12 +40,12 @@ FIELDS = NEEDED | {
     *("triton", "operation", "implementation", "mode", "distribution", "query_heads", "kv_heads", "key_dim"),
     *("value_dim", "model_dim", "dtype", "config", "median_ms", "p20_ms", "p80_ms", "peak_bytes", "floor_ms"),
     *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
-    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices"),
+    *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
     *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes"),
 }
 # What a row prints, as far as it has it.
-WHAT = ("attention", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
+WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
 FIGURES = (
     *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "tokens_per_s"),
     *("over_parts", "products_ms", "attention_ms", "sampling_ms", "samples", "floor_ms", "floor_share"),

@@ -92,11 +92,20 @@ def _alone(row: Row) -> Cells:
 
 
 def _of_generation(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    several = any(row.spread for row in rows)
+    one = {row.length: row.tokens_per_s for row in rows if row.attention == "nsa" and not row.spread}
+
+    def on_several(row: Row) -> Cells:
+        times = f"**{row.tokens_per_s / one[row.length]:.2f}**" if row.length in one else "-"
+        spread = f"{row.devices}, by {row.spread}" if row.spread else "1"
+        return {"devices": spread, "rows": f"{row.batch}", "this / one device, tokens/s": times}
+
     def cells(row: Row) -> Cells:
         parts = (row.products_ms, row.attention_ms, row.sampling_ms)
         return {
             "prompt": f"{row.length}",
             "attention": row.attention,
+            **(on_several(row) if several else {}),
             "first token, ms": f"{row.first_token_ms:.1f}",
             "a token, ms": f"{row.token_ms:.3f}",
             "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",

@@ -58,6 +58,7 @@ BAD = [
     ("nsa_jax.doctor", ["--seed=-1"], "--seed must be at least 0, got -1"),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),
     ("benchmarks.generate", ["--new-tokens=8"], "--new-tokens must be 1 plus a multiple of 8"),
+    ("benchmarks.generate", ["--devices=999"], "--devices must be at most the [0-9]+ of this machine"),
     ("benchmarks.training", ["--devices=999"], "--devices must be at most the [0-9]+ of this machine"),
     ("benchmarks.parallel", ["--devices=999"], "--devices must be at most the [0-9]+ of this machine"),
     ("benchmarks.decode_summary", ["{none}"], "got '.*none' .FileNotFoundError"),
