@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 
+import brute_force
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +52,7 @@ TOLERANCE = 8 * float(np.finfo(np.float32).eps)
 def check_case(name: str) -> float:
     """All results and gradients, under random cotangents of every output and log-sum-exp."""
     case = CASES[name]
-    with jax.enable_x64(True):
-        blocks = np.asarray(
-            jax.jit(lambda q, k: _select(q, k, case))(*(jnp.asarray(x) for x in case.draw()[:2]))
-        )
+    blocks = brute_force.evaluate(case, case.draw())["blocks"]
     expected = evaluate("reference", case, block_indices=blocks)
     with interpreted():
         found = evaluate("triton", case, "float32", block_indices=blocks)
@@ -72,10 +70,7 @@ def check_not_finite(name: str) -> float:
     case = CASES[name]
     operands = jax.tree.map(np.copy, case.draw())
     cotangents = {x: np.copy(cotangent) for x, cotangent in random_cotangents(case).items()}
-    with jax.enable_x64(True):
-        blocks = np.asarray(
-            jax.jit(lambda q, k: _select(q, k, case))(*(jnp.asarray(x) for x in operands[:2]))
-        )
+    blocks = brute_force.evaluate(case, operands)["blocks"]
     queries = operands.query.shape[1]
     operands.query[-1, queries // 2, 0, 3] = np.nan
     operands.key_slc[0, 21, 0, 1] = np.nan
@@ -133,14 +128,6 @@ def check_a_key_that_is_not_a_number() -> float:
     return 0.0
 
 
-def _select(query, key_cmp, case):
-    settings = dict(config=case.config, scale=case.scale, query_positions=jnp.asarray(case.query_positions))
-    segment_ids = case.segment_ids
-    return reference.select_blocks(
-        query, key_cmp, segment_ids=None if segment_ids is None else jnp.asarray(segment_ids), **settings
-    )
-
-
 def check_whole() -> float:
     """`native_sparse_attention`, its own selection included, and `vmap` of it, equal those of `xla`.
 
@@ -179,10 +166,9 @@ def check_whole() -> float:
 def check_one_token() -> float:
     """The kernel that the benchmark sets beside ours."""
     case = CASES["consecutive"]
-    query, key_cmp, _, key, value = (jnp.asarray(x, jnp.float32) for x in case.draw()[:5])
-    settings = dict(config=CONFIG, query_positions=jnp.asarray(case.query_positions), segment_ids=None)
-    blocks = reference.select_blocks(query, key_cmp, **settings)
-    expected = reference.selected_attention(query, key, value, blocks, **settings)
+    query, _, _, key, value = (jnp.asarray(x, jnp.float32) for x in case.draw()[:5])
+    blocks = jnp.asarray(brute_force.evaluate(case, case.draw())["blocks"], jnp.int32)
+    expected = jax.jit(partial(reference.selected_attention, config=CONFIG))(query, key, value, blocks)
     with interpreted():
         found = one_token.selected_attention(query, key, value, blocks, config=CONFIG)
     worst = max(distance(*map(np.asarray, pair)) for pair in zip(found, expected, strict=True))
