@@ -18,7 +18,7 @@ from nsa_jax.kernels.triton.pieces import Dim
 
 @triton.jit(repr=named("nsa_step_first"))
 def first_kernel(
-    key_slc, value_slc, key_raw, value_raw, key_win, value_win,
+    key_slc, value_slc, key_raw_ring, value_raw_ring, key_win_ring, value_win_ring,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
     value_bias_in, value_kernel_out, value_bias_out, ticks, rest, magnitude, query, key_cmp, value_cmp,
@@ -46,10 +46,10 @@ def first_kernel(
         attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION)
     else:
         arrays = Appending(
-            key_slc=key_slc, value_slc=value_slc, key_raw=key_raw, value_raw=value_raw, key_win=key_win,
-            value_win=value_win, new_key_cmp=new_key_cmp, new_value_cmp=new_value_cmp,
-            new_key_slc=new_key_slc, new_value_slc=new_value_slc, new_key_win=new_key_win,
-            new_value_win=new_value_win,
+            key_slc=key_slc, value_slc=value_slc, key_raw=key_raw_ring, value_raw=value_raw_ring,
+            key_win=key_win_ring, value_win=value_win_ring, new_key_cmp=new_key_cmp,
+            new_value_cmp=new_value_cmp, new_key_slc=new_key_slc, new_value_slc=new_value_slc,
+            new_key_win=new_key_win, new_value_win=new_value_win,
         )  # fmt: skip
         forming = Forming(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),
