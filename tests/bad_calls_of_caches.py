@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from bad_calls import (
+    BLOCKS,
     CONFIG,
     DENSE,
     DENSE_HELD,
@@ -25,7 +26,7 @@ from bad_calls import (
     floats,
     method,
 )
-from bad_values import Counts, DType, Flag, Flags, Floats, Function, Given, Lengths, Of, Real, Whole
+from bad_values import Counts, DType, Flag, Flags, Floats, Function, Given, Integers, Lengths, Of, Real, Whole
 
 from nsa_jax import cache
 
@@ -56,7 +57,9 @@ NEW_TOKENS = {
     f"tokens.{name}": (floats(B, NEW, K, V if "value" in name else H), Floats(axes="BTKH"))
     for name in cache.TokenKeysValues._fields
 }
+NEW_BLOCKS = dict(block_indices=(BLOCKS[0][:, :NEW], Integers(True, "BTKR")))
 STEP = dict(query=NEW_QUERY, gates=(floats(B, NEW, N, 3), Floats(axes="BTN3")), num_tokens=COUNTS) | OPTIONS
+STEP |= NEW_BLOCKS
 DENSE_STEP = dict(
     query=NEW_QUERY,
     key=(floats(B, NEW, K, H), Floats(axes="BTKH")),
@@ -121,11 +124,11 @@ CACHES = {
     ),
     "NSAAttention.prefill": Call(
         fields(cache.NSACache, "cache", method(LAYER, "prefill")),
-        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS),
+        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS) | NEW_BLOCKS,
     ),
     "NSAAttention.decode_step": Call(
         fields(cache.NSACache, "cache", method(LAYER, "decode_step")),
-        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS) | COUNTED,
+        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS) | COUNTED | NEW_BLOCKS,
     ),
     "DenseAttention.init_cache": Call(
         method(DENSE, "init_cache"), ROWS | dict(dtype=(None, DType(optional=True)))

@@ -2,6 +2,7 @@
 
 import numpy as np
 from bad_calls import (
+    BLOCKS,
     CONFIG,
     KEYS,
     MODEL,
@@ -48,6 +49,9 @@ TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
 IDS = (ints(B, T, below=VOCAB), Counts(axes="BT", free="BT", low=0, high=VOCAB - 1))
 IDS_OF_MANY = (IDS[0], Counts(axes="BT", low=0, high=VOCAB - 1))
 NEW_IDS = (ints(B, NEW, below=VOCAB), Counts(axes="BT", free="T", low=0, high=VOCAB - 1))
+NO_SELECTION = dict(array=BLOCKS[0], number=1, none_of_a_layer=[], no_arrays=[[0, -1, -1, -1]], dict={})
+OF_ALL = dict(block_indices=([BLOCKS[0]], Given(True, NO_SELECTION)))
+OF_NEW = dict(block_indices=([BLOCKS[0][:, :NEW]], Given(True, NO_SELECTION)))
 ALL_NEW = np.full(B, NEW, np.int32)
 MODELS = {
     "TransformerConfig": Call(
@@ -89,17 +93,19 @@ MODELS = {
             rngs=(nnx.Rngs(0), Of()),
         ),
     ),
-    "Transformer()": Call(method(TRANSFORMER, "__call__"), dict(tokens=IDS_OF_MANY) | PER_TOKEN),
+    "Transformer()": Call(method(TRANSFORMER, "__call__"), dict(tokens=IDS_OF_MANY) | PER_TOKEN | OF_ALL),
     "Transformer.inspect": Call(method(TRANSFORMER, "inspect"), dict(tokens=IDS_OF_MANY) | PER_TOKEN),
     "Transformer.init_cache": Call(method(TRANSFORMER, "init_cache"), ROWS),
     "Transformer.prefill": Call(
         method(TRANSFORMER, "prefill"),
-        dict(tokens=NEW_IDS, cache=(MODEL_HELD, Of()), num_tokens=(ALL_NEW, Counts(True, "B", high=NEW))),
+        dict(tokens=NEW_IDS, cache=(MODEL_HELD, Of()), num_tokens=(ALL_NEW, Counts(True, "B", high=NEW)))
+        | OF_NEW,
     ),
     "Transformer.decode_step": Call(
         method(TRANSFORMER, "decode_step"),
         dict(tokens=NEW_IDS, cache=(MODEL_HELD, Of()), num_tokens=(ALL_NEW, Counts(True, "B", high=NEW)))
-        | COUNTED,
+        | COUNTED
+        | OF_NEW,
     ),
     "generate": Call(
         lambda **given: generate.generate(TRANSFORMER() if given.pop("own", True) else 0, **given),

@@ -82,6 +82,16 @@ BAD = {
     "gates": (dict(gates=zeros(2, 3, 4, 2)), ValueError, "axis 3 of gates must be 3"),
     "integer gates": (dict(gates=zeros(2, 3, 4, 3, dtype=int)), TypeError, "gates must be floating point"),
     "num_tokens": (dict(num_tokens=zeros(3, dtype=int)), ValueError, "axis B of num_tokens must be 2"),
+    "slots": (
+        dict(block_indices=zeros(2, 3, 2, 5, dtype=int)),
+        ValueError,
+        "block_indices must have num_selected_blocks = 4 slots per query, got 5",
+    ),
+    "selections": (
+        dict(block_indices=zeros(2, 2, 2, 4, dtype=int)),
+        ValueError,
+        "axis T of block_indices must be 3",
+    ),
     "num_tokens dtype": (dict(num_tokens=zeros(2)), TypeError, "num_tokens must be an integer array"),
     "window size": (
         other_config(window_size=9),

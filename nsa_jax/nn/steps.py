@@ -93,7 +93,12 @@ class CacheSteps(nnx.Module):
         )
 
     def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        cache: NSACache,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
     ) -> tuple[Float[Array, "B T D"], NSACache]:
         """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
@@ -104,12 +109,14 @@ class CacheSteps(nnx.Module):
           cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
           num_tokens: how many of the `T` tokens of each row are real; the others are padding on the right.
             All are real by default.
+          block_indices: a selection to use instead of choosing one, in the form that `inspect` returns.
 
         Returns:
           The layer output of the new tokens, and the cache that holds them.
         """
+        new = self._project_new(x, cache)
         step = decoding.prefill(
-            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings(cache)
+            cache, *new, num_tokens=num_tokens, block_indices=block_indices, **self._step_settings(cache)
         )
         return self.out_proj(step.out), step.cache
 
@@ -120,6 +127,7 @@ class CacheSteps(nnx.Module):
         cache: NSACache,
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
         count_reads: Literal[False] = False,
     ) -> tuple[Float[Array, "B T D"], NSACache]: ...
 
@@ -130,6 +138,7 @@ class CacheSteps(nnx.Module):
         cache: NSACache,
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
         count_reads: Literal[True],
     ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
 
@@ -139,6 +148,7 @@ class CacheSteps(nnx.Module):
         cache: NSACache,
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
         count_reads: bool = False,
     ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
         """Appends a few tokens to every row and attends from each of them.
@@ -149,6 +159,7 @@ class CacheSteps(nnx.Module):
           x: layer input of the new tokens, at most `step_capacity` for each row.
           cache: the cache so far.
           num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
+          block_indices: a selection to use, see `prefill`.
           count_reads: whether to also return how many keys each branch gathered; on `xla` only.
 
         Returns:
@@ -157,7 +168,8 @@ class CacheSteps(nnx.Module):
         """
         check_flag(count_reads=count_reads)
         new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
+        given = dict(num_tokens=num_tokens, block_indices=block_indices)
+        settings: dict[str, Any] = given | self._step_settings(cache)
         if count_reads:
             counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
             return self.out_proj(counted.out), counted.cache, counted.reads

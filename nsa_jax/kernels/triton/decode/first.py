@@ -30,7 +30,7 @@ def first_kernel(
     V0: tl.constexpr, V1: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     TILES: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SCORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attends to one part, or appends to one row and KV head. In place: selection arrays and rings."""
     D: tl.constexpr = StepDims(
@@ -38,7 +38,7 @@ def first_kernel(
         BLOCKS=BLOCKS, ROWS=ROWS, PARTS=ALL, PAIRS=PAIRS, KEY_UNITS=KEY_UNITS, VALUE_UNITS=VALUE_UNITS,
         HIDDEN_PARTS=HIDDEN_PARTS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
     )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES)
+    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES, SCORED)
     attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
     if pid < attending:

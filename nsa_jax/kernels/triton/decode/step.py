@@ -34,7 +34,7 @@ _padded = triton.next_power_of_2
 
 
 class StepResult(NamedTuple):
-    """Output and cache of a step, and the blocks that each token selected, in any order, -1 for none."""
+    """Output and cache of a step, and the blocks that each token attended to, in any order, -1 for none."""
 
     out: Float[Array, "B T N V"]
     cache: NSACache
@@ -100,6 +100,7 @@ def decode_step(
     config: NSAConfig,
     scale: float,
     *,
+    block_indices: Int32[Array, "B T K R"] | None = None,
     sizes: StepSizes | None = None,
 ) -> StepResult:
     """Appends the tokens and attends from each of them.
@@ -108,13 +109,15 @@ def decode_step(
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
       compress: how the blocks that the step completes are formed, or these blocks.
       config, scale: as there, but without defaults.
+      block_indices: as there, but each block once.
       sizes: used instead of those that `step_sizes` would take.
     """
     num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
     shapes = _Shapes.of(cache, query, config, sizes)
     formed = _form(cache, tokens, num_tokens, compress, shapes)
-    written, parts, found = _first(cache, query, tokens, num_tokens, formed, scale, shapes)
-    written, out, blocks = _second(written, query, gates, parts, found, scale, shapes)
+    scored = block_indices is None
+    written, parts, found = _first(cache, query, tokens, num_tokens, formed, scored, scale, shapes)
+    written, out, blocks = _second(written, query, gates, parts, found, block_indices, scale, shapes)
     written = alike_in_shards(written, cache, num_tokens, shapes.num_new, cache.max_length)
     return StepResult(out, written, blocks)
 
@@ -312,19 +315,23 @@ def _first(
     tokens: TokenKeysValues,
     num_tokens: Int32[Array, " B"] | None,
     formed: _Formed,
+    scored: bool,
     scale: float,
     shapes: _Shapes,
 ) -> tuple[NSACache, _Parts, _Found]:
-    """First launch: the cache with the new tokens, the compressed parts, and what else it writes."""
+    """First launch: the cache with the new tokens, the compressed parts, and what else it writes.
+
+    Unless `scored`, nothing is in the arrays from which a selection is chosen.
+    """
     batch, kv_heads, sizes, ring = shapes.batch, shapes.kv_heads, shapes.sizes, cache.key_win_ring
     attending = sizes.cmp_parts * batch * kv_heads * sizes.groups
-    rows, block = shapes.rows, (batch, shapes.blocks, kv_heads)
+    rows, block, tiles = shapes.rows, (batch, shapes.blocks, kv_heads), shapes.tiles if scored else 1
     out = (
         shapes.floats(shapes.all_parts, rows, shapes.value_dim),
         shapes.floats(shapes.all_parts, 2, rows),
-        shapes.floats(rows, shapes.tiles * shapes.tile_blocks),
-        shapes.floats(rows, shapes.tiles),
-        shapes.floats(rows, shapes.tiles),
+        shapes.floats(rows, tiles * shapes.tile_blocks),
+        shapes.floats(rows, tiles),
+        shapes.floats(rows, tiles),
         jax.ShapeDtypeStruct((batch, 3), jnp.int32),
         like(cache.key_cmp, (*block, shapes.key_dim)),
         like(cache.value_cmp, (*block, shapes.value_dim)),
@@ -342,7 +349,7 @@ def _first(
         scale=float(scale * LOG2_E.value), batch=batch, RAW=cache.key_raw_ring.shape[1],
         RING=1 if ring is None else ring.shape[1], ROWS=sizes.rows, ALL=shapes.all_parts,
         HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3], PADDED=_padded(shapes.own),
-        SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages,
+        SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages, SCORED=scored,
         PRECISION=precision(query.dtype), **formed.constants(), **shapes.of_queries(),
     )  # fmt: skip
     return cache._replace(**updated), _Parts(*found[:2]), _Found(*found[2:])
@@ -354,19 +361,24 @@ def _second(
     gates: Float[Array, "B T N 3"],
     parts: _Parts,
     found: _Found,
+    block_indices: Int32[Array, "B T K R"] | None,
     scale: float,
     shapes: _Shapes,
 ) -> tuple[NSACache, Float[Array, "B T N V"], Int32[Array, "B T K R"]]:
-    """Second launch: the cache with new blocks and lengths, the gated sum, and the selected blocks."""
+    """Second launch: the cache with new blocks and lengths, the gated sum, and the selected blocks.
+
+    With `block_indices` it reads no scores: what `_first` wrote without them is enough.
+    """
     config, sizes = shapes.config, shapes.sizes
     batch, num_new, kv_heads, value_dim = shapes.batch, shapes.num_new, shapes.kv_heads, shapes.value_dim
     key, value = cache.key_win_ring, cache.value_win_ring
     if key is None or value is None:
         key, value = cache.key_slc, cache.value_slc
+    chunks = shapes.chunks if block_indices is None else 1  # one that nobody reads
     out = (
         like(query, (*query.shape[:3], value_dim)),
         jax.ShapeDtypeStruct((batch, num_new, kv_heads, config.num_selected_blocks), jnp.int32),
-        jax.ShapeDtypeStruct((batch, kv_heads, num_new, shapes.chunks, 2, shapes.slots), jnp.int32),
+        jax.ShapeDtypeStruct((batch, kv_heads, num_new, chunks, 2, shapes.slots), jnp.int32),
     )
     padded = _padded(shapes.all_parts)
     heads = max(
@@ -378,7 +390,7 @@ def _second(
     updated, (merged, blocks, _) = launch(
         second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, key, value,
         found.block_key, found.block_value, found.block_logits, found.scores, found.tails, found.tops,
-        out=out, in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
+        block_indices, out=out, in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
         grid=(sizes.shares * batch * kv_heads * num_new,), num_warps=sizes.share_warps, num_stages=1,
         registers=sizes.registers, scale=float(scale * LOG2_E.value), PADDED_G=_padded(shapes.heads),
         WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,
