@@ -341,6 +341,16 @@ def test_only_nsa_has_a_selection(kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "window"])
+def test_only_nsa_layers_take_blocks(kind):
+    def fill(layer, x):
+        return layer.prefill(x, layer.init_cache(2, 8), block_indices=x)
+
+    layer = abstract_model(dataclasses.replace(CONFIG, attention=kind)).layers[0].attention
+    with pytest.raises(NotImplementedError, match="block_indices need NSA layers, got DenseAtt"):
+        nnx.eval_shape(fill, layer, jax.ShapeDtypeStruct((2, 3, 12), jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
 def test_only_nsa_counts_what_it_reads(kind):
     def count(model, ids):
         return model.decode_step(ids, model.init_cache(ids.shape[0], 64), count_reads=True)

@@ -112,7 +112,7 @@ class DecoderLayer(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             deterministic=deterministic,
-            **_of_nsa(block_indices),
+            **({} if block_indices is None else dict(block_indices=block_indices)),
         )
         return self._add(x, out)
 
@@ -125,7 +125,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Applies the layer to a prompt and appends it to the cache, see `NSAAttention.prefill`."""
         out, cache = self.attention.prefill(
-            self.attention_norm(x), cache, num_tokens=num_tokens, **_of_nsa(block_indices)
+            self.attention_norm(x), cache, num_tokens=num_tokens, block_indices=block_indices
         )
         return self._add(x, out), cache
 
@@ -138,7 +138,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Applies the layer to a few new tokens and appends them, see `NSAAttention.decode_step`."""
         out, cache = self.attention.decode_step(
-            self.attention_norm(x), cache, num_tokens=num_tokens, **_of_nsa(block_indices)
+            self.attention_norm(x), cache, num_tokens=num_tokens, block_indices=block_indices
         )
         return self._add(x, out), cache
 
@@ -155,7 +155,7 @@ class DecoderLayer(nnx.Module):
             cache,
             num_tokens=num_tokens,
             count_reads=True,
-            **_of_nsa(block_indices),
+            block_indices=block_indices,
         )
         return self._add(x, out), cache, reads
 
@@ -163,11 +163,6 @@ class DecoderLayer(nnx.Module):
         """The residual stream after the layer, given the output of its attention."""
         x = x + out
         return x + self.mlp(self.mlp_norm(x))
-
-
-def _of_nsa(block_indices: Int[Array, "B T K R"] | None) -> dict[str, Any]:
-    """The argument that only NSA layers take, if it is given."""
-    return {} if block_indices is None else dict(block_indices=block_indices)
 
 
 def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
