@@ -109,7 +109,8 @@ class Operations(Protocol):
 
     def decode_step(
         self, cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None,
-        compress: Compress, config: NSAConfig, scale: float, *, count_reads: bool,
+        block_indices: Array | None, compress: Compress, config: NSAConfig, scale: float, *,
+        count_reads: bool,
     ) -> tuple[Array, NSACache, Reads | None]:  # fmt: skip
         """Appends a few tokens to a cache and attends from them: `nsa_jax.cache.decode_step`."""
         ...

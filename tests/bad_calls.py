@@ -79,6 +79,10 @@ VALUES = dict(
     **dict(config=CONFIG, nsa=CONFIG, rope_scaling=(None, Of()), scaling=(None, Of()), module=nnx.Dict()),
     **dict(rngs=nnx.Rngs(0), keys=jax.random.split(jax.random.key(0), 2)),
 )
+# The selection of each NSA layer of a model: one array for each.
+NO_SELECTION = dict(number=1, none_of_a_layer=[], no_arrays=[[0, -1, -1, -1]], dict={})
+OF_LAYERS = Kind(NO_SELECTION, error=(TypeError, ValueError))
+OF_NSA = Kind({"list": [3], "int": 3}, error=NotImplementedError)  # a dense layer has no selection
 KINDS = {bool: Flag(), int: Whole(), float: Real(), str: Name()}
 COUNTS = dict(
     num_tokens=Counts(high=NEW),
@@ -386,8 +390,12 @@ CALLS = {
     "NSAAttention.prefill": LAYER.call("prefill", cache=HELD, free="T", **STEP),
     "NSAAttention.decode_step": LAYER.call("decode_step", cache=HELD, free="T", **STEP),
     "DenseAttention.init_cache": DENSE.call("init_cache"),
-    "DenseAttention.decode_step": DENSE.call("decode_step", cache=DENSE_OF_LAYER, free="T", **STEP),
-    "DenseAttention.prefill": DENSE.call("prefill", cache=DENSE_OF_LAYER, free="T", **STEP),
+    "DenseAttention.decode_step": DENSE.call(
+        "decode_step", cache=DENSE_OF_LAYER, free="T", **STEP, block_indices=(None, OF_NSA)
+    ),
+    "DenseAttention.prefill": DENSE.call(
+        "prefill", cache=DENSE_OF_LAYER, free="T", **STEP, block_indices=(None, OF_NSA)
+    ),
     "TransformerConfig": Call(  # two layers, so that a list of one value is wrong
         model.TransformerConfig,
         num_layers=2,
@@ -396,11 +404,15 @@ CALLS = {
         rope_base=(10000.0, Real(error=(TypeError, ValueError))),
     ),
     "Transformer": making(model.Transformer, config=MODEL),
-    "Transformer()": TRANSFORMER.call("__call__"),
+    "Transformer()": TRANSFORMER.call("__call__", block_indices=(None, OF_LAYERS)),
     "Transformer.inspect": TRANSFORMER.call("inspect"),
     "Transformer.init_cache": TRANSFORMER.call("init_cache"),
-    "Transformer.prefill": TRANSFORMER.call("prefill", cache=MODEL_HELD, free="T", **STEP),
-    "Transformer.decode_step": TRANSFORMER.call("decode_step", cache=MODEL_HELD, free="T", **STEP),
+    "Transformer.prefill": TRANSFORMER.call(
+        "prefill", cache=MODEL_HELD, free="T", **STEP, block_indices=(None, OF_LAYERS)
+    ),
+    "Transformer.decode_step": TRANSFORMER.call(
+        "decode_step", cache=MODEL_HELD, free="T", **STEP, block_indices=(None, OF_LAYERS)
+    ),
     "generate": Call(
         lambda model, **given: generate(model.make() if model is TRANSFORMER else model, **given),
         like=generate,

@@ -58,6 +58,7 @@ class Layer:
     query: jax.Array
     tokens: TokenKeysValues
     gates: jax.Array
+    blocks: np.ndarray | None = None  # a selection to use; None if scores choose
 
     @classmethod
     def make(
@@ -77,7 +78,7 @@ class Layer:
         return self.query, self.tokens, self.gates
 
     def map(self, function):
-        return Layer(self.config, *jax.tree.map(function, self.arrays))
+        return Layer(self.config, *jax.tree.map(function, self.arrays), self.blocks)
 
     def operands(self):
         """Arguments of the full forward."""
@@ -95,7 +96,7 @@ class Layer:
     @functools.cached_property
     def full(self):
         """Rows of the full forward, in the dtype of the layer."""
-        out = full_forward(*self.operands(), config=self.config)
+        out = full_forward(*self.operands(), config=self.config, block_indices=self.blocks)
         return np.asarray(out.astype(jnp.promote_types(out.dtype, jnp.float32)))
 
     @functools.cached_property

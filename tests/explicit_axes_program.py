@@ -22,7 +22,7 @@ from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, r
 from nsa_jax import attention, reference
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer
-from nsa_jax.nn import DenseAttention
+from nsa_jax.nn import DenseAttention, NSAAttention
 
 RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
 CASE = Case(name="explicit", num_keys=24, runs=RUNS, num_heads=4, key_dim=4, value_dim=3)
@@ -147,7 +147,11 @@ def layers() -> None:
     def run(layer, x, ids):
         held = layer.init_cache(ROWS, 16)
         first, held = layer.prefill(x[:, :9], held, num_tokens=jnp.array([9, 4, 0, 7]))
-        step, held = layer.decode_step(x[:, 9:12], held)
+        given = {}
+        if isinstance(layer, NSAAttention):  # a selection that every device has of all rows and heads
+            slots = (ROWS, 3, KV_HEADS, layer.config.num_selected_blocks)
+            given = dict(block_indices=np.zeros(slots, np.int32))
+        step, held = layer.decode_step(x[:, 9:12], held, **given)
         return layer(x, segment_ids=ids), first, step, held
 
     def on_mesh(layer):

@@ -1,5 +1,7 @@
 """A prefill or a step on a cache equals the rows of one full forward, wherever the prompt was cut."""
 
+import dataclasses
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -86,6 +88,32 @@ def test_steps_from_the_first_token_equal_full_forward(layer, tokens_per_step):
         arguments = layer.slice(start, tokens_per_step)
         out, cache = layer.decode_step(cache, *arguments, num_tokens=np.full(2, real))
         layer.agree(out[:, :real], np.s_[:, start : start + real])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_are_given_are_attended_to(dtype):
+    """Any number of blocks of the past, in prefill and steps, against the full forward with the same ones."""
+    made, rng = Layer.make(length=29, dtype=dtype), np.random.default_rng(3)
+    blocks = np.full((2, 29, 2, SMALL.num_selected_blocks), -1)
+    for place in np.ndindex(blocks.shape[:3]):
+        past = place[1] // SMALL.selection_block_size + 1
+        number = rng.integers(min(past, SMALL.num_selected_blocks) + 1)
+        blocks[place][:number] = np.sort(rng.choice(past, number, replace=False))
+    given = dataclasses.replace(made, blocks=blocks)
+    assert np.abs(given.full - made.full).max() > 0.1
+
+    start, held = np.zeros(2, int), given.empty(29)
+    for counts in ([13, 20], [1, 1], [4, 0], [2, 4]):
+        new = range(max(counts))
+        step = given.prefill if len(new) == 20 else given.decode_step
+        chosen = np.stack([np.take(blocks[row], start[row] + new, 0, mode="clip") for row in range(2)])
+        options = dict(num_tokens=jnp.array(counts), block_indices=chosen)
+        out, held = step(held, *given.slice(start, len(new)), **options)
+        for row, count in enumerate(counts):
+            given.agree(out[row, :count], np.s_[row, start[row] : start[row] + count])
+            assert not out[row, count:].any()
+        start += counts
+    assert held.lengths.tolist() == [20, 25]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

@@ -37,6 +37,10 @@ BAD = {
     "no token": (arguments(0), "a step must have at least one token"),
     "heads": (THREE_HEADS, "must be a multiple .* N = 3 and K = 2"),
     "query dtype": (dict(query=zeros(2, 3, 4, 6, dtype=np.float16)), "one dtype, got .* query float16"),
+    "slots": (
+        dict(block_indices=zeros(2, 3, 2, 5, dtype=int)),
+        "block_indices must have num_selected_blocks = 4 slots per query, got 5",
+    ),
     "window size": (other_config(window_size=9), OF_ANOTHER),
     "huge window": (other_config(window_size=99), OF_ANOTHER),
     "stride": (other_config(compression_stride=1), OF_ANOTHER),

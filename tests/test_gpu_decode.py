@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
@@ -111,6 +112,30 @@ def test_step_equals_xla(dtype, num_new, more):
     same = [(chosen == jnp.where(x < 0, 2**20, x)).all(-1) for x in (own_blocks, exact_blocks)]
     assert (same[0] | same[1]).all()
     assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
+
+
+@pytest.mark.parametrize(("dtype", "num_new"), [("bfloat16", 1), ("float32", 3), ("float16", 8)])
+def test_given_blocks_are_attended_to(dtype, num_new):
+    """Any number of blocks of the row, in order, and of blocks that are not there yet."""
+    arrays = operands(jnp.dtype(dtype), num_new)
+    rng, batch = np.random.default_rng(num_new), len(LENGTHS)
+    last = np.array(LENGTHS)[:, None, None, None] // PAPER.selection_block_size
+    blocks = np.sort((rng.random((batch, num_new, 2, 16)) * (last + 2)).astype(np.int32), -1)
+    blocks = np.where(np.arange(16) < rng.integers(17, size=(batch, num_new, 2, 1)), blocks, -1)
+    num_tokens = None if num_new == 1 else jnp.arange(batch, dtype=jnp.int32) % (num_new + 1)
+
+    @functools.partial(jax.jit, static_argnames=("implementation",))
+    def run(implementation, *arrays):
+        options = dict(num_tokens=num_tokens, block_indices=jnp.asarray(blocks), compress=Compression())
+        return cache.decode_step(*arrays, **options, config=PAPER, implementation=implementation)
+
+    found, own, exact = run("triton", *arrays), run("xla", *arrays), run("xla", *wide(arrays))
+
+    assert distance(found.out, exact.out) <= 2 * distance(own.out, exact.out) + 4e-6
+    for name, got, want in zip(found.cache._fields, found.cache, own.cache, strict=True):
+        assert distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
+    chosen = by_kernels(*arrays, num_tokens, PAPER).out
+    assert distance(found.out, chosen) > 0.1, "the blocks were not taken"
 
 
 def test_a_bad_row_stays_alone():

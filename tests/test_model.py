@@ -109,6 +109,27 @@ def test_steps_of_a_cache_equal_the_full_forward():
     assert reads[0].win[1, 2, 0] == CONFIG.nsa.window_size
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_steps_with_given_blocks_equal_the_full_forward(remat):
+    """Each of two layers has a selection of its own."""
+    model = make_model(dataclasses.replace(CONFIG, num_layers=2, remat=remat))
+    ids, shape = tokens(), (2, LENGTH, CONFIG.num_kv_heads, 3)
+    blocks = [np.broadcast_to(np.array(one), shape) for one in ([0, 2, -1], [1, 3, 4])]
+
+    @nnx.jit
+    def run(model, ids, blocks):
+        first, rest = ([x[:, part] for x in blocks] for part in (np.s_[:12], np.s_[12:]))
+        last, cache = model.prefill(ids[:, :12], model.init_cache(2, LENGTH), block_indices=first)
+        out, *_ = model.decode_step(ids[:, 12:], cache, block_indices=rest)
+        return model(ids), model(ids, block_indices=blocks), last, out
+
+    chosen, full, last, out = run(model, ids, blocks)
+
+    assert np.abs(full - chosen).max() > 0.1
+    np.testing.assert_allclose(last, full[:, 11], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(out, full[:, 12:], rtol=0, atol=1e-4)
+
+
 def test_one_step_of_training_moves_every_parameter():
     config = dataclasses.replace(CONFIG, num_layers=1)
     model = make_model(config)
@@ -248,6 +269,18 @@ def test_only_nsa_has_a_selection(kind):
 
     with refused(NotImplementedError, f"inspect needs NSA layers, got attention='{kind}'. Build"):
         model.inspect(tokens())
+    with pytest.raises(NotImplementedError, match="block_indices need NSA layers, got attention="):
+        model(tokens(), block_indices=[])
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_only_nsa_layers_take_blocks(kind):
+    def fill(layer, x):
+        return layer.prefill(x, layer.init_cache(2, 8), block_indices=x)
+
+    layer = abstract_model(dataclasses.replace(CONFIG, attention=kind)).layers[0].attention
+    with pytest.raises(NotImplementedError, match="block_indices need NSA layers, got DenseAtt"):
+        nnx.eval_shape(fill, layer, jax.ShapeDtypeStruct((2, 3, 12), jnp.float32))
 
 
 @pytest.mark.parametrize("kind", ["dense", "window"])

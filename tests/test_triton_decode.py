@@ -85,8 +85,8 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
 MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16, (120, "main"): 8}
 
 
-def step(compress, config, held, query, tokens, gates):
-    settings = dict(config=config, compress=compress, implementation="triton")
+def step(compress, config, held, query, tokens, gates, **others):
+    settings = dict(config=config, compress=compress, implementation="triton", **others)
     return cache.decode_step(held, query, tokens, gates, **settings)
 
 
@@ -201,16 +201,23 @@ def test_steps_that_do_not_fit_are_refused():
         assert has_form(text)
 
 
-def test_vmap_is_a_larger_batch():
+@pytest.mark.parametrize("given", [False, True], ids=["chosen", "given"])
+def test_vmap_is_a_larger_batch(given):
+    """Also of given blocks. Then a step stores no scores: 16 rows of a KV head, times 64 blocks."""
     shape = Shape(batch=2, max_length=4096)
     operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), shape.operands())
+    blocks = jax.ShapeDtypeStruct((3, 2, 1, 4, 16), jnp.int32) if given else None
 
-    def mapped(*operands):
-        return jax.vmap(lambda *x: step(Compression(), shape.config, *x).out)(*operands)
+    def mapped(blocks, *operands):
+        def one(blocks, *x):
+            return step(Compression(), shape.config, *x, block_indices=blocks).out
 
-    text = triton_compile.lower(mapped, *operands).as_text()
+        return jax.vmap(one)(blocks, *operands)
+
+    text = triton_compile.lower(mapped, blocks, *operands).as_text()
 
     assert "6x4096x4x128" in text
+    assert ("6x4x16x64xf32" in text) != given
     assert text.count("triton_kernel_call_ffi") == len(CHAIN)
 
 

@@ -23,6 +23,7 @@ CHECKS = {
         *("case rotated means", "case MLPs, many blocks", "case an MLP of values"),
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
         *("case groups of rows", "case many lists", "case few parts", "case three heads of two"),
+        *("case given blocks", "case given blocks of four tokens"),
         *("public", "not a number", "ranks"),
     ),
     "range": (

@@ -66,6 +66,7 @@ class Case:
     equal: bool = False  # all keys are alike: every score ties
     shared: bool = False
     compress: Any = MEAN
+    given: bool = False  # the blocks are drawn, not chosen by scores
     sizes: tuple[tuple[str, int], ...] = ()
     merged_at_once: int = steps.MERGED_AT_ONCE
 
@@ -118,7 +119,26 @@ CASES = {
         ("keys", 16), ("list_blocks", 4), ("cmp_parts", 1), ("shares", 1), ("win_parts", 1),
     ), merged_at_once=16),
     "three heads of two": Case((107, 63), 2, num_heads=6, sizes=(("shares", 2), ("win_parts", 1))),
+    "given blocks": Case((37, 100), given=True),
+    "given blocks of four tokens": Case(
+        (90, 63, 117, 20), 4, config=ODD, num_tokens=(4, 2, 4, 0), given=True,
+        sizes=(("keys", 16), ("list_blocks", 4), ("shares", 2), ("win_parts", 1), ("slc_blocks", 1)),
+    ),
 }  # fmt: skip
+
+
+def drawn_blocks(case: Case):
+    """Selections of any size, in order, also of blocks that a query does not reach; None if scores choose."""
+    if not case.given:
+        return None
+    rng, slots = np.random.default_rng(1), case.config.num_selected_blocks
+    shape = (len(case.lengths), case.num_new, case.num_kv_heads)
+    blocks = np.full((*shape, slots), -1, np.int32)
+    for place in np.ndindex(shape):
+        number = rng.integers(slots + 1)
+        every = -(-case.max_length // case.config.selection_block_size)
+        blocks[place][:number] = np.sort(rng.choice(every, number, replace=False))
+    return jnp.asarray(blocks)
 
 
 def draw(case: Case, seed: int = 0):
@@ -156,7 +176,9 @@ def run(case: Case, operands):
     """The step by `xla`. It is always told the number of tokens, so that cases share the compiled program."""
     number = (case.num_new,) * len(case.lengths) if case.num_tokens is None else case.num_tokens
     settings = dict(config=case.config, compress=case.compress)
-    return step(*operands, num_tokens=jnp.asarray(number, jnp.int32), **settings)
+    return step(
+        *operands, num_tokens=jnp.asarray(number, jnp.int32), block_indices=drawn_blocks(case), **settings
+    )
 
 
 def by_kernels(case: Case, operands):
@@ -173,8 +195,9 @@ def by_kernels(case: Case, operands):
         def attend(held, query, tokens, gates, number):
             scale = case.key_dim**-0.5
             return steps.decode_step(
-                held, query, tokens, gates, number, compress, case.config, scale, sizes=sizes
-            )
+                held, query, tokens, gates, number, compress, case.config, scale, sizes=sizes,
+                block_indices=drawn_blocks(case),
+            )  # fmt: skip
 
         return jax.block_until_ready(jax.jit(attend)(held, query, tokens, gates, number))
 
@@ -199,11 +222,15 @@ def check_case(name: str) -> float:
         expected = run(case, wide(operands))
         here = admitted(case, operands, expected)
         positions = np.where(here, np.asarray(operands[0].lengths)[:, None] + np.arange(case.num_new), -1)
-        right = attention.select_blocks(
-            wide(operands[1]), expected.cache.key_cmp, config=case.config, implementation="xla",
-            query_positions=jnp.asarray(positions, jnp.int32),
-        )  # fmt: skip
+        right = drawn_blocks(case)
+        if right is None:
+            right = attention.select_blocks(
+                wide(operands[1]), expected.cache.key_cmp, config=case.config, implementation="xla",
+                query_positions=jnp.asarray(positions, jnp.int32),
+            )  # fmt: skip
         right = np.asarray(right)
+        of_query = np.where(here, positions // case.config.selection_block_size, -1)
+        right = np.where(right <= of_query[:, :, None, None], right, -1)
     assert np.sort(np.where(blocks < 0, 999, blocks)).tolist() == np.where(right < 0, 999, right).tolist(), (
         name
     )

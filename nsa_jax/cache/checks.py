@@ -24,8 +24,13 @@ def check_operands(
     tokens: TokenKeysValues,
     gates: Array,
     num_tokens: Array | None,
-) -> None:
-    """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache."""
+    block_indices: Array | None,
+) -> dict[str, int]:
+    """Raises TypeError or ValueError unless the arguments of `step` fit together and fit the cache.
+
+    Returns:
+      The size of each letter in the annotations.
+    """
     check_kind(cache)
     if not isinstance(tokens, TokenKeysValues):
         raise TypeError(
@@ -34,16 +39,22 @@ def check_operands(
         )
     holders = dict(cache=cache, tokens=tokens)
     _check_window(cache, tokens)
-    check_arrays(step, holders, query=query, gates=gates, num_tokens=num_tokens)
+    arrays = dict(query=query, gates=gates, num_tokens=num_tokens, block_indices=block_indices)
+    return check_arrays(step, holders, **arrays)
 
 
-def check_arrays(step: Callable[..., Any], holders: Mapping[str, Any], **arrays: Array | None) -> None:
+def check_arrays(
+    step: Callable[..., Any], holders: Mapping[str, Any], **arrays: Array | None
+) -> dict[str, int]:
     """Raises unless the arrays of a step, with those in its cache, fit together by their annotations.
 
     Args:
       step: the step, or any function; its annotations are those of `arrays`.
       holders: its cache, and other tuples of arrays that have annotations.
       **arrays: its other arrays, with a `query`; none to check the holders alone.
+
+    Returns:
+      The size of each letter in the annotations.
 
     Raises:
       TypeError: an array is of another kind or dtype.
@@ -58,6 +69,7 @@ def check_arrays(step: Callable[..., Any], holders: Mapping[str, Any], **arrays:
         arguments.check_heads(sizes)
         check_some_token(arrays["query"])
     check_dtypes(annotations, held | arrays)
+    return sizes
 
 
 def check_lengths(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch
+from nsa_jax import arguments, attention, dispatch, layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import CountedStep, Step
@@ -27,6 +27,7 @@ def prefill(
     config: NSAConfig,
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Step:
@@ -47,6 +48,8 @@ def prefill(
         called for windows that are not complete blocks; what it returns for them is dropped.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All are real by default.
+      block_indices: a selection to use instead of choosing one, see `nsa_jax.selected_attention`; blocks are
+        counted from the first token of the row.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
@@ -68,11 +71,15 @@ def prefill(
     Gradients:
       No gradient flows through the selection. A cache is meant for inference.
     """
-    checks.check_operands(prefill, cache, query, tokens, gates, num_tokens)
+    sizes = checks.check_operands(prefill, cache, query, tokens, gates, num_tokens, block_indices)
     checks.step_capacity(cache, config)
+    arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    operands = dict(cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens)
+    operands = dict(
+        cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
+        block_indices=block_indices,
+    )  # fmt: skip
     options = dict(config=config, compress=compress, scale=scale, implementation=implementation)
     return Step(*per_shard(_prefill, STEP, **jax.tree.map(jnp.asarray, operands), **options))
 
@@ -83,6 +90,7 @@ def _prefill(
     tokens: TokenKeysValues,
     gates: Array,
     num_tokens: Array | None,
+    block_indices: Array | None,
     compress: Compress,
     config: NSAConfig,
     scale: float | None,
@@ -104,8 +112,9 @@ def _prefill(
         implementation=implementation,
     )
     cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **where)
-    blocks = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
-    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, blocks, **where)
+    if block_indices is None:
+        block_indices = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
+    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, block_indices, **where)
     history = config.window_size - 1
     window = window_tokens(cache, recent, new, num_new, history)
     win = attention.window_attention(query, *window, first_key=new.start - history, **where)
@@ -122,6 +131,7 @@ def decode_step(
     config: NSAConfig,
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     count_reads: Literal[False] = False,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -138,6 +148,7 @@ def decode_step(
     config: NSAConfig,
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     count_reads: Literal[True],
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -153,6 +164,7 @@ def decode_step(
     config: NSAConfig,
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     count_reads: bool = False,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -178,6 +190,7 @@ def decode_step(
         function runs as XLA operations.
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
         left as it is.
+      block_indices: a selection to use instead of choosing one, as in `prefill`.
       count_reads: whether to count the keys that each branch gathers, from the masks that decide which
         gathered keys count; on `xla` only.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
@@ -201,9 +214,10 @@ def decode_step(
     Gradients:
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
-    checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
+    sizes = checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens, block_indices)
     check_flag(count_reads=count_reads)
     capacity = checks.step_capacity(cache, config)
+    arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     if query.shape[1] > capacity:
@@ -211,7 +225,12 @@ def decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "prefill, or init_cache with a larger step_capacity."
         )
-    operands = dict(cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens)
+    if block_indices is not None:
+        block_indices = layout.distinct_blocks(block_indices)
+    operands = dict(
+        cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
+        block_indices=block_indices,
+    )  # fmt: skip
     operands = jax.tree.map(jnp.asarray, operands)
     scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
     out, cache, reads = dispatch.run(

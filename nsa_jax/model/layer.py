@@ -107,6 +107,7 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
+        block_indices: Int[Array, "B T K R"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, "B T D"]:
         """Applies the layer to the residual stream; arguments as in `NSAAttention`."""
@@ -115,29 +116,50 @@ class DecoderLayer(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             deterministic=deterministic,
+            **({} if block_indices is None else dict(block_indices=block_indices)),
         )
         return self._add(x, out)
 
     def prefill(
-        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        num_tokens: Int[Array, " B"] | None,
+        block_indices: Int[Array, "B T K R"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Applies the layer to a prompt and appends it to the cache, see `NSAAttention.prefill`."""
-        out, cache = self.attention.prefill(self.attention_norm(x), cache, num_tokens=num_tokens)
+        out, cache = self.attention.prefill(
+            self.attention_norm(x), cache, num_tokens=num_tokens, block_indices=block_indices
+        )
         return self._add(x, out), cache
 
     def decode_step(
-        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        num_tokens: Int[Array, " B"] | None,
+        block_indices: Int[Array, "B T K R"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Applies the layer to a few new tokens and appends them, see `NSAAttention.decode_step`."""
-        out, cache = self.attention.decode_step(self.attention_norm(x), cache, num_tokens=num_tokens)
+        out, cache = self.attention.decode_step(
+            self.attention_norm(x), cache, num_tokens=num_tokens, block_indices=block_indices
+        )
         return self._add(x, out), cache
 
     def counted_step(
-        self, x: Float[Array, "B T D"], cache: LayerCache, num_tokens: Int[Array, " B"] | None
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        num_tokens: Int[Array, " B"] | None,
+        block_indices: Int[Array, "B T K R"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache, Reads]:
         """`decode_step` of an NSA layer that also counts the keys that each branch gathers."""
         out, cache, reads = self.attention.decode_step(
-            self.attention_norm(x), cache, num_tokens=num_tokens, count_reads=True
+            self.attention_norm(x),
+            cache,
+            num_tokens=num_tokens,
+            count_reads=True,
+            block_indices=block_indices,
         )
         return self._add(x, out), cache, reads
 

@@ -1,5 +1,6 @@
 """A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -107,6 +108,7 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
     ) -> Float[Array, "B T vocab"]:
         """Computes, for each token, the logits of the token that follows it.
 
@@ -115,20 +117,24 @@ class Transformer(nnx.Module):
           positions: rotary position of each token, by default its index in its sequence.
           segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
             0 = padding.
+          block_indices: a selection for each NSA layer to use instead of choosing one, such as `inspect`
+            returns.
 
         Returns:
           Logits in float32, or in float64 for a float64 computation.
 
         Raises:
+          NotImplementedError: `block_indices` are given, and no layer is "nsa".
           TypeError: `tokens` is not an array, or an index array not one of integers.
           ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it; or an
             id is not in the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in
-            JAX arrays on a CPU. Elsewhere the logits of such an id are meaningless.
+            JAX arrays on a CPU. Elsewhere the logits of such an id are meaningless. Or there is not one
+            selection for each NSA layer.
         """
-        x = self._embed(tokens)
+        chosen, x = self._of_layers(block_indices), self._embed(tokens)
         run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__
-        for layer in self.layers:
-            x = run(layer, x, positions, segment_ids)
+        for layer, blocks in zip(self.layers, chosen, strict=True):
+            x = run(layer, x, positions, segment_ids, blocks)
         return self._logits(x)
 
     def inspect(
@@ -187,6 +193,8 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
+        *,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
     ) -> tuple[Float[Array, "B vocab"], tuple[LayerCache, ...]]:
         """Appends a prompt, or a chunk of one, to every row.
 
@@ -194,6 +202,7 @@ class Transformer(nnx.Module):
           tokens: token ids, padded on the right with any ids.
           cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default.
+          block_indices: a selection for each NSA layer to use instead of choosing one, see `__call__`.
 
         Returns:
           The logits after the last real token of each row, and the new caches. The logits of a row without
@@ -203,11 +212,12 @@ class Transformer(nnx.Module):
           TypeError: `cache` is not a tuple of caches, or an argument is not an array.
           ValueError: number, shapes or dtypes of the caches do not fit; see also `nsa_jax.cache.prefill` and
             `nsa_jax.cache.dense_prefill`.
+          NotImplementedError: `block_indices` are given, and no layer is "nsa".
         """
         self._check_caches(tokens, cache)
-        x, caches = self._embed(tokens, num_tokens), []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, layer_cache = layer.prefill(x, layer_cache, num_tokens)
+        chosen, x, caches = self._of_layers(block_indices), self._embed(tokens, num_tokens), []
+        for layer, layer_cache, blocks in zip(self.layers, cache, chosen, strict=True):
+            x, layer_cache = layer.prefill(x, layer_cache, num_tokens, blocks)
             caches.append(layer_cache)
         if num_tokens is None:
             last = x[:, -1:]
@@ -223,6 +233,7 @@ class Transformer(nnx.Module):
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         count_reads: Literal[False] = False,
     ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]: ...
 
@@ -233,6 +244,7 @@ class Transformer(nnx.Module):
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         count_reads: Literal[True],
     ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]: ...
 
@@ -242,6 +254,7 @@ class Transformer(nnx.Module):
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
         *,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         count_reads: bool = False,
     ) -> (
         tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]
@@ -254,6 +267,7 @@ class Transformer(nnx.Module):
           cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
+          block_indices: a selection for each NSA layer to use instead of choosing one, see `__call__`.
           count_reads: whether to count the keys that each branch gathers; for models of NSA layers and on
             `xla` only.
 
@@ -265,20 +279,47 @@ class Transformer(nnx.Module):
           TypeError: `cache` is not a tuple of caches, or an argument is not an array.
           ValueError: number, shapes or dtypes of the caches do not fit, or there are too many tokens; see
             also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
-          NotImplementedError: `count_reads` is True and a layer is not "nsa".
+          NotImplementedError: `count_reads` is True and a layer is not "nsa", or `block_indices` are given
+            and none is.
         """
         check_flag(count_reads=count_reads)
         self._check_caches(tokens, cache)
-        x, caches, reads = self._embed(tokens, num_tokens), [], []
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
+        chosen, x, caches, reads = self._of_layers(block_indices), self._embed(tokens, num_tokens), [], []
+        for layer, layer_cache, blocks in zip(self.layers, cache, chosen, strict=True):
             if count_reads:
-                x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens)
+                x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens, blocks)
                 reads.append(layer_reads)
             else:
-                x, layer_cache = layer.decode_step(x, layer_cache, num_tokens)
+                x, layer_cache = layer.decode_step(x, layer_cache, num_tokens, blocks)
             caches.append(layer_cache)
         logits = self._logits(x)
         return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
+
+    def _of_layers(
+        self, block_indices: Sequence[Int[Array, "B T K R"]] | None
+    ) -> Sequence[Int[Array, "B T K R"] | None]:
+        """The selection of each layer, None for no NSA. Raises unless each NSA layer has one."""
+        if block_indices is None:
+            return [None] * len(self.layers)
+        of_nsa = [each.attention == "nsa" for each in self.config.per_layer]
+        if not any(of_nsa):
+            raise NotImplementedError(
+                f"block_indices need NSA layers, got attention={self.config.attention!r}. Leave them out."
+            )
+        if not isinstance(block_indices, list | tuple):
+            raise TypeError(
+                "block_indices of a model must be a list or tuple of one array per NSA layer, got "
+                f"{type(block_indices).__name__}. Pass the block_indices of what inspect returns."
+            )
+        if len(block_indices) != sum(of_nsa):
+            raise ValueError(
+                f"block_indices of a model must be one array per NSA layer, got {len(block_indices)} for "
+                f"{sum(of_nsa)} layers. Pass the block_indices of what inspect returns."
+            )
+        for blocks in block_indices:
+            check_array("block_indices", blocks)
+        given = iter(block_indices)
+        return [next(given) if is_nsa else None for is_nsa in of_nsa]
 
     def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[LayerCache, ...]) -> None:
         """Raises TypeError or ValueError unless each layer has a cache with as many rows as `tokens`."""

@@ -32,7 +32,7 @@ from nsa_jax.nn.projections import (
 )
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
-from nsa_jax.nn.steps import CacheSteps
+from nsa_jax.nn.steps import NSACacheSteps
 from nsa_jax.option_checks import check_flag, check_int
 from nsa_jax.parallel import Order, context_attention, context_selection
 from nsa_jax.sharding.explicit import alike
@@ -78,7 +78,7 @@ class Operands(NamedTuple):
     gates: Float[Array, "B T N 3"]
 
 
-class NSAAttention(CacheSteps):
+class NSAAttention(NSACacheSteps):
     """Causal self-attention layer with Native Sparse Attention, a replacement for `nnx.MultiHeadAttention`.
 
     It follows section 3 of arXiv:2502.11089. Each branch has its own keys and values (section 3.3.3). Queries

@@ -17,7 +17,6 @@ from nsa_jax.nn.checks import (
     check_parameters,
     head_width,
 )
-from nsa_jax.nn.dense_steps import DenseCacheSteps
 from nsa_jax.nn.projections import (
     Sharding,
     head_norm,
@@ -27,6 +26,7 @@ from nsa_jax.nn.projections import (
 )
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
+from nsa_jax.nn.steps import DenseCacheSteps
 from nsa_jax.option_checks import check_flag
 from nsa_jax.sharding.explicit import BY_TOKENS, per_shard
 

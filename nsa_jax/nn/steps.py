@@ -1,15 +1,17 @@
-"""Decoding with an NSA layer: prompts and decode steps through a cache."""
+"""Decoding with an attention layer: prompts and decode steps through a cache."""
 
 import abc
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int
-from nsa_jax.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.cache import DenseCache, NSACache, Reads
 from nsa_jax.cache.checks import check_layer_cache
+from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
@@ -20,29 +22,141 @@ from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
 from nsa_jax.option_checks import check_flag
 
 
-class CacheSteps(nnx.Module):
-    """The part of `NSAAttention` that decodes; the class itself makes the parameters and projects."""
+class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
+    """The part of a layer that decodes through a cache of type `C`; the layer itself projects."""
 
     num_kv_heads: int
     in_features: int
     head_dim: int
-    value_dim: int
-    share_keys_values: bool
-    config: NSAConfig
     scale: float
-    rotary: RotaryFunction
     dtype: DType | None
     implementation: Implementation | None
     query_proj: nnx.LinearGeneral
     out_proj: nnx.LinearGeneral
-    compressor_key: CompressorFunction
-    compressor_value: CompressorFunction
+    _prefill: ClassVar[Callable[..., Any]]  # of `nsa_jax.cache`, and the next one, too
+    _decode_step: ClassVar[Callable[..., Any]]
 
     @abc.abstractmethod
-    def _project(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
-    ) -> tuple[Array, TokenKeysValues, Array]:
-        """Rotated queries, the keys and values of all branches, and gates."""
+    def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Any, ...]:
+        """What these two take of new tokens: rotated queries, keys and values, and what else there is."""
+
+    @abc.abstractmethod
+    def _step_settings(self, cache: C, **chosen: Any) -> dict[str, Any]:
+        """Their options; those `chosen` for this call are `block_indices` and, of a step, `count_reads`."""
+
+    @abc.abstractmethod
+    def check_cache(self, cache: C, batch: int) -> None:
+        """Raises TypeError or ValueError unless a cache fits this layer and has `batch` rows."""
+
+    def prefill(
+        self,
+        x: Float[Array, "B T D"],
+        cache: C,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], C]:
+        """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
+
+        See `nsa_jax.cache.prefill`, or `nsa_jax.cache.dense_prefill` for a dense or window layer, also for
+        what else raises.
+
+        Args:
+          x: layer input of the new tokens.
+          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
+          num_tokens: how many of the `T` tokens of each row are real; the others are padding on the right.
+            All are real by default.
+          block_indices: a selection to use instead of choosing one, in the form that `inspect` returns; for
+            an NSA layer only.
+
+        Returns:
+          The layer output of the new tokens, and the cache that holds them.
+
+        Raises:
+          NotImplementedError: `block_indices` are given to another layer.
+        """
+        new = self._project_new(x, cache)
+        settings = self._step_settings(cache, block_indices=block_indices)
+        step = type(self)._prefill(cache, *new, num_tokens=num_tokens, **settings)
+        return self.out_proj(step.out), step.cache
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: C,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+        count_reads: Literal[False] = False,
+    ) -> tuple[Float[Array, "B T D"], C]: ...
+
+    @overload
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: C,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+        count_reads: Literal[True],
+    ) -> tuple[Float[Array, "B T D"], C, Reads]: ...
+
+    def decode_step(
+        self,
+        x: Float[Array, "B T D"],
+        cache: C,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+        count_reads: bool = False,
+    ) -> tuple[Float[Array, "B T D"], C] | tuple[Float[Array, "B T D"], C, Reads]:
+        """Appends a few tokens to every row and attends from each of them.
+
+        See `nsa_jax.cache.decode_step`, or `nsa_jax.cache.dense_decode_step` for a dense or window layer,
+        also for what else raises.
+
+        Args:
+          x: layer input of the new tokens. An NSA or window layer takes at most `step_capacity` tokens of a
+            row.
+          cache: the cache so far.
+          num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
+          block_indices: a selection to use, see `prefill`.
+          count_reads: whether to also return how many keys each branch gathered; for an NSA layer and on
+            `xla` only.
+
+        Returns:
+          The layer output of the new tokens, and the cache that holds them; with `count_reads` also
+          `nsa_jax.cache.Reads`.
+
+        Raises:
+          NotImplementedError: `block_indices` are given to another layer, or `count_reads` is True there.
+          TypeError: `count_reads` is not a bool.
+        """
+        check_flag(count_reads=count_reads)
+        new = self._project_new(x, cache)
+        settings = self._step_settings(cache, block_indices=block_indices, count_reads=count_reads)
+        step = type(self)._decode_step(cache, *new, num_tokens=num_tokens, **settings)
+        out = self.out_proj(step.out)
+        return (out, step.cache, step.reads) if count_reads else (out, step.cache)
+
+    def _project_new(self, x: Array, cache: C) -> tuple[Any, ...]:
+        """`_project` at the positions that follow those in the cache."""
+        check_inputs(x, self.in_features)
+        self.check_cache(cache, x.shape[0])
+        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+
+
+class NSACacheSteps(CacheSteps[NSACache]):
+    """The part of `NSAAttention` that decodes; the class itself makes the parameters and projects."""
+
+    value_dim: int
+    share_keys_values: bool
+    config: NSAConfig
+    rotary: RotaryFunction
+    compressor_key: CompressorFunction
+    compressor_value: CompressorFunction
+    _prefill, _decode_step = staticmethod(decoding.prefill), staticmethod(decoding.decode_step)
 
     def init_cache(
         self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
@@ -92,91 +206,13 @@ class CacheSteps(nnx.Module):
             share_keys_values=self.share_keys_values,
         )
 
-    def prefill(
-        self, x: Float[Array, "B T D"], cache: NSACache, *, num_tokens: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B T D"], NSACache]:
-        """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
-
-        See `nsa_jax.cache.prefill`, also for what raises.
-
-        Args:
-          x: layer input of the new tokens.
-          cache: the cache so far. Each row is one sequence; rotary positions count from its first token.
-          num_tokens: how many of the `T` tokens of each row are real; the others are padding on the right.
-            All are real by default.
-
-        Returns:
-          The layer output of the new tokens, and the cache that holds them.
-        """
-        step = decoding.prefill(
-            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings(cache)
-        )
-        return self.out_proj(step.out), step.cache
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
-
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: bool = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
-        """Appends a few tokens to every row and attends from each of them.
-
-        See `nsa_jax.cache.decode_step`, also for what raises.
-
-        Args:
-          x: layer input of the new tokens, at most `step_capacity` for each row.
-          cache: the cache so far.
-          num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
-          count_reads: whether to also return how many keys each branch gathered; on `xla` only.
-
-        Returns:
-          The layer output of the new tokens, and the cache that holds them; with `count_reads` also
-          `nsa_jax.cache.Reads`.
-        """
-        check_flag(count_reads=count_reads)
-        new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
-        if count_reads:
-            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
-            return self.out_proj(counted.out), counted.cache, counted.reads
-        step = decoding.decode_step(cache, *new, **settings)
-        return self.out_proj(step.out), step.cache
-
-    def _step_settings(self, cache: NSACache) -> dict[str, Any]:
-        return dict(
+    def _step_settings(self, cache: NSACache, **chosen: Any) -> dict[str, Any]:
+        return chosen | dict(
             config=self.config,
             compress=self._compression(cache.key_raw_ring.dtype),
             scale=self.scale,
             implementation=self.implementation,
         )
-
-    def _project_new(self, x: Array, cache: NSACache) -> tuple[Array, TokenKeysValues, Array]:
-        """`_project` at the positions that follow those in the cache."""
-        check_inputs(x, self.in_features)
-        self.check_cache(cache, x.shape[0])
-        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
 
     def _compression(self, dtype: DType) -> Compress:
         """`_compress` for tokens of `dtype`, as data where possible, because GPU kernels can read data."""
@@ -193,3 +229,73 @@ class CacheSteps(nnx.Module):
         """Compressed keys, rotated at the position of their block's first token, and compressed values."""
         key_cmp = turn(self.rotary, compress(self.compressor_key, key_windows), first_positions)
         return key_cmp, compress(self.compressor_value, value_windows)
+
+
+class DenseCacheSteps(CacheSteps[DenseCache]):
+    """The part of `DenseAttention` that decodes; the class itself makes the parameters and projects."""
+
+    window: NSAConfig | None
+    _prefill, _decode_step = staticmethod(decoding.dense_prefill), staticmethod(decoding.dense_decode_step)
+
+    def init_cache(
+        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
+    ) -> DenseCache:
+        """Makes an empty cache for `prefill` and `decode_step`, see `nsa_jax.cache.init_dense_cache`.
+
+        Args:
+          batch: number of rows.
+          max_length: most tokens that a row can hold, prompt and new tokens together. It does not matter to a
+            window layer if it is at least `window_size`.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters.
+          step_capacity: most tokens that one `decode_step` of a window layer can append to a row.
+
+        Returns:
+          A cache in which every row has length 0.
+        """
+        return decoding.init_dense_cache(
+            batch,
+            max_length,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=(self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype,
+            window_size=self._window_size,
+            step_capacity=step_capacity,
+        )
+
+    def check_cache(self, cache: DenseCache, batch: int) -> None:
+        """Checks that a cache fits this layer.
+
+        Args:
+          cache: the cache.
+          batch: number of rows that it must have.
+
+        Raises:
+          TypeError: `cache` is not a `DenseCache`, or one of its arrays is of another kind.
+          ValueError: its arrays do not fit together, its sizes are not those of this layer, or it has another
+            number of rows.
+        """
+        check_dense_layer_cache(
+            cache,
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+        )
+
+    @property
+    def _window_size(self) -> int | None:
+        return None if self.window is None else self.window.window_size
+
+    def _step_settings(self, cache: DenseCache, **chosen: Any) -> dict[str, Any]:
+        if chosen.get("count_reads"):
+            raise NotImplementedError(
+                f"count_reads needs NSA layers, got {type(self).__name__}. Leave it out: a query reads all "
+                "tokens up to itself, or the last window_size of them."
+            )
+        if chosen["block_indices"] is not None:
+            raise NotImplementedError(
+                f"block_indices need NSA layers, got {type(self).__name__}. Leave them out: there is no "
+                "selection."
+            )
+        return dict(window_size=self._window_size, scale=self.scale, implementation=self.implementation)

@@ -40,15 +40,15 @@ def add_query_parts(
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     heads, (h0, h1) = d_query.shape[2] // num_kv_heads, split_dim(d_query.shape[3])
-    (d_query,), () = launch(
-        add_query_parts_kernel, d_query, parts, first, block_indices, last_rows(placement),
-        placement.sequence_start, previous, out=(), in_place=1,
+    updated, () = launch(
+        add_query_parts_kernel, parts, first, block_indices, last_rows(placement),
+        placement.sequence_start, previous, out=(), in_place=dict(d_query=d_query),
         grid=(parts.shape[1] // slots, parts.shape[0]),
         num_queries=num_queries, all_heads=batch * num_kv_heads, KV_HEADS=num_kv_heads, G=heads,
         ROWS=parts.shape[2], SLOTS=slots, AT_ONCE=min(slots, SLOTS_AT_ONCE),
         BLOCK=placement.config.selection_block_size, H0=h0, H1=h1,
     )  # fmt: skip
-    return d_query
+    return updated["d_query"]
 
 
 @triton.jit(repr=named("nsa_selected_add_query_parts"))

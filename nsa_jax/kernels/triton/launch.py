@@ -1,7 +1,7 @@
 """Starts Triton kernels on JAX arrays, which no other module does."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,23 +33,24 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 2,
     registers: int | None = None,
-    in_place: int = 0,
+    in_place: Mapping[str, Array | None] | None = None,
     **constants: Any,
 ) -> Any:
     """Runs `kernel` on the grid and returns the arrays that it wrote.
 
-    With `in_place` it returns a pair: the tuple of updated operands, and the new arrays.
+    With `in_place` it returns a pair: the updated operands by name, and the new arrays.
 
     Args:
-      kernel: a function under `triton.jit`: pointers to the operands, then to the results,
-        then integers and `tl.constexpr`s.
+      kernel: a function under `triton.jit`: pointers to the operands in place, to the others and to the
+        results, then integers and `tl.constexpr`s.
       *operands: contiguous arrays or descriptors of them; None where the kernel does without.
       out: `jax.ShapeDtypeStruct` of the new result, or a pytree of them; () for none.
       grid: programs along x, y and z; x may be long.
       num_warps: warps of a program.
       num_stages: steps of a loop whose loads are in flight.
       registers: most registers of a thread; None leaves it to the compiler.
-      in_place: how many of the first operands are also results; the kernel gets one pointer for both.
+      in_place: operands that are also results, by the names of the kernel's first parameters; the kernel
+        gets one pointer for both.
       **constants: the kernel's other parameters by name.
 
     Raises:
@@ -63,20 +64,22 @@ def launch(
     compiler = {} if registers is None else dict(maxnreg=registers)
     if (capability() or (0, 0)) >= (10, 0):
         compiler["ptx_version"] = NEWEST_PTX
-    updated = tuple(like(x) for x in operands[:in_place] if x is not None)
+    held = dict(in_place or {})
+    assert kernel.arg_names[: len(held)] == list(held), "in place are the kernel's first parameters"
+    names = [name for name, x in held.items() if x is not None]
+    updated = tuple(like(x) for x in held.values() if x is not None)
     # Aliases of jax-triton 0.4.1 count results, new ones first: operands in place come after them.
-    places = [i for i in range(in_place) if operands[i] is not None]
-    aliases = {i: len(jax.tree.leaves(out)) + n for n, i in enumerate(places)}
-    if in_place:
+    aliases = {list(held).index(name): len(jax.tree.leaves(out)) + n for n, name in enumerate(names)}
+    if held:
         # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
-        operands = (*jax.lax.optimization_barrier(operands[:in_place]), *operands[in_place:])
+        operands = (*jax.lax.optimization_barrier(tuple(held.values())), *operands)
     with warnings.catch_warnings():
         # jax-triton recommends `jax.Ref`s. We keep the option: a Ref is state that one must make and freeze.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *operands,
             kernel=kernel,
-            out_type=(out, updated) if in_place else out,
+            out_type=(out, updated) if held else out,
             grid=grid,
             name=kernel.repr(SimpleNamespace(constants=constants)),
             num_warps=num_warps,
@@ -85,11 +88,11 @@ def launch(
             backend_options=compiler,
             **constants,
         )
-    if in_place:
+    if held:
         # XLA lets a call write straight into a slice of the array in which a scan stacks its outputs. But a
         # call in place writes to its operand, so that slice would never be written. The barrier prevents it.
         out, updated = jax.lax.optimization_barrier(results)
-        results = updated, out
+        results = held | dict(zip(names, updated, strict=True)), out
     # Under shard_map, results vary over each mesh axis that an operand varies over. The call does not say so.
     axes = frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: vary(x, axes), results)

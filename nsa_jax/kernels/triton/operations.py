@@ -160,6 +160,7 @@ def decode_step(
     tokens: TokenKeysValues,
     gates: Float[Array, "B T N 3"],
     num_tokens: Int[Array, " B"] | None,
+    block_indices: Int32[Array, "B T K R"] | None,
     compress: Compress,
     config: NSAConfig,
     scale: float,
@@ -172,14 +173,16 @@ def decode_step(
     if not _is_known(compress):
         windows = slots.windows_of_step(cache, tokens, num_tokens, config)
         forming = GivenBlocks(*compress_blocks(compress, *windows))
-    step = _decode_step(config, float(scale))(forming, cache, query, tokens, gates, num_tokens)
+    run = _decode_step(config, float(scale))
+    step = run(forming, cache, query, tokens, gates, num_tokens, block_indices)
     return step.out, step.cache, None
 
 
 @functools.cache
 def _decode_step(config: NSAConfig, scale: float):
-    def step(compress, cache, query, tokens, gates, num_tokens):
-        return steps.decode_step(cache, query, tokens, gates, num_tokens, compress, config, scale)
+    def step(compress, cache, query, tokens, gates, num_tokens, block_indices):
+        new = (query, tokens, gates, num_tokens)
+        return steps.decode_step(cache, *new, compress, config, scale, block_indices=block_indices)
 
     by_blocks, by_weights = _divisible(step), _divisible(step, alike=1)
 

@@ -3,7 +3,7 @@
 import jax
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, AttendedReads, Float, Int
+from nsa_jax.array_typing import Array, AttendedReads, Float, Int, Int32
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.xla import operations
@@ -17,6 +17,7 @@ def decode_step(
     tokens: TokenKeysValues,
     gates: Float[Array, "B T N 3"],
     num_tokens: Int[Array, " B"] | None,
+    block_indices: Int32[Array, "B T K R"] | None,
     compress: Compress,
     config: NSAConfig,
     scale: float,
@@ -46,10 +47,11 @@ def decode_step(
     cmp = operations.compressed_attention(
         query, cache.key_cmp, cache.value_cmp, placement, scale, count_reads=count_reads
     )
-    fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
-    blocks = operations.select_blocks(*fixed, placement, scale)
+    if block_indices is None:
+        fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
+        block_indices = operations.select_blocks(*fixed, placement, scale)
     slc = operations.selected_attention(
-        query, cache.key_slc, cache.value_slc, blocks, placement, scale, count_reads=count_reads
+        query, cache.key_slc, cache.value_slc, block_indices, placement, scale, count_reads=count_reads
     )
     win = operations.window_attention(query, *window, placement, scale, count_reads=count_reads)
     out = operations.gated_sum(cmp.out, slc.out, win.out, gates)

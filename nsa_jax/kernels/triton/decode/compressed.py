@@ -8,7 +8,8 @@ nothing. A tile holds whole selection blocks; each has OWN compressed keys in PA
 The scores of the selection (Eq. 8-10) come from the same logits, so no key is read twice. For each row and
 selection block a tile stores the weighted sum of `exp2(logit - largest)`, a quarter of the logits' bytes, and
 for each row the largest logit so far. A compressed key that reaches into the next selection block counts
-there too; what reaches beyond the tile is stored apart, as `tails`.
+there too; what reaches beyond the tile is stored apart, as `tails`. If the blocks are given, none of this is
+stored.
 
 All rows see all keys here: old blocks are complete for every new token. Why this order: the loop runs over
 keys, with all rows of the group at once, so a program loads a key once. The groups of a KV head have
@@ -63,6 +64,8 @@ class Compressed(NamedTuple):
       out, sums: the parts, see `parts`.
       scores: `[B, K, R, TILES * TILE_BLOCKS]`: sums of the selection blocks.
       tails, tops: `[B, K, R, TILES]`: what reaches beyond a tile, and the largest logit up to it.
+
+    The last three are written only if SCORED.
     """
 
     key: tl.tensor
@@ -85,6 +88,7 @@ class Tiling(NamedTuple):
       SHARES: parts into which the tiles of a row are divided.
       GROUPS: groups of query rows, each with a program for every part.
       STAGES: stages of the loop: the loads of STAGES - 1 tiles are in flight.
+      SCORED: whether the selection needs scores.
     """
 
     MAX_BLOCKS: tl.constexpr
@@ -95,6 +99,7 @@ class Tiling(NamedTuple):
     SHARES: tl.constexpr
     GROUPS: tl.constexpr
     STAGES: tl.constexpr
+    SCORED: tl.constexpr
 
 
 @triton.jit
@@ -130,9 +135,10 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
         k = load_at(keys + start.to(tl.int64) * KEY_ROW, offset * KEY_ROW, seen, KEY)
         v = load_at(values + start.to(tl.int64) * VALUE_ROW, offset * VALUE_ROW, seen, VALUE)
         state, p = attend(state, q, k, v, seen, scale, PRECISION)
-        of_blocks, tail = _block_sums(p, D.ROWS, X.TILE_BLOCKS, X.OWN, X.PADDED, D.SIZE // D.STRIDE)
-        at = (row * (X.TILES * X.TILE_BLOCKS))[:, None] + (tile * X.TILE_BLOCKS + block)[None, :]
-        tl.store(cmp.scores + at, of_blocks, mask=rows.inside[:, None])
-        tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
-        tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
+        if X.SCORED:
+            of_blocks, tail = _block_sums(p, D.ROWS, X.TILE_BLOCKS, X.OWN, X.PADDED, D.SIZE // D.STRIDE)
+            at = (row * (X.TILES * X.TILE_BLOCKS))[:, None] + (tile * X.TILE_BLOCKS + block)[None, :]
+            tl.store(cmp.scores + at, of_blocks, mask=rows.inside[:, None])
+            tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
+            tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
     store_part(cmp.out, cmp.sums, bk, part, D.PARTS, D.T * D.G, rows, state, VALUE)

@@ -47,25 +47,25 @@ def dense_decode_step(
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, kv_heads, *shape), jnp.float32)
 
-    (keys, values), found = launch(
-        dense_kernel, cache.key, cache.value, cache.lengths, num_tokens, key, value, query,
+    held, found = launch(
+        dense_kernel, cache.lengths, num_tokens, key, value, query,
         out=(jax.ShapeDtypeStruct((batch, 3), jnp.int32), floats(parts, rows, value_dim),
              floats(parts, 2, rows)),
-        in_place=2, grid=(parts * batch * kv_heads * sizes.groups,), num_warps=sizes.num_warps,
-        num_stages=sizes.num_stages, scale=float(scale * LOG2_E.value), batch=batch, max_length=max_length,
-        SIZE=slots, WINDOW=cache.ring_window(window_size) or 0, PARTS=sizes.parts, TILE=sizes.keys,
-        ROWS=sizes.rows, GROUPS=sizes.groups, STAGES=sizes.num_stages, H0=h[0], H1=h[1],
-        PRECISION=precision(query.dtype), **common,
+        in_place=dict(key=cache.key, value=cache.value), grid=(parts * batch * kv_heads * sizes.groups,),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages, scale=float(scale * LOG2_E.value),
+        batch=batch, max_length=max_length, SIZE=slots, WINDOW=cache.ring_window(window_size) or 0,
+        PARTS=sizes.parts, TILE=sizes.keys, ROWS=sizes.rows, GROUPS=sizes.groups, STAGES=sizes.num_stages,
+        H0=h[0], H1=h[1], PRECISION=precision(query.dtype), **common,
     )  # fmt: skip
     padded = triton.next_power_of_2(parts)
     floats_of_row = padded * triton.next_power_of_2(value_dim)
-    (lengths, overflowed), out = launch(
-        dense_merge_kernel, cache.lengths, cache.overflowed, *found,
-        out=like(query, (batch, num_new, num_heads, value_dim)), in_place=2,
+    ended, out = launch(
+        dense_merge_kernel, *found, out=like(query, (batch, num_new, num_heads, value_dim)),
+        in_place=dict(lengths=cache.lengths, overflowed=cache.overflowed),
         grid=(batch * num_new * num_heads,), num_warps=min(max(floats_of_row // 4096, 1), 8),
         num_stages=1, PARTS=parts, PADDED=padded, **common,
     )  # fmt: skip
-    updated = DenseCache(keys, values, lengths, overflowed)
+    updated = DenseCache(**held, **ended)
     return out, alike_in_shards(updated, cache, num_tokens, num_new, max_length)
 
 

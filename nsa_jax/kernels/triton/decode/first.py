@@ -18,7 +18,7 @@ from nsa_jax.kernels.triton.pieces import Dim
 
 @triton.jit(repr=named("nsa_step_first"))
 def first_kernel(
-    key_slc, value_slc, key_raw, value_raw, key_win, value_win,
+    key_slc, value_slc, key_raw_ring, value_raw_ring, key_win_ring, value_win_ring,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
     value_bias_in, value_kernel_out, value_bias_out, ticks, rest, magnitude, query, key_cmp, value_cmp,
@@ -30,7 +30,7 @@ def first_kernel(
     V0: tl.constexpr, V1: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     TILES: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SCORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attends to one part, or appends to one row and KV head. In place: selection arrays and rings."""
     D: tl.constexpr = StepDims(
@@ -38,7 +38,7 @@ def first_kernel(
         BLOCKS=BLOCKS, ROWS=ROWS, PARTS=ALL, PAIRS=PAIRS, KEY_UNITS=KEY_UNITS, VALUE_UNITS=VALUE_UNITS,
         HIDDEN_PARTS=HIDDEN_PARTS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
     )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES)
+    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES, SCORED)
     attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
     if pid < attending:
@@ -46,10 +46,10 @@ def first_kernel(
         attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION)
     else:
         arrays = Appending(
-            key_slc=key_slc, value_slc=value_slc, key_raw=key_raw, value_raw=value_raw, key_win=key_win,
-            value_win=value_win, new_key_cmp=new_key_cmp, new_value_cmp=new_value_cmp,
-            new_key_slc=new_key_slc, new_value_slc=new_value_slc, new_key_win=new_key_win,
-            new_value_win=new_value_win,
+            key_slc=key_slc, value_slc=value_slc, key_raw=key_raw_ring, value_raw=value_raw_ring,
+            key_win=key_win_ring, value_win=value_win_ring, new_key_cmp=new_key_cmp,
+            new_value_cmp=new_value_cmp, new_key_slc=new_key_slc, new_value_slc=new_value_slc,
+            new_key_win=new_key_win, new_value_win=new_value_win,
         )  # fmt: skip
         forming = Forming(
             given_key, given_value, hidden, OutputLayer(key_bias_in, key_kernel_out, key_bias_out),

@@ -5,7 +5,8 @@ head are a team, and each is a share of it. The shares divide each piece of work
 blocks (`scores`), attend to the selected blocks (`selected`) and merge the query heads (`merge`). Before the
 last two the team waits until all shares are ready (`arrivals`), which takes less time than a launch. WIN
 shares attend to the window (`window`) before the first wait, while the others finish their lists. The order
-is that in which the pieces of work need each other's results.
+is that in which the pieces of work need each other's results. If the blocks are given, there are no lists,
+and the team waits once.
 
 Of the tiles only the query lasts through all of them, in shared memory. Registers are those of the piece that
 needs most: at 8 rows of 64k tokens (64 heads, 4 KV heads, 128/128, bfloat16) that is `merge`, with
@@ -35,7 +36,7 @@ from nsa_jax.kernels.triton.pieces import Dim
 def second_kernel(
     key_cmp, value_cmp, lengths, overflowed, out, sums, arrivals,
     placed, query, gates, key_slc, value_slc, key_win, value_win, block_key, block_value, block_logits,
-    scores, tails, tops,
+    scores, tails, tops, given,
     merged, chosen, best,
     scale, T: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, KV_HEADS: tl.constexpr,
     MAX_LENGTH: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
@@ -79,24 +80,26 @@ def second_kernel(
     tokens = load_placed(placed, b)
     rows = rows_of_token(token, ROWS, G, KV_HEADS)
     q = load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY)
-    scored = Scored(sums, scores, tails, tops, block_logits)
-    for chunk in tl.range(share, CHUNKS, SLC, num_stages=1):
-        score_chunk(scored, best, tokens, bk, token, chunk, C)
-    arrive(arrived)
+    if given is None:
+        scored = Scored(sums, scores, tails, tops, block_logits)
+        for chunk in tl.range(share, CHUNKS, SLC, num_stages=1):
+            score_chunk(scored, best, tokens, bk, token, chunk, C)
+        arrive(arrived)
 
     if share >= SLC - WIN:
         window = Window(key_win, value_win, out, sums)
         attend_window(window, q, rows, tokens, bk, token, share - (SLC - WIN), scale, W, PRECISION)
 
-    wait_for(arrived, SLC)
-    selected = Selected(key_slc, value_slc, best, chosen, out, sums)
+    if given is None:
+        wait_for(arrived, SLC)
+    selected = Selected(key_slc, value_slc, given, best, chosen, out, sums)
     attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECISION)
     arrive(arrived)
     if (share == 0) & (token == 0):
         lacking = Lacking(key_cmp, value_cmp, lengths, overflowed, block_key, block_value)
         complete_cache(lacking, tokens, b, kv_head, W)
 
-    wait_for(arrived, 2 * SLC)
+    wait_for(arrived, 2 * SLC if given is None else SLC)
     merging = Merging(out, sums, gates, merged)
     for first in tl.range(share * HEADS, G, SLC * HEADS, num_stages=1):
         merge_heads(merging, tokens, bk, token, first, P)

@@ -4,6 +4,7 @@ Grid: that of `second_kernel`; all shares of a team run it, when all have writte
 ranks the lists of `scores` itself, by counting: this takes less time than waiting for another program to tell
 it its blocks. Why this order: ranking comes before the loop, because the loads of the first step need its
 result. Then the loop runs over blocks, with all query heads of the KV head at once, so a key is loaded once.
+Blocks that are given need no ranking: they come in the order of their slots.
 
 Registers of its part: sums and logits, `ROWS (COLUMNS + V) / (32 num_warps)` floats a thread with
 `COLUMNS = STEP PADDED_BLOCK` (24 at 16 rows, 64 keys, V = 128, 4 warps), and ranks and blocks of the
@@ -31,13 +32,15 @@ class Selected(NamedTuple):
 
     Attributes:
       key, value: `[B, MAX_LENGTH, K, D]`.
-      best: `[B, K, T, LISTS, 2, SLOTS]`, see `scores`.
-      chosen: `[B, T, K, SELECTED]`, -1 for none.
+      given: `[B, T, K, SELECTED]`, blocks to attend to, -1 for none; None to take the best.
+      best: `[B, K, T, LISTS, 2, SLOTS]`, see `scores`; read if no blocks are given.
+      chosen: `[B, T, K, SELECTED]`, the blocks that were attended to, -1 for none.
       out, sums: the parts, see `parts`.
     """
 
     key: tl.tensor
     value: tl.tensor
+    given: tl.tensor | None
     best: tl.tensor
     chosen: tl.tensor
     out: tl.tensor
@@ -91,25 +94,31 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     VALUE: tl.constexpr = S.VALUE
     H: tl.constexpr = KEY.D0 + KEY.D1
     V: tl.constexpr = VALUE.D0 + VALUE.D1
-    FORCED: tl.constexpr = S.INITIAL + S.LOCAL
+    FORCED: tl.constexpr = S.INITIAL + S.LOCAL if selected.given is None else 0
     EACH: tl.constexpr = S.SLOTS // S.SHARES
     COLUMNS: tl.constexpr = S.STEP * S.PADDED_BLOCK
 
-    # Slots: the initial blocks, the local ones, then others by rank; while all blocks fit, all in order.
     exists = token < tokens.number
     at = tokens.start + token
     count = tl.where(exists, at // S.BLOCK + 1, 0)
-    local = count - S.LOCAL
-    fit = count <= S.SELECTED
-    x = tl.arange(0, S.LISTS * S.SLOTS)
-    source = (bk * S.T + token) * S.LISTS + x // S.SLOTS
-    bits = tl.load(selected.best + source * (2 * S.SLOTS) + x % S.SLOTS)
-    index = tl.load(selected.best + source * (2 * S.SLOTS) + S.SLOTS + x % S.SLOTS)
-    candidate = (x // S.SLOTS * S.CHUNK < local) & (x % S.SLOTS < S.SELECTED - FORCED) & (count > S.SELECTED)
-    bits = tl.where(candidate, bits, -1)
-    # Lists are in the order of their blocks, so of equal scores the earlier one has the lower block.
-    live = tl.cdiv(tl.maximum(local, 0), S.CHUNK) * S.SLOTS  # in lists that may have candidates
-    rank = tl.where(bits >= 0, ranks(bits, live, S.LISTS * S.SLOTS), S.LISTS * S.SLOTS)
+    if selected.given is None:
+        # Slots: the initial blocks, the local ones, then others by rank; while all blocks fit, all in order.
+        local = count - S.LOCAL
+        fit = count <= S.SELECTED
+        x = tl.arange(0, S.LISTS * S.SLOTS)
+        source = (bk * S.T + token) * S.LISTS + x // S.SLOTS
+        bits = tl.load(selected.best + source * (2 * S.SLOTS) + x % S.SLOTS)
+        index = tl.load(selected.best + source * (2 * S.SLOTS) + S.SLOTS + x % S.SLOTS)
+        candidate = (x // S.SLOTS * S.CHUNK < local) & (x % S.SLOTS < S.SELECTED - FORCED)
+        bits = tl.where(candidate & (count > S.SELECTED), bits, -1)
+        # Lists are in the order of their blocks, so of equal scores the earlier one has the lower block.
+        live = tl.cdiv(tl.maximum(local, 0), S.CHUNK) * S.SLOTS  # in lists that may have candidates
+        rank = tl.where(bits >= 0, ranks(bits, live, S.LISTS * S.SLOTS), S.LISTS * S.SLOTS)
+    else:
+        rank = tl.arange(0, S.SLOTS)
+        given = selected.given + ((b * S.T + token) * S.KV_HEADS + kv_head) * S.SELECTED
+        index = tl.load(given + rank, mask=rank < S.SELECTED, other=-1)
+        index = tl.where(index < count, index, -1)
 
     column = tl.arange(0, COLUMNS)
     in_block = column % S.PADDED_BLOCK
@@ -120,11 +129,14 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     end = tl.where(tokens.number >= 0, EACH, 0)
     for first in tl.range(0, end, S.STEP, num_stages=S.STAGES):
         slot = share * EACH + first + column // S.PADDED_BLOCK
-        block = tl.where(slot < S.INITIAL, slot, local + slot - S.INITIAL)
+        block = slot
+        if selected.given is None:
+            block = tl.where(slot < S.INITIAL, slot, local + slot - S.INITIAL)
         for u in tl.static_range(S.STEP):
             found = tl.sum(tl.where(rank == share * EACH + first + u - FORCED, index, 0), 0)
             block = tl.where((column // S.PADDED_BLOCK == u) & (slot >= FORCED), found, block)
-        block = tl.where(fit, tl.where(slot < count, slot, -1), block)
+        if selected.given is None:
+            block = tl.where(fit, tl.where(slot < count, slot, -1), block)
         block = tl.where(slot < S.SELECTED, block, -1)
         to = selected.chosen + ((b * S.T + token) * S.KV_HEADS + kv_head) * S.SELECTED
         tl.store(to + slot, block, mask=(in_block == 0) & (slot < S.SELECTED))

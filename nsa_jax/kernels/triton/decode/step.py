@@ -6,6 +6,7 @@ token and KV head need each other's results, and still are one launch: the progr
 other (`arrivals`). `hidden` runs before `first` if an MLP forms the new blocks.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ _padded = triton.next_power_of_2
 
 
 class StepResult(NamedTuple):
-    """Output and cache of a step, and the blocks that each token selected, in any order, -1 for none."""
+    """Output and cache of a step, and the blocks that each token attended to, in any order, -1 for none."""
 
     out: Float[Array, "B T N V"]
     cache: NSACache
@@ -63,7 +64,7 @@ class _Formed(NamedTuple):
     rest: Float32[Array, " pairs"] | None = None
     magnitude: Float[Array, " 1"] | None = None
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """The sizes of these arrays, as constants of the kernel."""
         sizes = {"KEY_UNITS": self.key_bias_in, "VALUE_UNITS": self.value_bias_in, "PAIRS": self.rest}
         return {name: 0 if x is None else x.shape[0] for name, x in sizes.items()}
@@ -99,6 +100,7 @@ def decode_step(
     config: NSAConfig,
     scale: float,
     *,
+    block_indices: Int32[Array, "B T K R"] | None = None,
     sizes: StepSizes | None = None,
 ) -> StepResult:
     """Appends the tokens and attends from each of them.
@@ -107,12 +109,17 @@ def decode_step(
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
       compress: how the blocks that the step completes are formed, or these blocks.
       config, scale: as there, but without defaults.
+      block_indices: as there, but each block once.
       sizes: used instead of those that `step_sizes` would take.
     """
-    step = _Step(cache, query, tokens, gates, num_tokens, compress, config, scale, sizes)
-    cache, parts, found = step.begin()
-    cache, out, blocks = step.complete(cache, parts, found)
-    return StepResult(out, cache, blocks)
+    num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
+    shapes = _Shapes.of(cache, query, config, sizes)
+    formed = _form(cache, tokens, num_tokens, compress, shapes)
+    scored = block_indices is None
+    written, parts, found = _first(cache, query, tokens, num_tokens, formed, scored, scale, shapes)
+    written, out, blocks = _second(written, query, gates, parts, found, block_indices, scale, shapes)
+    written = alike_in_shards(written, cache, num_tokens, shapes.num_new, cache.max_length)
+    return StepResult(out, written, blocks)
 
 
 def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes:
@@ -135,174 +142,264 @@ def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes
     )
 
 
-class _Step:
-    """The operands of a step and the sizes that follow from them; one method for each launch."""
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """The sizes of a step's operands, how its work is divided, and what follows from both.
 
-    def __init__(self, cache, query, tokens, gates, num_tokens, compress, config, scale, sizes):
-        self.cache, self.query, self.tokens, self.gates = cache, query, tokens, gates
-        self.num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
-        self.compress: Compression | GivenBlocks = compress
-        self.config: NSAConfig = config
-        self.scale = float(scale * LOG2_E.value)
-        self.batch, self.num_new, self.num_heads, _ = query.shape
-        self.kv_heads = cache.key_slc.shape[2]
-        self.heads = self.num_heads // self.kv_heads
-        self.max_blocks = cache.key_cmp.shape[1]
-        self.blocks = layout.blocks_of_step(self.num_new, config)
-        self.own = config.selection_block_size // config.compression_stride
-        self.slots = _padded(config.num_selected_blocks)
-        self.sizes = sizes or sizes_of_step(cache, query, config)
-        # Tiles of compressed keys: whole selection blocks, each padded to a power of two of columns.
-        self.tile_blocks = max(self.sizes.keys // _padded(self.own), 1)
-        self.tiles = max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
-        self.chunk_tiles = self.sizes.list_blocks // self.tile_blocks
-        self.chunks = _padded(-(-self.tiles // self.chunk_tiles))
-        h, v = (split_dim(x.shape[3]) for x in (cache.key_slc, cache.value_slc))
-        self.dims: dict[str, Any] = dict(H0=h[0], H1=h[1], V0=v[0], V1=v[1])
-        self.common: dict[str, Any] = dict(T=self.num_new, G=self.heads, KV_HEADS=self.kv_heads)
-        self.compression: dict[str, Any] = dict(
-            SIZE=config.compression_block_size, STRIDE=config.compression_stride
-        )
-        self.selection: dict[str, Any] = dict(
-            BLOCK=config.selection_block_size, SELECTED=config.num_selected_blocks,
-            INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, SLOTS=self.slots,
+    Attributes:
+      batch, num_new, kv_heads, heads: rows, new tokens, KV heads, and query heads of a KV head.
+      key_dim, value_dim: widths of keys and values.
+      max_length, max_blocks: tokens and compression blocks that the cache has room for.
+      config: block structure.
+      sizes: how the work is divided.
+    """
+
+    batch: int
+    num_new: int
+    kv_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    max_length: int
+    max_blocks: int
+    config: NSAConfig
+    sizes: StepSizes
+
+    @classmethod
+    def of(cls, cache: NSACache, query: Array, config: NSAConfig, sizes: StepSizes | None) -> "_Shapes":
+        """Reads them from the operands; the sizes are those of `step_sizes` if None."""
+        batch, num_new, num_heads, key_dim = query.shape
+        kv_heads, value_dim = cache.value_slc.shape[2:]
+        return cls(
+            batch, num_new, kv_heads, num_heads // kv_heads, key_dim, value_dim, cache.max_length,
+            cache.key_cmp.shape[1], config, sizes or sizes_of_step(cache, query, config),
         )  # fmt: skip
-        self.products: dict[str, Any] = dict(scale=self.scale, PRECISION=precision(query.dtype))
-        # Parts of the branches, in this order. New blocks are one more part of the compressed branch.
-        self.parts: dict[str, int] = dict(
-            CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.shares
-        )
-        self.all_parts = sum(self.parts.values())
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head."""
+        return self.num_new * self.heads
+
+    @property
+    def blocks(self) -> int:
+        """Compression blocks that the new tokens may complete."""
+        return layout.blocks_of_step(self.num_new, self.config)
+
+    @property
+    def own(self) -> int:
+        """Compressed keys of a selection block."""
+        return self.config.selection_block_size // self.config.compression_stride
+
+    @property
+    def slots(self) -> int:
+        """Length of a list of blocks."""
+        return _padded(self.config.num_selected_blocks)
+
+    @property
+    def tile_blocks(self) -> int:
+        """Selection blocks of a tile of compressed keys, each padded to a power of two of columns."""
+        return max(self.sizes.keys // _padded(self.own), 1)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the cache."""
+        return max(-(-self.max_blocks // (self.tile_blocks * self.own)), 1)
+
+    @property
+    def chunk_tiles(self) -> int:
+        """Tiles of a chunk, whose best blocks form a list."""
+        return self.sizes.list_blocks // self.tile_blocks
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return _padded(-(-self.tiles // self.chunk_tiles))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parts of the branches, in this order. New blocks are one more part of the compressed branch."""
+        return dict(CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.shares)
+
+    @property
+    def all_parts(self) -> int:
+        """Parts of all branches."""
+        return sum(self.parts.values())
 
     def floats(self, *shape: int) -> jax.ShapeDtypeStruct:
         """A float32 array with these axes for each batch row and KV head."""
         return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *shape), jnp.float32)
 
-    def begin(self) -> tuple[NSACache, _Parts, _Found]:
-        """First launch: the cache with the new tokens, the compressed parts, and what else it writes."""
-        cache, formed, sizes = self.cache, self.form(), self.sizes
-        rings = (cache.key_raw_ring, cache.value_raw_ring, cache.key_win_ring, cache.value_win_ring)
-        attending = sizes.cmp_parts * self.batch * self.kv_heads * sizes.groups
-        rows, block = self.num_new * self.heads, (self.batch, self.blocks, self.kv_heads)
-        key_cmp, value_cmp = cache.key_cmp, cache.value_cmp
-        out = (
-            self.floats(self.all_parts, rows, value_cmp.shape[3]),
-            self.floats(self.all_parts, 2, rows),
-            self.floats(rows, self.tiles * self.tile_blocks),
-            self.floats(rows, self.tiles),
-            self.floats(rows, self.tiles),
-            jax.ShapeDtypeStruct((self.batch, 3), jnp.int32),
-            like(key_cmp, (*block, key_cmp.shape[3])),
-            like(value_cmp, (*block, value_cmp.shape[3])),
-            self.floats(rows, self.blocks),
-            jax.ShapeDtypeStruct((self.batch, self.kv_heads, self.num_new), jnp.int32),
-        )
-        updated, found = launch(
-            first_kernel, cache.key_slc, cache.value_slc, *rings, cache.lengths, self.num_tokens,
-            *self.tokens, *formed, self.query, key_cmp, value_cmp, out=out, in_place=6,
-            grid=(attending + self.batch * self.kv_heads,), num_warps=sizes.cmp_warps,
-            num_stages=sizes.cmp_stages, batch=self.batch, MAX_LENGTH=cache.max_length,
-            RAW=rings[0].shape[1], RING=1 if rings[2] is None else rings[2].shape[1], BLOCKS=self.blocks,
-            ROWS=sizes.rows, ALL=self.all_parts,
-            HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3],
-            MAX_BLOCKS=self.max_blocks, OWN=self.own, PADDED=_padded(self.own), TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages,
-            **formed.constants(), **self.common, **self.compression, **self.dims, **self.products,
-        )  # fmt: skip
-        names = ("key_slc", "value_slc", "key_raw_ring", "value_raw_ring", "key_win_ring", "value_win_ring")
-        cache = cache._replace(**dict(zip(names, updated, strict=False)))
-        return cache, _Parts(*found[:2]), _Found(*found[2:])
-
-    def form(self) -> _Formed:
-        """What forms the new blocks from their tokens."""
-        if isinstance(self.compress, GivenBlocks):
-            return _Formed(*self.compress)
-        key, value, rotation = self.compress.key, self.compress.value, self.compress.rotation
-        formed = _Formed()
-        if key is not None or value is not None:
-            formed = formed._replace(hidden=self.hidden(key, value))
-        if key is not None:
-            formed = formed._replace(
-                key_bias_in=key.bias_in, key_kernel_out=key.kernel_out, key_bias_out=key.bias_out
-            )
-        if value is not None:
-            formed = formed._replace(
-                value_bias_in=value.bias_in, value_kernel_out=value.kernel_out, value_bias_out=value.bias_out
-            )
-        if rotation is not None:
-            magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
-            formed = formed._replace(
-                ticks=jnp.asarray(rotation.ticks), rest=jnp.asarray(rotation.rest), magnitude=magnitude
-            )
-        return formed
-
-    def hidden(
-        self, key: ResidualMLP | None, value: ResidualMLP | None
-    ) -> Float[Array, "B blocks K parts F"]:
-        """The hidden units of the MLPs for the blocks of the step, before bias and GELU."""
-        rows = self.batch * self.blocks * self.kv_heads
-        sizes = hidden_sizes(rows, self.config.compression_block_size)
-        operands: list[Array | None] = []
-        constants: dict[str, Any] = {}
-        for name, mlp in (("key", key), ("value", value)):
-            ring, new = getattr(self.cache, f"{name}_raw_ring"), getattr(self.tokens, f"{name}_cmp")
-            weights = None if mlp is None else mlp.kernel_in
-            dtype = ring.dtype if weights is None else weights.dtype
-            operands += [None] * 4 if mlp is None else [ring, new, mlp.position_embedding, weights]
-            of_layer = dict(
-                UNITS=0 if weights is None else weights.shape[1], DIM=ring.shape[3],
-                DEPTH=hidden_depth(ring.shape[3], dtype.itemsize), PRECISION=precision(dtype),
-            )  # fmt: skip
-            constants |= {f"{name.upper()}_{what}": size for what, size in of_layer.items()}
-        columns = constants["KEY_UNITS"], constants["VALUE_UNITS"]
-        shape = (self.batch, self.blocks, self.kv_heads, sizes.parts, sum(columns))
-        tiles_of_units = sum(-(-units // sizes.units) for units in columns)
-        return launch(
-            hidden_kernel, self.cache.lengths, self.num_tokens, *operands,
-            out=jax.ShapeDtypeStruct(shape, jnp.float32),
-            grid=(sizes.parts * tiles_of_units * -(-rows // sizes.rows),), num_stages=sizes.stages,
-            batch=self.batch, T=self.num_new, KV_HEADS=self.kv_heads, MAX_LENGTH=self.cache.max_length,
-            RAW=self.cache.key_raw_ring.shape[1], BLOCKS=self.blocks, ROWS=sizes.rows, COLUMNS=sizes.units,
-            PARTS=sizes.parts, STAGES=sizes.stages, **constants, **self.compression,
+    def of_tokens(self) -> dict[str, Any]:
+        """The constants of all three kernels."""
+        return dict(
+            T=self.num_new, KV_HEADS=self.kv_heads, MAX_LENGTH=self.max_length, BLOCKS=self.blocks,
+            SIZE=self.config.compression_block_size, STRIDE=self.config.compression_stride,
         )  # fmt: skip
 
-    def complete(
-        self, cache: NSACache, parts: _Parts, found: _Found
-    ) -> tuple[NSACache, Float[Array, "B T N V"], Int32[Array, "B T K R"]]:
-        """Second launch: the cache with new blocks and lengths, the gated sum, and the selected blocks."""
-        config, sizes = self.config, self.sizes
-        key, value = cache.key_win_ring, cache.value_win_ring
-        if key is None or value is None:
-            key, value = cache.key_slc, cache.value_slc
-        window, block = min(config.window_size, cache.max_length), config.selection_block_size
-        dims = cache.key_slc.shape[3], cache.value_slc.shape[3]
-        lists = (self.batch, self.kv_heads, self.num_new, self.chunks, 2, self.slots)
-        chosen = (self.batch, self.num_new, self.kv_heads, config.num_selected_blocks)
-        out = (
-            like(self.query, (self.batch, self.num_new, self.num_heads, dims[1])),
-            jax.ShapeDtypeStruct(chosen, jnp.int32),
-            jax.ShapeDtypeStruct(lists, jnp.int32),
-        )
-        padded = _padded(self.all_parts)
-        heads = max(
-            min(_padded(-(-self.heads // sizes.shares)), MERGED_AT_ONCE // (padded * _padded(dims[1]))), 1
-        )
-        updated, (merged, blocks, _) = launch(
-            second_kernel, cache.key_cmp, cache.value_cmp, cache.lengths, cache.overflowed, *parts,
-            found.arrivals, found.placed, self.query, self.gates, cache.key_slc, cache.value_slc, key, value,
-            found.block_key, found.block_value, found.block_logits, found.scores, found.tails, found.tops,
-            out=out, in_place=7, grid=(sizes.shares * self.batch * self.kv_heads * self.num_new,),
-            num_warps=sizes.share_warps, num_stages=1, registers=sizes.registers,
-            PADDED_G=_padded(self.heads), MAX_LENGTH=cache.max_length,
-            WIDE=cache.max_length * self.kv_heads * max(dims) >= 2**31, OWN=self.own,
-            PADDED_BLOCK=max(_padded(block), 16), BLOCKS=self.blocks, TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, PADDED_CMP=_padded(self.parts["CMP"]), PADDED=padded, HEADS=heads,
-            CHUNK_TILES=self.chunk_tiles, CHUNKS=self.chunks, RING=key.shape[1], WINDOW=window,
-            TILE=sizes.keys, STEP=sizes.slc_blocks, ROWS=max(_padded(self.heads), 16),
-            WIN_STAGES=sizes.win_stages, SLC_STAGES=sizes.slc_stages, MAX_BLOCKS=self.max_blocks,
-            **self.parts, **self.common, **self.compression, **self.selection, **self.dims, **self.products,
+    def of_queries(self) -> dict[str, Any]:
+        """The constants of the two kernels that attend."""
+        (h0, h1), (v0, v1) = split_dim(self.key_dim), split_dim(self.value_dim)
+        return dict(
+            G=self.heads, MAX_BLOCKS=self.max_blocks, OWN=self.own, TILE_BLOCKS=self.tile_blocks,
+            TILES=self.tiles, H0=h0, H1=h1, V0=v0, V1=v1, **self.of_tokens(),
         )  # fmt: skip
-        names = ("key_cmp", "value_cmp", "lengths", "overflowed")
-        cache = cache._replace(**dict(zip(names, updated, strict=False)))
-        cache = alike_in_shards(cache, self.cache, self.num_tokens, self.num_new, cache.max_length)
-        return cache, merged, blocks
+
+
+def _form(
+    cache: NSACache,
+    tokens: TokenKeysValues,
+    num_tokens: Int32[Array, " B"] | None,
+    compress: Compression | GivenBlocks,
+    shapes: _Shapes,
+) -> _Formed:
+    """What forms the new blocks from their tokens."""
+    if isinstance(compress, GivenBlocks):
+        return _Formed(*compress)
+    key, value, rotation = compress.key, compress.value, compress.rotation
+    formed = _Formed()
+    if key is not None or value is not None:
+        formed = formed._replace(hidden=_hidden(cache, tokens, num_tokens, key, value, shapes))
+    if key is not None:
+        formed = formed._replace(
+            key_bias_in=key.bias_in, key_kernel_out=key.kernel_out, key_bias_out=key.bias_out
+        )
+    if value is not None:
+        formed = formed._replace(
+            value_bias_in=value.bias_in, value_kernel_out=value.kernel_out, value_bias_out=value.bias_out
+        )
+    if rotation is not None:
+        magnitude = jnp.asarray(rotation.magnitude, jnp.float32).reshape(1)
+        formed = formed._replace(
+            ticks=jnp.asarray(rotation.ticks), rest=jnp.asarray(rotation.rest), magnitude=magnitude
+        )
+    return formed
+
+
+def _hidden(
+    cache: NSACache,
+    tokens: TokenKeysValues,
+    num_tokens: Int32[Array, " B"] | None,
+    key: ResidualMLP | None,
+    value: ResidualMLP | None,
+    shapes: _Shapes,
+) -> Float32[Array, "B blocks K parts F"]:
+    """A launch before both, for MLPs: their hidden units for the new blocks, before bias and GELU."""
+    rows = shapes.batch * shapes.blocks * shapes.kv_heads
+    sizes = hidden_sizes(rows, shapes.config.compression_block_size)
+    operands: list[Array | None] = []
+    constants: dict[str, Any] = {}
+    for name, mlp in (("key", key), ("value", value)):
+        ring, new = getattr(cache, f"{name}_raw_ring"), getattr(tokens, f"{name}_cmp")
+        weights = None if mlp is None else mlp.kernel_in
+        dtype = ring.dtype if weights is None else weights.dtype
+        operands += [None] * 4 if mlp is None else [ring, new, mlp.position_embedding, weights]
+        of_layer = dict(
+            UNITS=0 if weights is None else weights.shape[1], DIM=ring.shape[3],
+            DEPTH=hidden_depth(ring.shape[3], dtype.itemsize), PRECISION=precision(dtype),
+        )  # fmt: skip
+        constants |= {f"{name.upper()}_{what}": size for what, size in of_layer.items()}
+    columns = constants["KEY_UNITS"], constants["VALUE_UNITS"]
+    shape = (shapes.batch, shapes.blocks, shapes.kv_heads, sizes.parts, sum(columns))
+    tiles_of_units = sum(-(-units // sizes.units) for units in columns)
+    return launch(
+        hidden_kernel, cache.lengths, num_tokens, *operands, out=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(sizes.parts * tiles_of_units * -(-rows // sizes.rows),), num_stages=sizes.stages,
+        batch=shapes.batch, RAW=cache.key_raw_ring.shape[1], ROWS=sizes.rows, COLUMNS=sizes.units,
+        PARTS=sizes.parts, STAGES=sizes.stages, **constants, **shapes.of_tokens(),
+    )  # fmt: skip
+
+
+def _first(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    tokens: TokenKeysValues,
+    num_tokens: Int32[Array, " B"] | None,
+    formed: _Formed,
+    scored: bool,
+    scale: float,
+    shapes: _Shapes,
+) -> tuple[NSACache, _Parts, _Found]:
+    """First launch: the cache with the new tokens, the compressed parts, and what else it writes.
+
+    Unless `scored`, nothing is in the arrays from which a selection is chosen.
+    """
+    batch, kv_heads, sizes, ring = shapes.batch, shapes.kv_heads, shapes.sizes, cache.key_win_ring
+    attending = sizes.cmp_parts * batch * kv_heads * sizes.groups
+    rows, block, tiles = shapes.rows, (batch, shapes.blocks, kv_heads), shapes.tiles if scored else 1
+    out = (
+        shapes.floats(shapes.all_parts, rows, shapes.value_dim),
+        shapes.floats(shapes.all_parts, 2, rows),
+        shapes.floats(rows, tiles * shapes.tile_blocks),
+        shapes.floats(rows, tiles),
+        shapes.floats(rows, tiles),
+        jax.ShapeDtypeStruct((batch, 3), jnp.int32),
+        like(cache.key_cmp, (*block, shapes.key_dim)),
+        like(cache.value_cmp, (*block, shapes.value_dim)),
+        shapes.floats(rows, shapes.blocks),
+        jax.ShapeDtypeStruct((batch, kv_heads, shapes.num_new), jnp.int32),
+    )
+    updated, found = launch(
+        first_kernel, cache.lengths, num_tokens, *tokens, *formed, query, cache.key_cmp, cache.value_cmp,
+        out=out,
+        in_place=dict(
+            key_slc=cache.key_slc, value_slc=cache.value_slc, key_raw_ring=cache.key_raw_ring,
+            value_raw_ring=cache.value_raw_ring, key_win_ring=ring, value_win_ring=cache.value_win_ring,
+        ),
+        grid=(attending + batch * kv_heads,), num_warps=sizes.cmp_warps, num_stages=sizes.cmp_stages,
+        scale=float(scale * LOG2_E.value), batch=batch, RAW=cache.key_raw_ring.shape[1],
+        RING=1 if ring is None else ring.shape[1], ROWS=sizes.rows, ALL=shapes.all_parts,
+        HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3], PADDED=_padded(shapes.own),
+        SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages, SCORED=scored,
+        PRECISION=precision(query.dtype), **formed.constants(), **shapes.of_queries(),
+    )  # fmt: skip
+    return cache._replace(**updated), _Parts(*found[:2]), _Found(*found[2:])
+
+
+def _second(
+    cache: NSACache,
+    query: Float[Array, "B T N H"],
+    gates: Float[Array, "B T N 3"],
+    parts: _Parts,
+    found: _Found,
+    block_indices: Int32[Array, "B T K R"] | None,
+    scale: float,
+    shapes: _Shapes,
+) -> tuple[NSACache, Float[Array, "B T N V"], Int32[Array, "B T K R"]]:
+    """Second launch: the cache with new blocks and lengths, the gated sum, and the selected blocks.
+
+    With `block_indices` it reads no scores: what `_first` wrote without them is enough.
+    """
+    config, sizes = shapes.config, shapes.sizes
+    batch, num_new, kv_heads, value_dim = shapes.batch, shapes.num_new, shapes.kv_heads, shapes.value_dim
+    key, value = cache.key_win_ring, cache.value_win_ring
+    if key is None or value is None:
+        key, value = cache.key_slc, cache.value_slc
+    chunks = shapes.chunks if block_indices is None else 1  # one that nobody reads
+    out = (
+        like(query, (*query.shape[:3], value_dim)),
+        jax.ShapeDtypeStruct((batch, num_new, kv_heads, config.num_selected_blocks), jnp.int32),
+        jax.ShapeDtypeStruct((batch, kv_heads, num_new, chunks, 2, shapes.slots), jnp.int32),
+    )
+    padded = _padded(shapes.all_parts)
+    heads = max(
+        min(_padded(-(-shapes.heads // sizes.shares)), MERGED_AT_ONCE // (padded * _padded(value_dim))), 1
+    )
+    of_cache = dict(
+        key_cmp=cache.key_cmp, value_cmp=cache.value_cmp, lengths=cache.lengths, overflowed=cache.overflowed
+    )
+    updated, (merged, blocks, _) = launch(
+        second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, key, value,
+        found.block_key, found.block_value, found.block_logits, found.scores, found.tails, found.tops,
+        block_indices, out=out, in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
+        grid=(sizes.shares * batch * kv_heads * num_new,), num_warps=sizes.share_warps, num_stages=1,
+        registers=sizes.registers, scale=float(scale * LOG2_E.value), PADDED_G=_padded(shapes.heads),
+        WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,
+        BLOCK=config.selection_block_size, PADDED_BLOCK=max(_padded(config.selection_block_size), 16),
+        SELECTED=config.num_selected_blocks, INITIAL=config.num_initial_blocks,
+        LOCAL=config.num_local_blocks, SLOTS=shapes.slots, PADDED_CMP=_padded(shapes.parts["CMP"]),
+        PADDED=padded, HEADS=heads, CHUNK_TILES=shapes.chunk_tiles, CHUNKS=shapes.chunks, RING=key.shape[1],
+        WINDOW=min(config.window_size, shapes.max_length), TILE=sizes.keys, STEP=sizes.slc_blocks,
+        ROWS=max(_padded(shapes.heads), 16), WIN_STAGES=sizes.win_stages, SLC_STAGES=sizes.slc_stages,
+        PRECISION=precision(query.dtype), **shapes.parts, **shapes.of_queries(),
+    )  # fmt: skip
+    return cache._replace(**{name: updated[name] for name in of_cache}), merged, blocks

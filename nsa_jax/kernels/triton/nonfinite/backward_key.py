@@ -49,14 +49,15 @@ def recompute_key_gradients(
     Arguments as in `range_key_gradients`.
     """
     batch, num_keys, num_kv_heads, _ = key.shape
-    (d_key, d_value), () = launch(
-        recompute_key_gradients_kernel, d_key, d_value, query, key, value, visible.start, visible.end,
-        visible.blocks, given.lse, delta, given.d_out, given.weight, out=(), in_place=2,
+    updated, () = launch(
+        recompute_key_gradients_kernel, query, key, value, visible.start, visible.end,
+        visible.blocks, given.lse, delta, given.d_out, given.weight, out=(),
+        in_place=dict(d_key=d_key, d_value=d_value),
         grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
         **visible.constants(query, value, scale),
     )  # fmt: skip
-    return d_key, d_value
+    return updated["d_key"], updated["d_value"]
 
 
 class RowArrays(NamedTuple):

@@ -56,14 +56,15 @@ def recompute_query_gradient(
     """
     batch, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[2]
-    (d_query,), () = launch(
-        recompute_query_gradient_kernel, d_query, query, key, value, visible.start, visible.end,
-        visible.blocks, given.lse, delta, given.d_out, given.weight, given.previous, out=(), in_place=1,
+    updated, () = launch(
+        recompute_query_gradient_kernel, query, key, value, visible.start, visible.end,
+        visible.blocks, given.lse, delta, given.d_out, given.weight, given.previous, out=(),
+        in_place=dict(d_query=d_query),
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),
     )  # fmt: skip
-    return d_query
+    return updated["d_query"]
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_query_gradient"))

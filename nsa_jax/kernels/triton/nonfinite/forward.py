@@ -46,14 +46,14 @@ def recompute_forward(
     """
     batch, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[2]
-    (out, lse), () = launch(
-        recompute_forward_kernel, out, lse, query, key, value, visible.start, visible.end, visible.blocks,
-        *(others or (None, None, None)), out=(), in_place=2,
+    updated, () = launch(
+        recompute_forward_kernel, query, key, value, visible.start, visible.end, visible.blocks,
+        *(others or (None, None, None)), out=(), in_place=dict(out=out, lse=lse),
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, value, scale),
     )  # fmt: skip
-    return out, lse
+    return updated["out"], updated["lse"]
 
 
 @triton.jit

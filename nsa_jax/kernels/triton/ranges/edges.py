@@ -55,7 +55,7 @@ class Edges(NamedTuple):
             return self
         return self._replace(run_length=None)
 
-    def end_steps(self, tokens: int, keys: int, halve: bool = False) -> dict[str, bool | int]:
+    def end_steps(self, tokens: int, keys: int, halve: bool = False) -> dict[str, Any]:
         """Which steps a tile of queries needs beside the middle, as constants of the kernels.
 
         `TAIL`: keys of the step after the middle. `FRONT`: whether there is a step before it. `REST`: whether

@@ -20,7 +20,7 @@ two programs per SM). Partial sums: `4 block (H + V)` bytes a slot, at most `2 P
 of 64, 64 heads, 128/128: 4.4 TFLOP, 5.5 ms at 800 TFLOP/s; bytes from L2: `2 G (H + V)` a pair, 34 GB.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import triton
@@ -92,7 +92,7 @@ def selected_key_gradients(
     items = invert(block_indices, placement, num_keys, item=item)
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     slots = max(items.num_slots, 1)
-    dims = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
+    dims: dict[str, Any] = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
     part_key, part_value, d_key, d_value = launch(
         selected_key_gradients_kernel,
         query, key, value, items.tokens, items.items, last_rows(placement), given.lse, delta,
@@ -124,11 +124,13 @@ def join_items(
         heads, num_blocks = items.partials.shape
         block_size = part_key.shape[1]
         (h0, h1), (v0, v1) = split_dim(d_key.shape[3]), split_dim(d_value.shape[3])
-        (d_key, d_value), () = launch(
-            add_partials_kernel, d_key, d_value, part_key, part_value, items.slots, items.partials,
-            items.starts, items.limits, out=(), in_place=2, grid=(num_blocks, heads, block_size // 16),
-            num_keys=d_key.shape[1], BLOCK=block_size, KV_HEADS=d_key.shape[2], H0=h0, H1=h1, V0=v0, V1=v1,
+        updated, () = launch(
+            add_partials_kernel, part_key, part_value, items.slots, items.partials,
+            items.starts, items.limits, out=(), in_place=dict(d_key=d_key, d_value=d_value),
+            grid=(num_blocks, heads, block_size // 16), num_keys=d_key.shape[1], BLOCK=block_size,
+            KV_HEADS=d_key.shape[2], H0=h0, H1=h1, V0=v0, V1=v1,
         )  # fmt: skip
+        d_key, d_value = updated["d_key"], updated["d_value"]
     if items.written is not None:
         d_key = jnp.where(items.written[..., None], d_key, 0)
         d_value = jnp.where(items.written[..., None], d_value, 0)
