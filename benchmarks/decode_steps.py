@@ -191,11 +191,10 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     state, (tokens, gates, compress) = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
-        counted = cache.decode_step(
-            state, program.x, tokens, gates, config=setting.config, compress=compress, count_reads=True,
-            implementation="xla",
-        )  # fmt: skip
-        return counted.cache, counted.reads
+        state = cache.decode_step(
+            state, program.x, tokens, gates, config=setting.config, compress=compress, implementation="xla"
+        ).cache
+        return state, cache.count_reads(state, program.x, config=setting.config)
 
     _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)
     counted = {BRANCHES[name]: np.asarray(x)[:, 0, :, 0] for name, x in reads._asdict().items()}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bad_values import Flag, Floats, Integers, Kind, Name, Of, Scale, Whole
+from bad_values import Floats, Integers, Kind, Name, Of, Scale, Whole
 from flax import nnx
 
 from nsa_jax import NSAConfig, cache, model, nn
@@ -128,7 +128,6 @@ PLACES = dict(
     query_positions=(np.tile(np.arange(T, dtype=np.int32), (B, 1)), Integers(True, "BT")),
     segment_ids=(np.ones((B, T), np.int32), Integers(True, "BS")),
 )
-READS = dict(return_reads=(False, Flag()))
 QUERY = (floats(B, T, N, H), Floats(axes="BTNH"))
 KEY, VALUE = (floats(B, T, K, H), Floats(axes="BSKH")), (floats(B, T, K, V), Floats(axes="BSKV", free="V"))
 KEY_CMP, VALUE_CMP = (

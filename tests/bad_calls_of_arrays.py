@@ -17,7 +17,6 @@ from bad_calls import (
     OUT,
     PLACES,
     QUERY,
-    READS,
     VALUE,
     VALUE_CMP,
     B,
@@ -30,7 +29,7 @@ from bad_calls import (
     floats,
     ints,
 )
-from bad_values import Counts, Flag, Floats, FreeName, Function, Given, Integers, Name, Of, Whole
+from bad_values import Counts, Floats, FreeName, Function, Given, Integers, Name, Of, Whole
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import nsa_jax
@@ -45,7 +44,7 @@ def window_by_runs(length, first, divisor, num_queries, halo):
 OPERATIONS = {
     "compressed_attention": Call(
         nsa_jax.compressed_attention,
-        dict(query=QUERY, key_cmp=KEY_CMP, value_cmp=VALUE_CMP) | OPTIONS | PLACES | READS,
+        dict(query=QUERY, key_cmp=KEY_CMP, value_cmp=VALUE_CMP) | OPTIONS | PLACES,
     ),
     "select_blocks": Call(
         nsa_jax.select_blocks,
@@ -53,11 +52,11 @@ OPERATIONS = {
     ),
     "selected_attention": Call(
         nsa_jax.selected_attention,
-        dict(query=QUERY, key_slc=KEY, value_slc=VALUE, block_indices=BLOCKS) | OPTIONS | PLACES | READS,
+        dict(query=QUERY, key_slc=KEY, value_slc=VALUE, block_indices=BLOCKS) | OPTIONS | PLACES,
     ),
     "window_attention": Call(
         nsa_jax.window_attention,
-        dict(query=QUERY, key_win=KEY, value_win=VALUE, first_key=FIRST_KEY) | OPTIONS | PLACES | READS,
+        dict(query=QUERY, key_win=KEY, value_win=VALUE, first_key=FIRST_KEY) | OPTIONS | PLACES,
     ),
     "gated_sum": Call(
         nsa_jax.gated_sum,
@@ -100,9 +99,7 @@ OPERATIONS = {
 
 NO_ARRAYS = {"list": [[1, 2, 3, 4]], "str": "a", "int": 3, "nan": math.nan}
 ARRAY = Given(refused=NO_ARRAYS | {"rank": np.ones(8), "length": np.ones((2, 7))})
-PLATFORM = dict(
-    config=(CONFIG, Of(optional=True)), platform=("cuda", Name(optional=True)), return_reads=(False, Flag())
-)
+PLATFORM = dict(config=(CONFIG, Of(optional=True)), platform=("cuda", Name(optional=True)))
 RANGES = np.zeros((B, T, K, 4, 2), np.int32)
 RANGE_VALUES = {
     "float": RANGES * 1.0,

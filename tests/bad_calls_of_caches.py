@@ -74,15 +74,24 @@ def step(function):
 
 
 COMPRESS = dict(compress=(cache.Compression(), Function()))
-COUNTED = dict(count_reads=(False, Flag()))
 CACHES = {
     "init_cache": Call(
         cache.init_cache, NEW_CACHE | dict(config=(CONFIG, Of()), share_keys_values=(False, Flag()))
     ),
     "init_dense_cache": Call(cache.init_dense_cache, NEW_CACHE | dict(window_size=(3, Whole(optional=True)))),
+    "count_reads": Call(
+        fields(cache.NSACache, "cache", cache.count_reads),
+        held_in(HELD)
+        | dict(
+            query=(NEW_QUERY[0], Floats(axes="BTNH", free="T")),
+            num_tokens=COUNTS,
+            config=OPTIONS["config"],
+            scale=OPTIONS["scale"],
+        ),
+    ),
     "expected_reads": Call(cache.expected_reads, dict(length=(T, Whole(low=0)), config=(CONFIG, Of()))),
     "prefill": Call(step(cache.prefill), held_in(HELD) | NEW_TOKENS | STEP | COMPRESS),
-    "decode_step": Call(step(cache.decode_step), held_in(HELD) | NEW_TOKENS | STEP | COMPRESS | COUNTED),
+    "decode_step": Call(step(cache.decode_step), held_in(HELD) | NEW_TOKENS | STEP | COMPRESS),
     "prefill of another": Call(
         cache.prefill,
         dict(cache=(HELD, Of()), tokens=(cache.TokenKeysValues(*(x for x, _ in NEW_TOKENS.values())), Of()))
@@ -125,14 +134,14 @@ CACHES = {
     ),
     "NSAAttention.decode_step": Call(
         fields(cache.NSACache, "cache", method(LAYER, "decode_step")),
-        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS) | COUNTED,
+        held_in(HELD) | dict(x=NEW_X, num_tokens=COUNTS),
     ),
     "DenseAttention.init_cache": Call(
         method(DENSE, "init_cache"), ROWS | dict(dtype=(None, DType(optional=True)))
     ),
     "DenseAttention.decode_step": Call(
         fields(cache.DenseCache, "cache", method(DENSE, "decode_step")),
-        held_in(DENSE_OF_LAYER) | dict(x=NEW_X, num_tokens=COUNTS) | COUNTED,
+        held_in(DENSE_OF_LAYER) | dict(x=NEW_X, num_tokens=COUNTS),
     ),
     "DenseAttention.prefill": Call(
         fields(cache.DenseCache, "cache", method(DENSE, "prefill")),

@@ -21,7 +21,7 @@ from bad_calls import (
     made,
     method,
 )
-from bad_calls_of_caches import COUNTED, NEW, ROWS
+from bad_calls_of_caches import NEW, ROWS
 from bad_calls_of_layers import OPTIONAL_FUNCTION, PER_TOKEN, RATE
 from bad_values import (
     NO_FLOAT,
@@ -98,8 +98,7 @@ MODELS = {
     ),
     "Transformer.decode_step": Call(
         method(TRANSFORMER, "decode_step"),
-        dict(tokens=NEW_IDS, cache=(MODEL_HELD, Of()), num_tokens=(ALL_NEW, Counts(True, "B", high=NEW)))
-        | COUNTED,
+        dict(tokens=NEW_IDS, cache=(MODEL_HELD, Of()), num_tokens=(ALL_NEW, Counts(True, "B", high=NEW))),
     ),
     "generate": Call(
         lambda **given: generate.generate(TRANSFORMER() if given.pop("own", True) else 0, **given),

@@ -88,14 +88,6 @@ def test_shapes_and_dtypes_of_results(operation):
     assert call(operation) == expected
 
 
-@pytest.mark.parametrize("operation", ["compressed_attention", "selected_attention", "window_attention"])
-def test_reads_come_last_if_asked_for(operation):
-    *rest, reads = call(operation, dict(return_reads=True))
-
-    assert len(rest) == 2
-    assert reads == TRACED((B, T, K), jnp.int32)
-
-
 @pytest.mark.parametrize(
     ("operation", "name"), [(operation, name) for operation, names in ARRAYS.items() for name in names]
 )

@@ -76,7 +76,6 @@ NOT_CALLED = {
     "nsa_jax.nn": ("Operands", "RopeScaling", "Selection"),
     "nsa_jax.cache": (
         "Compression",
-        "CountedStep",
         "DenseCache",
         "DenseStep",
         "NSACache",

@@ -1,15 +1,12 @@
 """The sliding window branch."""
 
-from typing import Literal, overload
-
 from nsa_jax import arguments, dispatch
-from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
+from nsa_jax.array_typing import Array, Attended, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
 
 
-@overload
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B W K H"],
@@ -21,39 +18,7 @@ def window_attention(
     first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    return_reads: Literal[False] = False,
-) -> Attended: ...
-
-
-@overload
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B W K H"],
-    value_win: Float[Array, "B W K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[True],
-) -> AttendedReads: ...
-
-
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B W K H"],
-    value_win: Float[Array, "B W K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: bool = False,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attends to the last `window_size` tokens, the query's own included (section 3.3.3).
 
     The query at index `t` of its sequence sees tokens `max(0, t - w + 1) .. t`.
@@ -72,12 +37,10 @@ def window_attention(
         hold are not seen.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
-      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
-      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A padding query has
-      `out` 0 and `lse` `-inf`.
+      `Attended(out, lse)`. `out` has the query's dtype; `lse` is the natural-log-sum-exp in float32 (float64
+      for float64 inputs). A padding query has `out` 0 and `lse` `-inf`.
 
     Raises:
       TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
@@ -97,12 +60,5 @@ def window_attention(
         scale=scale,
         first_key_win=first_key,
     )
-    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
-    return dispatch.run(
-        "window_attention",
-        implementation,
-        arrays.values(),
-        operands,
-        config=config,
-        return_reads=return_reads,
-    )
+    operands = dict(**arrays, **call._asdict())
+    return dispatch.run("window_attention", implementation, arrays.values(), operands, config=config)

@@ -1,6 +1,6 @@
 """The two steps of decoding: `prefill` appends a prompt of any length, `decode_step` a few tokens."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
-from nsa_jax.cache.state import CountedStep, Step
+from nsa_jax.cache.state import Step
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
-from nsa_jax.option_checks import check_flag
 from nsa_jax.sharding.explicit import STEP, per_shard
 
 
@@ -112,7 +111,6 @@ def _prefill(
     return attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache
 
 
-@overload
 def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
@@ -122,41 +120,9 @@ def decode_step(
     config: NSAConfig,
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
-    count_reads: Literal[False] = False,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Step: ...
-
-
-@overload
-def decode_step(
-    cache: NSACache,
-    query: Float[Array, "B T N H"],
-    tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
-    compress: Compress,
-    num_tokens: Int[Array, " B"] | None = None,
-    count_reads: Literal[True],
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-) -> CountedStep: ...
-
-
-def decode_step(
-    cache: NSACache,
-    query: Float[Array, "B T N H"],
-    tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
-    compress: Compress,
-    num_tokens: Int[Array, " B"] | None = None,
-    count_reads: bool = False,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-) -> Step | CountedStep:
+) -> Step:
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
@@ -178,15 +144,13 @@ def decode_step(
         function runs as XLA operations.
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
         left as it is.
-      count_reads: whether to count the keys that each branch gathers, from the masks that decide which
-        gathered keys count; on `xla` only.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
-      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held,
-      gets output 0, and its `overflowed` is set, under `jit` and outside.
+      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. A row without
+      room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit`
+      and outside.
 
     Raises:
       TypeError: as in `prefill`.
@@ -202,7 +166,6 @@ def decode_step(
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens)
-    check_flag(count_reads=count_reads)
     capacity = checks.step_capacity(cache, config)
     checks.check_compression(compress, cache, config)
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
@@ -214,12 +177,12 @@ def decode_step(
     operands = dict(cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens)
     operands = jax.tree.map(jnp.asarray, operands)
     scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
-    out, cache, reads = dispatch.run(
-        "decode_step",
-        implementation,
-        (query, cache.key_cmp, cache.value_cmp),
-        dict(**operands, compress=compress, config=config, scale=scale, count_reads=count_reads),
-        config=config,
-        return_reads=count_reads,
+    return Step(
+        *dispatch.run(
+            "decode_step",
+            implementation,
+            (query, cache.key_cmp, cache.value_cmp),
+            dict(**operands, compress=compress, config=config, scale=scale),
+            config=config,
+        )
     )
-    return Step(out, cache) if reads is None else CountedStep(out, cache, reads)

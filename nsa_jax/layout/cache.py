@@ -114,17 +114,3 @@ class TokenKeysValues(NamedTuple):
     value_slc: Float[Array, "B T K V"]
     key_win: Float[Array, "B T K H"] | None = None
     value_win: Float[Array, "B T K V"] | None = None
-
-
-class Reads(NamedTuple):
-    """Number of keys that each branch gathered, per query and KV head.
-
-    Attributes:
-      cmp: compressed keys; each counts as one.
-      slc: keys of the selected branch.
-      win: keys of the window branch.
-    """
-
-    cmp: Int32[Array, "B T K"]
-    slc: Int32[Array, "B T K"]
-    win: Int32[Array, "B T K"]

@@ -1,20 +1,19 @@
 """A small decoder-only language model with NSA, dense attention or a window, as one field chooses."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_checks import check_arrays, check_ids
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import DenseCache, NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
-from nsa_jax.option_checks import check_flag
 from nsa_jax.parallel import Order
 
 
@@ -214,37 +213,12 @@ class Transformer(nnx.Module):
             last = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self._logits(last)[:, 0], tuple(caches)
 
-    @overload
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
-        *,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]: ...
-
-    @overload
-    def decode_step(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: tuple[LayerCache, ...],
-        num_tokens: Int[Array, " B"] | None = None,
-        *,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]: ...
-
-    def decode_step(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: tuple[LayerCache, ...],
-        num_tokens: Int[Array, " B"] | None = None,
-        *,
-        count_reads: bool = False,
-    ) -> (
-        tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]
-        | tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]
-    ):
+    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]:
         """Appends a few tokens to every row.
 
         Args:
@@ -252,31 +226,21 @@ class Transformer(nnx.Module):
           cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
-          count_reads: whether to count the keys that each branch gathers; for `attention="nsa"` and on `xla`
-            only.
 
         Returns:
-          The logits after every token, and the new caches; with `count_reads` also one `nsa_jax.cache.Reads`
-          for each layer.
+          The logits after every token, and the new caches.
 
         Raises:
           TypeError: `cache` is not a tuple of caches, or an argument is not an array.
           ValueError: number, shapes or dtypes of the caches do not fit, or there are too many tokens; see
             also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
-          NotImplementedError: `count_reads` is True and the attention of the model is not "nsa".
         """
-        check_flag(count_reads=count_reads)
         self._check_caches(tokens, cache)
-        x, caches, reads = self._embed(tokens, num_tokens), [], []
+        x, caches = self._embed(tokens, num_tokens), []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            if count_reads:
-                x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens)
-                reads.append(layer_reads)
-            else:
-                x, layer_cache = layer.decode_step(x, layer_cache, num_tokens)
+            x, layer_cache = layer.decode_step(x, layer_cache, num_tokens)
             caches.append(layer_cache)
-        logits = self._logits(x)
-        return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
+        return self._logits(x), tuple(caches)
 
     def _check_caches(self, tokens: Int[Array, "B T"], caches: tuple[LayerCache, ...]) -> None:
         """Raises TypeError or ValueError unless each layer has a cache with as many rows as `tokens`."""

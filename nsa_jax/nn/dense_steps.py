@@ -13,7 +13,6 @@ from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.nn.checks import check_inputs
-from nsa_jax.option_checks import check_flag
 
 
 class DenseCacheSteps(nnx.Module):
@@ -107,31 +106,19 @@ class DenseCacheSteps(nnx.Module):
         cache: DenseCache,
         *,
         num_tokens: Int[Array, " B"] | None = None,
-        count_reads: bool = False,
     ) -> tuple[Float[Array, "B T D"], DenseCache]:
         """Appends a few tokens to every row and attends from each of them.
 
-        See `nsa_jax.cache.dense_decode_step`, also for what else raises.
+        See `nsa_jax.cache.dense_decode_step`, also for what raises.
 
         Args:
           x: layer input of the new tokens. A window layer takes at most `step_capacity` tokens of a row.
           cache: the cache so far.
           num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
-          count_reads: must be False; it exists for the sake of `NSAAttention`.
 
         Returns:
           The layer output of the new tokens, and the cache that holds them.
-
-        Raises:
-          NotImplementedError: `count_reads` is True.
-          TypeError: it is not a bool.
         """
-        check_flag(count_reads=count_reads)
-        if count_reads:
-            raise NotImplementedError(
-                f"count_reads needs NSA layers, got {type(self).__name__}. Leave it out: a query reads all "
-                "tokens up to itself, or the last window_size of them."
-            )
         operands = self._project_new(x, cache)
         step = decoding.dense_decode_step(cache, *operands, num_tokens=num_tokens, **self._step_settings())
         return self.out_proj(step.out), step.cache

@@ -1,14 +1,14 @@
 """Decoding with an NSA layer: prompts and decode steps through a cache."""
 
 import abc
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int
-from nsa_jax.cache import NSACache, Reads, TokenKeysValues
+from nsa_jax.cache import NSACache, TokenKeysValues
 from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import NSAConfig
@@ -17,7 +17,6 @@ from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
-from nsa_jax.option_checks import check_flag
 
 
 class CacheSteps(nnx.Module):
@@ -113,34 +112,13 @@ class CacheSteps(nnx.Module):
         )
         return self.out_proj(step.out), step.cache
 
-    @overload
     def decode_step(
         self,
         x: Float[Array, "B T D"],
         cache: NSACache,
         *,
         num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache]: ...
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T D"], NSACache, Reads]: ...
-
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: NSACache,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        count_reads: bool = False,
-    ) -> tuple[Float[Array, "B T D"], NSACache] | tuple[Float[Array, "B T D"], NSACache, Reads]:
+    ) -> tuple[Float[Array, "B T D"], NSACache]:
         """Appends a few tokens to every row and attends from each of them.
 
         See `nsa_jax.cache.decode_step`, also for what raises.
@@ -149,19 +127,13 @@ class CacheSteps(nnx.Module):
           x: layer input of the new tokens, at most `step_capacity` for each row.
           cache: the cache so far.
           num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
-          count_reads: whether to also return how many keys each branch gathered; on `xla` only.
 
         Returns:
-          The layer output of the new tokens, and the cache that holds them; with `count_reads` also
-          `nsa_jax.cache.Reads`.
+          The layer output of the new tokens, and the cache that holds them.
         """
-        check_flag(count_reads=count_reads)
-        new = self._project_new(x, cache)
-        settings = dict(num_tokens=num_tokens, **self._step_settings(cache))
-        if count_reads:
-            counted = decoding.decode_step(cache, *new, count_reads=True, **settings)
-            return self.out_proj(counted.out), counted.cache, counted.reads
-        step = decoding.decode_step(cache, *new, **settings)
+        step = decoding.decode_step(
+            cache, *self._project_new(x, cache), num_tokens=num_tokens, **self._step_settings(cache)
+        )
         return self.out_proj(step.out), step.cache
 
     def _step_settings(self, cache: NSACache) -> dict[str, Any]:
