@@ -103,42 +103,42 @@ BAD = {
     "config of another model": (
         lambda: changed(put("", "config", dataclasses.replace(CONFIG, num_layers=3, tie_embeddings=False))),
         ValueError,
-        "model must have the parameters of its config, got 10 missing (layers.2.attention.key_proj.kernel, ",
+        "model must be as its config says, got others at layers.2.attention.key_proj.kernel, ",
     ),
     "shape": (
         lambda: changed(put("layers.0.mlp.up_proj", "kernel", lambda: nnx.Param(jnp.ones((12, 40))))),
         ValueError,
-        "got 1 of another shape (layers.0.mlp.up_proj.kernel: (12, 40) for (12, 32)). Build",
+        "got others at layers.0.mlp.up_proj.kernel. Build",
     ),
     "dtype": (
         lambda: changed(put("final_norm", "scale", lambda: nnx.Param(jnp.ones(12, jnp.bfloat16)))),
         ValueError,
-        "got 1 of another dtype (final_norm.scale: bfloat16 for float32). Build",
+        "got others at final_norm.scale. Build",
     ),
     "extra parameter": (
         lambda: changed(put("", "temperature", lambda: nnx.Param(jnp.ones(1)))),
         ValueError,
-        "got 1 extra (temperature). Build",
+        "got others at temperature. Build",
     ),
     "missing parameter": (
         lambda: changed(lambda model: delattr(model.layers[0].mlp.up_proj, "kernel")),
         ValueError,
-        "got 1 missing (layers.0.mlp.up_proj.kernel). Build",
+        "got others at layers.0.mlp.up_proj.kernel. Build",
     ),
     "one layer twice": (
         lambda: changed(lambda model: put("", "layers", nnx.List([model.layers[0]] * 2))(model)),
         ValueError,
-        "got 9 missing (layers.1.attention.key_proj.kernel, ",
+        "got others at layers.1.attention.key_proj.kernel, ",
     ),
     "one layer more": (
         lambda: changed(lambda model: model.layers.append(model.layers[0])),
         ValueError,
-        "model must have the modules of its config, got others at model.layers. Build",
+        "model must be as its config says, got others at model.layers. Build",
     ),
     "another window": (
         lambda: with_loaded(other_attention(window_size=7)),
         ValueError,
-        "model must have the modules of its config, got others at model.layers.1.attention. Build",
+        "model must be as its config says, got others at model.layers.1.attention. Build",
     ),
     "another base": (
         lambda: changed(put("layers.0.attention", "rotary", lambda: Rotary(500.0, None))),
@@ -148,7 +148,7 @@ BAD = {
     "dropout": (
         lambda: changed(put("layers.0", "dropout", lambda: nnx.Dropout(0.1))),
         ValueError,
-        "got others at model.layers.0. Build",
+        "got others at model.layers.0.dropout. Build",
     ),
     "abstract": (
         lambda: with_attention(other_attention()),
@@ -177,13 +177,13 @@ BAD_TRAINING = {
     "one path twice": ({"a": {"b": 1}, "a.b": 2}, "the paths of training must differ, got 'a.b' twice."),
     "a random key": (
         lambda: {"key": jax.random.key(0)},
-        "training must hold numbers, got key<fry> at 'key'.",
+        "numbers and arrays of them, got key<fry> of shape () at 'key'.",
     ),
-    "text": ({"name": np.array(["a"])}, "training must hold numbers, got <U1 at 'name'."),
-    "a huge number": ({"n": 2**70}, "training must hold numbers, got object at 'n'."),
+    "text": ({"name": np.array(["a"])}, "numbers and arrays of them, got <U1 of shape (1,) at 'name'."),
+    "a huge number": ({"n": 2**70}, "numbers and arrays of them, got object of shape () at 'n'."),
     "an empty array": (
         {"x": np.zeros((0, 3))},
-        "training must hold arrays that are not empty, got shape (0, 3) at 'x'.",
+        "numbers and arrays of them, got float64 of shape (0, 3) at 'x'.",
     ),
 }
 
@@ -201,7 +201,7 @@ def test_a_donated_training_state_is_refused(tmp_path):
     moment = jnp.ones(3)
     moment.delete()
 
-    with pytest.raises(ValueError, match=r"training must hold arrays, got a donated one at 'moment'\. Save"):
+    with pytest.raises(ValueError, match=r"got a donated array at 'moment'\. Save"):
         save(tmp_path, make_model(), training={"moment": moment})
 
     assert os.listdir(tmp_path) == []

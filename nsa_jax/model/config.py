@@ -14,9 +14,6 @@ from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_i
 _ATTENTION, _COMPRESSION = ("nsa", "dense", "window"), ("mlp", "mean")
 _FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "remat")
 
-# Fields that may hold a function, which a checkpoint cannot store.
-FUNCTIONS = ("compressor", "gate", "rotary")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:

@@ -10,14 +10,14 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.model.config import FUNCTIONS, TransformerConfig
+from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
-from nsa_jax.nn.parameters import by_path, differences, listed
+from nsa_jax.nn.parameters import by_path, listed
 
-SETTINGS = bool | int | float | str | tuple | NSAConfig | None
+PLAIN = int | float | str | NSAConfig | None  # what a checkpoint holds of a configuration
 # Settings that change how and where a module computes, not what. `restore` sets them again.
 FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic", "context")
-_REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
+_REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself."
 
 
 def check_model(model: Transformer) -> None:
@@ -29,14 +29,31 @@ def check_model(model: Transformer) -> None:
         arrays that can be read, for example because they were donated.
     """
     if type(model) is not Transformer:
-        raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}.")
-    _check_config(model.config)
-    expected = nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0)))
-    _check_parameters(model, expected)
-    if changed := list(_changed_modules(model, expected)):
-        raise ValueError(
-            f"model must have the modules of its config, got others at {listed(changed)}. {_REMEDY}."
+        raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}")
+    config = model.config
+    if type(config) is not TransformerConfig:
+        raise TypeError(f"model.config must be a TransformerConfig, got {type(config).__name__}. {_REMEDY}")
+    values = _values("", config)
+    if config.rope_scaling is not None:
+        values |= _values("rope_scaling.", values.pop("rope_scaling"))
+    if odd := [f"{name}={value!r}" for name, value in values.items() if not isinstance(value, PLAIN)]:
+        raise TypeError(
+            f"model.config must hold plain numbers and strings, got {', '.join(odd)}. Build the model with, "
+            'for example, dtype="bfloat16" or int(size); if it has functions of yours, save '
+            "nsa_jax.nn.weights of it, and load them into one that is built by the same code."
         )
+    for name, variable in by_path(nnx.state(model, nnx.Param)).items():
+        if kind := _without_numbers(variable.get_value()):
+            raise ValueError(
+                f"model must hold its parameters as arrays, got a {kind} at {name}. Save it outside jit, "
+                "after it was created and before its arrays are donated."
+            )
+    found = _parts(model)
+    expected = _parts(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    names = [*expected, *(name for name in found if name not in expected)]
+    if changed := [name for name in names if found.get(name) != expected.get(name)]:
+        outermost = listed([name for name in changed if name.rpartition(".")[0] not in changed])
+        raise ValueError(f"model must be as its config says, got others at {outermost}. {_REMEDY}")
 
 
 def check_training(named: dict[str, Any]) -> None:
@@ -44,72 +61,15 @@ def check_training(named: dict[str, Any]) -> None:
     if not named:
         raise ValueError("training must hold an array or a number, got none. Leave it out.")
     for name, leaf in named.items():
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"training must hold arrays, got a donated one at {name!r}. Save what the step returned."
-            )
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool)):
+        donated = isinstance(leaf, jax.Array) and leaf.is_deleted()
+        is_number = jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool)
+        if donated or not is_number or np.size(leaf) == 0:
+            got = "a donated array" if donated else f"{dtype} of shape {np.shape(leaf)}"
             raise ValueError(
-                f"training must hold numbers, got {dtype} at {name!r}. Convert it, random keys with "
-                "jax.random.key_data."
+                f"training must hold numbers and arrays of them, got {got} at {name!r}. Save what the step "
+                "returned, convert it (random keys with jax.random.key_data), or drop it."
             )
-        if np.size(leaf) == 0:
-            raise ValueError(
-                f"training must hold arrays that are not empty, got shape {np.shape(leaf)} at {name!r}. "
-                "Drop it."
-            )
-
-
-def _check_config(config: Any) -> None:
-    if type(config) is not TransformerConfig:
-        raise TypeError(f"model.config must be a TransformerConfig, got {type(config).__name__}. {_REMEDY}.")
-    functions = [name for name in FUNCTIONS if getattr(config, name) is not None]
-    if functions:
-        raise TypeError(
-            f"model.config must hold no functions to be saved, got {', '.join(functions)}. Save "
-            "nsa_jax.nn.weights of the model, and load them into one that is built by the same code."
-        )
-    values = _values(config)
-    if config.rope_scaling is not None:
-        del values["rope_scaling"]
-        values |= {f"rope_scaling.{name}": value for name, value in _values(config.rope_scaling).items()}
-    odd = [
-        f"{name}={value!r}"
-        for name, value in values.items()
-        if not isinstance(value, int | float | str | NSAConfig | None)
-    ]
-    if odd:
-        raise TypeError(
-            f"model.config must hold plain numbers and strings, got {', '.join(odd)}. Build the model with, "
-            'for example, dtype="bfloat16" or int(size).'
-        )
-
-
-def _values(of: Any) -> dict[str, Any]:
-    return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
-
-
-def _check_parameters(model: Transformer, expected: Transformer) -> None:
-    held, wanted = (
-        {name: variable.get_value() for name, variable in by_path(nnx.state(each, nnx.Param)).items()}
-        for each in (model, expected)
-    )
-    for name, value in held.items():
-        if kind := _without_numbers(value):
-            raise ValueError(
-                f"model must hold its parameters as arrays, got a {kind} at {name}. Save it outside jit, "
-                "after it was created and before its arrays are donated."
-            )
-    problems = differences(wanted, held)
-    if not problems:
-        names = [name for name in wanted if held[name].dtype != wanted[name].dtype]
-        told = [f"{name}: {held[name].dtype} for {wanted[name].dtype}" for name in names]
-        problems = [f"{len(told)} of another dtype ({listed(told)})"] if told else []
-    if problems:
-        raise ValueError(
-            f"model must have the parameters of its config, got {', '.join(problems)}. {_REMEDY}."
-        )
 
 
 def _without_numbers(value: Any) -> str | None:
@@ -119,36 +79,29 @@ def _without_numbers(value: Any) -> str | None:
     return "deleted array" if isinstance(value, jax.Array) and value.is_deleted() else None
 
 
-def _changed_modules(module: nnx.Module, expected: nnx.Module, path: str = "model") -> Iterator[str]:
-    """Paths of modules that differ in type, submodules or a setting, outermost first."""
-    here, there = _submodules(module), _submodules(expected)
-    same_kind = type(module) is type(expected) and here.keys() == there.keys()
-    if not same_kind or _settings(module) != _settings(expected):
-        yield path
-        return
-    for name, child in here.items():
-        yield from _changed_modules(child, there[name], f"{path}.{name}")
+def _values(prefix: str, of: Any) -> dict[str, Any]:
+    return {prefix + field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
 
 
-def _submodules(module: nnx.Module) -> dict[str, nnx.Module]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, nnx.Module)}
+def _parts(model: Transformer) -> dict[str, Any]:
+    """Shape and dtype of each parameter, and kind and settings of each module, by their paths."""
+    parameters = by_path(nnx.state(model, nnx.Param))
+    values = {name: variable.get_value() for name, variable in parameters.items()}
+    return {name: (x.shape, x.dtype) for name, x in values.items()} | dict(_modules(model, "model"))
 
 
-def _settings(module: nnx.Module) -> dict[str, Any]:
-    """What a module holds besides parameters and submodules, as far as it can be compared.
-
-    Functions are compared in our modules only. In Flax's modules they are initializers, and no two
-    initializers are equal.
-    """
+def _modules(module: nnx.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """Functions are settings in our modules only: in Flax's they are initializers, and no two are equal."""
     ours = type(module).__module__.partition(".")[0] == "nsa_jax"
-    return {
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_pytree")}
+    modules = {name: value for name, value in own.items() if isinstance(value, nnx.Module)}
+    others = {name: x for name, x in own.items() if name not in (*modules, *FREE_SETTINGS)}
+    settings = {
         name: value
-        for name, value in vars(module).items()
-        if (isinstance(value, SETTINGS) or (ours and _is_function(value)))
-        and name not in FREE_SETTINGS
-        and not name.startswith("_pytree")
+        for name, value in others.items()
+        if isinstance(value, PLAIN | tuple)
+        or (ours and callable(value) and not isinstance(value, nnx.Variable))
     }
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, nnx.Module | nnx.Variable)
+    yield path, (type(module), settings)
+    for name, child in modules.items():
+        yield from _modules(child, f"{path}.{name}")
