@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +44,15 @@ class Check(NamedTuple):
     def ok(self) -> bool:
         """Whether the error is within its budget; NaN is not, nor is anything within infinity."""
         return self.error <= self.budget < math.inf
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it. It has no infinity, so a number that is not finite is null."""
+        numbers = {
+            name: x if math.isfinite(x) else None
+            for name, x in (("error", self.error), ("budget", self.budget))
+        }
+        found = self._asdict() | numbers | {"ok": self.ok, "seconds": round(self.seconds, 2)}
+        return {name: value for name, value in found.items() if name != "why"}
 
     @property
     def used(self) -> float:
