@@ -156,16 +156,13 @@ def unsupported_reason(
 ) -> str | None:
     """Says why an implementation cannot run an operation, or returns None if it can.
 
-    Errors, skipped tests, documentation and benchmark rows all take this text from here.
+    Errors, skipped tests, documentation and benchmark rows all take this text from here. The other arguments
+    are those of `choose`.
 
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
       implementation: "xla", "triton" or "mosaic_gpu".
-      *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
-        they are known.
-      config: block structure, if it is known.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for the platform of the default device.
 
     Returns:
       The reason, with what to do about it, or None.

@@ -22,7 +22,8 @@ def selected_attention(
     """Attends to those tokens of the selected blocks that are at or before the query (Eq. 12).
 
     Block `j` covers tokens `[j l', (j + 1) l')` of the query's sequence. All query heads of a KV head share
-    one selection.
+    one selection. The other arguments are those of `compressed_attention`; by default the queries are the
+    last `T` of the `S` tokens.
 
     Args:
       query: rotated queries.
@@ -32,20 +33,13 @@ def selected_attention(
         from `select_blocks` or `block_indices_from_ranges`. `R` is `num_selected_blocks`. Each selection is
         ascending, with -1 in the unused slots at its end. A block that is named twice counts once.
       config: block structure.
-      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` of the `S` tokens by
-        default.
-      segment_ids: sequence of each token, see `compressed_attention`.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
 
     Returns:
-      `Attended(out, lse)`. `out` has the query's dtype; `lse` is the natural-log-sum-exp in float32 (float64
-      for float64 inputs). A query whose slots are all -1 has `out` 0 and `lse` `-inf`.
+      `Attended(out, lse)`, as in `compressed_attention`. A query whose slots are all -1 has `out` 0 and `lse`
+      `-inf`.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or `scale` is not finite.
-      NotImplementedError: the implementation asked for cannot run the call.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Gradients:
       With respect to `query`, `key_slc` and `value_slc`. The cotangent of `lse` counts, too.

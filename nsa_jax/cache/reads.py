@@ -38,15 +38,14 @@ def count_reads(
     """Counts the keys that the last `decode_step` or `prefill` read, by the masks of `xla`.
 
     It chooses the blocks again, and then attends with queries and keys that are 0. All visible keys have the
-    logit 0 then, so the log-sum-exp is the logarithm of their number.
+    logit 0 then, so the log-sum-exp is the logarithm of their number. `config` and `scale` are those of the
+    step.
 
     Args:
       cache: the cache that the step returned.
       query: the queries that the step was given.
-      config: block structure, the same as for `init_cache`.
       num_tokens: how many of the `T` tokens of each row the step appended; all by default. A row that had no
         room for them appended 0.
-      scale: factor of the logits, as in the step.
 
     Returns:
       `Reads(cmp, slc, win)`, exact up to 2^18 keys in a branch; 0 for padding.

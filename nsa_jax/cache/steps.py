@@ -32,7 +32,8 @@ def prefill(
     """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
     Chunk after chunk gives the same result as the whole prompt at once. A chunk may be longer than the rings:
-    the window branch attends to its ring and the chunk together, and the ring is written afterwards.
+    the window branch attends to its ring and the chunk together, and the ring is written afterwards. `scale`
+    and `implementation` are those of `nsa_jax.compressed_attention`.
 
     Args:
       cache: an empty cache, or the one that an earlier step returned.
@@ -46,8 +47,6 @@ def prefill(
         called for windows that are not complete blocks; what it returns for them is dropped.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All are real by default.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. Under `jit`, a
@@ -60,9 +59,6 @@ def prefill(
         other arguments, `config` or `compress` do not fit the cache. Outside `jit` also: a row has a negative
         length or no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
       NotImplementedError: the implementation asked for cannot run the call.
-
-    Numerics:
-      As in the operations of `nsa_jax.attention`.
 
     Gradients:
       No gradient flows through the selection. A cache is meant for inference.
@@ -126,7 +122,7 @@ def decode_step(
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
-    by prompts, chunks or steps.
+    by prompts, chunks or steps. The arguments are those of `prefill`, but `T` is at most `step_capacity`.
 
     On a CPU the compressor runs only if a step completes a block, or in every step if `T` is at least the
     compression stride. On a GPU, the Triton kernels test on the device whether a block is complete. A
@@ -136,16 +132,10 @@ def decode_step(
     Args:
       cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
         through a compiled loop.
-      query: rotated queries of the new tokens; `T` is at most `step_capacity`.
-      tokens: keys and values of the new tokens.
-      gates: gates of the new tokens, in the order cmp, slc, win.
-      config: block structure, the same as for `init_cache`.
       compress: as in `prefill`. GPU kernels compress the blocks themselves if it is a `Compression`; a
         function runs as XLA operations.
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
         left as it is.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. A row without
@@ -157,10 +147,7 @@ def decode_step(
       ValueError: as in `prefill`, but for a row without room, or `T` exceeds the step capacity of the cache.
         Lengths and `num_tokens` out of range are found where the host has their values: outside `jit`, in
         NumPy arrays and in JAX arrays on a CPU. Elsewhere a `num_tokens` counts as the nearest in range.
-      NotImplementedError: the implementation asked for cannot run the call.
-
-    Numerics:
-      As in the operations of `nsa_jax.attention`.
+      NotImplementedError: as in `prefill`.
 
     Gradients:
       On `xla` as in `prefill`; the kernels of `triton` have none.

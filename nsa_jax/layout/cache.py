@@ -74,25 +74,11 @@ class DenseCache(NamedTuple):
     overflowed: Bool[Array, " B"]
 
     def ring_window(self, window_size: int | None) -> int | None:
-        """Tells whether the arrays are a ring.
-
-        Args:
-          window_size: tokens that a query of the layer sees, None for all.
-
-        Returns:
-          `window_size` if they are a ring, else None: arrays that are shorter than the window are not a ring.
-        """
+        """`window_size` if the arrays are a ring; None for shorter arrays, or if a query sees all tokens."""
         return None if window_size is None or self.key.shape[1] < window_size else window_size
 
     def max_length(self, window_size: int | None) -> int:
-        """Largest number of tokens that a row can hold.
-
-        Args:
-          window_size: tokens that a query of the layer sees, None for all.
-
-        Returns:
-          The capacity, or 2^31 - 1 for a ring, which is never full.
-        """
+        """Largest number of tokens that a row can hold; 2^31 - 1 for a ring, which is never full."""
         return self.key.shape[1] if self.ring_window(window_size) is None else ENDLESS
 
 

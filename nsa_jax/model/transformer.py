@@ -138,10 +138,7 @@ class Transformer(nnx.Module):
     ) -> list[Selection]:
         """Returns what each layer selects and how it weighs its branches. Dropout is off.
 
-        Args:
-          tokens: token ids.
-          positions: rotary position of each token, see `__call__`.
-          segment_ids: sequence of each token, see `__call__`.
+        The arguments are those of `__call__`.
 
         Returns:
           One `nsa_jax.nn.Selection` for each layer.
@@ -219,11 +216,9 @@ class Transformer(nnx.Module):
         cache: tuple[LayerCache, ...],
         num_tokens: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]:
-        """Appends a few tokens to every row.
+        """Appends at most `step_capacity` tokens to every row, see `prefill`.
 
         Args:
-          tokens: token ids, at most `step_capacity` for each row.
-          cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
 
