@@ -353,9 +353,9 @@ def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, mon
     for module in (operations, steps):
         monkeypatch.setattr(module, "expected", lambda *_, **__: {})
     monkeypatch.setattr(operations, "_scores", lambda *_: np.zeros((1, 1, 1, 5)))
-    monkeypatch.setattr(checks, "_check", lambda subject, name, *_: [(subject.operation, name)])
+    monkeypatch.setattr(checks, "_check", lambda subject, name, *_: (subject.operation, name))
 
-    ran = [one for group in checks.checks(["bfloat16"]) for one in group]
+    ran = list(checks.checks(["bfloat16"]))
 
     every = {(operation, name) for operation in dispatch.OPERATIONS for name in ("xla", "triton")}
     hopper = {(name, "mosaic_gpu") for name in ("selected_attention", "native_sparse_attention")}

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from nsa_jax.dispatch import default_platform
 from nsa_jax.doctor import machine, text, versions
-from nsa_jax.doctor.checks import checks, problem
+from nsa_jax.doctor.checks import checks
 from nsa_jax.doctor.choices import DTYPES, choices
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -79,11 +79,10 @@ def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> Non
     with _part(problems, "the check of results"):
         dtypes = options.dtype or (["bfloat16"] if seen else ["float32"])
         say([f"\nOutputs and gradients against the reference, on random operands, in {', '.join(dtypes)}:"])
-        for group in checks(dtypes, seed=options.seed):
-            found["checks"] += [check.plain() for check in group]
-            say([text.check(group)])
-            if wrong := problem(group):
-                problems.append(wrong)
+        for run in checks(dtypes, seed=options.seed):
+            found["checks"] += run.plain()
+            say([str(run)])
+            problems += filter(None, [run.problem()])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

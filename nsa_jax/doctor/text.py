@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nsa_jax.dispatch import PREFERENCE
-from nsa_jax.doctor.checks import Check
 from nsa_jax.doctor.choices import Outcome
 
 
@@ -25,15 +24,6 @@ def choices(outcomes: Sequence[Outcome]) -> Iterator[str]:
         calls = outcome.operations, outcome.sizes, outcome.dtypes
         yield f"  {outcome.implementation}: {'; '.join(map(', '.join, calls))}"
         yield from (f"    not {name}: {rule}" for name, rule in outcome.refused)
-
-
-def check(group: Sequence[Check]) -> str:
-    """One operation by one implementation in one dtype."""
-    worst = max(group, key=lambda check: check.used)
-    used = "raised" if worst.why else f"{worst.used:.0%} of the budget ({worst.quantity})"
-    verdict = "ok  " if all(check.ok for check in group) else "FAIL"
-    what = f"{worst.operation:<24} {worst.implementation:<10} {worst.dtype:<8}"
-    return f"  {verdict} {what} {worst.seconds:5.1f} s  {used}"
 
 
 def problems(found: Sequence[str]) -> Iterator[str]:
