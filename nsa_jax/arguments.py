@@ -41,23 +41,18 @@ def check(
     scale: float | None,
     first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
 ) -> Call:
-    """Validates a call of a public operation and places its queries.
+    """Validates a call of a public operation and places its queries; options are as the caller gave them.
 
     Args:
       operation: the operation; its annotations give the shapes and kinds of dtype of `arrays`.
       arrays: its arrays by name; None for one that is left out.
-      config: block structure, as given by the caller.
-      query_positions: as given by the caller.
-      segment_ids: as given by the caller.
-      scale: as given by the caller.
       first_key_win: row index of the first key of the window branch.
 
     Returns:
       `Call(placement, scale)` with all defaults filled in.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or a number is out of range.
+      TypeError, ValueError: as in `nsa_jax.compressed_attention`.
     """
     positions_array = None if isinstance(query_positions, layout.Runs) else query_positions
     arrays = dict(arrays, query_positions=positions_array, segment_ids=segment_ids)

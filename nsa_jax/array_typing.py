@@ -30,24 +30,9 @@ class Attended(NamedTuple):
     lse: Float[Array, "B T N"]
 
 
-class AttendedReads(NamedTuple):
-    """Result of one branch, with the number of keys that it gathered.
-
-    Attributes:
-      out: as in `Attended`.
-      lse: as in `Attended`.
-      reads: number of keys that each query gathered for each KV head.
-    """
-
-    out: Float[Array, "B T N V"]
-    lse: Float[Array, "B T N"]
-    reads: Int32[Array, "B T K"]
-
-
 __all__ = [
     "Array",
     "Attended",
-    "AttendedReads",
     "Bool",
     "DType",
     "Float",

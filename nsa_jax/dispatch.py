@@ -13,16 +13,16 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_c
 import jax
 import numpy as np
 
-from nsa_jax.array_typing import Array, Attended, AttendedReads
+from nsa_jax.array_typing import Array, Attended
 from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_gpu
 from nsa_jax.kernels.triton import support as triton
 from nsa_jax.kernels.xla import support as xla
-from nsa_jax.layout import DenseCache, NSACache, Placement, Reads, TokenKeysValues
-from nsa_jax.option_checks import check_choice, check_flag
-from nsa_jax.sharding.explicit import BY_TOKENS, COUNTED_STEP, DENSE_STEP, Sharing, per_shard
+from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues
+from nsa_jax.option_checks import check_choice
+from nsa_jax.sharding.explicit import BY_TOKENS, DENSE_STEP, STEP, Sharing, per_shard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
@@ -33,8 +33,7 @@ class Support(Protocol):
     """What a module that speaks for an implementation offers; it imports nothing that may be missing."""
 
     def unsupported_reason(
-        self, operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str,
-        return_reads: bool,
+        self, operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str
     ) -> str | None:  # fmt: skip
         """Why the implementation cannot run a call; None if it can."""
         ...
@@ -69,9 +68,8 @@ class Operations(Protocol):
     """
 
     def compressed_attention(
-        self, query: Array, key_cmp: Array, value_cmp: Array, placement: Placement, scale: float, *,
-        count_reads: bool,
-    ) -> Attended | AttendedReads:  # fmt: skip
+        self, query: Array, key_cmp: Array, value_cmp: Array, placement: Placement, scale: float
+    ) -> Attended:
         """The compressed branch (Eq. 7)."""
         ...
 
@@ -83,15 +81,14 @@ class Operations(Protocol):
 
     def selected_attention(
         self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
-        scale: float, *, count_reads: bool,
-    ) -> Attended | AttendedReads:  # fmt: skip
+        scale: float,
+    ) -> Attended:  # fmt: skip
         """The selected branch (Eq. 12)."""
         ...
 
     def window_attention(
-        self, query: Array, key_win: Array, value_win: Array, placement: Placement, scale: float, *,
-        count_reads: bool,
-    ) -> Attended | AttendedReads:  # fmt: skip
+        self, query: Array, key_win: Array, value_win: Array, placement: Placement, scale: float
+    ) -> Attended:
         """The window branch (section 3.3.3)."""
         ...
 
@@ -109,9 +106,8 @@ class Operations(Protocol):
 
     def decode_step(
         self, cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None,
-        block_indices: Array | None, compress: Compress, config: NSAConfig, scale: float, *,
-        count_reads: bool,
-    ) -> tuple[Array, NSACache, Reads | None]:  # fmt: skip
+        block_indices: Array | None, compress: Compress, config: NSAConfig, scale: float,
+    ) -> tuple[Array, NSACache]:  # fmt: skip
         """Appends a few tokens to a cache and attends from them: `nsa_jax.cache.decode_step`."""
         ...
 
@@ -135,7 +131,7 @@ _OPERATIONS = {
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
     "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
     "native_sparse_attention": _Operation(BY_TOKENS, lambda offered: offered.native_sparse_attention),
-    "decode_step": _Operation(COUNTED_STEP, lambda offered: offered.decode_step),
+    "decode_step": _Operation(STEP, lambda offered: offered.decode_step),
     "dense_decode_step": _Operation(DENSE_STEP, lambda offered: offered.dense_decode_step),
 }
 OPERATIONS = tuple(_OPERATIONS)
@@ -162,21 +158,16 @@ def unsupported_reason(
     *arrays: Array | jax.ShapeDtypeStruct,
     config: NSAConfig | None = None,
     platform: str | None = None,
-    return_reads: bool = False,
 ) -> str | None:
     """Says why an implementation cannot run an operation, or returns None if it can.
 
-    Errors, skipped tests, documentation and benchmark rows all take this text from here.
+    Errors, skipped tests, documentation and benchmark rows all take this text from here. The other arguments
+    are those of `choose`.
 
     Args:
       operation: name of the operation, one of `nsa_jax.dispatch.OPERATIONS`, for example
         "selected_attention".
       implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`.
-      *arrays: the arrays of the operation, which `choose` lists, or their `jax.ShapeDtypeStruct`s, as far as
-        they are known.
-      config: block structure, if it is known.
-      platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for the platform of the default device.
-      return_reads: whether the call asks for the number of keys that were read.
 
     Returns:
       The reason, with what to do about it, or None.
@@ -200,11 +191,10 @@ def unsupported_reason(
         )
     if config is not None:
         check_config(config)
-    check_flag(return_reads=return_reads)
     _check_operands(operation, arrays)
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
     return _IMPLEMENTED[implementation].support.unsupported_reason(
-        operation, *arrays, config=config, platform=where, return_reads=return_reads
+        operation, *arrays, config=config, platform=where
     )
 
 
@@ -244,7 +234,6 @@ def choose(
     config: NSAConfig | None = None,
     platform: str | None = None,
     implementation: str | None = None,
-    return_reads: bool = False,
 ) -> Choice:
     """Decides which implementation runs an operation, and says why. It runs nothing.
 
@@ -272,7 +261,6 @@ def choose(
       config: block structure, if it is known.
       platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for the platform of the default device.
       implementation: the implementation that the caller asks for by name, or None.
-      return_reads: whether the call asks for the number of keys that were read.
 
     Returns:
       `Choice(implementation, reason, refused)`.
@@ -288,7 +276,7 @@ def choose(
     """
 
     def reason_against(name: str) -> str | None:
-        settings: dict[str, Any] = dict(config=config, platform=platform, return_reads=return_reads)
+        settings: dict[str, Any] = dict(config=config, platform=platform)
         return unsupported_reason(operation, name, *arrays, **settings)
 
     check_implementation(implementation)
@@ -347,7 +335,6 @@ def run(
     operands: Mapping[str, Any],
     *,
     config: NSAConfig | None = None,
-    return_reads: bool = False,
 ) -> Any:
     """Runs an operation by the implementation that `choose` chooses, where its operands lie.
 
@@ -356,14 +343,14 @@ def run(
     `nsa_jax.call_log`.
 
     Args:
-      operation, implementation, arrays, config, return_reads: as in `choose`.
+      operation, implementation, arrays, config: as in `choose`.
       operands: the arguments of the operation by name, see `Operations`.
     """
-    settings: dict[str, Any] = dict(config=config, implementation=implementation, return_reads=return_reads)
+    settings: dict[str, Any] = dict(config=config, implementation=implementation)
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
-    if implementation is None and _forced.value is None and not return_reads and _falls_back(chosen, None):
+    if implementation is None and _forced.value is None and _falls_back(chosen, None):
         warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         sharing, of = _OPERATIONS[operation]

@@ -47,7 +47,7 @@ def decode_step(*operands, config, **arguments):
 
 
 compiled_prefill = jit(prefill, static_argnames="config")
-compiled_decode_step = jit(decode_step, static_argnames=("config", "count_reads"))
+compiled_decode_step = jit(decode_step, static_argnames="config")
 
 
 @dataclasses.dataclass(frozen=True)

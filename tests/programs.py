@@ -40,7 +40,7 @@ def evaluate(
     cotangents: Results | None = None,
     sizes: Sizes | None = None,
 ) -> Results:
-    """Results by name: `out*`, `lse_*`, `blocks`, `d_<operand>`, and `reads_*` of implementations.
+    """Results by name: `out*`, `lse_*`, `blocks` and `d_<operand>`.
 
     The selected branch attends `block_indices`, by default what brute force selects. Gradients are those of
     all outputs and log-sum-exps under `cotangents`, by default random.
@@ -86,16 +86,15 @@ def random_cotangents(case: Case) -> Results:
 def in_tiles(sizes: Sizes) -> types.SimpleNamespace:
     """The operations of `nsa_jax.attention` by the `xla` implementation, with other chunk and tile sizes."""
 
-    def run(name, *arrays, config, scale, query_positions, segment_ids, implementation, return_reads=None):
+    def run(name, *arrays, config, scale, query_positions, segment_ids, implementation):
         assert implementation == "xla"
         names = [*inspect.signature(getattr(attention, name)).parameters][: len(arrays)]
         call = arguments.check(
             getattr(attention, name), dict(zip(names, arrays, strict=True)), config=config, scale=scale,
             query_positions=query_positions, segment_ids=segment_ids,
         )  # fmt: skip
-        counts = {} if return_reads is None else dict(count_reads=return_reads)
         more = (None,) if name == "select_blocks" else ()  # the log-sum-exps
-        return getattr(xla, name)(*arrays, *more, *call, sizes=sizes, **counts)
+        return getattr(xla, name)(*arrays, *more, *call, sizes=sizes)
 
     names = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
     operations = {name: functools.partial(run, name) for name in names}
@@ -106,24 +105,18 @@ def in_tiles(sizes: Sizes) -> types.SimpleNamespace:
 def _program(module: str, case: Case, sizes: Sizes | None):
     operations = MODULES[module] if sizes is None else in_tiles(sizes)
     settings = dict(config=case.config, scale=case.scale)
-    reads = {}
     if module != "reference":
         settings |= dict(implementation=module)
-    if module == "xla":  # the others do not count reads
-        reads = dict(return_reads=True)
 
     def forward(operands: Operands, block_indices, query_positions, segment_ids):
         shared = settings | dict(query_positions=query_positions, segment_ids=segment_ids)
         q = operands.query
-        cmp = operations.compressed_attention(q, operands.key_cmp, operands.value_cmp, **shared, **reads)
-        slc = operations.selected_attention(
-            q, operands.key_slc, operands.value_slc, block_indices, **shared, **reads
-        )
-        win = operations.window_attention(q, operands.key_win, operands.value_win, **shared, **reads)
+        cmp = operations.compressed_attention(q, operands.key_cmp, operands.value_cmp, **shared)
+        slc = operations.selected_attention(q, operands.key_slc, operands.value_slc, block_indices, **shared)
+        win = operations.window_attention(q, operands.key_win, operands.value_win, **shared)
         results = {}
-        for branch, (out, lse, *counts) in zip(BRANCHES, (cmp, slc, win), strict=True):
+        for branch, (out, lse) in zip(BRANCHES, (cmp, slc, win), strict=True):
             results |= {f"out_{branch}": out, f"lse_{branch}": lse}
-            results |= {f"reads_{branch}": x for x in counts}
         results["out"] = operations.gated_sum(cmp[0], slc[0], win[0], operands.gates)
         return results
 

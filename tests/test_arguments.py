@@ -94,14 +94,6 @@ def test_shapes_and_dtypes_of_results(operation):
     assert call(operation) == expected
 
 
-@pytest.mark.parametrize("operation", ["compressed_attention", "selected_attention", "window_attention"])
-def test_reads_come_last_if_asked_for(operation):
-    *rest, reads = call(operation, dict(return_reads=True))
-
-    assert len(rest) == 2
-    assert reads == TRACED((B, T, K), jnp.int32)
-
-
 def test_what_is_told_of_one_argument():
     refuses(ValueError, r"query must have 4 axes \[B, T, N, H\], got shape", query=array("query", (B, N, H)))
     refuses(ValueError, "segment_ids must have 2 axes", segment_ids=array("segment_ids", (S,)))

@@ -1,17 +1,15 @@
-"""How many keys a decode step reads: the counts of its gathers against figures and loops, not formulas."""
-
-import functools
+"""How many keys a decode step reads: the counts of its masks against figures and loops, not formulas."""
 
 import brute_force
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import SMALL, Layer, decode_step, jit
+from cache_layer import SMALL, Layer, jit
 from cases import Case
 
-from nsa_jax.cache import expected_reads
+from nsa_jax import attention
+from nsa_jax.cache import count_reads, expected_reads
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.xla import operations
 
 PAPER = NSAConfig()
 DESIGN_FIGURES = {576: 1123, 1088: 1603, 2112: 1667, 4160: 1795}
@@ -33,7 +31,8 @@ def reads():
     layer = Layer.make(PAPER, batch=rows, length=2, num_heads=2, num_kv_heads=1)
     held = layer.filled(np.array([*LENGTHS, 900]) - 2, max(LENGTHS))
     counts = np.array([2] * len(LENGTHS) + [0], np.int32)
-    return layer.decode_step(held, *layer.arrays, num_tokens=counts, count_reads=True)[2]
+    after = layer.decode_step(held, *layer.arrays, num_tokens=counts).cache
+    return jit(count_reads, static_argnames="config")(after, layer.query, config=PAPER, num_tokens=counts)
 
 
 def test_counts_equal_brute_force(reads):
@@ -53,16 +52,28 @@ def test_finished_row_reads_nothing(reads):
     assert not any(branch[-1].any() for branch in reads)
 
 
+def test_a_prompt_is_counted_like_its_tokens_one_by_one():
+    layer = Layer.make(length=40)
+    after = layer.prefill(layer.empty(48), *layer.arrays).cache
+
+    counted = count_reads(after, layer.query, config=SMALL)
+
+    expected = np.array([brute_force(t + 1, SMALL) for t in range(40)])
+    for branch, numbers in zip(counted, expected.T, strict=True):
+        np.testing.assert_array_equal(branch, np.broadcast_to(numbers[:, None], (2, 40, 2)))
+
+
 def test_counts_follow_the_gather_and_not_a_formula(monkeypatch):
-    """A step that is made to select one block reports the tokens of one block."""
-    select, layer = operations.select_blocks, Layer.make(length=38)
+    """Where only one block is selected, the tokens of one block are reported."""
+    select, layer = attention.select_blocks, Layer.make(length=38)
 
     def first_only(*args, **kwargs):
         return jnp.full_like(select(*args, **kwargs), -1).at[..., 0].set(0)
 
-    monkeypatch.setattr(operations, "select_blocks", first_only)
-    step = jit(functools.partial(decode_step, config=SMALL, count_reads=True))
-    reads = step(layer.filled([37, 37], 64), *layer.slice(37, 1))[2]
+    monkeypatch.setattr(attention, "select_blocks", first_only)
+    query, *rest = layer.slice(37, 1)
+    after = layer.decode_step(layer.filled([37, 37], 64), query, *rest).cache
+    reads = count_reads(after, query, config=SMALL)
 
     assert (reads.slc == layer.config.selection_block_size).all()
     assert (reads.win == layer.config.window_size).all()

@@ -29,7 +29,7 @@ PUBLIC = (
     "nsa_torch_ref",
 )
 MORE = {
-    *("nsa_jax.array_typing.Attended", "nsa_jax.array_typing.AttendedReads", "nsa_jax.dispatch.Choice"),
+    *("nsa_jax.array_typing.Attended", "nsa_jax.dispatch.Choice"),
     "nsa_jax.remat.SAVED_NAMES",
     *(f"nsa_jax.debug.check_{what}" for what in ("block_indices", "cu_seqlens", "query_positions", "runs")),
     *("nsa_jax.debug.check_segment_ids", "nsa_jax.debug.checked"),

@@ -59,7 +59,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly():
     command = f"{sys.executable} -m nsa_jax.doctor | head -n 1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300)
 
-    assert "CPU cores" in done.stdout
+    assert "cores " in done.stdout
     assert done.stderr == ""
 
 
@@ -67,8 +67,6 @@ def test_a_machine_without_gpu_torch_and_extras_is_well():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=300)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    *lines, _ = done.stdout.splitlines()
-    assert max(map(len, lines)) <= text.WIDTH
     report = last_line(done.stdout)
     assert list(report) == KEYS
     assert report["doctor"] == 1
@@ -87,6 +85,7 @@ def test_a_machine_without_gpu_torch_and_extras_is_well():
 
 def planted(operation, monkeypatch, change):
     """Puts a fault into an operation of `xla`: `change(function, arguments)` runs instead of the function."""
+    monkeypatch.setattr(dispatch, "_function", functools.cache(dispatch._function.__wrapped__))
     function = getattr(xla, operation)
     signature = inspect.signature(function)
 
@@ -314,8 +313,7 @@ def test_choices_on_hopper(a_gpu):
     }
     assert set(found.values()) == {"mosaic_gpu", "triton"}
     assert len(outcomes) <= 5
-    lines = "\n".join(text.choices(outcomes)).splitlines()
-    assert max(map(len, lines)) <= text.WIDTH
+    lines = list(text.choices(outcomes))
     assert any("no faster with fewer than 9 query heads" in line for line in lines)
 
 
@@ -331,9 +329,9 @@ def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, mon
     for module in (operations, steps):
         monkeypatch.setattr(module, "expected", lambda *_, **__: {})
     monkeypatch.setattr(operations, "_scores", lambda *_: np.zeros((1, 1, 1, 5)))
-    monkeypatch.setattr(checks, "_check", lambda subject, name, *_: [(subject.operation, name)])
+    monkeypatch.setattr(checks, "_check", lambda subject, name, *_: (subject.operation, name))
 
-    ran = [one for group in checks.checks(["bfloat16"]) for one in group]
+    ran = list(checks.checks(["bfloat16"]))
 
     every = {(operation, name) for operation in dispatch.OPERATIONS for name in ("xla", "triton")}
     hopper = {(name, "mosaic_gpu") for name in ("selected_attention", "native_sparse_attention")}

@@ -83,7 +83,7 @@ def test_steps_of_a_cache_equal_the_full_forward():
     ids = tokens()
     tolerance = 1000 * np.finfo(np.float64).eps * np.abs(logits).max()
     with jax.enable_x64(True):
-        step = jax.jit(functools.partial(model.decode_step, count_reads=True))
+        step = jax.jit(model.decode_step)
         prefill = jax.jit(lambda *given: (model.prefill(*given[:2])[0], *model.prefill(*given)))
         cache = model.init_cache(2, LENGTH)
         for counts in ([6, 3], [4, 6]):
@@ -100,13 +100,12 @@ def test_steps_of_a_cache_equal_the_full_forward():
         for counts in ([3, 3], [2, 0], [1, 3]):
             start = np.asarray(cache[0].lengths)
             chunk = np.stack([np.resize(ids[row, start[row] : start[row] + 3], 3) for row in range(2)])
-            out, cache, reads = step(chunk, cache, np.array(counts))
+            out, cache = step(chunk, cache, np.array(counts))
             for row, count in enumerate(counts):
                 expected = logits[row, start[row] : start[row] + count]
                 np.testing.assert_allclose(out[row, :count], expected, rtol=0, atol=tolerance)
     np.testing.assert_array_equal(cache[0].lengths, [16, 15])
-    assert len(cache) == len(reads) == 1
-    assert reads[0].win[1, 2, 0] == CONFIG.nsa.window_size
+    assert len(cache) == 1
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -281,12 +280,3 @@ def test_only_nsa_layers_take_blocks(kind):
     layer = abstract_model(dataclasses.replace(CONFIG, attention=kind)).layers[0].attention
     with pytest.raises(NotImplementedError, match="block_indices need NSA layers, got DenseAtt"):
         nnx.eval_shape(fill, layer, jax.ShapeDtypeStruct((2, 3, 12), jnp.float32))
-
-
-@pytest.mark.parametrize("kind", ["dense", "window"])
-def test_only_nsa_counts_what_it_reads(kind):
-    def count(model, ids):
-        return model.decode_step(ids, model.init_cache(ids.shape[0], 64), count_reads=True)
-
-    with refused(NotImplementedError, "count_reads needs NSA layers, got DenseAttention"):
-        nnx.eval_shape(count, abstract_model(dataclasses.replace(CONFIG, attention=kind)), TOKENS)

@@ -105,7 +105,3 @@ def test_a_jaxlib_that_makes_the_kernels_spill_prefers_triton(installed, jaxlib,
     if chosen == "triton":
         assert f"got {jaxlib}. " in dict(choice.refused)["mosaic_gpu"]
         assert has_form(dict(choice.refused)["mosaic_gpu"])
-
-
-def test_reads_are_not_counted(installed):  # noqa: F811
-    assert "do not count what they read" in reason(return_reads=True)

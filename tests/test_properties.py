@@ -16,7 +16,7 @@ from nsa_jax.kernels.xla.sizes import Sizes
 PER_QUERY = (
     "out",
     "blocks",
-    *(f"{kind}_{branch}" for kind in ("out", "lse", "reads") for branch in BRANCHES),
+    *(f"{kind}_{branch}" for kind in ("out", "lse") for branch in BRANCHES),
 )
 
 

@@ -34,7 +34,7 @@ def test_operations_and_their_gradients(name, dtype, setting):
         query, key_cmp, value_cmp, *keys_values, gates = operands
         cmp = attention.compressed_attention(query, key_cmp, value_cmp, **shared)
         blocks = attention.select_blocks(query, key_cmp, lse_cmp=cmp.lse, **shared)
-        slc = attention.selected_attention(query, *keys_values[:2], blocks, **shared, return_reads=True)
+        slc = attention.selected_attention(query, *keys_values[:2], blocks, **shared)
         win = attention.window_attention(query, *keys_values[2:], **shared)
         attention.select_blocks(query, key_cmp, **shared)
         attention.native_sparse_attention(*operands, **shared, block_indices=blocks.astype(jnp.int8))

@@ -15,8 +15,8 @@ from jax.experimental import checkify
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, convert, debug
-from nsa_jax.array_typing import Attended, AttendedReads
-from nsa_jax.cache import DenseCache, NSACache, Reads
+from nsa_jax.array_typing import Attended
+from nsa_jax.cache import DenseCache, NSACache, Reads, count_reads
 from nsa_jax.dispatch import Choice
 from nsa_jax.generate import Generation, generate, sample, truncate
 from nsa_jax.model import Transformer, TransformerConfig
@@ -44,22 +44,15 @@ def operations() -> None:
     assert_type(cmp.out, jax.Array)
     out, lse = cmp
     assert_type(lse, jax.Array)
-    counted = nsa_jax.compressed_attention(query, key_cmp, value_cmp, config=CONFIG, return_reads=True)
-    assert_type(counted, AttendedReads)
-    assert_type(counted.reads, jax.Array)
 
     blocks = nsa_jax.select_blocks(query, key_cmp, lse_cmp=lse, config=CONFIG)
     assert_type(blocks, jax.Array)
     slc = nsa_jax.selected_attention(query, key, value, blocks, config=CONFIG, implementation="xla")
     assert_type(slc, Attended)
-    assert_type(
-        nsa_jax.selected_attention(query, key, value, blocks, config=CONFIG, return_reads=True), AttendedReads
-    )
 
     last = Runs((Run(LAST, LENGTH - LAST),), divisor=LAST)
     win = nsa_jax.window_attention(query[:, -LAST:], key, value, config=CONFIG, query_positions=last)
     assert_type(win, Attended)
-    assert_type(nsa_jax.window_attention(query, key, value, config=CONFIG, return_reads=True), AttendedReads)
 
     total = nsa_jax.gated_sum(out, slc.out, out, gates)
     assert_type(total, jax.Array)
@@ -109,9 +102,9 @@ def layers() -> None:
     assert_type(cache, NSACache)
     assert_type(layer.prefill(x, cache), tuple[jax.Array, NSACache])
     assert_type(layer.decode_step(x[:, :1], cache), tuple[jax.Array, NSACache])
-    counted = layer.decode_step(x[:, :1], cache, count_reads=True)
-    assert_type(counted, tuple[jax.Array, NSACache, Reads])
-    assert_type(counted[2].slc, jax.Array)
+    reads = count_reads(cache, layer.operands(x[:, :1]).query, config=CONFIG)
+    assert_type(reads, Reads)
+    assert_type(reads.slc, jax.Array)
 
     dense = DenseAttention(4, 64, num_kv_heads=2, rngs=nnx.Rngs(0))
     assert_type(dense(x), jax.Array)

@@ -186,11 +186,16 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     state, (tokens, gates, compress) = program.draw(0)
 
     def step(state: cache.NSACache, _: None) -> tuple[cache.NSACache, cache.Reads]:
-        counted = cache.decode_step(
-            state, program.x, tokens, gates, config=setting.shape.config, compress=compress, count_reads=True,
+        state = cache.decode_step(
+            state,
+            program.x,
+            tokens,
+            gates,
+            config=setting.shape.config,
+            compress=compress,
             implementation="xla",
-        )  # fmt: skip
-        return counted.cache, counted.reads
+        ).cache
+        return state, cache.count_reads(state, program.x, config=setting.shape.config)
 
     _, reads = jax.jit(lambda state: jax.lax.scan(step, state, length=NUM_STEPS))(state)
     counted = {BRANCHES[name]: np.asarray(x)[:, 0, :, 0] for name, x in reads._asdict().items()}

@@ -1,42 +1,10 @@
 """The compressed branch."""
 
-from typing import Literal, overload
-
 from nsa_jax import arguments, dispatch, keywords
-from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
+from nsa_jax.array_typing import Array, Attended, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
-
-
-@overload
-def compressed_attention(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"],
-    value_cmp: Float[Array, "B C K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[False] = False,
-) -> Attended: ...
-
-
-@overload
-def compressed_attention(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"],
-    value_cmp: Float[Array, "B C K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[True],
-) -> AttendedReads: ...
 
 
 @keywords.known
@@ -50,8 +18,7 @@ def compressed_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    return_reads: bool = False,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attends to the compressed blocks that end at or before the query.
 
     This is Eq. 4 with the compressed keys and values of Eq. 7. Block `i` covers tokens `[i d, i d + l)` of
@@ -73,12 +40,10 @@ def compressed_attention(
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
       implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
         `nsa_jax.choose`.
-      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
-      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A query that sees no
-      block has `out` 0 and `lse` `-inf`.
+      `Attended(out, lse)`. `out` has the query's dtype; `lse` is the natural-log-sum-exp in float32 (float64
+      for float64 inputs). A query that sees no block has `out` 0 and `lse` `-inf`.
 
     Raises:
       TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
@@ -97,12 +62,5 @@ def compressed_attention(
         segment_ids=segment_ids,
         scale=scale,
     )
-    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
-    return dispatch.run(
-        "compressed_attention",
-        implementation,
-        arrays.values(),
-        operands,
-        config=config,
-        return_reads=return_reads,
-    )
+    operands = dict(**arrays, **call._asdict())
+    return dispatch.run("compressed_attention", implementation, arrays.values(), operands, config=config)

@@ -1,44 +1,10 @@
 """The selected branch."""
 
-from typing import Literal, overload
-
 from nsa_jax import arguments, dispatch, keywords, layout
-from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
+from nsa_jax.array_typing import Array, Attended, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
-
-
-@overload
-def selected_attention(
-    query: Float[Array, "B T N H"],
-    key_slc: Float[Array, "B S K H"],
-    value_slc: Float[Array, "B S K V"],
-    block_indices: Int[Array, "B T K R"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[False] = False,
-) -> Attended: ...
-
-
-@overload
-def selected_attention(
-    query: Float[Array, "B T N H"],
-    key_slc: Float[Array, "B S K H"],
-    value_slc: Float[Array, "B S K V"],
-    block_indices: Int[Array, "B T K R"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[True],
-) -> AttendedReads: ...
 
 
 @keywords.known
@@ -53,12 +19,12 @@ def selected_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    return_reads: bool = False,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attends to those tokens of the selected blocks that are at or before the query (Eq. 12).
 
     Block `j` covers tokens `[j l', (j + 1) l')` of the query's sequence. All query heads of a KV head share
-    one selection.
+    one selection. The other arguments are those of `compressed_attention`; by default the queries are the
+    last `T` of the `S` tokens.
 
     Args:
       query: rotated queries.
@@ -68,22 +34,13 @@ def selected_attention(
         from `select_blocks` or `block_indices_from_ranges`. `R` is `num_selected_blocks`. Each selection is
         ascending, with -1 in the unused slots at its end. A block that is named twice counts once.
       config: block structure.
-      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` of the `S` tokens by
-        default.
-      segment_ids: sequence of each token, see `compressed_attention`.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
-      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
-      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A query whose slots are
-      all -1 has `out` 0 and `lse` `-inf`.
+      `Attended(out, lse)`, as in `compressed_attention`. A query whose slots are all -1 has `out` 0 and `lse`
+      `-inf`.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or `scale` is not finite.
-      NotImplementedError: the implementation asked for cannot run the call.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Gradients:
       With respect to `query`, `key_slc` and `value_slc`. The cotangent of `lse` counts, too.
@@ -98,12 +55,5 @@ def selected_attention(
         scale=scale,
     )
     arrays["block_indices"] = layout.distinct_blocks(block_indices)
-    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
-    return dispatch.run(
-        "selected_attention",
-        implementation,
-        arrays.values(),
-        operands,
-        config=config,
-        return_reads=return_reads,
-    )
+    operands = dict(**arrays, **call._asdict())
+    return dispatch.run("selected_attention", implementation, arrays.values(), operands, config=config)

@@ -28,17 +28,14 @@ def select_blocks(
     weight is the number of shared tokens, counted in strides (for 32 / 16 / 64: 1, 2, 2, 2, 1). Candidates
     are the blocks whose first token is at or before the query. The first `num_initial_blocks` blocks, the
     query's own block and the `num_local_blocks - 1` before it are always selected, and they count towards
-    `num_selected_blocks`. The other slots go to the best scores; ties go to the lower block index.
+    `num_selected_blocks`. The other slots go to the best scores; ties go to the lower block index. The
+    other arguments are those of `compressed_attention`.
 
     Args:
       query: rotated queries.
       key_cmp: compressed keys, see `compressed_attention`.
       config: block structure.
       lse_cmp: the `lse` that `compressed_attention` returned for the same arguments; computed anew if None.
-      query_positions: key index of each query (-1 = padding), or `Runs`, see `compressed_attention`.
-      segment_ids: sequence of each token, see `compressed_attention`.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
 
     Returns:
       Block indices `[B, T, K, R]`, int32, with `R = num_selected_blocks`: block numbers counted from the
@@ -46,9 +43,7 @@ def select_blocks(
       padding query are -1.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or `scale` is not finite.
-      NotImplementedError: the implementation asked for cannot run the call.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Numerics:
       Two implementations choose the same blocks wherever two scores differ by more than rounding, and exactly

@@ -29,38 +29,20 @@ def native_sparse_attention(
     """Native Sparse Attention: attends by all three branches and adds their outputs by gates (Eq. 5).
 
     Computes what `compressed_attention`, `select_blocks`, `selected_attention`, `window_attention` and
-    `gated_sum` compute one after the other.
+    `gated_sum` compute one after the other. The arguments are theirs; by default the queries are the last `T`
+    of the `S` tokens. `W` is `S` unless `first_key_win` says otherwise.
 
     Args:
-      query: rotated queries, the same for all branches.
-      key_cmp: compressed keys, each rotated at the position of its block's first token. `C` is
-        `(S - l)//d + 1`, or 0 if `S < l`.
-      value_cmp: compressed values.
-      key_slc: keys of the selected branch, each rotated at its own position.
-      value_slc: values of the selected branch.
-      key_win: keys of the window branch, each rotated at its own position. `W` is `S` unless `first_key_win`
-        says otherwise.
-      value_win: values of the window branch.
       gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
-      config: block structure.
       block_indices: a selection to use, for example that of another implementation, see
         `selected_attention`; chosen by `select_blocks` if None.
-      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` of the `S` tokens by
-        default.
-      segment_ids: sequence of each token: each non-zero id is one contiguous run, 0 = padding. None if every
-        row is one sequence.
       first_key_win: row index of the first window key, see `first_key` of `window_attention`.
-      scale: factor of the logits of all branches, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
 
     Returns:
       The output, in the query's dtype; 0 for a padding query with finite gates.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or `scale` is not finite.
-      NotImplementedError: the implementation asked for cannot run the call.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Gradients:
       With respect to every floating-point array. No gradient flows through the selection, see

@@ -1,44 +1,10 @@
 """The sliding window branch."""
 
-from typing import Literal, overload
-
 from nsa_jax import arguments, dispatch, keywords
-from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int
+from nsa_jax.array_typing import Array, Attended, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
-
-
-@overload
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B W K H"],
-    value_win: Float[Array, "B W K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[False] = False,
-) -> Attended: ...
-
-
-@overload
-def window_attention(
-    query: Float[Array, "B T N H"],
-    key_win: Float[Array, "B W K H"],
-    value_win: Float[Array, "B W K V"],
-    *,
-    config: NSAConfig,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-    return_reads: Literal[True],
-) -> AttendedReads: ...
 
 
 @keywords.known
@@ -53,37 +19,27 @@ def window_attention(
     first_key: int | Int[Array, ""] | Int[Array, " B"] = 0,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    return_reads: bool = False,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attends to the last `window_size` tokens, the query's own included (section 3.3.3).
 
-    The query at index `t` of its sequence sees tokens `max(0, t - w + 1) .. t`.
+    The query at index `t` of its sequence sees tokens `max(0, t - w + 1) .. t`. The other arguments are
+    those of `compressed_attention`; by default the queries are the last `T` tokens of the row.
 
     Args:
       query: rotated queries.
       key_win: keys of this branch, each rotated at its own position.
       value_win: values of this branch.
       config: block structure; only `window_size` matters here.
-      query_positions: key index of each query (-1 = padding), or `Runs`; the last `T` tokens of the row by
-        default.
-      segment_ids: sequence of each token of the row, see `compressed_attention`.
       first_key: row index of the first key of the array: an int, a scalar, or one for each row. It differs
         from 0 if the array holds only a part of the row, such as a shard with its halo or the ordered content
         of a decode ring; it may be negative at the start of a row. Keys of the window that the array does not
         hold are not seen.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
-      return_reads: whether to also count the keys that each query and KV head gathered; on `xla` only.
 
     Returns:
-      `Attended(out, lse)`, or `AttendedReads(out, lse, reads)` with `return_reads`. `out` has the query's
-      dtype; `lse` is the natural-log-sum-exp in float32 (float64 for float64 inputs). A padding query has
-      `out` 0 and `lse` `-inf`.
+      `Attended(out, lse)`, as in `compressed_attention`.
 
     Raises:
-      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
-      ValueError: shapes or dtypes disagree, or `scale` is not finite.
-      NotImplementedError: the implementation asked for cannot run the call.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Gradients:
       With respect to `query`, `key_win` and `value_win`. The cotangent of `lse` counts, too.
@@ -98,12 +54,5 @@ def window_attention(
         scale=scale,
         first_key_win=first_key,
     )
-    operands = dict(**arrays, **call._asdict(), count_reads=return_reads)
-    return dispatch.run(
-        "window_attention",
-        implementation,
-        arrays.values(),
-        operands,
-        config=config,
-        return_reads=return_reads,
-    )
+    operands = dict(**arrays, **call._asdict())
+    return dispatch.run("window_attention", implementation, arrays.values(), operands, config=config)

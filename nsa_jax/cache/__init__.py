@@ -9,14 +9,14 @@ nothing here depends on the module that owns its parameters.
 """
 
 from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache
-from nsa_jax.cache.state import CountedStep, Step, expected_reads, init_cache
+from nsa_jax.cache.reads import Reads, count_reads, expected_reads
+from nsa_jax.cache.state import Step, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
 from nsa_jax.compression import Compression, ResidualMLP, Rotation
-from nsa_jax.layout import DenseCache, NSACache, Reads, TokenKeysValues
+from nsa_jax.layout import DenseCache, NSACache, TokenKeysValues
 
 __all__ = [
     "Compression",
-    "CountedStep",
     "DenseCache",
     "DenseStep",
     "NSACache",
@@ -25,6 +25,7 @@ __all__ = [
     "Rotation",
     "Step",
     "TokenKeysValues",
+    "count_reads",
     "decode_step",
     "dense_decode_step",
     "dense_prefill",

@@ -8,8 +8,8 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig, check_config
-from nsa_jax.layout import NSACache, Reads
-from nsa_jax.option_checks import check_flag, check_int
+from nsa_jax.layout import NSACache
+from nsa_jax.option_checks import check_flag
 
 
 class Step(NamedTuple):
@@ -22,45 +22,6 @@ class Step(NamedTuple):
 
     out: Float[Array, "B T N V"]
     cache: NSACache
-
-
-class CountedStep(NamedTuple):
-    """Result of `decode_step` with `count_reads=True`.
-
-    Attributes:
-      out: attention output of the new tokens.
-      cache: the cache with the new tokens in it.
-      reads: number of keys that each branch gathered.
-    """
-
-    out: Float[Array, "B T N V"]
-    cache: NSACache
-    reads: Reads
-
-
-def expected_reads(length: int, config: NSAConfig) -> int:
-    """Number of keys that one decode step reads by the paper's formula.
-
-    The formula behind Table 4 of the paper is `((S - l)//d + 1) + n l' + min(w, S)`. It charges `n` whole
-    blocks even if fewer exist or the last one is partial. So it is an upper bound of what `Reads` counts, and
-    it may be far above `length`.
-
-    Args:
-      length: tokens of the sequence, `S`, the new one included.
-      config: block structure.
-
-    Returns:
-      Keys per query and KV head, all branches together; a compressed key counts as one.
-
-    Raises:
-      TypeError: `length` is not an int, or `config` is not an `NSAConfig`.
-      ValueError: `length` is negative.
-    """
-    check_int(low=0, length=length)
-    check_config(config)
-    length = int(length)  # an unsigned int of NumPy would wrap in `length - l`
-    selected = config.num_selected_blocks * config.selection_block_size
-    return layout.num_compression_blocks(length, config) + selected + min(config.window_size, length)
 
 
 def init_cache(
@@ -101,7 +62,7 @@ def init_cache(
     check_flag(share_keys_values=share_keys_values)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
-    num_blocks = layout.num_compression_blocks(int(max_length), config)  # an int, as in `expected_reads`
+    num_blocks = layout.num_compression_blocks(int(max_length), config)
 
     def arrays(name: str, length: int) -> dict[str, Array]:
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}

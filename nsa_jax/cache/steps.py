@@ -1,6 +1,6 @@
 """The two steps of decoding: `prefill` appends a prompt of any length, `decode_step` a few tokens."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from nsa_jax import arguments, attention, dispatch, layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
-from nsa_jax.cache.state import CountedStep, Step
+from nsa_jax.cache.state import Step
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
-from nsa_jax.option_checks import check_flag
 from nsa_jax.sharding.explicit import STEP, per_shard
 
 
@@ -34,7 +33,8 @@ def prefill(
     """Appends a prompt, or a chunk of one, to every row and attends from each of its tokens.
 
     Chunk after chunk gives the same result as the whole prompt at once. A chunk may be longer than the rings:
-    the window branch attends to its ring and the chunk together, and the ring is written afterwards.
+    the window branch attends to its ring and the chunk together, and the ring is written afterwards. `scale`
+    and `implementation` are those of `nsa_jax.compressed_attention`.
 
     Args:
       cache: an empty cache, or the one that an earlier step returned.
@@ -50,8 +50,6 @@ def prefill(
         right. All are real by default.
       block_indices: a selection to use instead of choosing one, see `nsa_jax.selected_attention`; blocks are
         counted from the first token of the row.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
       `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. Under `jit`, a
@@ -64,9 +62,6 @@ def prefill(
         other arguments, `config` or `compress` do not fit the cache. Outside `jit` also: a row has a negative
         length or no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
       NotImplementedError: the implementation asked for cannot run the call.
-
-    Numerics:
-      As in the operations of `nsa_jax.attention`.
 
     Gradients:
       No gradient flows through the selection. A cache is meant for inference.
@@ -121,7 +116,6 @@ def _prefill(
     return attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache
 
 
-@overload
 def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
@@ -132,47 +126,13 @@ def decode_step(
     compress: Compress,
     num_tokens: Int[Array, " B"] | None = None,
     block_indices: Int[Array, "B T K R"] | None = None,
-    count_reads: Literal[False] = False,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Step: ...
-
-
-@overload
-def decode_step(
-    cache: NSACache,
-    query: Float[Array, "B T N H"],
-    tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
-    compress: Compress,
-    num_tokens: Int[Array, " B"] | None = None,
-    block_indices: Int[Array, "B T K R"] | None = None,
-    count_reads: Literal[True],
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-) -> CountedStep: ...
-
-
-def decode_step(
-    cache: NSACache,
-    query: Float[Array, "B T N H"],
-    tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
-    *,
-    config: NSAConfig,
-    compress: Compress,
-    num_tokens: Int[Array, " B"] | None = None,
-    block_indices: Int[Array, "B T K R"] | None = None,
-    count_reads: bool = False,
-    scale: float | None = None,
-    implementation: Implementation | None = None,
-) -> Step | CountedStep:
+) -> Step:
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
-    by prompts, chunks or steps.
+    by prompts, chunks or steps. The arguments are those of `prefill`, but `T` is at most `step_capacity`.
 
     On a CPU the compressor runs only if a step completes a block, or in every step if `T` is at least the
     compression stride. On a GPU, the Triton kernels test on the device whether a block is complete. A
@@ -182,40 +142,28 @@ def decode_step(
     Args:
       cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
         through a compiled loop.
-      query: rotated queries of the new tokens; `T` is at most `step_capacity`.
-      tokens: keys and values of the new tokens.
-      gates: gates of the new tokens, in the order cmp, slc, win.
-      config: block structure, the same as for `init_cache`.
       compress: as in `prefill`. GPU kernels compress the blocks themselves if it is a `Compression`; a
         function runs as XLA operations.
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
         left as it is.
       block_indices: a selection to use instead of choosing one, as in `prefill`.
-      count_reads: whether to count the keys that each branch gathers, from the masks that decide which
-        gathered keys count; on `xla` only.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.compressed_attention`.
 
     Returns:
-      `Step(out, cache)`, or `CountedStep(out, cache, reads)` with `count_reads`. `out` has the query's dtype
-      and is 0 for padding with finite gates. A row without room for all its new tokens keeps what it held,
-      gets output 0, and its `overflowed` is set, under `jit` and outside.
+      `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. A row without
+      room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit`
+      and outside.
 
     Raises:
       TypeError: as in `prefill`.
       ValueError: as in `prefill`, but for a row without room, or `T` exceeds the step capacity of the cache.
         Lengths and `num_tokens` out of range are found where the host has their values: outside `jit`, in
         NumPy arrays and in JAX arrays on a CPU. Elsewhere a `num_tokens` counts as the nearest in range.
-      NotImplementedError: the implementation asked for cannot run the call.
-
-    Numerics:
-      As in the operations of `nsa_jax.attention`.
+      NotImplementedError: as in `prefill`.
 
     Gradients:
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     sizes = checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens, block_indices)
-    check_flag(count_reads=count_reads)
     capacity = checks.step_capacity(cache, config)
     arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
@@ -233,12 +181,12 @@ def decode_step(
     )  # fmt: skip
     operands = jax.tree.map(jnp.asarray, operands)
     scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
-    out, cache, reads = dispatch.run(
-        "decode_step",
-        implementation,
-        (query, cache.key_cmp, cache.value_cmp),
-        dict(**operands, compress=compress, config=config, scale=scale, count_reads=count_reads),
-        config=config,
-        return_reads=count_reads,
+    return Step(
+        *dispatch.run(
+            "decode_step",
+            implementation,
+            (query, cache.key_cmp, cache.value_cmp),
+            dict(**operands, compress=compress, config=config, scale=scale),
+            config=config,
+        )
     )
-    return Step(out, cache) if reads is None else CountedStep(out, cache, reads)

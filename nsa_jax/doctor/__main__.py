@@ -8,7 +8,6 @@ Exit code 0: all is well; 1: something that should work does not; 2: the options
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 
 from nsa_jax.dispatch import default_platform
 from nsa_jax.doctor import machine, text, versions
-from nsa_jax.doctor.checks import Check, checks, problem
+from nsa_jax.doctor.checks import checks
 from nsa_jax.doctor.choices import DTYPES, choices
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -70,11 +69,7 @@ def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> Non
     found["gpus"] = gpus or seen
     with _part(problems, "the check of versions"):
         problems += versions.problems(found["versions"], found["gpus"], seen)
-    say(
-        text.machine(
-            found["host"], found["gpus"], found["versions"], platform or "nothing, it does not start"
-        )
-    )
+    say(text.machine(found, platform))
     if platform is None:
         return
     with _part(problems, "nsa_jax.choose"):
@@ -83,12 +78,11 @@ def examine(options: argparse.Namespace, found: dict[str, Any], say: Say) -> Non
         say(text.choices(outcomes))
     with _part(problems, "the check of results"):
         dtypes = options.dtype or (["bfloat16"] if seen else ["float32"])
-        say([text.checks_heading(dtypes)])
-        for group in checks(dtypes, seed=options.seed):
-            found["checks"] += [_as_json(check) for check in group]
-            say([text.check(group)])
-            if wrong := problem(group):
-                problems.append(wrong)
+        say([f"\nOutputs and gradients against the reference, on random operands, in {', '.join(dtypes)}:"])
+        for run in checks(dtypes, seed=options.seed):
+            found["checks"] += run.plain()
+            say([str(run)])
+            problems += filter(None, [run.problem()])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -128,16 +122,6 @@ def _part(problems: list[str], what: str, remedy: str = REPORT) -> Iterator[None
 def _raised(what: str, error: BaseException, remedy: str = REPORT) -> str:
     got = f"{type(error).__name__}: {error}".rstrip(": .")
     return f"{what} must go to its end, got {got}. {remedy}."
-
-
-def _as_json(check: Check) -> dict[str, Any]:
-    """The fields of a check; JSON has no infinity, so a number that is not finite is null."""
-    error, budget = (x if math.isfinite(x) else None for x in (check.error, check.budget))
-    return {
-        "operation": check.operation, "implementation": check.implementation, "dtype": check.dtype,
-        "quantity": check.quantity, "error": error, "budget": budget, "ok": check.ok,
-        "seconds": round(check.seconds, 2),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

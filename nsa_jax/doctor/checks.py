@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,44 +19,74 @@ from nsa_jax.doctor import operations, steps
 from nsa_jax.doctor.subject import CONFIG, Expected, Subject, draw
 
 
-class Check(NamedTuple):
-    """One quantity of one operation: what was found and what was allowed.
+class Run(NamedTuple):
+    """One operation by one implementation in one dtype.
 
     Attributes:
       operation, implementation, dtype: what ran.
-      quantity: "out", "lse", a gradient like "d_query", or what a step writes; "run" if it raised.
-      error: largest distance from the oracle; infinite beside a NaN, or if it raised.
-      budget: how large it may be.
-      seconds: time of the operation with all its quantities and compilation; other checks run meanwhile.
+      seconds: with compilation; other runs go on meanwhile.
+      errors: of "out", "lse", a gradient like "d_query", or what a step writes: the largest distance from the
+        oracle, infinite beside a NaN, and how large it may be. Of "run" alone if it raised.
       why: the exception, if it raised.
     """
 
     operation: str
     implementation: str
     dtype: str
-    quantity: str
-    error: float
-    budget: float
     seconds: float
+    errors: dict[str, tuple[float, float]]
     why: str = ""
 
     @property
-    def ok(self) -> bool:
-        """Whether the error is within its budget; NaN is not, nor is anything within infinity."""
-        return self.error <= self.budget < math.inf
+    def wrong(self) -> list[str]:
+        """The quantities beyond their budget; NaN is, and everything beyond an infinite one."""
+        return [name for name, (error, budget) in self.errors.items() if not error <= budget < math.inf]
+
+    def share(self, quantity: str) -> float:
+        """Share of the budget that an error takes."""
+        error, budget = self.errors[quantity]
+        return error and (error / budget if budget else math.inf)
 
     @property
-    def used(self) -> float:
-        """Share of the budget that the error takes."""
-        if self.error == 0:
-            return 0.0
-        return self.error / self.budget if self.budget else math.inf
+    def worst(self) -> str:
+        """The quantity that takes the largest share of its budget, of the wrong ones if there are any."""
+        return max(self.wrong or self.errors, key=self.share)
+
+    def __str__(self) -> str:
+        verdict = "FAIL" if self.wrong else "ok  "
+        used = "raised" if self.why else f"{self.share(self.worst):.0%} of the budget ({self.worst})"
+        what = f"{self.operation:<24} {self.implementation:<10} {self.dtype:<8}"
+        return f"  {verdict} {what} {self.seconds:5.1f} s  {used}"
+
+    def plain(self) -> list[dict[str, Any]]:
+        """As JSON has it, which has no infinity: what is not finite is null."""
+        what = {name: getattr(self, name) for name in ("operation", "implementation", "dtype")}
+        finite = {name: [x if math.isfinite(x) else None for x in pair] for name, pair in self.errors.items()}
+        return [
+            what | {"quantity": name, "error": error, "budget": budget, "ok": name not in self.wrong,
+                    "seconds": round(self.seconds, 2)}
+            for name, (error, budget) in finite.items()
+        ]  # fmt: skip
+
+    def problem(self) -> str | None:
+        """What is wrong, in one line; None if nothing is."""
+        if not self.wrong:
+            return None
+        what = f"{self.operation} as {self.implementation} in {self.dtype}"
+        report = "Report it with this output"
+        if self.implementation != dispatch.EVERYWHERE:
+            report += f", and use implementation={dispatch.EVERYWHERE!r} until then"
+        if self.why:
+            return f"{what} must run here, got {self.why.rstrip('.')}. {report}."
+        error, budget = self.errors[self.worst]
+        return (
+            f"{what} must agree with the reference within {budget:.1e} in {self.worst}, got {error:.1e} "
+            f"(beyond the budget: {', '.join(self.wrong)}). {report}."
+        )
 
 
-def checks(
-    dtypes: Sequence[str], *, only: Sequence[str] = OPERATIONS, seed: int = 0
-) -> Iterator[list[Check]]:
-    """All checks of the operations `only`, as they are done: a list for each run of an operation."""
+def checks(dtypes: Sequence[str], *, only: Sequence[str] = OPERATIONS, seed: int = 0) -> Iterator[Run]:
+    """All checks of the operations `only`, as they are done."""
     for dtype in dtypes:
         rng = np.random.default_rng(seed)
         operands = draw(rng, dtype)
@@ -73,8 +103,7 @@ def checks(
                         for implementation in IMPLEMENTATIONS
                         if _runs(implementation, subject)
                     ]
-            for check in started:
-                yield check.result()
+            yield from (each.result() for each in started)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -89,35 +118,13 @@ def _runs(implementation: str, subject: Subject) -> bool:
 
 def _check(
     subject: Subject, implementation: str, dtype: str, expected: Callable[[], dict[str, Expected]]
-) -> list[Check]:
-    began = time.perf_counter()
-    what = subject.operation, implementation, dtype
+) -> Run:
+    began, why, errors = time.perf_counter(), "", {"run": (math.inf, 0.0)}
     try:
         found = jax.block_until_ready(subject.run(implementation))
     except Exception as error:  # whatever it is, the operation does not work here, and others may
         why = f"{type(error).__name__}: {error}"
-        return [Check(*what, "run", math.inf, 0.0, time.perf_counter() - began, why)]
     seconds = time.perf_counter() - began
-    return [
-        Check(*what, name, distance(found[name], exact), budget, seconds)
-        for name, (exact, budget) in expected().items()
-    ]
-
-
-def problem(checks: Sequence[Check]) -> str | None:
-    """What is wrong with an operation by one implementation in one dtype, in one line; None if nothing is."""
-    bad = [check for check in checks if not check.ok]
-    if not bad:
-        return None
-    worst = max(bad, key=lambda check: check.used)
-    what = f"{worst.operation} as {worst.implementation} in {worst.dtype}"
-    report = "Report it with this output"
-    if worst.implementation != dispatch.EVERYWHERE:
-        report += f", and use implementation={dispatch.EVERYWHERE!r} until then"
-    if worst.why:
-        return f"{what} must run here, got {worst.why.rstrip('.')}. {report}."
-    names = ", ".join(check.quantity for check in bad)
-    return (
-        f"{what} must agree with the reference within {worst.budget:.1e} in {worst.quantity}, got "
-        f"{worst.error:.1e} (beyond the budget: {names}). {report}."
-    )
+    if not why:
+        errors = {name: (distance(found[name], x.exact), x.budget) for name, x in expected().items()}
+    return Run(subject.operation, implementation, dtype, seconds, errors, why)

@@ -70,7 +70,7 @@ def oracle(function: Callable[..., Any], dtype: str, *arrays: Any) -> Any:
         device = jax.local_devices()[0]
 
     def cast(x: np.ndarray) -> np.ndarray:
-        return x if x.dtype.kind == "i" else x.astype(jnp.dtype(dtype))
+        return x if x.dtype.kind in "ib" else x.astype(jnp.dtype(dtype))
 
     with jax.default_device(device), jax.enable_x64(dtype == "float64"):
         run = jax.jit(function, compiler_options=_ORACLE if device.platform == "cpu" else None)

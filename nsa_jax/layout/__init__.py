@@ -15,7 +15,7 @@ from nsa_jax.layout.blocks import (
     num_selection_blocks,
     overlap_weights,
 )
-from nsa_jax.layout.cache import DenseCache, NSACache, Reads, TokenKeysValues
+from nsa_jax.layout.cache import DenseCache, NSACache, TokenKeysValues
 from nsa_jax.layout.placement import (
     FirstKeys,
     Index,
@@ -41,7 +41,6 @@ __all__ = [
     "Index",
     "NSACache",
     "Placement",
-    "Reads",
     "Run",
     "Runs",
     "TokenKeysValues",

@@ -74,25 +74,11 @@ class DenseCache(NamedTuple):
     overflowed: Bool[Array, " B"]
 
     def ring_window(self, window_size: int | None) -> int | None:
-        """Tells whether the arrays are a ring.
-
-        Args:
-          window_size: tokens that a query of the layer sees, None for all.
-
-        Returns:
-          `window_size` if they are a ring, else None: arrays that are shorter than the window are not a ring.
-        """
+        """`window_size` if the arrays are a ring; None for shorter arrays, or if a query sees all tokens."""
         return None if window_size is None or self.key.shape[1] < window_size else window_size
 
     def max_length(self, window_size: int | None) -> int:
-        """Largest number of tokens that a row can hold.
-
-        Args:
-          window_size: tokens that a query of the layer sees, None for all.
-
-        Returns:
-          The capacity, or 2^31 - 1 for a ring, which is never full.
-        """
+        """Largest number of tokens that a row can hold; 2^31 - 1 for a ring, which is never full."""
         return self.key.shape[1] if self.ring_window(window_size) is None else ENDLESS
 
 
@@ -114,17 +100,3 @@ class TokenKeysValues(NamedTuple):
     value_slc: Float[Array, "B T K V"]
     key_win: Float[Array, "B T K H"] | None = None
     value_win: Float[Array, "B T K V"] | None = None
-
-
-class Reads(NamedTuple):
-    """Number of keys that each branch gathered, per query and KV head.
-
-    Attributes:
-      cmp: compressed keys; each counts as one.
-      slc: keys of the selected branch.
-      win: keys of the window branch.
-    """
-
-    cmp: Int32[Array, "B T K"]
-    slc: Int32[Array, "B T K"]
-    win: Int32[Array, "B T K"]

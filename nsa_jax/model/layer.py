@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import DenseCache, NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, products
@@ -145,23 +145,6 @@ class DecoderLayer(nnx.Module):
             self.attention_norm(x), cache, num_tokens=num_tokens, block_indices=block_indices
         )
         return self._add(x, out), cache
-
-    def counted_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: LayerCache,
-        num_tokens: Int[Array, " B"] | None,
-        block_indices: Int[Array, "B T K R"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache, Reads]:
-        """`decode_step` of an NSA layer that also counts the keys that each branch gathers."""
-        out, cache, reads = self.attention.decode_step(
-            self.attention_norm(x),
-            cache,
-            num_tokens=num_tokens,
-            count_reads=True,
-            block_indices=block_indices,
-        )
-        return self._add(x, out), cache, reads
 
     def _add(self, x: Float[Array, "B T D"], out: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream after the layer, given the output of its attention."""

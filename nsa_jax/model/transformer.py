@@ -1,21 +1,20 @@
 """A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_checks import check_arrays, check_ids
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.cache import DenseCache, NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
-from nsa_jax.option_checks import check_flag
 from nsa_jax.parallel import Order
 
 
@@ -146,10 +145,7 @@ class Transformer(nnx.Module):
     ) -> list[Selection]:
         """Returns what each NSA layer selects and how it weighs its branches. Dropout is off.
 
-        Args:
-          tokens: token ids.
-          positions: rotary position of each token, see `__call__`.
-          segment_ids: sequence of each token, see `__call__`.
+        The arguments are those of `__call__`.
 
         Returns:
           One `nsa_jax.nn.Selection` for each layer that is "nsa", in their order.
@@ -226,7 +222,6 @@ class Transformer(nnx.Module):
             last = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self._logits(last)[:, 0], tuple(caches)
 
-    @overload
     def decode_step(
         self,
         tokens: Int[Array, "B T"],
@@ -234,66 +229,29 @@ class Transformer(nnx.Module):
         num_tokens: Int[Array, " B"] | None = None,
         *,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]: ...
-
-    @overload
-    def decode_step(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: tuple[LayerCache, ...],
-        num_tokens: Int[Array, " B"] | None = None,
-        *,
-        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]: ...
-
-    def decode_step(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: tuple[LayerCache, ...],
-        num_tokens: Int[Array, " B"] | None = None,
-        *,
-        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
-        count_reads: bool = False,
-    ) -> (
-        tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]
-        | tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...], tuple[Reads, ...]]
-    ):
-        """Appends a few tokens to every row.
+    ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]:
+        """Appends at most `step_capacity` tokens to every row, see `prefill`.
 
         Args:
-          tokens: token ids, at most `step_capacity` for each row.
-          cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
           block_indices: a selection for each NSA layer to use instead of choosing one, see `__call__`.
-          count_reads: whether to count the keys that each branch gathers; for models of NSA layers and on
-            `xla` only.
 
         Returns:
-          The logits after every token, and the new caches; with `count_reads` also one `nsa_jax.cache.Reads`
-          for each layer.
+          The logits after every token, and the new caches.
 
         Raises:
           TypeError: `cache` is not a tuple of caches, or an argument is not an array.
           ValueError: number, shapes or dtypes of the caches do not fit, or there are too many tokens; see
             also `nsa_jax.cache.decode_step` and `nsa_jax.cache.dense_decode_step`.
-          NotImplementedError: `count_reads` is True and a layer is not "nsa", or `block_indices` are given
-            and none is.
+          NotImplementedError: `block_indices` are given, and no layer is "nsa".
         """
-        check_flag(count_reads=count_reads)
         self._check_caches(tokens, cache)
-        chosen, x, caches, reads = self._of_layers(block_indices), self._embed(tokens, num_tokens), [], []
+        chosen, x, caches = self._of_layers(block_indices), self._embed(tokens, num_tokens), []
         for layer, layer_cache, blocks in zip(self.layers, cache, chosen, strict=True):
-            if count_reads:
-                x, layer_cache, layer_reads = layer.counted_step(x, layer_cache, num_tokens, blocks)
-                reads.append(layer_reads)
-            else:
-                x, layer_cache = layer.decode_step(x, layer_cache, num_tokens, blocks)
+            x, layer_cache = layer.decode_step(x, layer_cache, num_tokens, blocks)
             caches.append(layer_cache)
-        logits = self._logits(x)
-        return (logits, tuple(caches), tuple(reads)) if count_reads else (logits, tuple(caches))
+        return self._logits(x), tuple(caches)
 
     def _of_layers(
         self, block_indices: Sequence[Int[Array, "B T K R"]] | None

@@ -2,14 +2,14 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import cache as decoding
 from nsa_jax.array_typing import Array, DType, Float, Int
-from nsa_jax.cache import DenseCache, NSACache, Reads
+from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.compression import Compress, Compression
@@ -19,7 +19,6 @@ from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
-from nsa_jax.option_checks import check_flag
 
 
 class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
@@ -41,8 +40,8 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
         """What these two take of new tokens: rotated queries, keys and values, and what else there is."""
 
     @abc.abstractmethod
-    def _step_settings(self, cache: C, **chosen: Any) -> dict[str, Any]:
-        """Their options; those `chosen` for this call are `block_indices` and, of a step, `count_reads`."""
+    def _step_settings(self, cache: C, block_indices: Int[Array, "B T K R"] | None) -> dict[str, Any]:
+        """Their options; `block_indices` are those of this call."""
 
     @abc.abstractmethod
     def check_cache(self, cache: C, batch: int) -> None:
@@ -80,7 +79,6 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
         step = type(self)._prefill(cache, *new, num_tokens=num_tokens, **settings)
         return self.out_proj(step.out), step.cache
 
-    @overload
     def decode_step(
         self,
         x: Float[Array, "B T D"],
@@ -88,29 +86,7 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
         *,
         num_tokens: Int[Array, " B"] | None = None,
         block_indices: Int[Array, "B T K R"] | None = None,
-        count_reads: Literal[False] = False,
-    ) -> tuple[Float[Array, "B T D"], C]: ...
-
-    @overload
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: C,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        block_indices: Int[Array, "B T K R"] | None = None,
-        count_reads: Literal[True],
-    ) -> tuple[Float[Array, "B T D"], C, Reads]: ...
-
-    def decode_step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: C,
-        *,
-        num_tokens: Int[Array, " B"] | None = None,
-        block_indices: Int[Array, "B T K R"] | None = None,
-        count_reads: bool = False,
-    ) -> tuple[Float[Array, "B T D"], C] | tuple[Float[Array, "B T D"], C, Reads]:
+    ) -> tuple[Float[Array, "B T D"], C]:
         """Appends a few tokens to every row and attends from each of them.
 
         See `nsa_jax.cache.decode_step`, or `nsa_jax.cache.dense_decode_step` for a dense or window layer,
@@ -122,23 +98,17 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           cache: the cache so far.
           num_tokens: how many of the `T` tokens of each row are real, see `prefill`.
           block_indices: a selection to use, see `prefill`.
-          count_reads: whether to also return how many keys each branch gathered; for an NSA layer and on
-            `xla` only.
 
         Returns:
-          The layer output of the new tokens, and the cache that holds them; with `count_reads` also
-          `nsa_jax.cache.Reads`.
+          The layer output of the new tokens, and the cache that holds them.
 
         Raises:
-          NotImplementedError: `block_indices` are given to another layer, or `count_reads` is True there.
-          TypeError: `count_reads` is not a bool.
+          NotImplementedError: `block_indices` are given to another layer.
         """
-        check_flag(count_reads=count_reads)
         new = self._project_new(x, cache)
-        settings = self._step_settings(cache, block_indices=block_indices, count_reads=count_reads)
+        settings = self._step_settings(cache, block_indices=block_indices)
         step = type(self)._decode_step(cache, *new, num_tokens=num_tokens, **settings)
-        out = self.out_proj(step.out)
-        return (out, step.cache, step.reads) if count_reads else (out, step.cache)
+        return self.out_proj(step.out), step.cache
 
     def _project_new(self, x: Array, cache: C) -> tuple[Any, ...]:
         """`_project` at the positions that follow those in the cache."""
@@ -206,8 +176,9 @@ class NSACacheSteps(CacheSteps[NSACache]):
             share_keys_values=self.share_keys_values,
         )
 
-    def _step_settings(self, cache: NSACache, **chosen: Any) -> dict[str, Any]:
-        return chosen | dict(
+    def _step_settings(self, cache: NSACache, block_indices: Int[Array, "B T K R"] | None) -> dict[str, Any]:
+        return dict(
+            block_indices=block_indices,
             config=self.config,
             compress=self._compression(cache.key_raw_ring.dtype),
             scale=self.scale,
@@ -287,13 +258,10 @@ class DenseCacheSteps(CacheSteps[DenseCache]):
     def _window_size(self) -> int | None:
         return None if self.window is None else self.window.window_size
 
-    def _step_settings(self, cache: DenseCache, **chosen: Any) -> dict[str, Any]:
-        if chosen.get("count_reads"):
-            raise NotImplementedError(
-                f"count_reads needs NSA layers, got {type(self).__name__}. Leave it out: a query reads all "
-                "tokens up to itself, or the last window_size of them."
-            )
-        if chosen["block_indices"] is not None:
+    def _step_settings(
+        self, cache: DenseCache, block_indices: Int[Array, "B T K R"] | None
+    ) -> dict[str, Any]:
+        if block_indices is not None:
             raise NotImplementedError(
                 f"block_indices need NSA layers, got {type(self).__name__}. Leave them out: there is no "
                 "selection."

@@ -35,7 +35,6 @@ class Sharing(NamedTuple):
 
 BY_TOKENS = Sharing()  # an operation on the tokens of a call
 STEP = Sharing(shared=("compress",), results=("out", "cache"))
-COUNTED_STEP = STEP._replace(results=(*STEP.results, "reads"))
 DENSE_STEP = STEP._replace(shared=())
 
 

@@ -28,16 +28,13 @@ def unsupported_reason(
     *arrays: Array | jax.ShapeDtypeStruct,
     config: NSAConfig | None,
     platform: str,
-    return_reads: bool,
 ) -> str | None:
     """Why the kernels cannot run a call; None if they can. See `nsa_jax.dispatch.unsupported_reason`.
 
     They need what Triton's need, which run beside them. Operations without the selected branch have no
     kernels here, and run as Triton's.
     """
-    reason = triton.unsupported_reason(
-        operation, *arrays, config=config, platform=platform, return_reads=return_reads
-    )
+    reason = triton.unsupported_reason(operation, *arrays, config=config, platform=platform)
     if reason or operation not in _OPERATIONS:
         return reason
     if (capability := chip.capability()) is not None and capability[0] != 9:

@@ -54,33 +54,27 @@ class BranchKeysValues(NamedTuple):
     value_win: Float[Array, "B W K V"]
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads"))
+@partial(jax.jit, static_argnames=("scale",))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
     value_cmp: Float[Array, "B C K V"],
     placement: Placement,
     scale: float,
-    *,
-    count_reads: bool = False,
 ) -> Attended:
     """Attention over the visible compressed blocks (Eq. 7): one range of blocks for each query."""
-    _counts_nothing(count_reads)
     return Attended(*_compressed(query, key_cmp, value_cmp, placement, scale))
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads"))
+@partial(jax.jit, static_argnames=("scale",))
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B W K H"],
     value_win: Float[Array, "B W K V"],
     placement: Placement,
     scale: float,
-    *,
-    count_reads: bool = False,
 ) -> Attended:
     """Attention over the last `w` tokens, including the query's own: one range of keys for each query."""
-    _counts_nothing(count_reads)
     ranges = window_ranges(placement, key_win.shape[1])
     return Attended(*_range_attention(query, key_win, value_win, ranges, scale))
 
@@ -99,7 +93,7 @@ def select_blocks(
     return _select(query, key_cmp, lse_cmp, placement, scale)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "gradients"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -108,11 +102,9 @@ def selected_attention(
     placement: Placement,
     scale: float,
     *,
-    count_reads: bool = False,
     gradients: SelectedGradients = selected_gradients,
 ) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
-    _counts_nothing(count_reads)
     return Attended(
         *_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, gradients)
     )
@@ -164,18 +156,15 @@ def decode_step(
     compress: Compress,
     config: NSAConfig,
     scale: float,
-    *,
-    count_reads: bool = False,
-) -> tuple[Float[Array, "B T N V"], NSACache, None]:
+) -> tuple[Float[Array, "B T N V"], NSACache]:
     """Appends the tokens, compresses the blocks they complete, then attends."""
-    _counts_nothing(count_reads)
     forming: Compress | GivenBlocks = compress
     if not _is_known(compress):
         windows = slots.windows_of_step(cache, tokens, num_tokens, config)
         forming = GivenBlocks(*compress_blocks(compress, *windows))
     run = _decode_step(config, float(scale))
     step = run(forming, cache, query, tokens, gates, num_tokens, block_indices)
-    return step.out, step.cache, None
+    return step.out, step.cache
 
 
 @functools.cache
@@ -220,12 +209,8 @@ def _dense_decode_step(window_size: int | None, scale: float):
 
 @functools.cache
 def _divisible(function, *, alike=0, **static):
-    """Lets `vmap` and a mesh divide a function that launches gradients, by batch rows and KV heads."""
+    """Lets `vmap` and a mesh divide a function that launches kernels, by batch rows and KV heads."""
     return folds_vmap(partitioned(partial(function, **static), alike=alike), alike=alike)
-
-
-def _counts_nothing(count_reads: bool) -> None:
-    assert not count_reads, "dispatch refuses return_reads for these kernels"
 
 
 def _saved(out: Array, lse: Array) -> tuple[Array, Array]:

@@ -299,11 +299,10 @@ SELECTED_FORWARD = (
     Row(Bounds(heads=64), _F(64, 64, 4, 1), "other dims"),
     Row(Bounds(), _F(64, 64, 8, 1), "compiled"),
     *(Row(Bounds(BEFORE_HOPPER, heads=1, dims=384), _F(32, keys, 1, 2, peel=False), "compiled")
-      for keys in (64, 32, 16)),
-    *(Row(Bounds(BEFORE_HOPPER, heads=1), _F(32, keys, 8, 2, peel=False), "compiled")
-      for keys in (64, 32, 16)),
+      for keys in (64, 32)),
+    *(Row(Bounds(BEFORE_HOPPER, heads=1), _F(32, keys, 8, 2, peel=False), "compiled") for keys in (64, 32)),
     *(Row(Bounds(BEFORE_HOPPER, heads=64, dims=384), _F(64, keys, 4, 2, peel=False), "compiled")
-      for keys in (64, 32, 16)),
+      for keys in (64, 32)),
     *(Row(Bounds(BEFORE_HOPPER), _F(64, keys, 8, 2, peel=False), "compiled") for keys in (64, 32, 16)),
     Row(Bounds(ALL, 4, heads=64, dims=384), _F(16, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
     Row(Bounds(ALL, 4, heads=64, dims=384), _F(16, 16, 4, 1, peel=False), "compiled"),
@@ -325,9 +324,9 @@ SELECTED_QUERY_GRADIENT = (
     Row(Bounds(), _G(64, 32, 8, 3), "compiled"),
     Row(Bounds(), _G(64, 16, 8, 2), "compiled"),
     Row(Bounds(), _G(64, 16, 8, 1), "compiled"),
-    *(Row(Bounds(BEFORE_HOPPER, heads=1), _G(32, keys, 2, 2, peel=False), "compiled") for keys in (32, 16)),
+    Row(Bounds(BEFORE_HOPPER, heads=1), _G(32, 32, 2, 2, peel=False), "compiled"),
     *(Row(Bounds(BEFORE_HOPPER, heads=64, dims=320), _G(64, keys, 4, 2, peel=False), "compiled")
-      for keys in (64, 32, 16)),
+      for keys in (64, 32)),
     *(Row(Bounds(BEFORE_HOPPER), _G(64, keys, 8, 2, peel=False), "compiled") for keys in (64, 32, 16)),
     Row(Bounds(BEFORE_HOPPER), _G(64, 16, 8, 1, peel=False), "compiled"),
     Row(Bounds(ALL, 4, heads=64), _G(16, 32, 4, 1, peel=False), "docs/kernels.md, float32"),
@@ -368,7 +367,6 @@ _B = SelectedKeySizes
 SELECTED_KEY_GRADIENTS = (
     # 128 rows spill a little but are still faster: 6.5 ms instead of 7.5.
     Row(Bounds(dims=128), _B(128, 64, 4, 2), "h100_4_heads_per_kv_head, other dims"),
-    Row(Bounds(dims=128), _B(128, 64, 4, 1), "compiled"),
     Row(Bounds(dims=256), _B(64, 64, 4, 2), "h100_long"),
     Row(Bounds(dims=256), _B(64, 64, 4, 1), "compiled"),
     Row(Bounds(heads=32, dims=384), _B(32, 64, 4, 2), "h100_192_128, other dims"),

@@ -31,12 +31,9 @@ VERSIONS = {
 
 
 def unsupported_reason(
-    operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str,
-    return_reads: bool,
+    operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot run `operation` on `platform`, or None if they can; see `nsa_jax.dispatch`."""
-    if return_reads:
-        return "the Triton kernels do not count what they read, got return_reads=True. Use 'xla' or None."
     if platform != "cuda":
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if reason := _installation():

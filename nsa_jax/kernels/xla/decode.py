@@ -3,11 +3,11 @@
 import jax
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, AttendedReads, Float, Int, Int32
+from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.compression import Compress
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.xla import operations
-from nsa_jax.layout import FirstKeys, Index, NSACache, Reads, Run, Runs, TokenKeysValues, slots
+from nsa_jax.layout import FirstKeys, Index, NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
 
 
@@ -21,9 +21,7 @@ def decode_step(
     compress: Compress,
     config: NSAConfig,
     scale: float,
-    *,
-    count_reads: bool = False,
-) -> tuple[Float[Array, "B T N V"], NSACache, Reads | None]:
+) -> tuple[Float[Array, "B T N V"], NSACache]:
     """Appends the tokens, compresses the blocks they complete, then attends."""
     num_new = query.shape[1]
     new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
@@ -44,16 +42,12 @@ def decode_step(
         first_keys=FirstKeys(win=Index(new.start - history)),
     )
     window = window_tokens(cache, recent, new, num_new, history)
-    cmp = operations.compressed_attention(
-        query, cache.key_cmp, cache.value_cmp, placement, scale, count_reads=count_reads
-    )
+    cmp = operations.compressed_attention(query, cache.key_cmp, cache.value_cmp, placement, scale)
     if block_indices is None:
         fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
         block_indices = operations.select_blocks(*fixed, placement, scale)
     slc = operations.selected_attention(
-        query, cache.key_slc, cache.value_slc, block_indices, placement, scale, count_reads=count_reads
+        query, cache.key_slc, cache.value_slc, block_indices, placement, scale
     )
-    win = operations.window_attention(query, *window, placement, scale, count_reads=count_reads)
-    out = operations.gated_sum(cmp.out, slc.out, win.out, gates)
-    counted = [x.reads for x in (cmp, slc, win) if isinstance(x, AttendedReads)]
-    return out, cache, Reads(*counted) if counted else None
+    win = operations.window_attention(query, *window, placement, scale)
+    return operations.gated_sum(cmp.out, slc.out, win.out, gates), cache

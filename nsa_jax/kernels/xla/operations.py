@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Attended, AttendedReads, Float, Int, Int32
+from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.chunks import ChunkPlaces
 from nsa_jax.kernels.xla.masked import accumulator
@@ -21,7 +21,7 @@ from nsa_jax.kernels.xla.sizes import DEFAULT, Sizes
 from nsa_jax.layout import Placement
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
+@partial(jax.jit, static_argnames=("scale", "sizes"))
 def compressed_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -29,14 +29,13 @@ def compressed_attention(
     placement: Placement,
     scale: float,
     *,
-    count_reads: bool = False,
     sizes: Sizes = DEFAULT,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attention over the visible compressed blocks (Eq. 7), one range of blocks for each query."""
-    return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, count_reads, sizes)
+    return _attend_branch("cmp", query, key_cmp, value_cmp, None, placement, scale, sizes)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
+@partial(jax.jit, static_argnames=("scale", "sizes"))
 def window_attention(
     query: Float[Array, "B T N H"],
     key_win: Float[Array, "B W K H"],
@@ -44,11 +43,10 @@ def window_attention(
     placement: Placement,
     scale: float,
     *,
-    count_reads: bool = False,
     sizes: Sizes = DEFAULT,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attention over the last `w` tokens, the query's own included: one range of keys for each query."""
-    return _attend_branch("win", query, key_win, value_win, None, placement, scale, count_reads, sizes)
+    return _attend_branch("win", query, key_win, value_win, None, placement, scale, sizes)
 
 
 @partial(jax.jit, static_argnames=("scale", "sizes"))
@@ -80,7 +78,7 @@ def select_blocks(
     return cutting.join_tokens(cutting.over_chunks(choose_chunk, inputs), num_queries)
 
 
-@partial(jax.jit, static_argnames=("scale", "count_reads", "sizes"))
+@partial(jax.jit, static_argnames=("scale", "sizes"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -89,12 +87,11 @@ def selected_attention(
     placement: Placement,
     scale: float,
     *,
-    count_reads: bool = False,
     sizes: Sizes = DEFAULT,
-) -> Attended | AttendedReads:
+) -> Attended:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, sizes) else _attend_listed
-    return attend(query, key_slc, value_slc, block_indices, placement, scale, count_reads, sizes)
+    return attend(query, key_slc, value_slc, block_indices, placement, scale, sizes)
 
 
 def _is_short(key_slc: Array, placement: Placement, sizes: Sizes) -> bool:
@@ -104,15 +101,12 @@ def _is_short(key_slc: Array, placement: Placement, sizes: Sizes) -> bool:
     return key_slc.shape[1] <= sizes.dense_blocks * selected
 
 
-def _attend_branch(
-    name: BranchName, query, key, value, block_indices, placement, scale, count_reads, sizes
-) -> Attended | AttendedReads:
-    plan = Plan.of((name,), (key,), query.shape[1], placement, scale, sizes, count_reads)
-    out, lse, reads = attend_branch(query, (key, value), block_indices, placement, plan)
-    return Attended(out, lse) if reads is None else AttendedReads(out, lse, reads)
+def _attend_branch(name: BranchName, query, key, value, block_indices, placement, scale, sizes) -> Attended:
+    plan = Plan.of((name,), (key,), query.shape[1], placement, scale, sizes)
+    return Attended(*attend_branch(query, (key, value), block_indices, placement, plan))
 
 
-def _attend_listed(query, key, value, block_indices, placement, scale, count_reads, sizes):
+def _attend_listed(query, key, value, block_indices, placement, scale, sizes):
     batch, num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
     heads, config = num_heads // num_kv_heads, placement.config
@@ -151,9 +145,10 @@ def _attend_listed(query, key, value, block_indices, placement, scale, count_rea
     grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
     keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key, value))
     rows = block_attention(flatten(grouped), keys, values, blocks, scale, sizes)
-    out, lse, reads = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
-    out, lse = out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads)
-    return AttendedReads(out, lse, reads) if count_reads else Attended(out, lse)
+    out, lse = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
+    return Attended(
+        out.reshape(batch, num_queries, num_heads, -1), lse.reshape(batch, num_queries, num_heads)
+    )
 
 
 @jax.jit

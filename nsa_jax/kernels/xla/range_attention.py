@@ -56,18 +56,16 @@ class Plan(NamedTuple):
       branches: branches in the order of the keys and values. After "cmp", "slc" may choose its own blocks.
       tokens: number of queries in a chunk.
       scale: factor of the logits.
-      count_reads: whether the keys that each query and KV head sees are counted.
     """
 
     branches: tuple[Branch, ...]
     tokens: int
     scale: float
-    count_reads: bool = False
 
     @classmethod
     def of(
         cls, names: tuple[BranchName, ...], keys: tuple[Array, ...], num_queries: int, placement: Placement,
-        scale: float, sizes: Sizes, count_reads: bool = False,
+        scale: float, sizes: Sizes,
     ) -> "Plan":  # fmt: skip
         """Makes the plan of a call with these branches and keys."""
         tokens = min(sizes.query_chunk, num_queries)
@@ -82,7 +80,7 @@ class Plan(NamedTuple):
         ]
         if not placement.rows_alike:  # the union over all rows may be larger: a loop, mostly of one iteration
             of_branches = [x._replace(one=x.tile == n) for x, n in zip(of_branches, lengths, strict=True)]
-        return cls(tuple(map(Branch, names, of_branches)), tokens, scale, count_reads)
+        return cls(tuple(map(Branch, names, of_branches)), tokens, scale)
 
 
 class _Saved(NamedTuple):
@@ -121,26 +119,22 @@ def attend_branch(
     block_indices: Int[Array, "B T K R"] | None,
     placement: Placement,
     plan: Plan,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Int32[Array, "B T K"] | None]:
-    """`(out, lse, reads)` of one branch. `block_indices` are needed by the selected branch only.
-
-    `reads` counts the keys that the masks let each query and KV head see; it is None unless asked for.
-    """
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`(out, lse)` of one branch. `block_indices` are needed by the selected branch only."""
     return _branch_forward(query, keys_values, block_indices, placement, plan)[0]
 
 
 def _branch_forward(query, keys_values, block_indices, placement, plan):
     num_queries, num_heads = query.shape[1:3]
-    saved, reads, _ = _attend(query, (keys_values,), block_indices, placement, plan)
+    saved, _ = _attend(query, (keys_values,), block_indices, placement, plan)
     out = cutting.join_rows(saved.out[0], num_queries, num_heads)
     lse = cutting.join_rows(saved.lse[:, 0, ..., None], num_queries, num_heads)[..., 0]
-    reads = None if reads is None else cutting.join_tokens(reads, num_queries)
-    return (out, lse, reads), (query, keys_values, block_indices, placement, saved)
+    return (out, lse), (query, keys_values, block_indices, placement, saved)
 
 
 def _branch_backward(plan, residuals, cotangents):
     query, keys_values, block_indices, placement, saved = residuals
-    d_out, d_lse, _ = cotangents
+    d_out, d_lse = cotangents
     d_query, (gradients,), _ = _differentiate(
         query, (keys_values,), block_indices, placement, saved, None, d_out, d_lse, plan
     )
@@ -164,7 +158,7 @@ def attend_all(
 
 
 def _all_forward(query, keys_values, gates, block_indices, placement, plan):
-    saved, _, blocks = _attend(query, keys_values, block_indices, placement, plan)
+    saved, blocks = _attend(query, keys_values, block_indices, placement, plan)
     weights = _rows_of_gates(gates, keys_values[0][0].shape[2], plan).astype(saved.lse.dtype)
     cmp, slc, win = (weights[:, i, ..., None] * x.astype(weights.dtype) for i, x in enumerate(saved.out))
     out = (cmp + slc + win).astype(query.dtype)
@@ -190,7 +184,7 @@ def _rows_of_gates(gates, num_kv_heads: int, plan: Plan) -> Float[Array, "chunks
 
 
 def _attend(query, keys_values, block_indices, placement, plan):
-    """What the branches save, the `reads` of the last branch, and the chosen blocks, all by chunks."""
+    """What the branches save, and the chosen blocks, both by chunks."""
 
     def attend_chunk(inputs):
         rows, places, blocks = inputs
@@ -202,9 +196,9 @@ def _attend(query, keys_values, block_indices, placement, plan):
                 fixed = jax.lax.stop_gradient((rows, keys_values[0][0], lses[0]))
                 blocks = choose_blocks(*fixed, here, plan.scale, plan.branches[0].sizes)
             look = _look(branch, here, blocks, places, key.shape[1])
-            out, lse, reads = _attend_chunk(rows, look, key, value, branch, plan, placement)
+            out, lse = _attend_chunk(rows, look, key, value, branch, plan, placement)
             outs, lses = [*outs, out], [*lses, lse]
-        return _Saved(tuple(outs), jnp.stack(lses)), reads, blocks
+        return _Saved(tuple(outs), jnp.stack(lses)), blocks
 
     num_kv_heads = keys_values[0][0].shape[2]
     inputs = (
@@ -216,39 +210,33 @@ def _attend(query, keys_values, block_indices, placement, plan):
 
 
 def _attend_chunk(rows, look, key, value, branch, plan, placement):
-    """`(out, lse, reads)` of one branch in one chunk. `reads` is by token, the others are by row."""
+    """`(out, lse)` of one branch in one chunk, by row."""
     heads, num_keys = rows.shape[2] // plan.tokens, key.shape[1]
     block_size = placement.config.selection_block_size
 
     def add_up(attend, sizes, wanted=None):
-        def attend_keys(first, carry):
-            sums, reads = carry
+        def attend_keys(first, sums):
             visible, (k, v) = look.read(first, sizes, block_size, key, value)
-            if plan.count_reads:
-                reads += visible.sum(axis=-1, dtype=jnp.int32)
             part = attend(rows, k, v, cutting.of_rows(visible, heads), plan.scale)
-            return (part if sums is None else merged(sums, part)), reads
+            return part if sums is None else merged(sums, part)
 
-        reads = None
-        if plan.count_reads:
-            reads = zeros_beside(look.start, (rows.shape[0], key.shape[2], plan.tokens), jnp.int32)
         sums = None if sizes.one else no_keys(rows, value.shape[-1])
-        return cutting.fold_tiles(look, sizes, num_keys, attend_keys, (sums, reads), wanted)
+        return cutting.fold_tiles(look, sizes, num_keys, attend_keys, sums, wanted)
 
     if num_keys > 0 and are_few(rows):
-        sums, reads = add_up(attend_few, branch.sizes)
+        sums = add_up(attend_few, branch.sizes)
         # Hidden keys or values that are not finite spoil these sums. That is rare; attend again, with care.
         clean = jnp.isfinite(sums.total) & jnp.isfinite(sums.out).all(axis=-1)
-        again, _ = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), ~clean.all())
+        again = add_up(attend_tile, TileSizes(min(CAREFUL_TILE, num_keys), False), ~clean.all())
         sums = Partial(
             jnp.where(clean, sums.largest, again.largest),
             jnp.where(clean, sums.total, again.total),
             jnp.where(clean[..., None], sums.out, again.out),
         )
     else:
-        sums, reads = add_up(attend_tile, branch.sizes)
+        sums = add_up(attend_tile, branch.sizes)
     out, lse = normalised(sums)
-    return out.astype(rows.dtype), lse, None if reads is None else reads.swapaxes(1, 2)
+    return out.astype(rows.dtype), lse
 
 
 def _differentiate(query, keys_values, block_indices, placement, saved, gates, d_out, d_lse, plan):

@@ -113,11 +113,11 @@ def block_attention(
     blocks: BlockLists,
     scale: float,
     sizes: ItemSizes,
-) -> tuple[Float[Array, "rows G V"], Float[Array, "rows G"], Int32[Array, " rows"]]:
+) -> tuple[Float[Array, "rows G V"], Float[Array, "rows G"]]:
     """Attention of each row over its blocks, which must not overlap. There must be `block_size` tokens.
 
     Returns:
-      `(out, lse, reads)`, where `reads` counts the keys that each row sees according to the masks.
+      `(out, lse)`.
     """
     return _forward(query, key, value, blocks, scale, sizes)[0]
 
@@ -136,41 +136,35 @@ def _forward(query, key, value, blocks, scale, sizes):
             part = attend_tile(
                 _rows_of(query, read), _read_blocks(key, read), _read_blocks(value, read), read.visible, scale
             )
-            reads = read.visible[:, 0, ::heads].sum(-1, dtype=jnp.int32)
             return jax.tree.map(
                 lambda whole, p: jax.lax.dynamic_update_slice_in_dim(
                     whole, p.reshape(-1, *whole.shape[1:]), at, 0
                 ),
                 partials,
-                (part, reads),
+                part,
             )
 
         places = (sizes.num_items, sizes.pairs_per_item)
-        partials = (
-            Partial(
-                zeros_beside(query, (*places, heads), accumulate),
-                zeros_beside(query, (*places, heads), accumulate),
-                zeros_beside(query, (*places, heads, value.shape[-1]), accumulate),
-            ),
-            zeros_beside(blocks.starts, places, jnp.int32),
+        partials = Partial(
+            zeros_beside(query, (*places, heads), accumulate),
+            zeros_beside(query, (*places, heads), accumulate),
+            zeros_beside(query, (*places, heads, value.shape[-1]), accumulate),
         )
-        sums, reads = _over_steps(items, sizes, attend_items, partials)
+        sums = _over_steps(items, sizes, attend_items, partials)
         has_block = items.place.reshape(sizes.rows, -1) >= 0
         sums = jax.tree.map(lambda x: _by_pair(x, items, sizes), sums)
-        out, lse = normalised(_merged_slots(sums, has_block))
-        reads = jnp.where(has_block, _by_pair(reads, items, sizes), 0)
-        return out, lse, reads.sum(axis=1, dtype=jnp.int32)
+        return normalised(_merged_slots(sums, has_block))
 
     chunks = (_split(query, sizes), _split_lists(blocks, sizes))
     results = over_chunks(attend_chunk, chunks)
-    out, lse, reads = (x.reshape(-1, *x.shape[2:])[:num_rows] for x in results)
+    out, lse = (x.reshape(-1, *x.shape[2:])[:num_rows] for x in results)
     out = out.astype(query.dtype)
-    return (out, lse, reads), (query, key, value, blocks, out, lse)
+    return (out, lse), (query, key, value, blocks, out, lse)
 
 
 def _backward(scale, sizes, residuals, cotangents):
     query, key, value, blocks, out, lse = residuals
-    d_out, d_lse, _ = cotangents
+    d_out, d_lse = cotangents
     num_rows, heads, key_dim = query.shape
     accumulate = lse.dtype
     shift, delta = softmax_residuals(out, lse, d_out, d_lse)

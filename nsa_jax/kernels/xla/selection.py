@@ -20,18 +20,9 @@ def choose_blocks(
     scale: float,
     sizes: TileSizes,
 ) -> Int32[Array, "B tokens K R"]:
-    """Chooses the blocks of the queries of one chunk. Probabilities are stored for one chunk at a time only.
+    """The blocks of the queries of one chunk, as `nsa_jax.select_blocks` returns them.
 
-    Args:
-      rows: rows of the queries.
-      key_cmp: all compressed keys.
-      lse_cmp: log-sum-exps of the compressed branch.
-      here: where the queries stand.
-      scale: factor of the logits.
-      sizes: sizes of the tiles of compressed keys.
-
-    Returns:
-      Block indices, ascending, -1 in the unused slots at the end.
+    Probabilities are stored for one chunk at a time only.
     """
     assert here.first_keys.cmp.known == 0  # the choice needs the scores of all blocks, not of a part
     config, num_compressed = here.config, key_cmp.shape[1]

@@ -39,15 +39,7 @@ def choose_blocks(
 ) -> Int32[Array, "B T K R"]:
     """Selected blocks of every query, ascending, then -1 in unused slots.
 
-    Only the scores of one chunk are in memory at a time.
-
-    Args:
-      query: rotated queries.
-      key_cmp: rotated compressed keys.
-      lse_cmp: natural log-sum-exps of the compressed branch, float32.
-      placement: where the queries stand.
-      scale: factor of the logits.
-      sizes: tile and chunk sizes; None chooses by shape.
+    Only the scores of one chunk are in memory at a time. `sizes` are chosen by shape if None.
     """
     assert placement.first_keys.cmp.known == 0, "the selection sees the compressed keys of whole rows"
     batch, num_queries = query.shape[:2]
