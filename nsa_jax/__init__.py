@@ -32,7 +32,7 @@ from nsa_jax.dispatch import choose, unsupported_reason, use_implementation
 from nsa_jax.layout import Run, Runs
 
 # The build reads the version from here. The metadata of an editable install can be out of date.
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "NSAConfig",

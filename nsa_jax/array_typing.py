@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
+from nsa_jax.keywords import gone
+
 DType = jax.typing.DTypeLike
 
 
@@ -41,3 +43,5 @@ __all__ = [
     "Int32",
     "PRNGKeyArray",
 ]
+
+__getattr__ = gone(__name__, AttendedReads="nsa_jax.cache.count_reads")

@@ -1,8 +1,9 @@
-"""Says where to look when a call has a keyword that does not exist, such as that of another library."""
+"""Says where to look for a keyword that does not exist, such as one of another library, or an old name."""
 
 import functools
 import inspect
 from collections.abc import Callable
+from typing import NoReturn
 
 
 def known[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -20,3 +21,17 @@ def known[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def gone(module: str, **instead: str) -> Callable[[str], NoReturn]:
+    """`__getattr__` of a module that had other public names: the import of one says what to use instead."""
+
+    def find(name: str) -> NoReturn:
+        if name in instead:
+            raise ImportError(
+                f"a name of {module} must be one that it has, got {name}, of an earlier version. Use "
+                f"{instead[name]}."
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find

@@ -56,10 +56,10 @@ def test_a_prompt_is_counted_like_its_tokens_one_by_one():
     layer = Layer.make(length=40)
     after = layer.prefill(layer.empty(48), *layer.arrays).cache
 
-    counted = count_reads(after, layer.query, config=SMALL)
+    found = count_reads(after, layer.query, config=SMALL)
 
-    expected = np.array([brute_force(t + 1, SMALL) for t in range(40)])
-    for branch, numbers in zip(counted, expected.T, strict=True):
+    expected = np.array([counted(t + 1, SMALL) for t in range(40)])
+    for branch, numbers in zip(found, expected.T, strict=True):
         np.testing.assert_array_equal(branch, np.broadcast_to(numbers[:, None], (2, 40, 2)))
 
 

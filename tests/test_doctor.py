@@ -85,7 +85,6 @@ def test_a_machine_without_gpu_torch_and_extras_is_well():
 
 def planted(operation, monkeypatch, change):
     """Puts a fault into an operation of `xla`: `change(function, arguments)` runs instead of the function."""
-    monkeypatch.setattr(dispatch, "_function", functools.cache(dispatch._function.__wrapped__))
     function = getattr(xla, operation)
     signature = inspect.signature(function)
 

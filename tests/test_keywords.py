@@ -30,6 +30,14 @@ def test_a_keyword_that_does_not_exist_points_to_the_table(call, keyword):
     assert has_form(str(error.value))
 
 
+def test_an_old_name_says_what_to_use():
+    with pytest.raises(ImportError, match=r"got CountedStep, .* Use nsa_jax\.cache\.count_reads"):
+        from nsa_jax.cache import CountedStep  # noqa: F401
+    with pytest.raises(ImportError, match=r"Use nsa_jax\.cache\.count_reads"):
+        from nsa_jax.array_typing import AttendedReads  # noqa: F401
+    assert not hasattr(nsa_jax.cache, "CountedSteps")
+
+
 def test_signatures_and_annotations_are_those_of_the_function():
     assert "query" in inspect.signature(nsa_jax.window_attention).parameters
     assert "query" in nsa_jax.window_attention.__annotations__

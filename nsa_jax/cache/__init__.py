@@ -13,6 +13,7 @@ from nsa_jax.cache.reads import Reads, count_reads, expected_reads
 from nsa_jax.cache.state import Step, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
 from nsa_jax.compression import Compression, ResidualMLP, Rotation
+from nsa_jax.keywords import gone
 from nsa_jax.layout import DenseCache, NSACache, TokenKeysValues
 
 __all__ = [
@@ -34,3 +35,5 @@ __all__ = [
     "init_dense_cache",
     "prefill",
 ]
+
+__getattr__ = gone(__name__, CountedStep="nsa_jax.cache.count_reads")
