@@ -22,7 +22,7 @@ from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, r
 from nsa_jax import attention, reference
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer
-from nsa_jax.nn import DenseAttention, NSAAttention
+from nsa_jax.nn import DenseAttention
 
 RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
 CASE = Case(name="explicit", num_keys=24, runs=RUNS, num_heads=4, key_dim=4, value_dim=3)
@@ -115,7 +115,7 @@ def the_reference() -> None:
         return reference.native_sparse_attention(*operands, config=OVERLAPPING, **rows)
 
     found = attend(*put((positions, segment_ids, *operands), "data", None, "tensor"))
-    agree(found, attend(positions, segment_ids, *operands))
+    agree(found, whole()[0][0])
     assert specs(found) == [P("data", None, "tensor", None)]
 
 
@@ -141,18 +141,19 @@ def shared_keys() -> None:
 
 def layers() -> None:
     """A layer whose compressor is a function to the cache, and a dense layer, in packed rows and in steps."""
-    x, ids = random(ROWS, 14, WIDTH), np.array([[1] * 5 + [0] + [2] * 8] * ROWS)
+    x, counts = random(ROWS, 15, WIDTH), np.array([9, 4, 0, 7])
+    ids = np.array([[1] * 5 + [0] + [2] * 9] * ROWS)
 
     @jit
-    def run(layer, x, ids):
-        held = layer.init_cache(ROWS, 16)
-        first, held = layer.prefill(x[:, :9], held, num_tokens=jnp.array([9, 4, 0, 7]))
-        given = {}
-        if isinstance(layer, NSAAttention):  # a selection that every device has of all rows and heads
-            slots = (ROWS, 3, KV_HEADS, layer.config.num_selected_blocks)
-            given = dict(block_indices=np.zeros(slots, np.int32))
-        step, held = layer.decode_step(x[:, 9:12], held, **given)
-        return layer(x, segment_ids=ids), first, step, held
+    def call(layer, x, ids):
+        return layer(x, segment_ids=ids)
+
+    @jit
+    def begin(layer, x):
+        return layer.prefill(x[:, :9], layer.init_cache(ROWS, 16), num_tokens=counts)
+
+    step = jit(lambda layer, x, held: layer.decode_step(x, held))
+    every = jit(lambda layer, x, held, blocks: layer.decode_step(x, held, block_indices=blocks))
 
     def on_mesh(layer):
         def by_heads(x):
@@ -167,9 +168,26 @@ def layers() -> None:
     own = dict(dtype=jnp.float64, param_dtype=jnp.float64)
     dense = randomised(abstract(DenseAttention, HEADS, WIDTH, num_kv_heads=KV_HEADS, **own))
     with jax.set_mesh(mesh):
-        found = run(*on_mesh(nsa))
-        *outputs, held = jax.eval_shape(run, *on_mesh(dense))
-    agree(found, run(nsa, x, ids))
+        layer, *arrays = on_mesh(nsa)
+        packed = call(layer, *arrays)
+        first, held = begin(layer, arrays[0])
+        slots = nsa.config.num_selected_blocks  # enough for all blocks of 12 tokens, as scores choose them
+        blocks = np.broadcast_to(np.arange(slots, dtype=np.int32), (ROWS, 3, KV_HEADS, slots))
+        second, held = every(layer, put(x[:, 9:12], "data"), held, blocks)  # which lie on one device
+        third, _ = step(layer, put(x[:, 12:], "data"), held)
+        layer, *arrays = on_mesh(dense)
+        prefilled, held = jax.eval_shape(begin, layer, arrays[0])
+        stepped, held = jax.eval_shape(step, layer, put(x[:, 9:12], "data"), held)
+        outputs = jax.eval_shape(call, layer, *arrays), prefilled, stepped
+    agree(packed, call(nsa, x, ids))
+    # What each row read, side by side: a packed row of one sequence.
+    rows = np.zeros_like(x)
+    for row, n in enumerate(counts):
+        rows[row, : n + 6] = np.concatenate([x[row, :n], x[row, 9:]])
+    expected = np.asarray(call(nsa, rows, (np.arange(15) < counts[:, None] + 6).astype(int)))
+    first, later = np.asarray(first), np.concatenate([second, third], axis=1)
+    for row, n in enumerate(counts):
+        agree(np.concatenate([first[row, :n], later[row]]), expected[row, : n + 6])
     assert [x.sharding.spec for x in outputs] == [P("data", None, None)] * 3
     assert held.key.sharding.spec == P("data", None, "tensor", None)
 
@@ -221,31 +239,23 @@ def decoding() -> None:
     def begin(model, tokens):
         return model.prefill(tokens[:, :8], model.init_cache(4, 512))[1]
 
-    @jit
-    def step(model, tokens, held):
-        return model.decode_step(tokens[:, 8:], held)
-
+    given = dict(max_new_tokens=9, lengths=np.array([7, 2, 9, 5]), prefill_chunk=3, eos_id=3)
+    given |= dict(temperature=1.0, top_k=5, top_p=0.9, key=jax.random.key(0, impl="rbg"))
     with jax.set_mesh(mesh):
         held = jax.eval_shape(begin, sharded, on_mesh)
-        compiled = step.lower(sharded, on_mesh, held).compile()
+        found = generate(sharded, on_mesh, **given)
+        anywhere = jax.eval_shape(lambda: generate(sharded, tokens, **given))
     assert {x.sharding.spec[2] for x in jax.tree.leaves(held) if x.ndim == 4} == {"tensor"}
     assert {x.sharding.spec[0] for x in jax.tree.leaves(held)} == {"data"}
-    # A kernel is gathered (FSDP), a cache never: the smallest of its arrays is larger than any kernel.
-    gathers = re.findall(r"f64\[([\d,]+)\]\S* all-(?:gather|to-all)", compiled.as_text())
-    gathered = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathers]
-    largest = max(x.size for x in jax.tree.leaves(nnx.state(sharded)))
-    assert gathered
-    assert max(gathered) <= largest < held[0].key_cmp.size // 8
-    given = dict(max_new_tokens=9, lengths=np.array([7, 2, 9, 5]), prefill_chunk=3, eos_id=3)
-    given |= dict(temperature=1.0, top_k=5, top_p=0.9)
-    for prompts, key in ((on_mesh, 0), (tokens, jax.random.key(0, impl="rbg"))):
-        with jax.set_mesh(mesh):
-            found = generate(sharded, prompts, key=key, **given)
-        agree(found, generate(plain, tokens, key=key, **given))
+    agree(found, generate(plain, tokens, **given))
+    assert [x.shape for x in anywhere] == [x.shape for x in found]
 
 
 def empty_caches() -> None:
-    """A program makes each part of an empty cache where it belongs; no device ever has all of it."""
+    """A program makes each part of an empty cache where it belongs, and a step leaves it there.
+
+    No device ever has all of it.
+    """
     plain, sharded = model()
     tokens = np.random.default_rng(0).integers(0, 12, (4, 2))
     whole = plain.init_cache(4, 512)
@@ -265,8 +275,15 @@ def empty_caches() -> None:
         if axes == mesh:
             step = jit(Transformer.decode_step)
             with jax.set_mesh(mesh):
-                found = step(sharded, put(tokens, "data"), held)
+                compiled = step.lower(sharded, put(tokens, "data"), held).compile()
+                found = compiled(sharded, put(tokens, "data"), held)
             agree(found, step(plain, tokens, whole))
+            # A kernel is gathered (FSDP), a cache never: its smallest array is larger than any kernel.
+            gathers = re.findall(r"f64\[([\d,]+)\]\S* all-(?:gather|to-all)", compiled.as_text())
+            gathered = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathers]
+            largest = max(x.size for x in jax.tree.leaves(nnx.state(sharded)))
+            assert gathered
+            assert max(gathered) <= largest < held[0].key_cmp.size // 8
 
 
 def without_the_mesh() -> None:
@@ -274,17 +291,21 @@ def without_the_mesh() -> None:
     plain, _ = model()
     graph, state = nnx.split(plain)
     on_mesh = put(state)
-    tokens = np.random.default_rng(0).integers(0, 12, (1, 384))
+    tokens, new = np.random.default_rng(0).integers(0, 12, (1, 384)), 3
+    found, _ = generate(nnx.merge(graph, on_mesh), tokens, max_new_tokens=new)
+    rows = np.concatenate([tokens, found], axis=1)
 
     @jit
     def gradient(state):
-        return jax.grad(lambda state: (nnx.merge(graph, state)(tokens) ** 2).mean())(state)
+        def loss(state):
+            logits = nnx.merge(graph, state)(rows)
+            return (logits**2).mean(), logits
 
-    agree(gradient(on_mesh), gradient(state))
-    found, expected = (
-        generate(nnx.merge(graph, each), tokens, max_new_tokens=3) for each in (on_mesh, state)
-    )
-    agree(found, expected)
+        return jax.grad(loss, has_aux=True)(state)
+
+    d_state, logits = gradient(on_mesh)
+    agree((d_state, logits), expected := gradient(state))
+    np.testing.assert_array_equal(found, expected[1][:, -new - 1 : -1].argmax(-1))
 
 
 CHECKS = (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from sharded_modules import drawn
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
@@ -31,11 +32,15 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
+def make(config: TransformerConfig, sharding: dict[str, str] | None = None) -> Transformer:
+    return drawn(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)), scale=0.15)
+
+
 def main() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    whole = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    whole = make(CONFIG)
     with jax.set_mesh(mesh):
-        model = Transformer(CONFIG, sharding=SHARDING, rngs=nnx.Rngs(0))
+        model = make(CONFIG, SHARDING)
     spread = {
         x.sharding.spec for x in jax.tree.leaves(nnx.state(model)) if not x.sharding.is_fully_replicated
     }
@@ -76,11 +81,11 @@ def in_16_bits() -> None:
     every_block = dataclasses.replace(NSA, num_selected_blocks=PROMPT // NSA.selection_block_size)
     low = dataclasses.replace(CONFIG, nsa=every_block, dtype="bfloat16", param_dtype="bfloat16")
     high = dataclasses.replace(low, dtype="float64", param_dtype="float64")
-    whole, exact = Transformer(low, rngs=nnx.Rngs(0)), Transformer(high, rngs=nnx.Rngs(0))
+    whole, exact = make(low), make(high)
     nnx.update(exact, jax.tree.map(lambda x: x.astype(np.float64), nnx.state(whole)))
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        model = Transformer(low, sharding=SHARDING, rngs=nnx.Rngs(0))
+        model = make(low, SHARDING)
 
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 8)), jnp.int32)

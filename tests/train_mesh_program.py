@@ -42,12 +42,22 @@ SETTINGS = Settings64(
 )
 
 
+class Copied(RunFolder):
+    """A folder that is copied to others when half of the steps are saved: runs that were stopped there."""
+
+    def save(self, model, moments, step, curve):
+        super().save(model, moments, step, curve)
+        if step == STEPS // 2:
+            for name in ("half", "elsewhere"):
+                shutil.copytree(self.path, self.path.parent / name)
+
+
 def train(folder: RunFolder, mesh: MeshSizes, **options) -> tuple[list[float], list[np.ndarray]]:
     """Losses of all steps in bits, and the parameters at the end."""
     corpus = text.load(None, SETTINGS.length)
     with mesh.in_context():
         trained = training.train(
-            SETTINGS, corpus, folder, mesh=mesh, evaluations=0, checkpoint_every=STEPS, **options
+            SETTINGS, corpus, folder, mesh=mesh, evaluations=0, checkpoint_every=STEPS // 2, **options
         )
     losses = [row["bits_per_byte"] for row in trained.curve]
     return losses, [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param))]
@@ -56,12 +66,9 @@ def train(folder: RunFolder, mesh: MeshSizes, **options) -> tuple[list[float], l
 def main(root: pathlib.Path) -> None:
     jax.config.update("jax_enable_x64", True)
     mesh = MeshSizes.parse("data=2,tensor=2,context=2")
-    whole = train(RunFolder(root / "whole"), mesh)
-    half = RunFolder(root / "half")
-    train(half, mesh, stop_at=STEPS // 2)
-    shutil.copytree(half.path, root / "elsewhere")
+    whole = train(Copied(root / "whole"), mesh)
 
-    resumed = train(half, mesh, resume=True)
+    resumed = train(RunFolder(root / "half"), mesh, resume=True)
     assert resumed[0] == whole[0]
     assert all((x == y).all() for x, y in zip(resumed[1], whole[1], strict=True))
     print("resumed bit for bit")
@@ -81,9 +88,10 @@ def main(root: pathlib.Path) -> None:
     print("equal to one device")
 
     jax.config.update("jax_enable_x64", False)
-    sizes = "--steps 2 --batch 2 --length 1024 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
-    options = [*sizes.split(), "--mesh", "data=2,tensor=2,context=2", "--output", str(root / "command")]
-    assert command.main(options) == 0
+    (root / "data.txt").write_text(" ".join(map(str, range(2000))))
+    sizes = "--steps 2 --batch 2 --length 512 --layers 1 --width 16 --heads 4 --kv-heads 2 --warmup 1"
+    paths = f"--data={root / 'data.txt'}", f"--output={root / 'command'}"
+    assert command.main([*sizes.split(), *paths, "--mesh=tensor=2,context=2"]) == 0
     assert {"sample.txt", "blocks.png"} <= {path.name for path in (root / "command").iterdir()}
     print("the command to its end")
 
