@@ -47,6 +47,12 @@ def lower(function, *arguments, capability: int = 90):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
+def traced(function, *arguments, capability: int = 90) -> str:
+    """The traced program with the names of its scopes: it holds the calls of kernels, and compiles none."""
+    with device(capability):
+        return jax.jit(function).trace(*arguments).jaxpr.pretty_print(name_stack=True)
+
+
 def compile_for_h100(function, *arguments, **options):
     """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s and options of XLA."""
     mesh = mesh_of_h100s(x=1)
