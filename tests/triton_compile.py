@@ -35,16 +35,22 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def device(capability: int):
+def device(capability: int, num_cores: int = 132):
     """Context in which JAX lowers for a GPU of this compute capability, times 10."""
-    abstract = AbstractDevice(device_kind=DEVICE_KINDS[capability], num_cores=132, platform="gpu")
+    abstract = AbstractDevice(device_kind=DEVICE_KINDS[capability], num_cores=num_cores, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
-def lower(function, *arguments, capability: int = 90):
+def lower(function, *arguments, capability: int = 90, num_cores: int = 132):
     """The program of `function`, lowered for CUDA; Triton kernels are compiled to PTX on the way."""
-    with device(capability):
+    with device(capability, num_cores):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def traced(function, *arguments, capability: int = 90) -> str:
+    """The traced program with the names of its scopes: it holds the calls of kernels, and compiles none."""
+    with device(capability):
+        return jax.jit(function).trace(*arguments).jaxpr.pretty_print(name_stack=True)
 
 
 def compile_for_h100(function, *arguments, **options):
