@@ -32,6 +32,6 @@ def gone(module: str, **instead: str) -> Callable[[str], NoReturn]:
                 f"a name of {module} must be one that it has, got {name}, of an earlier version. Use "
                 f"{instead[name]}."
             )
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise AttributeError(f"a name of {module} must be one that it has, got {name}. Check the spelling.")
 
     return find

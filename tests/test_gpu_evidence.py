@@ -33,7 +33,7 @@ RESTS_ON = {
     "nsa_jax/generate/loop.py": "generate parallel",
     "nsa_jax/model/transformer.py": "generate parallel",
     "nsa_jax/nn/attention.py": "generate parallel parity native decode",
-    "nsa_jax/cache/steps.py": "generate parallel parity native decode dense_decode",
+    "nsa_jax/cache/steps.py": EVERY,
     **dict.fromkeys(("tests/conftest.py", "nsa_jax/config.py", "nsa_jax/arguments.py"), EVERY),
     **dict.fromkeys(("nsa_jax/dispatch.py", "nsa_jax/layout/placement.py"), EVERY),
     **dict.fromkeys(("nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/triton/softmax.py"), EVERY),

@@ -18,6 +18,7 @@ import triton_compile
 import triton_kernels
 from jax.sharding import NamedSharding, PartitionSpec
 
+import nsa_jax
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu import gradients_in_parts
@@ -123,6 +124,23 @@ def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possib
     assert can_form_parts(query, value, blocks, placed) == possible
 
 
+def program(heads, kv_heads, dim, block, *, length):
+    """The gradients of the whole operation, and their abstract arguments."""
+    config = NSAConfig(selection_block_size=block)
+
+    def gradients(*arrays):
+        def attend(query, key, value):
+            return nsa_jax.selected_attention(
+                query, key, value, arrays[3], config=config, implementation="mosaic_gpu"
+            )
+
+        found, pull_back = jax.vjp(attend, *arrays[:3])
+        return pull_back(found)
+
+    arrays = [jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)]
+    return gradients, [*arrays, jax.ShapeDtypeStruct((1, length, kv_heads, 16), jnp.int32)]
+
+
 def found_in(jaxpr, inside=()):
     """For each launch of the kernel that adds up the parts: the primitives that it is inside of."""
     for equation in jaxpr.eqns:
@@ -137,7 +155,7 @@ def found_in(jaxpr, inside=()):
 def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
     """`lax.cond` would run both under `vmap`, if the mapped axis were not part of the batch."""
     monkeypatch.setattr(gradients_in_parts, "FEWEST_PAIRS", 0)
-    function, arrays = test_mosaic_compile.program(64, 4, 128, 128, 64, length=512)
+    function, arrays = program(64, 4, 128, 64, length=512)
     if mapped:
         function = jax.vmap(function)
         arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
@@ -156,13 +174,9 @@ def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
 def test_shards_of_kv_heads_choose_on_their_own(how):
     """Under plain `jit`, whose `custom_partitioning` refuses effects, and where JAX types what varies."""
     mesh = triton_compile.mesh_of_h100s(x=2)
-    function, arrays = test_mosaic_compile.program(64, 4, 64, 64, 64, length=32768)
+    function, arrays = program(64, 4, 64, 64, length=32768)
     heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
-    shardings = [heads] * 4 + [NamedSharding(mesh, PartitionSpec())]
-    arrays = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x, sharding in zip(arrays, shardings, strict=True)
-    ]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
 
     if how == "shard_map":
         specs = tuple(x.sharding.spec for x in arrays)
