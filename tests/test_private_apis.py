@@ -65,7 +65,7 @@ USED = {
     "jax.P": ("the short name of PartitionSpec", "tests"),
     "jaxlib": ("its version", "benchmarks", "tests"),
     "jax_triton": ("the module itself", LAUNCH, TRITON, "tests"),
-    "jax_triton.triton_call": ("launches the kernels; `input_output_aliases` is deprecated", LAUNCH),
+    "jax_triton.triton_call": ("launches the kernels; `input_output_aliases` is deprecated", LAUNCH, "tests"),
     "jax_triton.TensorDescriptor": ("host-side TMA descriptors", TRITON),
     "jax_triton.triton_lib": ("whether it has its compiler, and what it made", TRITON, "tests", DEAD),
     "jax_triton.triton_lib.gpu_info": ("what it compiles for", CHIP),
