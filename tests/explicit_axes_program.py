@@ -167,28 +167,26 @@ def layers() -> None:
     nsa = make_layer(jnp.float64, compressor=WeightedSum)
     own = dict(dtype=jnp.float64, param_dtype=jnp.float64)
     dense = randomised(abstract(DenseAttention, HEADS, WIDTH, num_kv_heads=KV_HEADS, **own))
-    with jax.set_mesh(mesh):
-        layer, *arrays = on_mesh(nsa)
-        packed = call(layer, *arrays)
-        first, held = begin(layer, arrays[0])
-        slots = nsa.config.num_selected_blocks  # enough for all blocks of 12 tokens, as scores choose them
-        blocks = np.broadcast_to(np.arange(slots, dtype=np.int32), (ROWS, 3, KV_HEADS, slots))
-        second, held = every(layer, put(x[:, 9:12], "data"), held, blocks)  # which lie on one device
-        third, _ = step(layer, put(x[:, 12:], "data"), held)
-        layer, *arrays = on_mesh(dense)
-        prefilled, held = jax.eval_shape(begin, layer, arrays[0])
-        stepped, held = jax.eval_shape(step, layer, put(x[:, 9:12], "data"), held)
-        outputs = jax.eval_shape(call, layer, *arrays), prefilled, stepped
-    agree(packed, call(nsa, x, ids))
     # What each row read, side by side: a packed row of one sequence.
-    rows = np.zeros_like(x)
+    rows, real = np.zeros_like(x), (np.arange(15) < counts[:, None] + 6).astype(int)
     for row, n in enumerate(counts):
         rows[row, : n + 6] = np.concatenate([x[row, :n], x[row, 9:]])
-    expected = np.asarray(call(nsa, rows, (np.arange(15) < counts[:, None] + 6).astype(int)))
-    first, later = np.asarray(first), np.concatenate([second, third], axis=1)
-    for row, n in enumerate(counts):
-        agree(np.concatenate([first[row, :n], later[row]]), expected[row, : n + 6])
-    assert [x.sharding.spec for x in outputs] == [P("data", None, None)] * 3
+    slots = nsa.config.num_selected_blocks  # enough for all blocks of 12 tokens, as scores choose them
+    blocks = np.broadcast_to(np.arange(slots, dtype=np.int32), (ROWS, 3, KV_HEADS, slots))
+    for plain in (nsa, dense):
+        with jax.set_mesh(mesh):
+            layer, *arrays = on_mesh(plain)
+            packed = call(layer, *arrays)
+            first, held = begin(layer, arrays[0])
+            new = put(x[:, 9:12], "data"), held
+            second, held = step(layer, *new) if plain is dense else every(layer, *new, blocks)
+            third, held = step(layer, put(x[:, 12:], "data"), held)
+        agree(packed, call(plain, x, ids))
+        outputs, later = np.asarray(first), np.concatenate([second, third], axis=1)
+        expected = np.asarray(call(plain, rows, real))
+        for row, n in enumerate(counts):
+            agree(np.concatenate([outputs[row, :n], later[row]]), expected[row, : n + 6])
+        assert [each.sharding.spec for each in (packed, first, third)] == [P("data", None, None)] * 3
     assert held.key.sharding.spec == P("data", None, "tensor", None)
 
 
