@@ -1,7 +1,6 @@
 """Checks of the values of index arrays. The operations skip them because they would cost time under `jit`.
 
-Outside `jit`, a check raises at once if a rule is violated, and TypeError or ValueError if an argument does
-not have the kind, dtype or shape that its annotation says. Inside `jit`, wrap the function with
+Outside `jit`, a check raises at once if a rule is violated. Inside `jit`, wrap the function with
 `jax.experimental.checkify`, which returns the error:
 
 ```python
@@ -36,6 +35,7 @@ def check_segment_ids(segment_ids: Int[Array, "B S"]) -> None:
     Raises:
       checkify.JaxRuntimeError: a non-zero id occurs in two separate runs. Under `checkify` inside `jit`, the
         error is returned instead.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
     check_arrays(check_segment_ids, segment_ids=segment_ids)
     returning = layout.returning_ids(_signed(segment_ids))
@@ -57,6 +57,7 @@ def check_cu_seqlens(cu_seqlens: Int[Array, " n_plus_1"] | Int[Array, "B n_plus_
 
     Raises:
       checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
     array_checks.check_cu_seqlens(cu_seqlens)
     check_int(low=0, length=length)
@@ -85,6 +86,7 @@ def check_query_positions(query_positions: Int[Array, "B T"], num_keys: int) -> 
 
     Raises:
       checkify.JaxRuntimeError: a position is below -1, or is `num_keys` or more, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
     check_arrays(check_query_positions, query_positions=query_positions)
     check_int(low=0, num_keys=num_keys)
@@ -109,11 +111,14 @@ def check_block_indices(
 
     Args:
       block_indices: block numbers, counted from the first token of the query's sequence.
+      config: block structure.
       query_positions: key index of each query, -1 = padding. The blocks of a padding query may start
         anywhere.
+      segment_ids: sequence of each token; None if every row is one sequence.
 
     Raises:
       checkify.JaxRuntimeError: one of these rules is violated, see `check_segment_ids`.
+      TypeError, ValueError: an argument does not have the kind, dtype or shape given above.
     """
     check_config(config)
     index_arrays = dict(block_indices=block_indices, query_positions=query_positions)

@@ -199,7 +199,11 @@ def unsupported_reason(
 
 
 def slower_reason(operation: str, implementation: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
-    """Says why `choose` leaves out an implementation that can run a call, or returns None if it does not."""
+    """Says why `choose` leaves out an implementation that can run a call, or returns None if it does not.
+
+    Args:
+      operation, implementation, arrays: as in `unsupported_reason`.
+    """
     return _IMPLEMENTED[implementation].support.slower_reason(operation, *arrays)
 
 

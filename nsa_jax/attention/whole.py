@@ -29,11 +29,21 @@ def native_sparse_attention(
     """Native Sparse Attention: attends by all three branches and adds their outputs by gates (Eq. 5).
 
     Computes what `compressed_attention`, `select_blocks`, `selected_attention`, `window_attention` and
-    `gated_sum` compute one after the other. The arguments are theirs; by default the queries are the last `T`
-    of the `S` tokens. `W` is `S` unless `first_key_win` says otherwise.
+    `gated_sum` compute one after the other. The other arguments are those of `compressed_attention`; by
+    default the queries are the last `T` of the `S` tokens.
 
     Args:
+      query: rotated queries, the same for all branches.
+      key_cmp: compressed keys, each rotated at the position of its block's first token. `C` is
+        `(S - l)//d + 1`, or 0 if `S < l`.
+      value_cmp: compressed values.
+      key_slc: keys of the selected branch, each rotated at its own position.
+      value_slc: values of the selected branch.
+      key_win: keys of the window branch, each rotated at its own position. `W` is `S` unless `first_key_win`
+        says otherwise.
+      value_win: values of the window branch.
       gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
+      config: block structure.
       block_indices: a selection to use, for example that of another implementation, see
         `selected_attention`; chosen by `select_blocks` if None.
       first_key_win: row index of the first window key, see `first_key` of `window_attention`.

@@ -36,7 +36,7 @@ def window_attention(
         hold are not seen.
 
     Returns:
-      `Attended(out, lse)`, as in `compressed_attention`.
+      `Attended(out, lse)`, as in `compressed_attention`. A padding query has `out` 0 and `lse` `-inf`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `compressed_attention`.

@@ -35,11 +35,11 @@ def count_reads(
     num_tokens: Int[Array, " B"] | None = None,
     scale: float | None = None,
 ) -> Reads:
-    """Counts the keys that the last `decode_step` or `prefill` read, by the masks of `xla`.
+    """Counts the keys that the last `decode_step` or `prefill` read, by the masks of `xla` (Eq. 7-12).
 
     It chooses the blocks again, and then attends with queries and keys that are 0. All visible keys have the
     logit 0 then, so the log-sum-exp is the logarithm of their number. `config` and `scale` are those of the
-    step.
+    step. A step that was given `block_indices` read other blocks than it counts.
 
     Args:
       cache: the cache that the step returned.

@@ -63,6 +63,9 @@ def prefill(
         length or no room for its tokens, or `num_tokens` is out of range. Nothing is written then.
       NotImplementedError: the implementation asked for cannot run the call.
 
+    Numerics:
+      As in the operations of `nsa_jax.attention`.
+
     Gradients:
       No gradient flows through the selection. A cache is meant for inference.
     """
@@ -132,7 +135,7 @@ def decode_step(
     """Appends up to `step_capacity` tokens to every row, compresses the blocks they complete, then attends.
 
     The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
-    by prompts, chunks or steps. The arguments are those of `prefill`, but `T` is at most `step_capacity`.
+    by prompts, chunks or steps. `scale` and `implementation` are those of `nsa_jax.compressed_attention`.
 
     On a CPU the compressor runs only if a step completes a block, or in every step if `T` is at least the
     compression stride. On a GPU, the Triton kernels test on the device whether a block is complete. A
@@ -142,6 +145,10 @@ def decode_step(
     Args:
       cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
         through a compiled loop.
+      query: rotated queries of the new tokens; `T` is at most `step_capacity`.
+      tokens: keys and values of the new tokens.
+      gates: gates of the new tokens, in the order cmp, slc, win.
+      config: block structure, the same as for `init_cache`.
       compress: as in `prefill`. GPU kernels compress the blocks themselves if it is a `Compression`; a
         function runs as XLA operations.
       num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
@@ -159,6 +166,9 @@ def decode_step(
         Lengths and `num_tokens` out of range are found where the host has their values: outside `jit`, in
         NumPy arrays and in JAX arrays on a CPU. Elsewhere a `num_tokens` counts as the nearest in range.
       NotImplementedError: as in `prefill`.
+
+    Numerics:
+      As in the operations of `nsa_jax.attention`.
 
     Gradients:
       On `xla` as in `prefill`; the kernels of `triton` have none.

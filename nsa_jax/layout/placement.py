@@ -198,7 +198,14 @@ class Placement:
         return tuple(sum(lengths[: i + 1]) + (i + 1) * self.halo for i in range(len(lengths)))
 
     def compression_range(self, num_keys: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-        """Range of the visible compression blocks, `i d + l - 1 <= t`, in the form of `window_range`."""
+        """Range of the visible compression blocks, `i d + l - 1 <= t`, in the array of compressed keys.
+
+        Args:
+          num_keys: number of keys in that array.
+
+        Returns:
+          First index, and one past the last index. The two are equal for a query that sees nothing.
+        """
         visible = num_compression_blocks(self.position + 1, self.config)
         start = self.compression_start - _by_row(self.first_keys.cmp)
         return _within(start, start + visible, num_keys)
@@ -247,9 +254,17 @@ def place(
     """Finds where each query stands in its sequence, from the row index of its key.
 
     Args:
+      config: block structure.
+      batch: number of rows.
+      num_queries: number of queries of a row.
       num_keys: number of tokens of a row. A query at index `num_keys` or more, or below 0, is padding.
       query_positions: key index of each query, or runs of them; by default the last `num_queries` of the
         `num_keys` tokens.
+      segment_ids: sequence of each token of packed rows.
+      first_keys: row index of the first key of each branch.
+
+    Returns:
+      The placement of the queries.
     """
     length = _index(num_keys, batch)
     if query_positions is None:

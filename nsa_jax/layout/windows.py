@@ -18,6 +18,8 @@ def token_windows(
     """Gathers the `l` tokens of each compression block.
 
     Args:
+      x: keys or values of the tokens of each row.
+      config: block structure.
       segment_ids: sequence of each token; None if every row is one sequence.
 
     Returns:
@@ -25,7 +27,8 @@ def token_windows(
       at the end of a packed row.
 
     Raises:
-      TypeError, ValueError: an argument is not as above.
+      TypeError: an argument is of the wrong kind, or an array of the wrong kind of dtype.
+      ValueError: a shape is not as above.
 
     Gradients:
       Deterministic, like the forward pass: neither of them scatters.

@@ -145,7 +145,10 @@ class Transformer(nnx.Module):
     ) -> list[Selection]:
         """Returns what each NSA layer selects and how it weighs its branches. Dropout is off.
 
-        The arguments are those of `__call__`.
+        Args:
+          tokens: token ids.
+          positions: rotary position of each token, see `__call__`.
+          segment_ids: sequence of each token, see `__call__`.
 
         Returns:
           One `nsa_jax.nn.Selection` for each layer that is "nsa", in their order.
@@ -230,9 +233,11 @@ class Transformer(nnx.Module):
         *,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
     ) -> tuple[Float[Array, "B T vocab"], tuple[LayerCache, ...]]:
-        """Appends at most `step_capacity` tokens to every row, see `prefill`.
+        """Appends a few tokens to every row.
 
         Args:
+          tokens: token ids, at most `step_capacity` for each row.
+          cache: the caches from `init_cache` or an earlier step.
           num_tokens: how many of the `T` tokens of each row are real, all by default. A row with 0 writes
             nothing.
           block_indices: a selection for each NSA layer to use instead of choosing one, see `__call__`.

@@ -42,24 +42,29 @@ def context_attention(
     order, and gets their outputs. It compresses the blocks that end in its own tokens. Compressed keys and
     values, and keys and values of the selected branch, are gathered; the window branch gets the tokens before
     each chunk from the device that holds them. Results are those of one device.
-    The other arguments are those of `nsa_jax.native_sparse_attention`.
 
     Args:
+      query: rotated queries.
       key_cmp: keys of the compressed branch, not compressed and not rotated.
       value_cmp: values of the compressed branch, not compressed.
       key_slc: rotated keys of the selected branch.
       value_slc: values of the selected branch.
       key_win: rotated keys of the window branch.
       value_win: values of the window branch.
+      gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
       compress: compresses and rotates blocks: an `nsa_jax.cache.Compression`, or a function of key windows
         `[B, m, l, K, H]`, value windows and the rotary positions `[B, m]` of their first tokens. Some windows
         are not blocks; their results are dropped, but their gradients must be finite.
+      config: block structure.
       axis: name of the mesh axis over which the tokens are spread.
       order: which tokens a device holds: "zigzag" (see `to_zigzag`) or "contiguous".
       block_indices: a selection to use instead of choosing one, see `context_selection`.
       positions: rotary position of each token, which `compress` gets; by default its index in its sequence.
       segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run of the row,
         0 = padding. A sequence may lie on several devices.
+      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
 
     Returns:
       The output for the tokens of this device, in the query's dtype; 0 for a padding token with finite
@@ -113,13 +118,17 @@ def exchanged(
     positions: Int[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> dict[str, Any]:
-    """Gets from the other devices what the queries of this device attend to, see `context_attention`.
+    """Gets from the other devices what the queries of this device attend to.
 
     Args:
       shards: how rows lie on the devices.
       compressed: keys and values of the compressed branch, not compressed, of this device.
       selected: those of the selected branch.
       window: those of the window branch.
+      compress: as in `context_attention`.
+      config: block structure.
+      positions: as in `context_attention`.
+      segment_ids: as in `context_attention`.
 
     Returns:
       Arguments of `nsa_jax.native_sparse_attention`: the keys and values of all branches, and where the
@@ -154,7 +163,20 @@ def context_selection(
 ) -> Int32[Array, "B T K R"]:
     """`nsa_jax.select_blocks` of rows whose tokens are spread over a mesh axis.
 
-    Arguments and errors are those of `context_attention`, which makes the same choice.
+    Args and errors are those of `context_attention`, which makes the same choice.
+
+    Args:
+      query: rotated queries.
+      key_cmp: keys of the compressed branch, not compressed and not rotated.
+      value_cmp: values of the compressed branch, which only `compress` needs.
+      compress: compresses and rotates blocks.
+      config: block structure.
+      axis: name of the mesh axis over which the tokens are spread.
+      order: which tokens a device holds.
+      positions: rotary position of each token.
+      segment_ids: sequence of each token of packed rows.
+      scale: factor of the logits.
+      implementation: "xla", "triton", "mosaic_gpu" or None.
 
     Returns:
       The selection of the tokens of this device, as `nsa_jax.select_blocks` returns it.

@@ -59,6 +59,10 @@ def gather_compressed(
 
     Args:
       keys_values: tokens of the runs of this device, each run after its halo of `halo_of_blocks` tokens.
+      shards: how rows lie on the devices.
+      compress: maps windows and the rotary positions of their first tokens to compressed keys and values.
+      config: block structure.
+      rows: what is known of whole rows.
 
     Returns:
       Compressed keys and values of whole rows, as one device would compute them.
