@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from messages import has_form
 from small_layer import WIDTH, make_layer
 
-from nsa_jax import attention
+from nsa_jax import attention, cache
 from nsa_jax.model import Transformer, TransformerConfig
 
 MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
@@ -49,6 +49,30 @@ def test_parameters_that_the_mesh_cannot_divide(sharding, message):
         nnx.eval_shape(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)))
 
     assert has_form(str(refused.value))
+
+
+@pytest.mark.parametrize("step", [cache.prefill, cache.decode_step])
+def test_a_subclass_of_a_compression_gets_the_blocks_of_all_rows_and_heads(step):
+    """Like any function: it may hold numbers of its own for each head."""
+    seen = []
+
+    class Mine(cache.Compression):
+        def __call__(self, key_windows, *more):
+            seen.append(key_windows.shape)
+            return super().__call__(key_windows, *more)
+
+    def run(query, keys):
+        held = cache.init_cache(
+            4, 32, config=OVERLAPPING, num_kv_heads=4, key_dim=8, value_dim=8, dtype=jnp.float32
+        )
+        new = cache.TokenKeysValues(*[keys] * 6)
+        return step(held, query, new, query[..., :3], config=OVERLAPPING, compress=Mine()).out
+
+    arrays = [jax.ShapeDtypeStruct((4, 4, 4, 8), jnp.float32, sharding=NamedSharding(MESH, HEADS))] * 2
+    with jax.sharding.use_abstract_mesh(MESH):
+        jax.eval_shape(run, *arrays)
+
+    assert {(shape[0], shape[3]) for shape in seen} == {(4, 4)}
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,14 @@ def init_dense_cache(
 ) -> DenseCache:
     """Makes an empty cache of a dense layer, or of a window layer if `window_size` is given.
 
-    The other arguments are those of `init_cache`.
-
     Args:
+      batch: number of rows.
       max_length: most tokens that a row can hold, prompt and new tokens together. If it is at least
         `window_size`, the cache is a ring, which is never full, and `max_length` no longer matters.
+      num_kv_heads: KV heads, `K`.
+      key_dim: width of a key, `H`.
+      value_dim: width of a value, `V`.
+      dtype: floating-point dtype of keys and values.
       window_size: tokens that a query sees, its own included; None for all. The steps must be given the same.
       step_capacity: most tokens that one `dense_decode_step` can append to a row of a ring.
 
@@ -56,7 +59,8 @@ def init_dense_cache(
       is a ring, otherwise `max_length`.
 
     Raises:
-      TypeError, ValueError: as in `init_cache`.
+      TypeError: `window_size` or another size is not an int.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
@@ -88,18 +92,26 @@ def dense_prefill(
 
     It attends by `nsa_jax.window_attention`. Chunk after chunk gives the same result as the whole prompt at
     once. A chunk may be longer than a ring: it attends to the earlier content of the ring and to itself.
-    The other arguments are those of `prefill`.
+    `scale` and `implementation` are those of `nsa_jax.compressed_attention`.
 
     Args:
+      cache: an empty cache, or the one that an earlier step returned.
+      query: rotated queries of the new tokens; `N` is a multiple of `K`.
       key: rotated keys of the new tokens.
       value: values of the new tokens.
       window_size: the same as for `init_dense_cache`.
+      num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
+        right. All are real by default.
 
     Returns:
-      `DenseStep(out, cache)`, as in `prefill`.
+      `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. Under `jit`, a row without
+      room for all its new tokens keeps what it held, gets output 0, and its `overflowed` is set.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as in `prefill`.
+      TypeError, ValueError, NotImplementedError: as in `prefill`, of these arguments.
+
+    Numerics:
+      As in `nsa_jax.window_attention`.
 
     Gradients:
       With respect to `query`, `key` and `value`.
@@ -160,17 +172,28 @@ def dense_decode_step(
     """Appends a few tokens to every row, then attends from each of them.
 
     The step that appends token `t` gives row `t` of a full forward pass, whether the tokens before it came in
-    by prompts, chunks or steps. The arguments are those of `dense_prefill` and `decode_step`; all
-    implementations but "xla" take at most 8 tokens.
+    by prompts, chunks or steps. The other arguments are those of `dense_prefill`; all implementations but
+    "xla" take at most 8 tokens.
 
     Args:
+      cache: the cache that an earlier step returned. To have it updated in place, donate it or carry it
+        through a compiled loop.
       query: rotated queries of the new tokens; if the cache is a ring, `T` is at most `step_capacity`.
+      num_tokens: how many of the `T` tokens of each row are real; all by default. A finished row has 0 and is
+        left as it is.
 
     Returns:
-      `DenseStep(out, cache)`, as in `decode_step`.
+      `DenseStep(out, cache)`. `out` has the query's dtype and is 0 for padding. A row without room for all
+      its new tokens keeps what it held, gets output 0, and its `overflowed` is set, under `jit` and outside.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as in `decode_step`.
+      TypeError: as in `dense_prefill`.
+      ValueError: as in `dense_prefill`, but for a row without room, or `T` exceeds the step capacity of the
+        ring. Lengths and `num_tokens` out of range are found where `decode_step` finds them.
+      NotImplementedError: as in `dense_prefill`.
+
+    Numerics:
+      As in `nsa_jax.window_attention`.
 
     Gradients:
       On `xla` as in `dense_prefill`; the kernels of `triton` have none.
@@ -185,7 +208,8 @@ def dense_decode_step(
         )
     operands = dict(cache=cache, query=query, key=key, value=value, num_tokens=num_tokens)
     operands = jax.tree.map(jnp.asarray, operands)
-    operands |= dict(window_size=window, scale=arguments.resolve_scale(scale, query.shape[-1], query.dtype))
+    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
+    operands |= dict(window_size=window_size, scale=scale)
     return DenseStep(
         *dispatch.run("dense_decode_step", implementation, (query, cache.key, cache.value), operands)
     )

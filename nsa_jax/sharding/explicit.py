@@ -25,16 +25,18 @@ class Sharing(NamedTuple):
 
     Attributes:
       shared: operands that all shards hold whole.
-      results: names of the results. One that is the name of an operand, such as a cache, lies as that does
-        and is the same over the axes that it does not lie on.
+      results: names of the results. One that is the name of an operand, such as a cache, lies as that does.
+      alike: whether floating-point operands vary over the same manual axes, see `varying_alike`. Those of a
+        step through a cache are left as they are: a cache comes out as it went in.
     """
 
     shared: tuple[str, ...] = ()
     results: tuple[str, ...] = ("out",)
+    alike: bool = True
 
 
 BY_TOKENS = Sharing()  # an operation on the tokens of a call
-STEP = Sharing(shared=("compress",), results=("out", "cache"))
+STEP = Sharing(shared=("compress",), results=("out", "cache"), alike=False)
 DENSE_STEP = STEP._replace(shared=())
 
 
@@ -50,7 +52,8 @@ def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) 
     axes = Axes.of({name: x for name, x in operands.items() if name not in sharing.shared})
     if axes is None:
         return operation(**_prepared(operands, sharing))
-    if callable(compress := operands.get("compress")) and not isinstance(compress, Compression):
+    compress = operands.get("compress")
+    if compress is not None and type(compress) is not Compression:  # a subclass may do something else
         operands["compress"] = _formed(axes, compress, operands)
         sharing = sharing._replace(shared=())  # its blocks are those of rows and heads
     names = {name: axes.specs(operands[name]) for name in sharing.results if name in operands}
@@ -59,8 +62,8 @@ def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) 
 
 
 def _prepared(operands: Mapping[str, Any], sharing: Sharing) -> Mapping[str, Any]:
-    """The operands of one shard. Those of a step through a cache stay: a cache comes out as it went in."""
-    return varying_alike(operands) if sharing.results == BY_TOKENS.results else operands
+    """The operands of one shard."""
+    return varying_alike(operands) if sharing.alike else operands
 
 
 def alike(**operands: Any) -> tuple[Any, ...]:
