@@ -105,6 +105,25 @@ def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
         )
 
 
+def check_gates(gates: Array | None, present: tuple[str, ...]) -> None:
+    """Raises ValueError unless there is a gate for each branch, and none for one alone."""
+    if (1 if gates is None else gates.shape[3]) != len(present) or (gates is not None and len(present) == 1):
+        given = "None" if gates is None else f"shape {tuple(gates.shape)}"
+        raise ValueError(
+            f"gates must be [B, T, N, {len(present)}], one for each of the branches {present}, and None for "
+            f"one alone, got {given}. Pass the weights of these branches in this order."
+        )
+
+
+def check_some_choice(block_indices: Array | None, present: tuple[str, ...]) -> None:
+    """Raises ValueError if there is neither a selection nor a compressed branch to choose one by."""
+    if block_indices is None and "cmp" not in present:
+        raise ValueError(
+            f"block_indices must be given without a compressed branch, got None and the branches {present}. "
+            "Choose them by select_by_index, or pass your own."
+        )
+
+
 def check_blocks(num_compressed: int, num_tokens: int, config: NSAConfig) -> None:
     """Raises ValueError unless a row of `num_tokens` has `num_compressed` compression blocks."""
     expected = layout.num_compression_blocks(num_tokens, config)

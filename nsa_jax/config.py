@@ -1,12 +1,17 @@
-"""The block structure of Native Sparse Attention."""
+"""The block structure of Native Sparse Attention, and its branches."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from nsa_jax.option_checks import check_int
 
 # Positions are int32, and sizes such as the window are added to them.
 LONGEST = 2**30
+
+type Branch = Literal["cmp", "slc", "win"]
+
+BRANCHES: tuple[Branch, ...] = get_args(Branch.__value__)  # in the order of the gates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,3 +82,22 @@ def check_config(config: Any) -> None:
         raise TypeError(
             f"config must be an NSAConfig, got {type(config).__name__}. Build one with NSAConfig(...)."
         )
+
+
+def check_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
+    """Returns the branches in the order of `BRANCHES`.
+
+    Raises:
+      TypeError: `branches` is not a sequence of names.
+      ValueError: a name is unknown or given twice, or the selected branch is not among them.
+    """
+    if isinstance(branches, str) or not isinstance(branches, Sequence):
+        raise TypeError(
+            f'branches must be a sequence of names, got {branches!r}. Pass a tuple, such as ("slc", "win").'
+        )
+    if len(set(branches)) < len(branches) or not set(branches) <= set(BRANCHES) or "slc" not in branches:
+        raise ValueError(
+            f'branches must be some of {BRANCHES}, each once, with "slc" among them, got {tuple(branches)}. '
+            "Build DenseAttention with a window_size for a window alone."
+        )
+    return tuple(branch for branch in BRANCHES if branch in branches)

@@ -106,8 +106,9 @@ def test_step_equals_xla(dtype, num_new, more):
     exact, exact_blocks = by_xla(*wide(arrays), num_tokens, config)
 
     assert distance(found.out, exact.out) <= 2 * distance(own.out, exact.out) + 4e-6
-    for name, got, want in zip(found.cache._fields, found.cache, own.cache, strict=True):
-        assert distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
+    for name, got in found.cache._asdict().items():
+        want = getattr(own.cache, name)
+        assert got is want is None or distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
     chosen = jnp.sort(jnp.where(found.blocks < 0, 2**20, found.blocks), -1)
     same = [(chosen == jnp.where(x < 0, 2**20, x)).all(-1) for x in (own_blocks, exact_blocks)]
     assert (same[0] | same[1]).all()
@@ -132,8 +133,9 @@ def test_given_blocks_are_attended_to(dtype, num_new):
     found, own, exact = run("triton", *arrays), run("xla", *arrays), run("xla", *wide(arrays))
 
     assert distance(found.out, exact.out) <= 2 * distance(own.out, exact.out) + 4e-6
-    for name, got, want in zip(found.cache._fields, found.cache, own.cache, strict=True):
-        assert distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
+    for name, got in found.cache._asdict().items():
+        want = getattr(own.cache, name)
+        assert got is want is None or distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
     chosen = by_kernels(*arrays, num_tokens, PAPER).out
     assert distance(found.out, chosen) > 0.1, "the blocks were not taken"
 

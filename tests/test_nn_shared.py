@@ -116,7 +116,7 @@ def test_steps_of_several_tokens_are_those_of_three_equal_pairs():
     assert held.lengths.tolist() == [11, 8, 10]
     assert held.overflowed.tolist() == [False, False, True]
     for field in held._fields:
-        if "win_ring" not in field:
+        if "win_ring" not in field and field != "kept":
             assert_close(getattr(held, field), getattr(expected_held, field), ROUNDING, field)
 
 

@@ -9,6 +9,7 @@ nothing here depends on the module that owns its parameters.
 """
 
 from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache
+from nsa_jax.cache.kept import keep
 from nsa_jax.cache.reads import Reads, count_reads, expected_reads
 from nsa_jax.cache.state import Step, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
@@ -33,6 +34,7 @@ __all__ = [
     "expected_reads",
     "init_cache",
     "init_dense_cache",
+    "keep",
     "prefill",
 ]
 

@@ -12,7 +12,7 @@ from nsa_jax import arguments, layout
 from nsa_jax.array_checks import annotations_of, bind_shapes, check_dtypes, check_values
 from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation, check_compress
-from nsa_jax.config import LONGEST, NSAConfig, check_config
+from nsa_jax.config import LONGEST, Branch, NSAConfig, check_config
 from nsa_jax.layout import NSACache, TokenKeysValues
 from nsa_jax.option_checks import check_dtype, check_int
 
@@ -22,7 +22,7 @@ def check_operands(
     cache: NSACache,
     query: Array,
     tokens: TokenKeysValues,
-    gates: Array,
+    gates: Array | None,
     num_tokens: Array | None,
     block_indices: Array | None,
 ) -> dict[str, int]:
@@ -40,7 +40,10 @@ def check_operands(
     holders = dict(cache=cache, tokens=tokens)
     _check_window(cache, tokens)
     arrays = dict(query=query, gates=gates, num_tokens=num_tokens, block_indices=block_indices)
-    return check_arrays(step, holders, **arrays)
+    sizes = check_arrays(step, holders, **arrays)
+    _check_branches(cache, tokens, gates)
+    arguments.check_some_choice(block_indices, cache.branches(gates))
+    return sizes
 
 
 def check_arrays(
@@ -97,6 +100,12 @@ def check_kind(cache: Any) -> None:
             f"a cache must have both window rings or neither, got one without {missing[0]}s. Pass what "
             "init_cache gives."
         )
+    compressed = cache.key_cmp, cache.value_cmp, cache.key_raw_ring, cache.value_raw_ring
+    if (absent := [x is None for x in compressed]) and any(absent) and not all(absent):
+        raise ValueError(
+            "a cache must have all arrays of the compressed branch or none, got some that are None. Pass "
+            "what init_cache gives."
+        )
 
 
 def check_layer_cache(
@@ -107,6 +116,7 @@ def check_layer_cache(
     key_dim: int,
     value_dim: int,
     config: NSAConfig,
+    branches: tuple[Branch, ...],
     share_keys_values: bool,
 ) -> None:
     """Raises TypeError or ValueError unless `cache` is of a layer of these sizes and has `batch` rows."""
@@ -114,17 +124,34 @@ def check_layer_cache(
     check_arrays(check_layer_cache, dict(cache=cache))
     of_layer = dict(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim)
     check_sizes(cache.key_slc, cache.value_slc, of_layer)
-    if cache.shares_keys_values != share_keys_values:
+    if (cache.key_cmp is None) == ("cmp" in branches):
+        raise ValueError(
+            f"a cache must have the branches of its layer, got one with key_cmp {_given(cache.key_cmp)} for "
+            f"a layer with {branches}. Call init_cache of this layer."
+        )
+    if "win" not in branches and cache.key_win_ring is not None:
+        raise ValueError(
+            f"a cache must have the branches of its layer, got one with window rings for a layer with "
+            f"{branches}. Call init_cache of this layer."
+        )
+    if "win" in branches and cache.shares_keys_values != share_keys_values:
         raise ValueError(
             "a cache must share keys and values if and only if its layer does, got share_keys_values="
             f"{cache.shares_keys_values} for a layer with {share_keys_values}. Call init_cache of this layer."
         )
     check_rows(cache.key_slc, batch)
-    step_capacity(cache, config)
+    _check_config(cache, config, "win" in branches)
 
 
-def check_compression(compress: Compress, cache: NSACache, config: NSAConfig) -> None:
+def check_compression(compress: Compress | None, cache: NSACache, config: NSAConfig) -> None:
     """Raises TypeError or ValueError unless `compress` is a function, or data that fit the cache."""
+    if cache.key_cmp is None:
+        if compress is not None:
+            raise ValueError(
+                "compress must be None for a cache without a compressed branch, got one. Leave it out, or "
+                "call init_cache with all branches."
+            )
+        return
     check_compress(compress)
     if not isinstance(compress, Compression):
         return
@@ -188,24 +215,53 @@ def check_rows(key: Array, batch: int) -> None:
         )
 
 
-def step_capacity(cache: NSACache, config: NSAConfig) -> int:
-    """Returns how many tokens a decode step may append at most.
+def step_capacity(cache: NSACache, config: NSAConfig, gates: Array | None) -> int:
+    """Returns how many tokens a decode step may append at most: as many as a row holds if there is no ring.
 
     Raises:
       ValueError: the cache was made with another config.
     """
     check_config(config)
-    raw, blocks = cache.key_raw_ring.shape[1], cache.key_cmp.shape[1]
-    capacity = raw - config.compression_block_size + 1
-    expected_blocks = layout.num_compression_blocks(cache.max_length, config)
-    expected_window = config.window_size + capacity - 1
-    window = expected_window if cache.key_win_ring is None else cache.key_win_ring.shape[1]
-    if capacity < 1 or (window, blocks) != (expected_window, expected_blocks):
+    return _check_config(cache, config, "win" in cache.branches(gates))
+
+
+def _check_config(cache: NSACache, config: NSAConfig, has_window: bool) -> int:
+    """Returns the step capacity. Raises ValueError if the cache was made with another config."""
+    sizes = [(config.window_size, cache.key_win_ring), (config.compression_block_size, cache.key_raw_ring)]
+    rings = [(size, ring.shape[1]) for size, ring in sizes if ring is not None]
+    capacities = {length - size + 1 for size, length in rings} or {cache.max_length}
+    blocks = None if cache.key_cmp is None else cache.key_cmp.shape[1]
+    expected_blocks = None if blocks is None else layout.num_compression_blocks(cache.max_length, config)
+    if len(capacities) > 1 or min(capacities) < 1 or blocks != expected_blocks:
         raise ValueError(
-            f"a step must be given the config of its cache, got a cache with rings of {window} and {raw} "
-            f"tokens and {blocks} compression blocks for {config}. Call init_cache with this config."
+            "a step must be given the config of its cache, got a cache with rings of "
+            f"{' and '.join(str(length) for _, length in rings)} tokens and {blocks} compression blocks for "
+            f"{config}. Call init_cache with this config."
         )
-    return capacity
+    return min(capacities)
+
+
+def _check_branches(cache: NSACache, tokens: TokenKeysValues, gates: Array | None) -> None:
+    """Raises ValueError unless cache, tokens and gates are of the same branches."""
+    if any((x is None) != (cache.key_cmp is None) for x in (tokens.key_cmp, tokens.value_cmp)):
+        raise ValueError(
+            "tokens must have key_cmp and value_cmp if and only if their cache has a compressed branch, got "
+            f"key_cmp {_given(tokens.key_cmp)} and value_cmp {_given(tokens.value_cmp)} for a cache with "
+            f"key_cmp {_given(cache.key_cmp)}. Call init_cache with the branches of the tokens."
+        )
+    count = 1 if gates is None else gates.shape[3]
+    least = 1 + (cache.key_cmp is not None) + (cache.key_win_ring is not None)
+    most = least + (cache.key_win_ring is None)  # a window may share keys and values
+    if not least <= count <= most or (gates is not None and count == 1):
+        raise ValueError(
+            f"gates must be [B, T, N, {most}], one for each branch of the cache, and None for one alone, got "
+            f"{'None' if gates is None else f'shape {tuple(gates.shape)}'}. Pass the weights of cmp, slc and "
+            "win, without those of a branch that is absent."
+        )
+
+
+def _given(array: Array | None) -> str:
+    return "None" if array is None else "given"
 
 
 def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:

@@ -52,17 +52,23 @@ def count_reads(
 
     Raises:
       TypeError, ValueError: as in `decode_step`.
+      NotImplementedError: the cache has no compressed branch, by which it could choose again.
     """
     checks.check_kind(cache)
     checks.check_arrays(count_reads, dict(cache=cache), query=query, num_tokens=num_tokens)
-    checks.step_capacity(cache, config)
+    checks.step_capacity(cache, config, None)
+    if cache.key_cmp is None:
+        raise NotImplementedError(
+            "count_reads needs a cache of all branches, got one without a compressed branch. Count the "
+            "blocks that your selection chose."
+        )
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    cache, query, num_tokens = jax.tree.map(jnp.asarray, (cache, query, num_tokens))
+    query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, cache.key_cmp))
     batch, num_new, num_kv_heads = *query.shape[:2], cache.key_slc.shape[2]
-    first = cache.lengths - (num_new if num_tokens is None else num_tokens.astype(jnp.int32))
+    first = jnp.asarray(cache.lengths) - (num_new if num_tokens is None else num_tokens.astype(jnp.int32))
     queries = Runs((Run(num_new, first),), num_queries=num_tokens)
     where: dict[str, Any] = dict(config=config, query_positions=queries, implementation="xla")
-    blocks = attention.select_blocks(query, cache.key_cmp, scale=scale, **where)
+    blocks = attention.select_blocks(query, key_cmp, scale=scale, **where)
 
     def zeros(length: int) -> Array:
         return jnp.zeros((batch, length, num_kv_heads, 1), query.dtype)
@@ -71,7 +77,7 @@ def count_reads(
         return jnp.round(jnp.exp(attended.lse)).astype(jnp.int32)
 
     history = config.window_size - 1
-    zero, cmp, slc = zeros(num_new), zeros(cache.key_cmp.shape[1]), zeros(cache.max_length)
+    zero, cmp, slc = zeros(num_new), zeros(key_cmp.shape[1]), zeros(cache.max_length)
     win = zeros(history + num_new)
     return Reads(
         cmp=number(attention.compressed_attention(zero, cmp, cmp, **where)),

@@ -1,5 +1,6 @@
 """How an NSA cache is made, and what a step on it returns."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.cache import checks
-from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.config import BRANCHES, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.layout import NSACache
 from nsa_jax.option_checks import check_flag
 
@@ -35,6 +36,7 @@ def init_cache(
     dtype: DType,
     step_capacity: int = 8,
     share_keys_values: bool = False,
+    branches: Sequence[Branch] = BRANCHES,
 ) -> NSACache:
     """Makes an empty cache of an NSA layer.
 
@@ -49,17 +51,22 @@ def init_cache(
       step_capacity: most tokens that one `decode_step` can append to a row.
       share_keys_values: whether the window branch uses the keys and values of the selection branch. The cache
         then has no window rings, and the steps must be given tokens without `key_win` and `value_win`.
+      branches: branches of the layer, "slc" among them. The arrays of the others are None, and the steps must
+        be given tokens and gates without them.
 
     Returns:
       A cache in which every row has length 0. For each row and KV head it stores about `max_length (1 + 1/d)`
       keys and values, plus the rings.
 
     Raises:
-      TypeError: a size is not an int, `config` is not an `NSAConfig`, or `share_keys_values` is not a bool.
-      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
+      TypeError: a size is not an int, `config` is not an `NSAConfig`, `share_keys_values` is not a bool, or
+        `branches` is not a sequence of names.
+      ValueError: a size is below 1 or above 2^30, `dtype` is not floating, of at least 16 bits, or a branch
+        is unknown or given twice, or "slc" is absent.
     """
     check_config(config)
     check_flag(share_keys_values=share_keys_values)
+    branches = check_branches(branches)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
     num_blocks = layout.num_compression_blocks(int(max_length), config)
@@ -68,12 +75,14 @@ def init_cache(
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}
         return {key: jnp.zeros((batch, length, num_kv_heads, dim), dtype) for key, dim in dims.items()}
 
+    compressed = arrays("cmp", num_blocks) | arrays(
+        "raw_ring", config.compression_block_size + step_capacity - 1
+    )
     window = arrays("win_ring", config.window_size + step_capacity - 1)
     return NSACache(
         **arrays("slc", max_length),
-        **arrays("cmp", num_blocks),
-        **(dict.fromkeys(window) if share_keys_values else window),
-        **arrays("raw_ring", config.compression_block_size + step_capacity - 1),
+        **(compressed if "cmp" in branches else dict.fromkeys(compressed)),
+        **(window if "win" in branches and not share_keys_values else dict.fromkeys(window)),
         lengths=jnp.zeros(batch, jnp.int32),
         overflowed=jnp.zeros(batch, bool),
     )

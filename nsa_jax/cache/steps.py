@@ -1,5 +1,7 @@
 """The two steps of decoding: `prefill` appends a prompt of any length, `decode_step` a few tokens."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import Step
 from nsa_jax.compression import Compress
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import BRANCHES, NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
@@ -21,10 +23,10 @@ def prefill(
     cache: NSACache,
     query: Float[Array, "B T N H"],
     tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N P"] | None,
     *,
     config: NSAConfig,
-    compress: Compress,
+    compress: Compress | None,
     num_tokens: Int[Array, " B"] | None = None,
     block_indices: Int[Array, "B T K R"] | None = None,
     scale: float | None = None,
@@ -40,16 +42,18 @@ def prefill(
       cache: an empty cache, or the one that an earlier step returned.
       query: rotated queries of the new tokens; `N` is a multiple of `K`.
       tokens: keys and values of the new tokens.
-      gates: gates of the new tokens, in the order cmp, slc, win.
+      gates: gates of the new tokens, in the order cmp, slc, win, without branches that the cache does not
+        have; None for the selected branch alone.
       config: block structure, the same as for `init_cache`.
       compress: a `Compression`, or a function from `(key_windows [B, m, l, K, H], value_windows [B, m, l, K,
         V], first_positions [B, m])` to `(key_cmp [B, m, K, H], value_cmp [B, m, K, V])`. It compresses each
         window of `l` tokens and then rotates the key at the position of the window's first token. It is also
-        called for windows that are not complete blocks; what it returns for them is dropped.
+        called for windows that are not complete blocks; what it returns for them is dropped. None without a
+        compressed branch.
       num_tokens: how many of the `T` tokens of each row are real, 0 .. `T`; the others are padding on the
         right. All are real by default.
       block_indices: a selection to use instead of choosing one, see `nsa_jax.selected_attention`; blocks are
-        counted from the first token of the row.
+        counted from the first token of the row. It must be given without a compressed branch.
 
     Returns:
       `Step(out, cache)`. `out` has the query's dtype and is 0 for padding with finite gates. Under `jit`, a
@@ -70,7 +74,7 @@ def prefill(
       No gradient flows through the selection. A cache is meant for inference.
     """
     sizes = checks.check_operands(prefill, cache, query, tokens, gates, num_tokens, block_indices)
-    checks.step_capacity(cache, config)
+    checks.step_capacity(cache, config, gates)
     arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
@@ -79,17 +83,25 @@ def prefill(
         block_indices=block_indices,
     )  # fmt: skip
     options = dict(config=config, compress=compress, scale=scale, implementation=implementation)
-    return Step(*per_shard(_prefill, STEP, **jax.tree.map(jnp.asarray, operands), **options))
+    return _beside_kept(functools.partial(per_shard, _prefill, STEP), operands, options)
+
+
+def _beside_kept(step: Callable[..., Any], operands: dict[str, Any], options: dict[str, Any]) -> Step:
+    """Runs a step on all of its cache but what a selector keeps, which `keep` alone writes."""
+    operands = jax.tree.map(jnp.asarray, operands)
+    kept, operands["cache"] = operands["cache"].kept, operands["cache"]._replace(kept=None)
+    out, cache = step(**operands, **options)
+    return Step(out, cache._replace(kept=kept))
 
 
 def _prefill(
     cache: NSACache,
     query: Array,
     tokens: TokenKeysValues,
-    gates: Array,
+    gates: Array | None,
     num_tokens: Array | None,
     block_indices: Array | None,
-    compress: Compress,
+    compress: Compress | None,
     config: NSAConfig,
     scale: float | None,
     implementation: Implementation | None,
@@ -103,30 +115,27 @@ def _prefill(
         written[name] = slots.write_ring(ring, token, new)
     cache = append(cache._replace(**written), tokens, recent, new, config, compress)
 
-    where: dict[str, Any] = dict(
-        config=config,
-        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
-        scale=scale,
-        implementation=implementation,
-    )
-    cmp = attention.compressed_attention(query, cache.key_cmp, cache.value_cmp, **where)
-    if block_indices is None:
-        block_indices = attention.select_blocks(query, cache.key_cmp, lse_cmp=cmp.lse, **where)
-    slc = attention.selected_attention(query, cache.key_slc, cache.value_slc, block_indices, **where)
     history = config.window_size - 1
-    window = window_tokens(cache, recent, new, num_new, history)
-    win = attention.window_attention(query, *window, first_key=new.start - history, **where)
-    return attention.gated_sum(cmp.out, slc.out, win.out, gates, implementation=implementation), cache
+    window: tuple[Any, Any] = None, None
+    if "win" in cache.branches(gates):
+        window = window_tokens(cache, recent, new, num_new, history)
+    out = attention.native_sparse_attention(
+        query, cache.key_cmp, cache.value_cmp, cache.key_slc, cache.value_slc, *window, gates,
+        config=config, block_indices=block_indices, first_key_win=new.start - history, scale=scale,
+        query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
+        implementation=implementation,
+    )  # fmt: skip
+    return out, cache
 
 
 def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
     tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N P"] | None,
     *,
     config: NSAConfig,
-    compress: Compress,
+    compress: Compress | None,
     num_tokens: Int[Array, " B"] | None = None,
     block_indices: Int[Array, "B T K R"] | None = None,
     scale: float | None = None,
@@ -147,7 +156,7 @@ def decode_step(
         through a compiled loop.
       query: rotated queries of the new tokens; `T` is at most `step_capacity`.
       tokens: keys and values of the new tokens.
-      gates: gates of the new tokens, in the order cmp, slc, win.
+      gates: gates of the new tokens, as in `prefill`.
       config: block structure, the same as for `init_cache`.
       compress: as in `prefill`. GPU kernels compress the blocks themselves if it is a `Compression`; a
         function runs as XLA operations.
@@ -174,7 +183,7 @@ def decode_step(
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     sizes = checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens, block_indices)
-    capacity = checks.step_capacity(cache, config)
+    capacity = checks.step_capacity(cache, config, gates)
     arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
@@ -189,14 +198,14 @@ def decode_step(
         cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
         block_indices=block_indices,
     )  # fmt: skip
-    operands = jax.tree.map(jnp.asarray, operands)
-    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
-    return Step(
-        *dispatch.run(
-            "decode_step",
-            implementation,
-            (query, cache.key_cmp, cache.value_cmp),
-            dict(**operands, compress=compress, config=config, scale=scale),
-            config=config,
-        )
-    )
+    options: dict[str, Any] = dict(config=config, compress=compress)
+    if cache.key_cmp is None or len(cache.branches(gates)) < len(BRANCHES):
+        options |= dict(scale=scale, implementation=implementation)
+        return _beside_kept(functools.partial(per_shard, _prefill, STEP), operands, options)
+    options["scale"] = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
+    arrays: Any = query, cache.key_cmp, cache.value_cmp
+
+    def step(**operands: Any) -> tuple[Array, NSACache]:
+        return dispatch.run("decode_step", implementation, arrays, operands, config=config)
+
+    return _beside_kept(step, operands, options)

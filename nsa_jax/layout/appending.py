@@ -30,15 +30,18 @@ class Ring(NamedTuple):
 
 
 def rings(cache: NSACache, tokens: TokenKeysValues, config: NSAConfig) -> Iterator[Ring]:
-    """The rings of the cache. There are none for the window if the branches share keys and values."""
+    """The rings of the cache: none for a branch that is absent, or a window that shares keys and values."""
     window, raw = config.window_size - 1, config.compression_block_size - 1
     if cache.key_win_ring is not None and cache.value_win_ring is not None:
         assert tokens.key_win is not None
         assert tokens.value_win is not None
         yield Ring("key_win_ring", cache.key_win_ring, tokens.key_win, window)
         yield Ring("value_win_ring", cache.value_win_ring, tokens.value_win, window)
-    yield Ring("key_raw_ring", cache.key_raw_ring, tokens.key_cmp, raw)
-    yield Ring("value_raw_ring", cache.value_raw_ring, tokens.value_cmp, raw)
+    if cache.key_raw_ring is not None and cache.value_raw_ring is not None:
+        assert tokens.key_cmp is not None
+        assert tokens.value_cmp is not None
+        yield Ring("key_raw_ring", cache.key_raw_ring, tokens.key_cmp, raw)
+        yield Ring("value_raw_ring", cache.value_raw_ring, tokens.value_cmp, raw)
 
 
 def append(
@@ -47,7 +50,7 @@ def append(
     recent: dict[str, Array],
     new: slots.Admitted,
     config: NSAConfig,
-    compress: Compress,
+    compress: Compress | None,
 ) -> NSACache:
     """Writes the new tokens to the selection arrays and the blocks they complete to the compressed ones.
 
@@ -56,13 +59,16 @@ def append(
     """
     offset = jnp.arange(tokens.key_slc.shape[1], dtype=jnp.int32)[None]
     index, valid = new.start[:, None] + offset, offset < new.num_tokens[:, None]
-    blocks = slots.completed_blocks(new, offset.shape[1], config)
-    key_cmp, value_cmp = _compress(recent, blocks, new, offset.shape[1], config, compress)
+    if cache.key_cmp is not None and cache.value_cmp is not None:
+        blocks = slots.completed_blocks(new, offset.shape[1], config)
+        key_cmp, value_cmp = _compress(recent, blocks, new, offset.shape[1], config, compress)
+        cache = cache._replace(
+            key_cmp=slots.write(cache.key_cmp, key_cmp, *blocks),
+            value_cmp=slots.write(cache.value_cmp, value_cmp, *blocks),
+        )
     return cache._replace(
         key_slc=slots.write(cache.key_slc, tokens.key_slc, index, valid),
         value_slc=slots.write(cache.value_slc, tokens.value_slc, index, valid),
-        key_cmp=slots.write(cache.key_cmp, key_cmp, *blocks),
-        value_cmp=slots.write(cache.value_cmp, value_cmp, *blocks),
         lengths=new.start + new.num_tokens,
         overflowed=cache.overflowed | ~new.fits,
     )

@@ -1,8 +1,9 @@
 """The arrays that decoding keeps for a layer, that a step is given, and that it counts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32
+from nsa_jax.config import BRANCHES, Branch
 
 
 class NSACache(NamedTuple):
@@ -13,7 +14,8 @@ class NSACache(NamedTuple):
     read.
 
     If the branches share keys and values, these are stored once: the window branch reads the last tokens of
-    the selection arrays, and the window rings are None.
+    the selection arrays, and the window rings are None. The arrays of a branch that a layer does not have are
+    None, too.
 
     Attributes:
       key_slc: rotated keys of the selected branch; `S` is the capacity `max_length`.
@@ -27,18 +29,21 @@ class NSACache(NamedTuple):
       value_raw_ring: values of the same tokens.
       lengths: number of tokens in each row.
       overflowed: whether a row was ever given more tokens than it had room for.
+      kept: what the selector of the layer keeps of each token: any tree of arrays `[B, S, ...]`, in slot `s`
+        that of token `s`. None for selection by importance, which needs the compressed keys alone.
     """
 
     key_slc: Float[Array, "B S K H"]
     value_slc: Float[Array, "B S K V"]
-    key_cmp: Float[Array, "B C K H"]
-    value_cmp: Float[Array, "B C K V"]
+    key_cmp: Float[Array, "B C K H"] | None
+    value_cmp: Float[Array, "B C K V"] | None
     key_win_ring: Float[Array, "B window K H"] | None
     value_win_ring: Float[Array, "B window K V"] | None
-    key_raw_ring: Float[Array, "B raw K H"]
-    value_raw_ring: Float[Array, "B raw K V"]
+    key_raw_ring: Float[Array, "B raw K H"] | None
+    value_raw_ring: Float[Array, "B raw K V"] | None
     lengths: Int32[Array, " B"]
     overflowed: Bool[Array, " B"]
+    kept: Any = None
 
     @property
     def max_length(self) -> int:
@@ -47,8 +52,16 @@ class NSACache(NamedTuple):
 
     @property
     def shares_keys_values(self) -> bool:
-        """Whether the window branch reads the keys and values of the selected branch."""
+        """Whether the window branch, if there is one, reads the keys and values of the selected branch."""
         return self.key_win_ring is None
+
+    def branches(self, gates: Float[Array, "B T N P"] | None) -> tuple[Branch, ...]:
+        """The branches of a step whose gates have a weight for each of `P`; None for one alone."""
+        if gates is None:
+            return ("slc",)
+        if gates.shape[3] == len(BRANCHES):
+            return BRANCHES
+        return ("slc", "win") if self.key_cmp is None else ("cmp", "slc")
 
 
 # A ring is never full. Its rows end only where int32 indices do.
@@ -86,16 +99,17 @@ class TokenKeysValues(NamedTuple):
     """Keys and values of new tokens.
 
     Attributes:
-      key_cmp: keys of the compressed branch, neither compressed nor rotated yet.
-      value_cmp: values of the compressed branch, not compressed yet.
+      key_cmp: keys of the compressed branch, neither compressed nor rotated yet; None without that branch.
+      value_cmp: values of the compressed branch, not compressed yet; None without that branch.
       key_slc: rotated keys of the selected branch.
       value_slc: values of the selected branch.
-      key_win: rotated keys of the window branch; None if it shares those of the selected branch.
-      value_win: values of the window branch; None if it shares those of the selected branch.
+      key_win: rotated keys of the window branch; None without that branch, or if it shares those of the
+        selected branch.
+      value_win: values of the window branch; None where `key_win` is.
     """
 
-    key_cmp: Float[Array, "B T K H"]
-    value_cmp: Float[Array, "B T K V"]
+    key_cmp: Float[Array, "B T K H"] | None
+    value_cmp: Float[Array, "B T K V"] | None
     key_slc: Float[Array, "B T K H"]
     value_slc: Float[Array, "B T K V"]
     key_win: Float[Array, "B T K H"] | None = None

@@ -17,6 +17,7 @@ from nsa_jax.model.checkpoint_reader import Reader
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.orbax_errors import Failure, attempt
 from nsa_jax.model.transformer import Transformer
+from nsa_jax.nn import IndexerConfig
 from nsa_jax.nn.parameters import by_path, sharding_of
 from nsa_jax.nn.projections import Sharding
 from nsa_jax.nn.rope_scaling import as_plain, from_plain
@@ -42,7 +43,8 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
 
     Raises:
       TypeError: `path` is not a path; `model` is not a `Transformer`, or its configuration holds something
-        that JSON cannot, such as your own `rotary`, `compressor` or `gate`. Nothing is written then.
+        that JSON cannot, such as your own `rotary`, `compressor`, `gate` or `selector` function. Nothing is
+        written then.
       ValueError: `path` is a file, or another save writes there; `restore` could not rebuild the model,
         because its parameters, submodules or their settings are not those of its configuration; or `training`
         holds something other than arrays and numbers. Nothing is written then.
@@ -243,6 +245,8 @@ def _config_to_json(config: TransformerConfig) -> dict[str, Any]:
 def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
     scaling = values.get("rope_scaling")  # checkpoints of version 0.1.0 do not have it
     values |= {"rope_scaling": None if scaling is None else from_plain(scaling)}
+    if isinstance(values.get("selector"), dict):
+        values["selector"] = IndexerConfig(**values["selector"])
     return TransformerConfig(**(values | {"nsa": NSAConfig(**values["nsa"])}))
 
 

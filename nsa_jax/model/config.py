@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from nsa_jax import arguments
-from nsa_jax.config import LONGEST, NSAConfig, check_config
+from nsa_jax.config import BRANCHES, LONGEST, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.nn.checks import check_dropout_rate, head_width
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
+from nsa_jax.nn.selector import SelectorOption, check_selector
 from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_int, check_positive
 
 type AttentionKind = Literal["nsa", "dense", "window"]
@@ -18,7 +19,7 @@ _ATTENTION, _COMPRESSION = get_args(AttentionKind.__value__), ("mlp", "mean")
 _FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "remat")
 
 # Fields that may hold a function, which a checkpoint cannot store.
-FUNCTIONS = ("compressor", "gate", "rotary")
+FUNCTIONS = ("compressor", "gate", "rotary", "selector")
 
 # Fields that hold one value for all layers, or a tuple with one for each.
 _PER_LAYER = ("attention", "window_size", "rope_base")
@@ -29,9 +30,9 @@ class TransformerConfig:
     """Configuration of a `Transformer`: decides its parameters and what it computes.
 
     `attention`, `window_size` and `rope_base` hold for all layers, or are a sequence with one value for each
-    layer. `share_keys_values`, `compression`, `compressor` and `gate` only matter for layers of NSA. A model
-    with its own `compressor`, `gate` or `rotary` function cannot be saved, because a checkpoint cannot hold
-    functions.
+    layer. `branches`, `selector`, `share_keys_values`, `compression`, `compressor` and `gate` only matter for
+    layers of NSA. A model with its own `compressor`, `gate`, `selector` or `rotary` function cannot be saved,
+    because a checkpoint cannot hold functions.
 
     Attributes:
       vocab_size: number of tokens in the vocabulary.
@@ -46,6 +47,9 @@ class TransformerConfig:
       window_size: tokens that a query of a "window" layer sees, its own included; or one number for each
         layer, None for layers of another kind. None stands for `nsa.window_size`.
       nsa: block structure.
+      branches: branches of an NSA layer, see `nsa_jax.nn.NSAAttention`.
+      selector: chooses the blocks: "importance", "given", an `nsa_jax.nn.IndexerConfig`, or makes your own,
+        see `nsa_jax.nn.NSAAttention`.
       share_keys_values: whether the branches share keys and values, see `nsa_jax.nn.NSAAttention`.
       compression: "mlp" or "mean", see `nsa_jax.nn.Compressor`.
       compressor: makes your own compressors, see `nsa_jax.nn.NSAAttention`.
@@ -87,6 +91,8 @@ class TransformerConfig:
     attention: AttentionKind | Sequence[AttentionKind] = "nsa"
     window_size: int | Sequence[int | None] | None = None
     nsa: NSAConfig = NSAConfig()  # noqa: RUF009 (frozen)
+    branches: Sequence[Branch] = BRANCHES
+    selector: SelectorOption = "importance"
     share_keys_values: bool = False
     compression: Literal["mlp", "mean"] = "mlp"
     compressor: MakeCompressor | None = None
@@ -115,7 +121,10 @@ class TransformerConfig:
         check_dropout_rate(self.dropout_rate)
         self._check_layers()
         check_choice(_COMPRESSION, compression=self.compression)
-        check_parts(self.gate, self.compressor, self.compression)
+        branches = check_branches(self.branches)
+        object.__setattr__(self, "branches", branches)
+        check_parts(self.gate, self.compressor, self.compression, self.share_keys_values, branches)
+        check_selector(self.selector, branches)
         check_flag(**{name: getattr(self, name) for name in _FLAGS})
 
     @property

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.array_typing import Array, Float, Float32, Int
 from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, products
+from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
@@ -87,6 +88,8 @@ class DecoderLayer(nnx.Module):
                 heads,
                 width,
                 config=config.nsa,
+                branches=config.branches,
+                selector=config.selector,
                 share_keys_values=config.share_keys_values,
                 compression=config.compression,
                 compressor=config.compressor,
@@ -109,16 +112,23 @@ class DecoderLayer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         block_indices: Int[Array, "B T K R"] | None = None,
         deterministic: bool | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Applies the layer to the residual stream; arguments as in `NSAAttention`."""
+        distil: Target | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float32[Array, ""] | None]:
+        """Applies the layer to the residual stream; arguments as in `NSAAttention`.
+
+        Returns:
+          The residual stream after the layer, and the selection loss of an NSA layer if `distil` asks for it.
+        """
+        given = dict(block_indices=block_indices, distil=distil)
         out = self.attention(
             self.attention_norm(x),
             positions=positions,
             segment_ids=segment_ids,
             deterministic=deterministic,
-            **({} if block_indices is None else dict(block_indices=block_indices)),
+            **{name: value for name, value in given.items() if value is not None},
         )
-        return self._add(x, out)
+        out, loss = (out, None) if distil is None else out
+        return self._add(x, out), loss
 
     def prefill(
         self,

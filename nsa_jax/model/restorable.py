@@ -12,9 +12,10 @@ from flax import nnx
 from nsa_jax.config import NSAConfig
 from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
+from nsa_jax.nn import IndexerConfig
 from nsa_jax.nn.parameters import by_path, differences, listed
 
-SETTINGS = bool | int | float | str | tuple | NSAConfig | None
+SETTINGS = bool | int | float | str | tuple | NSAConfig | IndexerConfig | None
 # Settings that change how and where a module computes, not what. `restore` sets them again.
 FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic", "context")
 _REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
@@ -64,7 +65,7 @@ def check_training(named: dict[str, Any]) -> None:
 def _check_config(config: Any) -> None:
     if type(config) is not TransformerConfig:
         raise TypeError(f"model.config must be a TransformerConfig, got {type(config).__name__}. {_REMEDY}.")
-    functions = [name for name in FUNCTIONS if getattr(config, name) is not None]
+    functions = [name for name in FUNCTIONS if callable(getattr(config, name))]
     if functions:
         raise TypeError(
             f"model.config must hold no functions to be saved, got {', '.join(functions)}. Save "
@@ -78,7 +79,7 @@ def _check_config(config: Any) -> None:
         f"{name}={value!r}"
         for name, value in values.items()
         for each in (value if isinstance(value, tuple) else (value,))
-        if not isinstance(each, int | float | str | NSAConfig | None)
+        if not isinstance(each, int | float | str | NSAConfig | IndexerConfig | None)
     ]
     if odd:
         raise TypeError(

@@ -1,5 +1,6 @@
 """A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
+from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
@@ -108,7 +110,8 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
-    ) -> Float[Array, "B T vocab"]:
+        distil: Target | None = None,
+    ) -> Any:
         """Computes, for each token, the logits of the token that follows it.
 
         Args:
@@ -118,12 +121,15 @@ class Transformer(nnx.Module):
             0 = padding.
           block_indices: a selection for each NSA layer to use instead of choosing one, such as `inspect`
             returns.
+          distil: whether to return the sum of the selection losses of the NSA layers, too, see
+            `nsa_jax.nn.NSAAttention`: "dense" or "selected".
 
         Returns:
-          Logits in float32, or in float64 for a float64 computation.
+          Logits `[B, T, vocab]` in float32, or in float64 for a float64 computation. With `distil`, the pair
+          of logits and loss.
 
         Raises:
-          NotImplementedError: `block_indices` are given, and no layer is "nsa".
+          NotImplementedError: `block_indices` or `distil` are given, and no layer is "nsa".
           TypeError: `tokens` is not an array, or an index array not one of integers.
           ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it; or an
             id is not in the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in
@@ -131,10 +137,17 @@ class Transformer(nnx.Module):
             selection for each NSA layer.
         """
         chosen, x = self._of_layers(block_indices), self._embed(tokens)
-        run = nnx.remat(DecoderLayer.__call__) if self.config.remat else DecoderLayer.__call__
-        for layer, blocks in zip(self.layers, chosen, strict=True):
-            x = run(layer, x, positions, segment_ids, blocks)
-        return self._logits(x)
+        of_nsa, losses = [each.attention == "nsa" for each in self.config.per_layer], []
+        if distil is not None and not any(of_nsa):
+            raise NotImplementedError(
+                f"distil needs NSA layers, got attention={self.config.attention!r}. Leave it out."
+            )
+        for layer, is_nsa, blocks in zip(self.layers, of_nsa, chosen, strict=True):
+            run = functools.partial(_of_layer, distil if is_nsa else None)
+            x, loss = (nnx.remat(run) if self.config.remat else run)(layer, x, positions, segment_ids, blocks)
+            losses.append(loss)
+        logits = self._logits(x)
+        return logits if distil is None else (logits, sum(loss for loss in losses if loss is not None))
 
     def inspect(
         self,
@@ -168,7 +181,7 @@ class Transformer(nnx.Module):
             per_token = dict(positions=positions, segment_ids=segment_ids)
             if is_nsa:
                 selections.append(layer.attention.inspect(layer.attention_norm(x), **per_token))
-            x = layer(x, positions, segment_ids, deterministic=True)
+            x, _ = layer(x, positions, segment_ids, deterministic=True)
         return selections
 
     def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[LayerCache, ...]:
@@ -322,3 +335,9 @@ class Transformer(nnx.Module):
         logits_dtype = jnp.promote_types(x.dtype, jnp.float32)
         kernel, _ = products.columns(x, kernel.astype(x.dtype))
         return jnp.matmul(x, kernel, preferred_element_type=logits_dtype)
+
+
+def _of_layer(distil: Target | None, layer: DecoderLayer, *arrays: Any) -> tuple[Array, Array | None]:
+    """A call of a layer that `nnx.remat` takes, which gives names to no argument."""
+    x, positions, segment_ids, block_indices = arrays
+    return layer(x, positions, segment_ids, block_indices, distil=distil)

@@ -1,18 +1,18 @@
 """The NSA layer: projections for each branch, rotary embedding, compression, gates, and the branches."""
 
 import functools
-import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import arguments, attention, keywords
-from nsa_jax.array_typing import Array, DType, Float, Int, Int32
+from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import TokenKeysValues
-from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.config import BRANCHES, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.dispatch import Implementation, check_implementation
-from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn.checks import (
     check_dropout_call,
     check_inputs,
@@ -21,7 +21,9 @@ from nsa_jax.nn.checks import (
 )
 from nsa_jax.nn.compressor import CompressionMode, Compressor
 from nsa_jax.nn.context import ContextAxis
+from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.operands import Operands, Selection
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
     Sharding,
@@ -32,50 +34,11 @@ from nsa_jax.nn.projections import (
 )
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
+from nsa_jax.nn.selector import SelectorOption, check_made, check_selector, make_selector
 from nsa_jax.nn.steps import NSACacheSteps
 from nsa_jax.option_checks import check_flag, check_int
 from nsa_jax.parallel import Order, context_attention, context_selection
 from nsa_jax.sharding.explicit import alike
-
-# Middle parts of the names of projections and norms, as in `key_cmp_proj`.
-BRANCHES = ("_cmp", "_slc", "_win")
-SHARED = ("",)
-
-
-class Selection(NamedTuple):
-    """What a layer chose for each query.
-
-    Attributes:
-      block_indices: selected blocks for each KV head, as `nsa_jax.select_blocks` returns them.
-      gates: weights of the branches, in the order cmp, slc, win.
-    """
-
-    block_indices: Int32[Array, "B T K R"]
-    gates: Float[Array, "B T N 3"]
-
-
-class Operands(NamedTuple):
-    """The arrays that `nsa_jax.native_sparse_attention` takes, in its order.
-
-    Attributes:
-      query: rotated queries.
-      key_cmp: compressed and then rotated keys.
-      value_cmp: compressed values.
-      key_slc: rotated keys of the selected branch.
-      value_slc: values of the selected branch.
-      key_win: rotated keys of the window branch.
-      value_win: values of the window branch.
-      gates: weights of the branches, in the order cmp, slc, win.
-    """
-
-    query: Float[Array, "B T N H"]
-    key_cmp: Float[Array, "B C K H"]
-    value_cmp: Float[Array, "B C K V"]
-    key_slc: Float[Array, "B T K H"]
-    value_slc: Float[Array, "B T K V"]
-    key_win: Float[Array, "B T K H"]
-    value_win: Float[Array, "B T K V"]
-    gates: Float[Array, "B T N 3"]
 
 
 class NSAAttention(NSACacheSteps):
@@ -91,7 +54,8 @@ class NSAAttention(NSACacheSteps):
       (and a `bias`), laid out as in `nnx.LinearGeneral`;
     * `compressor_key`, `compressor_value` and `gate`, see `Compressor` and `Gate`;
     * with `normalize_qk` also `query_norm` and `key_{cmp,slc,win}_norm`, each with a `scale`;
-    * with `share_keys_values`, `key_proj`, `value_proj` and `key_norm` take the place of those per branch.
+    * with `share_keys_values`, `key_proj`, `value_proj` and `key_norm` take the place of those per branch;
+    * `selector`, if it has parameters, see `Indexer`. A branch that is absent has none of its own.
 
     Args:
       num_heads: number of query heads, a multiple of `num_kv_heads`.
@@ -101,6 +65,13 @@ class NSAAttention(NSACacheSteps):
       head_dim: width of queries and keys, `in_features // num_heads` by default.
       value_dim: width of values, `head_dim` by default.
       config: block structure.
+      branches: branches of the layer, "slc" among them: `("slc",)` for block-sparse attention alone, as in
+        MSA, `("slc", "win")`, and so on. What is absent costs no parameters, no cache and no time. There are
+        gates where there are several branches.
+      selector: chooses the blocks. "importance": by the probabilities of the compressed branch (Eq. 8-11).
+        An `IndexerConfig`: by an `Indexer`. "given": nothing does, so every call needs `block_indices`. Or
+        makes your own: called as `selector(in_features, num_kv_heads, config, rngs=rngs)`, it returns a
+        `Selector`, which must then be given its dtype, precision and sharding itself.
       share_keys_values: whether all branches share one pair of key and value projections instead of having
         three pairs. A cache then stores keys and values once and has no window ring.
       compression: "mlp" or "mean", see `Compressor`.
@@ -111,7 +82,7 @@ class NSAAttention(NSACacheSteps):
         the results are dropped, but the gradients must be finite there.
       gate: makes your own gate. It is called as `gate(in_features, num_heads, rngs=rngs)`, like the class
         `Gate`. It returns a module or a function that maps the layer input `[B, T, D]` to the weights of the
-        branches cmp, slc and win, `[B, T, N, 3]`, each token independently.
+        branches cmp, slc and win, `[B, T, N, 3]`, each token independently; of two branches, `[B, T, N, 2]`.
       use_bias: whether the projections have biases.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim, separately for each token and
         head. Rotation and compression come after it.
@@ -148,10 +119,13 @@ class NSAAttention(NSACacheSteps):
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
-      ValueError: head counts or widths do not divide; a number is out of range; `compression`, `dtype`,
-        `param_dtype`, `precision`, `context_order`, `implementation` or a name in `sharding` is unknown, or
-        the mesh in context cannot shard a parameter as asked; or `rotary` or `compressor` is given together
-        with the options that it replaces.
+      ValueError: head counts or widths do not divide; a number is out of range; `branches`, `selector`,
+        `compression`, `dtype`, `param_dtype`, `precision`, `context_order`, `implementation` or a name in
+        `sharding` is unknown, or the mesh in context cannot shard a parameter as asked; `rotary` or
+        `compressor` is given together with the options that it replaces; an option is for a branch that is
+        absent; or a selector does not choose as `Selector` describes.
+      NotImplementedError: there is a `context_axis`, and not all branches or a selector other than
+        "importance".
 
     Examples:
       >>> layer = NSAAttention(8, 512, num_kv_heads=2, rngs=nnx.Rngs(0))
@@ -173,6 +147,8 @@ class NSAAttention(NSACacheSteps):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
+        branches: Sequence[Branch] = BRANCHES,
+        selector: SelectorOption = "importance",
         share_keys_values: bool = False,
         compression: CompressionMode = "mlp",
         compressor: MakeCompressor | None = None,
@@ -212,6 +188,14 @@ class NSAAttention(NSACacheSteps):
             out_kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init=bias_init,
         )
+        self.branches = check_branches(branches)
+        check_selector(selector, self.branches)
+        if context_axis is not None and (len(self.branches), selector) != (len(BRANCHES), "importance"):
+            raise NotImplementedError(
+                "a layer with a context_axis needs all branches and selection by importance, got "
+                f"branches={self.branches} and selector={selector!r}. Build it without the axis."
+            )
+        self.selects: str = selector if isinstance(selector, str) else "selector"
         self.num_heads, self.in_features, self.num_kv_heads = num_heads, in_features, num_kv_heads
         value_dim = int(value_dim)
         self.head_dim, self.value_dim, self.share_keys_values = head_dim, value_dim, share_keys_values
@@ -237,23 +221,33 @@ class NSAAttention(NSACacheSteps):
         into_kv_heads = functools.partial(project, in_features, dimensions=("model", "kv_heads", None))
         self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
         self.query_norm = norm()
-        for branch in SHARED if share_keys_values else BRANCHES:
-            setattr(self, f"key{branch}_proj", into_kv_heads((num_kv_heads, head_dim)))
-            setattr(self, f"value{branch}_proj", into_kv_heads((num_kv_heads, value_dim)))
-            setattr(self, f"key{branch}_norm", norm())
+        for name in _pairs(self.branches, share_keys_values):
+            setattr(self, f"key{name}_proj", into_kv_heads((num_kv_heads, head_dim)))
+            setattr(self, f"value{name}_proj", into_kv_heads((num_kv_heads, value_dim)))
+            setattr(self, f"key{name}_norm", norm())
         self.out_proj = project(
             (num_heads, value_dim),
             in_features,
             dimensions=("heads", None, "model"),
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
-        check_parts(gate, compressor, compression)
+        check_parts(gate, compressor, compression, share_keys_values, self.branches)
         own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
-        compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
-        self.compressor_key = make_compressor(compressor, head_dim, config, rngs)
-        self.compressor_value = make_compressor(compressor, value_dim, config, rngs)
-        gate = gate or functools.partial(Gate, **own_numbers, sharding=sharding)
-        self.gate = make_gate(gate, in_features, num_heads, rngs)
+        if "cmp" in self.branches:
+            compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
+            self.compressor_key = make_compressor(compressor, head_dim, config, rngs)
+            self.compressor_value = make_compressor(compressor, value_dim, config, rngs)
+        if len(self.branches) > 1:
+            of_branches = functools.partial(Gate, num_branches=len(self.branches), sharding=sharding)
+            gate = gate or functools.partial(of_branches, **own_numbers)
+            self.gate = make_gate(gate, in_features, num_heads, rngs)
+        if not isinstance(selector, str):
+            self.selector = make_selector(
+                selector, in_features, num_kv_heads, config, rngs=rngs, rotary=self.rotary, sharding=sharding,
+                **own_numbers,
+            )  # fmt: skip
+            query = jax.ShapeDtypeStruct((1, 8, num_heads, head_dim), param_dtype if dtype is None else dtype)
+            check_made(self.selector, in_features, query, num_kv_heads, config)
         self.dropout = output_dropout(dropout_rate, rngs)
 
     def __call__(
@@ -263,9 +257,10 @@ class NSAAttention(NSACacheSteps):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Int[Array, "B T K R"] | None = None,
+        distil: Target | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Any:
         """Attends from every token to the tokens of its sequence up to and including itself.
 
         Args:
@@ -275,12 +270,18 @@ class NSAAttention(NSACacheSteps):
           segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run,
             0 = padding.
           block_indices: a selection to use instead of choosing one, in the form that `inspect` returns.
+          distil: whether to return a selection loss, too: the KL divergence of the shares that the selector
+            gives to blocks from those that attention gives to them, the mean over queries and KV heads, see
+            `nsa_jax.selection_loss`. The attention is that of the layer's queries to its keys of the selected
+            branch: "dense", to all tokens that a query sees, or "selected", to those in the blocks that it
+            attends.
           deterministic: whether dropout is off; by default what `train()` or `eval()` has set.
           rngs: source of the random numbers for dropout, by default the layer's own.
 
         Returns:
-          The layer output. For a padding token with finite input the attention output is 0, so the layer
-          returns 0, or the bias of the output projection.
+          The layer output `[B, T, D]`. For a padding token with finite input the attention output is 0, so
+          the layer returns 0, or the bias of the output projection. With `distil`, the pair of output and
+          loss, a scalar in float32.
 
         Raises:
           TypeError: `x` or an argument is not an array, `x` does not hold floats or an index array does not
@@ -288,18 +289,28 @@ class NSAAttention(NSACacheSteps):
           ValueError: `x` does not have three axes and the width `in_features`, or the shape of an argument
             does not fit `x`. With a `context_axis` also: there is no mesh in context, it lacks the axis, or
             the tokens do not divide into chunks of allowed length, see `nsa_jax.parallel.context_attention`.
+            Or `distil` is unknown, or the layer's selector has no scores that it could teach.
           NotImplementedError: a compressor or `rotary` of a layer with a `context_axis` changes its own
-            variables.
+            variables, or `distil` is asked of such a layer.
 
         Gradients:
           No gradient flows through the selection, as in the paper. The compressors and projections of the
-          compressed branch learn through the output of that branch.
+          compressed branch learn through the output of that branch. A selection loss has a gradient for the
+          parameters of the selector alone; with "importance" for those of the compressor of keys.
         """
         check_dropout_call(deterministic, rngs)
         index_arrays = dict(positions=positions, segment_ids=segment_ids)
+        loss = None
+        if distil is not None:
+            self._check_distil(distil)
         if self.context is None:
+            operands, tokens = self._operands(x, **index_arrays)
+            if block_indices is None and (self.selects != "importance" or distil is not None):
+                block_indices = self._choose(x, operands, **index_arrays)
+            if distil is not None:
+                loss = self._selection_loss(distil, x, operands, tokens, block_indices, **index_arrays)
             out = attention.native_sparse_attention(
-                *self.operands(x, **index_arrays),
+                *operands,
                 block_indices=block_indices,
                 segment_ids=segment_ids,
                 **self._operation_settings(),
@@ -308,13 +319,14 @@ class NSAAttention(NSACacheSteps):
             query, tokens, gates = self._project_in_context(x, **index_arrays)
             out = self.context.run(
                 context_attention,
-                (query, *_of_all_branches(tokens), gates),
+                (query, *self._keys_values(tokens), gates),
                 index_arrays | dict(block_indices=block_indices),
                 (self.compressor_key, self.compressor_value),
                 self.rotary,
                 **self._operation_settings(),
             )
-        return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
+        out = self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
+        return out if loss is None else (out, loss)
 
     def operands(
         self,
@@ -337,6 +349,16 @@ class NSAAttention(NSACacheSteps):
           NotImplementedError: the layer has a `context_axis`: no device has the arguments of whole rows.
           ValueError: as in `__call__`.
         """
+        return self._operands(x, positions=positions, segment_ids=segment_ids)[0]
+
+    def _operands(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple[Operands, TokenKeysValues]:
+        """`operands`, and what was projected of the tokens."""
         if self.context is not None:
             raise NotImplementedError(
                 "operands are those of whole rows on one device, got a layer with context_axis="
@@ -348,13 +370,11 @@ class NSAAttention(NSACacheSteps):
         query, tokens, gates = self._project(x, positions)
         if segment_ids is not None:  # may be of NumPy, beside tokens on a mesh
             x, segment_ids = alike(x=x, segment_ids=segment_ids)
-        key_cmp, value_cmp = self._compress(
-            token_windows(tokens.key_cmp, self.config, segment_ids),
-            token_windows(tokens.value_cmp, self.config, segment_ids),
-            first_tokens(positions, self.config, segment_ids),
-        )
-        _, _, key_slc, value_slc, key_win, value_win = _of_all_branches(tokens)
-        return Operands(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+        key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = self._keys_values(tokens)
+        if "cmp" in self.branches:
+            key_cmp, value_cmp = self._compress_rows(key_cmp, value_cmp, positions, segment_ids)
+        operands = Operands(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+        return operands, tokens
 
     def inspect(
         self,
@@ -379,14 +399,11 @@ class NSAAttention(NSACacheSteps):
         index_arrays = dict(positions=positions, segment_ids=segment_ids)
         if self.context is None:
             operands = self.operands(x, **index_arrays)
-            block_indices = attention.select_blocks(
-                operands.query, operands.key_cmp, segment_ids=segment_ids, **self._operation_settings()
-            )
-            return Selection(block_indices, operands.gates)
+            return Selection(self._choose(x, operands, **index_arrays), operands.gates)
         query, tokens, gates = self._project_in_context(x, **index_arrays)
         block_indices = self.context.run(
             context_selection,
-            (query, tokens.key_cmp, tokens.value_cmp),
+            (query, *self._keys_values(tokens)[:2]),
             index_arrays,
             (self.compressor_key, self.compressor_value),
             self.rotary,
@@ -394,15 +411,12 @@ class NSAAttention(NSACacheSteps):
         )
         return Selection(block_indices, gates)
 
-    def _operation_settings(self) -> dict[str, Any]:
-        return dict(config=self.config, scale=self.scale, implementation=self.implementation)
-
     def _project_in_context(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
-    ) -> tuple[Array, TokenKeysValues, Array]:
+    ) -> tuple[Array, TokenKeysValues, Any]:
         """`_project` of tokens in the order of the context axis."""
         assert self.context is not None
         where = dict(positions=positions, segment_ids=segment_ids)
@@ -411,26 +425,34 @@ class NSAAttention(NSACacheSteps):
 
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
-    ) -> tuple[Array, TokenKeysValues, Array]:
-        if self.share_keys_values:
-            key, value = self._pair(*SHARED, x)
-            tokens = TokenKeysValues(key, value, turn(self.rotary, key, positions), value)
-        else:
-            (key_cmp, value_cmp), *others = (self._pair(branch, x) for branch in BRANCHES)
-            rotated = ((turn(self.rotary, key, positions), value) for key, value in others)
-            tokens = TokenKeysValues(key_cmp, value_cmp, *itertools.chain(*rotated))
+    ) -> tuple[Array, TokenKeysValues, Any]:
+        pairs = {name: self._pair(name, x) for name in _pairs(self.branches, self.share_keys_values)}
+        fields: dict[str, Any] = dict.fromkeys(TokenKeysValues._fields)
+        for branch in self.branches:
+            if self.share_keys_values and branch == "win":
+                continue  # those of the selected branch
+            key, value = pairs["" if self.share_keys_values else f"_{branch}"]
+            fields[f"key_{branch}"] = key if branch == "cmp" else turn(self.rotary, key, positions)
+            fields[f"value_{branch}"] = value
         query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
-        return query, tokens, weigh(self.gate, x, self.num_heads).astype(query.dtype)
+        gates = None
+        if len(self.branches) > 1:
+            gates = weigh(self.gate, x, self.num_heads, self.branches).astype(query.dtype)
+        return query, TokenKeysValues(**fields), gates
 
-    def _pair(self, branch: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+    def _pair(self, name: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Keys of a branch, normalised and not rotated, and its values."""
-        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
-        return key, getattr(self, f"value{branch}_proj")(x)
+        key = getattr(self, f"key{name}_norm")(getattr(self, f"key{name}_proj")(x))
+        return key, getattr(self, f"value{name}_proj")(x)
+
+    def _keys_values(self, tokens: TokenKeysValues) -> tuple[Any, ...]:
+        """Keys and values of cmp, slc and win; the latter two may share theirs."""
+        key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tokens
+        if self.share_keys_values and "win" in self.branches:
+            key_win, value_win = key_slc, value_slc
+        return key_cmp, value_cmp, key_slc, value_slc, key_win, value_win
 
 
-def _of_all_branches(tokens: TokenKeysValues) -> tuple[Array, ...]:
-    """Keys and values of cmp, slc and win; the latter two may share theirs."""
-    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tokens
-    if key_win is None or value_win is None:
-        key_win, value_win = key_slc, value_slc
-    return key_cmp, value_cmp, key_slc, value_slc, key_win, value_win
+def _pairs(branches: tuple[Branch, ...], share_keys_values: bool) -> tuple[str, ...]:
+    """Middle parts of the names of projections and norms of keys, as in `key_cmp_proj`."""
+    return ("",) if share_keys_values else tuple(f"_{branch}" for branch in branches)

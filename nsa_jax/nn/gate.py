@@ -1,5 +1,6 @@
 """The gates of Eq. 5: the weight of each branch, per token and query head."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 
 from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, DType, Float
+from nsa_jax.config import BRANCHES
 from nsa_jax.nn.checks import check_parameters
 from nsa_jax.nn.products import columns
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
@@ -20,8 +22,7 @@ class Gate(nnx.Module):
     """A small MLP that computes sigmoid gates from the layer input.
 
     Equation 5 of arXiv:2502.11089 has "an MLP and sigmoid activation". Our reading: one hidden layer with
-    SiLU, and one gate per token, query head and branch, in the order cmp, slc, win. The three need not sum to
-    1.
+    SiLU, and one gate per token, query head and branch, in the order cmp, slc, win. They need not sum to 1.
 
     Parameters: `kernel_in`, `bias_in`, `kernel_out` and `bias_out`.
 
@@ -29,6 +30,7 @@ class Gate(nnx.Module):
       in_features: width of the layer input.
       num_heads: number of query heads.
       hidden_dim: width of the hidden layer, `max(in_features // 4, 8)` by default.
+      num_branches: number of branches, `P`.
       dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -48,6 +50,7 @@ class Gate(nnx.Module):
         num_heads: int,
         hidden_dim: int | None = None,
         *,
+        num_branches: int = len(BRANCHES),
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -59,26 +62,29 @@ class Gate(nnx.Module):
         check_sharding(sharding, heads=num_heads)
         self.dtype, self.precision = dtype, precision
         hidden = max(in_features // 4, MIN_HIDDEN_DIM) if hidden_dim is None else hidden_dim
-        check_int(low=1, hidden_dim=hidden)
+        check_int(low=1, hidden_dim=hidden, num_branches=num_branches)
         in_features, num_heads, hidden = int(in_features), int(num_heads), int(hidden)
+        columns_out = (num_heads, int(num_branches))
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
         # Drawn with two axes: with three, the initializer would count the heads as part of the fan-in.
-        kernel_out = init(rngs.params(), (hidden, num_heads * 3), param_dtype).reshape(hidden, num_heads, 3)
+        kernel_out = init(rngs.params(), (hidden, math.prod(columns_out)), param_dtype)
+        kernel_out = kernel_out.reshape(hidden, *columns_out)
         self.kernel_in = nnx.Param(kernel_in, **sharding_metadata(sharding, "model", None))
         self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **sharding_metadata(sharding, None))
         self.kernel_out = nnx.Param(kernel_out, **sharding_metadata(sharding, None, "heads", None))
-        bias_out = jnp.zeros((num_heads, 3), param_dtype)
+        bias_out = jnp.zeros(columns_out, param_dtype)
         self.bias_out = nnx.Param(bias_out, **sharding_metadata(sharding, "heads", None))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N 3"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N P"]:
         """Computes the gates.
 
         Args:
           x: layer input.
 
         Returns:
-          Weights of the branches cmp, slc and win, each between 0 and 1, in the dtype of the computation.
+          Weights of the branches in the order cmp, slc, win, each between 0 and 1, in the dtype of the
+          computation.
 
         Raises:
           TypeError: `x` is not an array of floats.

@@ -7,9 +7,9 @@ from typing import Any
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import Branch, NSAConfig
 
-type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N 3"]]
+type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N P"]]
 type CompressorFunction = Callable[[Float[Array, "B m l K H"]], Float[Array, "B m K H"]]
 
 type MakeGate = Callable[..., GateFunction]
@@ -32,13 +32,32 @@ def make_compressor(
     return _make(COMPRESSOR_CALL, make, head_dim, config, rngs)
 
 
-def check_parts(gate: MakeGate | None, compressor: MakeCompressor | None, compression: str) -> None:
-    """Raises unless the parts can be made and do not contradict one another.
+def check_parts(
+    gate: MakeGate | None,
+    compressor: MakeCompressor | None,
+    compression: str,
+    share_keys_values: bool,
+    branches: tuple[Branch, ...],
+) -> None:
+    """Raises unless the parts can be made, and contradict neither one another nor the branches.
 
     Raises:
       TypeError: `gate` or `compressor` cannot be called as `make_gate` and `make_compressor` do.
-      ValueError: `compressor` is given together with a `compression` other than the default.
+      ValueError: `compressor` is given together with a `compression` other than the default, or an option is
+        given that is for branches which are absent.
     """
+    alone = len(branches) == 1
+    useless = dict(
+        gate=alone and gate is not None,
+        share_keys_values=alone and share_keys_values,
+        compressor="cmp" not in branches and compressor is not None,
+        compression="cmp" not in branches and compression != "mlp",
+    )
+    if names := [name for name, is_useless in useless.items() if is_useless]:
+        raise ValueError(
+            f"options must be for branches that the layer has, got {names[0]} with branches={branches}. "
+            "Leave it out, or add the branch."
+        )
     if gate is not None:
         _check_make(GATE_CALL, gate)
     if compressor is None:
@@ -66,13 +85,15 @@ def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) 
     return compressed.astype(blocks.dtype)
 
 
-def weigh(gate: GateFunction, x: Float[Array, "B T D"], num_heads: int) -> Float[Array, "B T N 3"]:
+def weigh(
+    gate: GateFunction, x: Float[Array, "B T D"], num_heads: int, branches: tuple[Branch, ...]
+) -> Float[Array, "B T N P"]:
     """Calls `gate`. Raises ValueError unless it returns a weight for each token, query head and branch."""
     gates = gate(x)
-    if gates.shape != (*x.shape[:2], num_heads, 3):
+    if gates.shape != (*x.shape[:2], num_heads, len(branches)):
         raise ValueError(
-            f"a gate must map [B, T, D] to [B, T, N, 3], got {gates.shape} for {x.shape} with {num_heads} "
-            "query heads. Give each head the weights of cmp, slc and win."
+            f"a gate must map [B, T, D] to [B, T, N, {len(branches)}], got {gates.shape} for {x.shape} with "
+            f"{num_heads} query heads. Give each head the weights of {' and '.join(branches)}."
         )
     return gates
 

@@ -4,21 +4,26 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import cache as decoding
-from nsa_jax.array_typing import Array, DType, Float, Int
+from nsa_jax.array_checks import check_arrays
+from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.cache.checks import check_layer_cache
 from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.compression import Compress, Compression
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import Branch, NSAConfig
 from nsa_jax.dispatch import Implementation
+from nsa_jax.layout import Run, Runs, positions_of, slots
 from nsa_jax.nn.checks import check_inputs
+from nsa_jax.nn.choosing import Choosing
 from nsa_jax.nn.compressor import Compressor
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
+from nsa_jax.nn.selector import choose, kept_of
 
 
 class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
@@ -75,6 +80,7 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           NotImplementedError: `block_indices` are given to another layer.
         """
         new = self._project_new(x, cache)
+        cache, block_indices = self._select(x, new[0], cache, num_tokens, block_indices)
         settings = self._step_settings(cache, block_indices=block_indices)
         step = type(self)._prefill(cache, *new, num_tokens=num_tokens, **settings)
         return self.out_proj(step.out), step.cache
@@ -106,6 +112,7 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           NotImplementedError: `block_indices` are given to another layer.
         """
         new = self._project_new(x, cache)
+        cache, block_indices = self._select(x, new[0], cache, num_tokens, block_indices)
         settings = self._step_settings(cache, block_indices=block_indices)
         step = type(self)._decode_step(cache, *new, num_tokens=num_tokens, **settings)
         return self.out_proj(step.out), step.cache
@@ -114,15 +121,31 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
         """`_project` at the positions that follow those in the cache."""
         check_inputs(x, self.in_features)
         self.check_cache(cache, x.shape[0])
-        return self._project(x, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None])
+        return self._project(x, _next_positions(x, cache))
+
+    def _select(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"],
+        cache: C,
+        num_tokens: Int[Array, " B"] | None,
+        block_indices: Int[Array, "B T K R"] | None,
+    ) -> tuple[C, Int[Array, "B T K R"] | None]:
+        """The cache with what a selector keeps of the new tokens, and the blocks that it chooses for them."""
+        return cache, block_indices
 
 
-class NSACacheSteps(CacheSteps[NSACache]):
+def _next_positions(x: Float[Array, "B T D"], cache: NSACache | DenseCache) -> Int32[Array, "B T"]:
+    return cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+
+
+class NSACacheSteps(CacheSteps[NSACache], Choosing):
     """The part of `NSAAttention` that decodes; the class itself makes the parameters and projects."""
 
+    num_heads: int
     value_dim: int
     share_keys_values: bool
-    config: NSAConfig
+    branches: tuple[Branch, ...]
     rotary: RotaryFunction
     compressor_key: CompressorFunction
     compressor_value: CompressorFunction
@@ -142,17 +165,59 @@ class NSACacheSteps(CacheSteps[NSACache]):
         Returns:
           A cache in which every row has length 0.
         """
-        return decoding.init_cache(
+        dtype = (self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype
+        cache = decoding.init_cache(
             batch,
             max_length,
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.value_dim,
             config=self.config,
-            dtype=(self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype,
+            dtype=dtype,
             step_capacity=step_capacity,
             share_keys_values=self.share_keys_values,
+            branches=self.branches,
         )
+        if self.selects != "selector":
+            return cache
+
+        def zeros(kept: jax.ShapeDtypeStruct) -> Array:
+            is_float = jnp.issubdtype(kept.dtype, jnp.floating)
+            return jnp.zeros(kept.shape, dtype if is_float else kept.dtype)
+
+        return cache._replace(kept=jax.tree.map(zeros, self._kept(batch, max_length)))
+
+    def _kept(self, batch: int, length: int) -> Any:
+        """Shapes of what the selector keeps."""
+        dtype = self.dtype or self.query_proj.kernel.dtype
+        x = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
+        query = jax.ShapeDtypeStruct((batch, 1, self.num_heads, self.head_dim), dtype)
+        return kept_of(self.selector, x, query, length)
+
+    def _select(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"],
+        cache: NSACache,
+        num_tokens: Int[Array, " B"] | None,
+        block_indices: Int[Array, "B T K R"] | None,
+    ) -> tuple[NSACache, Int[Array, "B T K R"] | None]:
+        if self.selects != "selector":
+            if block_indices is None:
+                self._check_selects()
+            return cache, block_indices
+        check_arrays(CacheSteps.prefill, x=x, num_tokens=num_tokens)
+        queries, new = self.selector.project(x, query, _next_positions(x, cache))
+        cache = decoding.keep(cache, new, num_tokens=num_tokens)
+        if block_indices is None:
+            admitted = slots.admit(cache.lengths, cache.max_length, x.shape[1], num_tokens)
+            runs = Runs((Run(x.shape[1], admitted.start),), num_queries=admitted.num_tokens)
+            block_indices = choose(
+                self.selector, queries, cache.kept, positions_of(runs, x.shape[0]), self.num_kv_heads,
+                config=self.config, query_positions=runs, segment_ids=None,
+                implementation=self.implementation,
+            )  # fmt: skip
+        return cache, block_indices
 
     def check_cache(self, cache: NSACache, batch: int) -> None:
         """Checks that a cache fits this layer.
@@ -173,14 +238,26 @@ class NSACacheSteps(CacheSteps[NSACache]):
             key_dim=self.head_dim,
             value_dim=self.value_dim,
             config=self.config,
+            branches=self.branches,
             share_keys_values=self.share_keys_values,
         )
+        if self.selects != "selector":
+            return
+        expected, held = (
+            jax.tree.map(lambda x: tuple(x.shape), tree)
+            for tree in (self._kept(batch, cache.max_length), cache.kept)
+        )
+        if held != expected:
+            raise ValueError(
+                f"a cache must have what its layer's selector keeps, {expected}, got {held}. Call init_cache "
+                "of this layer."
+            )
 
     def _step_settings(self, cache: NSACache, block_indices: Int[Array, "B T K R"] | None) -> dict[str, Any]:
         return dict(
             block_indices=block_indices,
             config=self.config,
-            compress=self._compression(cache.key_raw_ring.dtype),
+            compress=self._compression(cache.key_slc.dtype) if "cmp" in self.branches else None,
             scale=self.scale,
             implementation=self.implementation,
         )

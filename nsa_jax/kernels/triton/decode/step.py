@@ -125,6 +125,7 @@ def decode_step(
 def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes:
     """The sizes for the shapes of a step."""
     num_kv_heads, own = cache.key_slc.shape[2], config.selection_block_size // config.compression_stride
+    assert cache.key_cmp is not None
     return step_sizes(
         StepShape(
             gpu=target(),
@@ -170,6 +171,7 @@ class _Shapes:
         """Reads them from the operands; the sizes are those of `step_sizes` if None."""
         batch, num_new, num_heads, key_dim = query.shape
         kv_heads, value_dim = cache.value_slc.shape[2:]
+        assert cache.key_cmp is not None
         return cls(
             batch, num_new, kv_heads, num_heads // kv_heads, key_dim, value_dim, cache.max_length,
             cache.key_cmp.shape[1], config, sizes or sizes_of_step(cache, query, config),
@@ -284,6 +286,7 @@ def _hidden(
     shapes: _Shapes,
 ) -> Float32[Array, "B blocks K parts F"]:
     """A launch before both, for MLPs: their hidden units for the new blocks, before bias and GELU."""
+    assert cache.key_raw_ring is not None
     rows = shapes.batch * shapes.blocks * shapes.kv_heads
     sizes = hidden_sizes(rows, shapes.config.compression_block_size)
     operands: list[Array | None] = []
@@ -323,6 +326,9 @@ def _first(
 
     Unless `scored`, nothing is in the arrays from which a selection is chosen.
     """
+    assert cache.key_cmp is not None
+    assert cache.value_cmp is not None
+    assert cache.key_raw_ring is not None
     batch, kv_heads, sizes, ring = shapes.batch, shapes.kv_heads, shapes.sizes, cache.key_win_ring
     attending = sizes.cmp_parts * batch * kv_heads * sizes.groups
     rows, block, tiles = shapes.rows, (batch, shapes.blocks, kv_heads), shapes.tiles if scored else 1

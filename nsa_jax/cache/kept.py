@@ -1,0 +1,53 @@
+"""What the selector of a layer keeps of each token, beside keys and values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.array_typing import Array, Int
+from nsa_jax.cache import checks
+from nsa_jax.layout import NSACache, slots
+from nsa_jax.sharding.explicit import Sharing, per_shard
+
+_KEEP = Sharing(results=("kept",), alike=False)
+
+
+def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = None) -> NSACache:
+    """Writes what a selector keeps of new tokens, so that it can choose before the step that appends them.
+
+    The tokens are those of the `prefill` or `decode_step` that comes next: token `s` of a row goes to slot
+    `s`, and a row without room for all of them keeps what it held. Lengths stay as they are.
+
+    Args:
+      cache: a cache whose `kept` is a tree of arrays `[B, S, ...]`.
+      new: a tree like `cache.kept`, of arrays `[B, T, ...]`; cast to its dtypes.
+      num_tokens: how many of the `T` tokens of each row are real; all by default.
+
+    Returns:
+      The cache with the tokens in `kept`.
+
+    Raises:
+      TypeError: `cache` is not an `NSACache`.
+      ValueError: `new` is not a tree like `cache.kept`, of arrays with the same axes after the second.
+    """
+    checks.check_kind(cache)
+    expected, given = (jax.tree.map(lambda x: (x.shape[0], *x.shape[2:]), tree) for tree in (cache.kept, new))
+    if expected != given:
+        raise ValueError(
+            "what a selector keeps must have the form of its cache, [B, ...] without the axis of tokens, got "
+            f"{given} for {expected}. Call init_cache of this layer."
+        )
+    if not jax.tree.leaves(new):
+        return cache
+    operands = dict(kept=cache.kept, new=new, lengths=cache.lengths, num_tokens=num_tokens)
+    operands = jax.tree.map(jnp.asarray, operands)
+    return cache._replace(kept=per_shard(_keep, _KEEP, **operands, max_length=cache.max_length))
+
+
+def _keep(kept: Any, new: Any, lengths: Array, num_tokens: Array | None, max_length: int) -> Any:
+    num_new = jax.tree.leaves(new)[0].shape[1]
+    admitted = slots.admit(lengths, max_length, num_new, num_tokens)
+    offset = jnp.arange(num_new, dtype=jnp.int32)[None]
+    where = admitted.start[:, None] + offset, offset < admitted.num_tokens[:, None]
+    return jax.tree.map(lambda array, x: slots.write(array, x.astype(array.dtype), *where), kept, new)

@@ -1,0 +1,148 @@
+"""The part of an NSA layer that chooses blocks in whole rows, and computes the loss that teaches it to."""
+
+import abc
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import attention
+from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
+from nsa_jax.cache import TokenKeysValues
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
+from nsa_jax.layout import first_tokens, token_windows
+from nsa_jax.nn.context import ContextAxis
+from nsa_jax.nn.distillation import TARGETS, Target, mean_loss
+from nsa_jax.nn.operands import Operands
+from nsa_jax.nn.projections import token_positions
+from nsa_jax.nn.selector import Selector, choose
+
+
+class Choosing(nnx.Module):
+    """Chooses by importance, by a selector, or not at all; the layer makes the parameters and projects."""
+
+    num_kv_heads: int
+    config: NSAConfig
+    scale: float
+    implementation: Implementation | None
+    context: ContextAxis | None
+    selects: str  # "importance", "given" or "selector"
+    selector: Selector
+
+    @abc.abstractmethod
+    def _compress(
+        self, key_windows: Array, value_windows: Array, first_positions: Int[Array, "B m"]
+    ) -> tuple[Array, Array]:
+        """Compressed keys, rotated at the position of their block's first token, and compressed values."""
+
+    def _operation_settings(self) -> dict[str, Any]:
+        return dict(config=self.config, scale=self.scale, implementation=self.implementation)
+
+    def _compress_rows(
+        self, key: Array, value: Array, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None
+    ) -> tuple[Array, Array]:
+        """Compressed keys and values of whole rows, the keys rotated."""
+        return self._compress(
+            token_windows(key, self.config, segment_ids),
+            token_windows(value, self.config, segment_ids),
+            first_tokens(positions, self.config, segment_ids),
+        )
+
+    def _choose(
+        self,
+        x: Float[Array, "B T D"],
+        operands: Operands,
+        *,
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Int[Array, "B T K R"]:
+        """The blocks that are chosen in whole rows."""
+        self._check_selects()
+        if self.selects == "importance":
+            assert operands.key_cmp is not None
+            return attention.select_blocks(
+                operands.query, operands.key_cmp, segment_ids=segment_ids, **self._operation_settings()
+            )
+        queries, keys, at = self._asked(x, operands.query, positions, segment_ids)
+        return choose(
+            self.selector, queries, keys, at, self.num_kv_heads, config=self.config, query_positions=None,
+            segment_ids=segment_ids, implementation=self.implementation,
+        )  # fmt: skip
+
+    def _asked(
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple[Any, Any, Int32[Array, "B T"]]:
+        """What the selector projects of whole rows, and the index of each token in its sequence."""
+        at = token_positions(x, segment_ids)
+        positions = at if positions is None else positions
+        queries, keys = self.selector.project(*jax.lax.stop_gradient((x, query)), positions)
+        return queries, keys, at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
+
+    def _check_selects(self) -> None:
+        """Raises ValueError if nothing chooses blocks."""
+        if self.selects == "given":
+            raise ValueError(
+                'a layer with selector="given" must be given block_indices, got None. Pass them to this call.'
+            )
+
+    def _check_distil(self, distil: Any) -> None:
+        """Raises unless there is a selection that can be taught."""
+        if distil not in TARGETS:
+            raise ValueError(f"distil must be None or one of {TARGETS}, got {distil!r}. Check the spelling.")
+        if self.context is not None:
+            raise NotImplementedError(
+                "a selection loss needs a layer without context_axis, got one. Build the layer without it."
+            )
+        if self.selects == "given" or (self.selects == "selector" and not hasattr(self.selector, "scores")):
+            what = self.selects if self.selects == "given" else type(self.selector).__name__
+            raise ValueError(
+                f"a selection loss needs a selector with the method scores, got {what}. Leave distil out, or "
+                "use importance or an IndexerConfig."
+            )
+
+    def _selection_loss(
+        self,
+        distil: Target,
+        x: Float[Array, "B T D"],
+        operands: Operands,
+        tokens: TokenKeysValues,
+        block_indices: Any,
+        *,
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float32[Array, ""]:
+        """The loss of `distil`."""
+        query, key = jax.lax.stop_gradient((operands.query, operands.key_slc))
+        if self.selects == "importance":
+            at = token_positions(x, segment_ids)
+            fixed: Any = jax.lax.stop_gradient((tokens.key_cmp, tokens.value_cmp))
+            keys, _ = self._compress_rows(*fixed, at if positions is None else positions, segment_ids)
+            at = at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
+            asked: Any = query
+            scores = functools.partial(_importance, keys=keys, scale=self.scale)
+        else:
+            asked, keys, at = self._asked(x, query, positions, segment_ids)
+            scores = functools.partial(_of_selector, keys=keys, selector=self.selector)
+        return mean_loss(
+            scores, asked, query, key, block_indices, at, target=distil, segment_ids=segment_ids,
+            **self._operation_settings(),
+        )  # fmt: skip
+
+
+def _importance(query: Array, at: Array, *, keys: Array, **where: Any) -> Float32[Array, "B T K M"]:
+    """Scores by importance."""
+    return attention.importance_scores(query, keys, **where)
+
+
+def _of_selector(
+    queries: Any, at: Array, *, keys: Any, selector: Any, **where: Any
+) -> Float32[Array, "B T K M"]:
+    """Scores by a selector."""
+    return selector.scores(queries, keys, at, **where)

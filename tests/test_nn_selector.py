@@ -1,0 +1,285 @@
+"""Selectors and branches by name: one choice in training, prompts and steps; what is absent costs nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import refused
+from selector_examples import Fixed, Loudest, Random, Recent
+from small_layer import (
+    CONFIG,
+    LENGTH,
+    ROUNDING,
+    ROWS,
+    WIDTH,
+    assert_close,
+    assert_steps_give,
+    make_layer,
+    random,
+)
+
+import nsa_jax
+from nsa_jax import nn
+from nsa_jax.cache import TokenKeysValues, init_cache, prefill
+from nsa_jax.generate import generate
+from nsa_jax.model import Transformer, TransformerConfig
+
+LAYERS = {
+    "recent, all branches": dict(selector=Recent),
+    "random, slc": dict(selector=Random, branches=("slc",)),
+    "loudest, slc": dict(selector=Loudest, branches=("slc",)),
+    "loudest, cmp and slc": dict(selector=Loudest, branches=("slc", "cmp")),
+    "loudest, slc and win": dict(selector=Loudest, branches=("slc", "win")),
+    "loudest, shared slc and win": dict(selector=Loudest, branches=("slc", "win"), share_keys_values=True),
+    "fixed, shared, all": dict(selector=Fixed, share_keys_values=True),
+    "importance, cmp and slc": dict(branches=("cmp", "slc")),
+}
+
+
+@functools.cache
+def layer_of(name):
+    with jax.enable_x64(True):
+        return make_layer(jnp.float64, **LAYERS[name])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_choose_as_a_whole_row_does(name):
+    layer = layer_of(name)
+    with jax.enable_x64(True):
+        x = random(ROWS, LENGTH, WIDTH)
+        full = nnx.jit(type(layer).__call__)(layer, x)
+        assert_steps_give(full, layer, x)
+
+
+@pytest.mark.parametrize("name", ["random, slc", "loudest, cmp and slc"])
+def test_layer_attends_the_blocks_that_inspect_shows(name):
+    """And by no others: with another selection the output differs."""
+    layer = layer_of(name)
+    with jax.enable_x64(True):
+        x = random(2, LENGTH, WIDTH)
+        out, chosen = layer(x), layer.inspect(x)
+        assert (chosen.gates is None) == (len(layer.branches) == 1)
+        assert_close(layer(x, block_indices=chosen.block_indices), out, ROUNDING)
+        other = jnp.zeros_like(chosen.block_indices).at[..., 1:].set(-1)
+        assert np.abs(layer(x, block_indices=other) - out).max() > 1e-3
+
+
+def test_some_branches_are_the_sum_of_their_operations():
+    layer = layer_of("loudest, slc and win")
+    with jax.enable_x64(True):
+        x = random(2, LENGTH, WIDTH)
+        operands, blocks = layer.operands(x), layer.inspect(x).block_indices
+        assert operands.key_cmp is operands.value_cmp is None
+        slc = nsa_jax.selected_attention(
+            operands.query, operands.key_slc, operands.value_slc, blocks, config=CONFIG, scale=layer.scale
+        )
+        win = nsa_jax.window_attention(
+            operands.query, operands.key_win, operands.value_win, config=CONFIG, scale=layer.scale
+        )
+        out = operands.gates[..., :1] * slc.out + operands.gates[..., 1:] * win.out
+        assert_close(layer(x), layer.out_proj(out), ROUNDING)
+
+
+def test_packed_sequences_are_chosen_as_alone():
+    with jax.enable_x64(True):
+        layer = make_layer(jnp.float64, selector=Random, branches=("slc", "win"))
+        x = random(1, LENGTH, WIDTH)
+        segment_ids = jnp.asarray([[0, 0] + [3] * 9 + [1] * 12])
+        out = layer(x, segment_ids=segment_ids)
+        assert_close(out[:, 2:11], layer(x[:, 2:11]), ROUNDING)
+        assert_close(out[:, 11:], layer(x[:, 11:]), ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("branches", "parameters", "fields"),
+    [
+        (("slc",), {"query", "key_slc", "value_slc", "out"}, {"key_slc", "value_slc"}),
+        (
+            ("slc", "win"),
+            {"query", "key_slc", "value_slc", "key_win", "value_win", "gate", "out"},
+            {"key_slc", "value_slc", "key_win_ring", "value_win_ring"},
+        ),
+        (
+            ("cmp", "slc"),
+            {"query", "key_cmp", "value_cmp", "key_slc", "value_slc", "compressor_key", "compressor_value"}
+            | {"gate", "out"},
+            {"key_cmp", "value_cmp", "key_slc", "value_slc", "key_raw_ring", "value_raw_ring"},
+        ),
+    ],
+)
+def test_absent_branches_have_no_parameters_and_no_cache(branches, parameters, fields):
+    layer = make_layer(branches=branches, selector=Recent)
+    assert {name.partition(".")[0].removesuffix("_proj") for name in nn.weights(layer)} == parameters
+    cache = layer.init_cache(2, 16)
+    assert {name for name, x in cache._asdict().items() if jax.tree.leaves(x)} == (
+        fields | {"lengths", "overflowed"}
+    )
+
+
+def test_what_a_selector_keeps_is_written_like_keys():
+    layer = layer_of("loudest, slc")
+    with jax.enable_x64(True):
+        x = random(2, 9, WIDTH)
+        cache = layer.init_cache(2, 11)
+        _, cache = layer.prefill(x[:, :5], cache, num_tokens=np.array([5, 2]))
+        _, cache = jax.jit(layer.prefill)(x[:, :8], cache)  # no room for 8 more after 5
+        assert cache.lengths.tolist() == [5, 10]
+        assert cache.overflowed.tolist() == [True, False]
+        expected = [range(5), [0, 1, *range(2, 10)]]
+        for row, positions in enumerate(expected):
+            held = cache.kept["position"][row, : len(positions)].tolist()
+            assert held == list(positions)
+        assert not np.any(cache.kept["loud"][0, 5:])
+
+
+def model_of(**options):
+    sizes = dict(vocab_size=17, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2)
+    return Transformer(TransformerConfig(**sizes, nsa=CONFIG, **options), rngs=nnx.Rngs(0))
+
+
+def test_generated_text_is_that_of_whole_rows():
+    model = model_of(selector=Loudest, branches=("slc", "win"), attention=("nsa", "dense"))
+    prompts = np.random.default_rng(0).integers(0, 17, (2, 9))
+    written = generate(model, prompts, max_new_tokens=8).tokens
+    row = jnp.asarray(prompts)
+    whole = nnx.jit(Transformer.__call__)
+    for step in range(8):
+        logits = whole(model, jnp.pad(row, ((0, 0), (0, 17 - row.shape[1]))))[:, row.shape[1] - 1]
+        token = logits.argmax(-1)
+        assert (token == written[:, step]).all(), step
+        row = jnp.concatenate([row, token[:, None]], axis=1)
+
+
+def test_selector_runs_under_remat_and_export():
+    plain = model_of(selector=Loudest, branches=("slc",))
+    again = model_of(selector=Loudest, branches=("slc",), remat=True)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
+
+    def loss(model):
+        return jax.nn.logsumexp(model(tokens)).sum()
+
+    for found, expected in zip(
+        jax.tree.leaves(nnx.grad(loss)(again)), jax.tree.leaves(nnx.grad(loss)(plain)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    exported = jax.export.export(jax.jit(lambda tokens: plain(tokens)))(tokens)
+    np.testing.assert_allclose(exported.call(tokens), plain(tokens), atol=1e-6)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row():
+    layer = layer_of("loudest, slc and win")
+    with jax.enable_x64(True):
+        x = random(2, LENGTH, WIDTH)
+        spoilt = x.copy()
+        spoilt[0, 4] = np.nan
+        spoilt[1, 20] = np.inf
+        out, expected = layer(spoilt), layer(x)
+        assert (out[1, :20] == expected[1, :20]).all()
+        assert (out[0, :4] == expected[0, :4]).all()
+
+
+def test_op_without_some_branches_is_refused_where_it_does_not_fit():
+    shape = dict(q=(1, 9, 4, 5), k=(1, 9, 2, 5), v=(1, 9, 2, 3))
+    q, k, v = (jnp.zeros(size) for size in shape.values())
+    blocks = jnp.zeros((1, 9, 2, 3), jnp.int32)
+    call = functools.partial(nsa_jax.native_sparse_attention, config=CONFIG)
+    with refused(ValueError, "gates must be .* and None for one alone, got shape"):
+        call(q, None, None, k, v, None, None, jnp.ones((1, 9, 4, 3)), block_indices=blocks)
+    with refused(ValueError, "gates must be .* got None"):
+        call(q, None, None, k, v, k, v, None, block_indices=blocks)
+    with refused(ValueError, "block_indices must be given without a compressed branch"):
+        call(q, None, None, k, v, None, None, None)
+    with refused(ValueError, "keys and values, or neither"):
+        call(q, None, None, k, v, k, None, None, block_indices=blocks)
+
+
+def test_step_of_other_branches_than_the_cache_is_refused():
+    cache = init_cache(1, 16, num_kv_heads=2, key_dim=5, value_dim=3, config=CONFIG, dtype="float32",
+                       branches=("slc",))  # fmt: skip
+    q, k, v = (jnp.zeros((1, 4, *size)) for size in ((4, 5), (2, 5), (2, 3)))
+    blocks = jnp.zeros((1, 4, 2, 3), jnp.int32)
+    step = functools.partial(prefill, cache, q, config=CONFIG, compress=None)
+    slc = TokenKeysValues(None, None, k, v)
+    with refused(ValueError, "tokens must have key_cmp and value_cmp if and only if"):
+        step(TokenKeysValues(k, v, k, v), None, block_indices=blocks)
+    with refused(ValueError, "gates must be"):
+        step(slc, jnp.ones((1, 4, 4, 3)), block_indices=blocks)
+    with refused(ValueError, "block_indices must be given"):
+        step(slc, None)
+    with refused(ValueError, "compress must be None"):
+        prefill(cache, q, slc, None, config=CONFIG, compress=lambda *x: x, block_indices=blocks)
+    whole = make_layer(selector=Recent)
+    with refused(ValueError, "a cache must have the branches of its layer"):
+        make_layer(branches=("slc",), selector=Recent).check_cache(whole.init_cache(1, 16), 1)
+    with refused(ValueError, "a cache must have the branches of its layer"):
+        whole.check_cache(cache, 1)
+    with refused(ValueError, "what its layer's selector keeps"):
+        make_layer(selector=Loudest).check_cache(whole.init_cache(1, 16), 1)
+
+
+class Half:
+    def __init__(self, in_features, num_kv_heads, config, *, rngs):
+        pass
+
+    def choose(self, queries, keys, at, **where):
+        return at
+
+
+class OneHead(Recent):
+    def choose(self, *arguments, **where):
+        return super().choose(*arguments, **where)[:, :, :1]
+
+
+class Floats(Recent):
+    def choose(self, *arguments, **where):
+        return super().choose(*arguments, **where).astype(jnp.float32)
+
+
+class Whole(Recent):
+    def project(self, x, query, positions):
+        return (), x.sum(1)
+
+
+WRONG = {
+    "a name": (dict(selector="best"), ValueError, "selector must be one of"),
+    "no function": (dict(selector=3), TypeError, "selector must be a name"),
+    "no methods": (dict(selector=Half), TypeError, "with the methods project and choose, got Half"),
+    "another number of heads": (dict(selector=OneHead), ValueError, "must choose at most .* got shape"),
+    "another dtype": (dict(selector=Floats), TypeError, "must choose block numbers, got float32"),
+    "without tokens": (dict(selector=Whole), ValueError, "must return arrays .B, T"),
+    "importance of nothing": (dict(branches=("slc",)), ValueError, "importance needs the compressed branch"),
+    "no branch": (dict(branches=()), ValueError, "branches must be some of"),
+    "unknown branch": (dict(branches=("slc", "mid")), ValueError, "branches must be some of"),
+    "a string": (dict(branches="slc"), TypeError, "branches must be a sequence"),
+    "without selection": (dict(branches=("cmp", "win")), ValueError, "branches must be some of"),
+    "compression of nothing": (
+        dict(branches=("slc",), selector=Recent, compression="mean"), ValueError, "got compression",
+    ),
+    "gate of one": (dict(branches=("slc",), selector=Recent, gate=nn.Gate), ValueError, "got gate"),
+    "context": (dict(selector=Recent, context_axis="x"), NotImplementedError, "needs all branches and"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_selectors_and_branches(options, error, message):
+    with refused(error, message) as raised:
+        make_layer(**options)
+    assert "\n" not in str(raised.value)
+
+
+def test_given_selection_must_be_given():
+    layer = make_layer(branches=("slc",), selector="given")
+    x = jnp.zeros((1, 9, WIDTH))
+    blocks = jnp.zeros((1, 9, 2, 3), jnp.int32)
+    assert layer(x, block_indices=blocks).shape == x.shape
+    out, cache = layer.prefill(x, layer.init_cache(1, 16), block_indices=blocks)
+    assert (out.shape, cache.kept) == (x.shape, None)
+    with refused(ValueError, "must be given block_indices"):
+        layer(x)
+    with refused(ValueError, "must be given block_indices"):
+        layer.prefill(x, layer.init_cache(1, 16))
+    with refused(ValueError, "must be given block_indices"):
+        layer.inspect(x)
