@@ -19,11 +19,14 @@ Import the others by name:
 from nsa_jax import debug as debug
 from nsa_jax import remat as remat
 from nsa_jax.attention import (
+    block_scores,
     compressed_attention,
     gated_sum,
     native_sparse_attention,
     select_blocks,
+    select_by_index,
     selected_attention,
+    top_blocks,
     window_attention,
 )
 from nsa_jax.config import NSAConfig
@@ -40,13 +43,16 @@ __all__ = [
     "Runs",
     "__version__",
     "block_indices_from_ranges",
+    "block_scores",
     "choose",
     "compressed_attention",
     "gated_sum",
     "native_sparse_attention",
     "segment_ids_from_cu_seqlens",
     "select_blocks",
+    "select_by_index",
     "selected_attention",
+    "top_blocks",
     "unsupported_reason",
     "use_implementation",
     "window_attention",

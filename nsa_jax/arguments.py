@@ -59,7 +59,8 @@ def check(
     sizes = check_arrays(operation, **arrays)
     check_config(config)
     check_not_empty(sizes)
-    check_heads(sizes)
+    if "N" in sizes:
+        check_heads(sizes)
     check_selection(sizes, config)
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
@@ -78,11 +79,14 @@ def check(
         segment_ids=_as_given(segment_ids),
         first_keys=layout.FirstKeys(win=layout.Index(first_key_win)),
     )
-    return Call(placement, resolve_scale(scale, sizes["H"], arrays["query"].dtype))
+    key_dim = sizes.get("H", sizes.get("E", 1))
+    return Call(placement, resolve_scale(scale, key_dim, next(iter(arrays.values())).dtype))
 
 
-def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHV") -> None:
+def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHVJEM") -> None:
     """Raises ValueError if one of `axes` is empty. There may be no compressed keys yet, so C is not one."""
+    if "N" not in sizes:  # else `check_heads` says what is wrong with the KV heads
+        axes += "K"
     if empty := [axis for axis in axes if sizes.get(axis) == 0]:
         raise ValueError(f"every axis except C must be non-empty, got {empty[0]} = 0. Skip the call.")
 
@@ -251,8 +255,9 @@ def _row_length(
 ) -> Any:
     """Number of tokens of a row, as far as the call tells: from `S`, the window's or the compressed keys.
 
-    If only compressed keys are given, the row has as many tokens as there are queries. With positions given,
-    it has as many tokens as a row of `C` blocks can have at most. Window keys in stretches do not tell.
+    If only compressed keys or scores are given, the row has as many tokens as there are queries. With
+    positions given, it has as many tokens as a row of `C` or `M` blocks can have at most. Window keys in
+    stretches do not tell.
     """
     placed = query_positions is not None
     length: Any
@@ -261,6 +266,15 @@ def _row_length(
         check_blocks(sizes["C"], length, config)
     elif "C" in sizes:
         length = layout.longest_length(sizes["C"], config)
+    elif "M" in sizes:
+        longest = sizes["M"] * config.selection_block_size
+        length = sizes.get("S", longest if placed else sizes["T"])
+        if length > longest:
+            raise ValueError(
+                f"scores must have one number for each selection block of a row of {length} tokens, got "
+                f"M = {sizes['M']} blocks of {config.selection_block_size}. Score the whole row "
+                "with this config."
+            )
     elif "S" in sizes:
         length = sizes["S"]
     elif isinstance(query_positions, layout.Runs) and query_positions.halo is not None:

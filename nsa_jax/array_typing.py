@@ -6,6 +6,7 @@ The letters are those of the glossary in `docs/algorithm.md`:
 * `W` keys of the window branch: `S`, unless the array holds only a part of the row;
 * `N` query heads, `K` KV heads, `G = N / K` query heads per KV head;
 * `H` key dim, `V` value dim, `D` model width;
+* `J` index heads per KV head, `E` index dim;
 * `C` compression blocks, `M` selection blocks, `R` selected blocks of a query;
 * `P` branches.
 """

@@ -214,14 +214,16 @@ def _signed(index: Array) -> Array:
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    if "query" not in given:  # `gated_sum` has no index arguments
+    queries = next((given[name] for name in ("query", "query_index", "scores") if name in given), None)
+    if queries is None:  # `gated_sum` has no index arguments
         return
-    batch, num_queries = given["query"].shape[:2]
+    batch, num_queries = queries.shape[:2]
     segment_ids, positions = given.get("segment_ids"), given.get("query_positions")
     first = given.get("first_key", 0)
     if segment_ids is not None:
         check_segment_ids(jnp.asarray(segment_ids))
-    rows = next((given[name] for name in ("key_slc", "key_win") if name in given), segment_ids)
+    keys = ("key_slc", "key_win", "key_index")
+    rows = next((given[name] for name in keys if name in given), segment_ids)
     num_keys = None if rows is None else rows.shape[1] if arguments.is_zero(first) else None
     if isinstance(positions, layout.Runs):
         check_runs(positions, batch)

@@ -22,7 +22,7 @@ from nsa_jax.kernels.triton import support as triton
 from nsa_jax.kernels.xla import support as xla
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues
 from nsa_jax.option_checks import check_choice
-from nsa_jax.sharding.explicit import BY_TOKENS, DENSE_STEP, STEP, Sharing, per_shard
+from nsa_jax.sharding.explicit import BY_INDEX, BY_TOKENS, DENSE_STEP, STEP, Sharing, per_shard
 
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
 
@@ -79,6 +79,22 @@ class Operations(Protocol):
         """The blocks that each query attends (Eq. 8-11)."""
         ...
 
+    def block_scores(
+        self, query_index: Array, key_index: Array, weights: Array | None, placement: Placement, scale: float
+    ) -> Array:
+        """The scores that an indexer gives to the blocks."""
+        ...
+
+    def select_by_index(
+        self, query_index: Array, key_index: Array, weights: Array | None, placement: Placement, scale: float
+    ) -> Array:
+        """The blocks that each query attends, by the scores of an indexer."""
+        ...
+
+    def top_blocks(self, scores: Array, placement: Placement) -> Array:
+        """The blocks that each query attends, by scores that are given."""
+        ...
+
     def selected_attention(
         self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
         scale: float,
@@ -122,11 +138,16 @@ class Operations(Protocol):
 class _Operation(NamedTuple):
     sharing: Sharing  # what it declares of its operands where several devices share them
     of: Callable[[Operations], Callable[..., Any]]  # where an implementation has it
+    ranks: tuple[int, ...] = ()  # axes of its first arrays; all others have 4
+    has_kernels: bool = True  # whether an implementation other than plain JAX has it
 
 
 _OPERATIONS = {
     "compressed_attention": _Operation(BY_TOKENS, lambda offered: offered.compressed_attention),
     "select_blocks": _Operation(BY_TOKENS, lambda offered: offered.select_blocks),
+    "block_scores": _Operation(BY_INDEX, lambda offered: offered.block_scores, (5, 3), has_kernels=False),
+    "select_by_index": _Operation(BY_INDEX, lambda offered: offered.select_by_index, (5, 3)),
+    "top_blocks": _Operation(BY_TOKENS, lambda offered: offered.top_blocks),
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
     "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
@@ -219,16 +240,18 @@ def check_implementation(implementation: str | None) -> None:
 
 
 def _check_operands(operation: str, arrays: tuple[Any, ...]) -> None:
-    """Raises TypeError or ValueError unless the arrays have the kind and the rank of all operands."""
-    for array in arrays:
+    """Raises TypeError or ValueError unless the arrays have the kind and the ranks of the operands."""
+    ranks = _OPERATIONS[operation].ranks
+    for array, rank in zip(arrays, (*ranks, *(4,) * len(arrays)), strict=False):
         if not isinstance(array, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise TypeError(
                 f"an operand of {operation} must be an array or a jax.ShapeDtypeStruct, got "
                 f"{type(array).__name__}. Pass arrays alone by position."
             )
-        if len(array.shape) != 4:
+        if len(array.shape) != rank:
             raise ValueError(
-                f"an operand of {operation} must have 4 axes, got shape {tuple(array.shape)}. Reshape it."
+                f"an operand of {operation} must have {rank} axes, got shape {tuple(array.shape)}. Reshape "
+                "it."
             )
 
 
@@ -252,6 +275,8 @@ def choose(
 
     * `"compressed_attention"`: query, key_cmp, value_cmp;
     * `"select_blocks"`: query, key_cmp;
+    * `"block_scores"`, `"select_by_index"`: query_index, key_index and, if there are any, weights;
+    * `"top_blocks"`: scores;
     * `"selected_attention"`: query, key_slc, value_slc, block_indices;
     * `"window_attention"`: query, key_win, value_win;
     * `"gated_sum"`: out_cmp, out_slc, out_win, gates;
@@ -272,7 +297,8 @@ def choose(
     Raises:
       NotImplementedError: the implementation asked for by name, or forced, cannot run the call.
       TypeError: an array or `config` is of the wrong kind.
-      ValueError: the operation, the implementation or the platform is unknown, or an array has not four axes.
+      ValueError: the operation, the implementation or the platform is unknown, or an array has another number
+        of axes than the operation takes.
 
     Examples:
       >>> nsa_jax.choose("gated_sum", platform="cpu").implementation
@@ -296,7 +322,7 @@ def choose(
     for name in PREFERENCE:
         if name not in dict(refused):
             reason = f"{name} is the first of {PREFERENCE} that is good for this call."
-            if _falls_back(name, platform):
+            if _falls_back(operation, name, platform):
                 reason = f"{name} is all that is left on this GPU, and many times as slow as the kernels."
             return Choice(name, reason, tuple(refused))
     raise NotImplementedError(
@@ -304,10 +330,10 @@ def choose(
     )
 
 
-def _falls_back(implementation: str, platform: str | None) -> bool:
+def _falls_back(operation: str, implementation: str, platform: str | None) -> bool:
     """Whether a choice that nobody asked for takes plain JAX on a GPU that the kernels are for."""
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
-    return implementation == EVERYWHERE and where == "cuda"
+    return implementation == EVERYWHERE and where == "cuda" and _OPERATIONS[operation].has_kernels
 
 
 def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
@@ -354,10 +380,10 @@ def run(
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
-    if implementation is None and _forced.value is None and _falls_back(chosen, None):
+    if implementation is None and _forced.value is None and _falls_back(operation, chosen, None):
         warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-        sharing, of = _OPERATIONS[operation]
+        sharing, of, *_ = _OPERATIONS[operation]
         return per_shard(of(_offered(chosen)), sharing, **operands)
 
 

@@ -82,9 +82,15 @@ def select_blocks(
     arguments: dict[str, Any] = dict(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
-    scores = jax.lax.stop_gradient(importance_scores(query, key_cmp, **arguments))
-    placed = _place_compressed(query, key_cmp.shape[1], config, query_positions, segment_ids)
-    position = placed.position[:, :, None, None]
+    scores = importance_scores(query, key_cmp, **arguments)
+    return _best(scores, _place_compressed(query, key_cmp.shape[1], config, query_positions, segment_ids))
+
+
+def _best(scores: Float[Array, "B T K M"], placed: Placement) -> Int32[Array, "B T K R"]:
+    """The forced blocks and those with the best scores; NaN is the lowest, and infinity a finite number."""
+    config, position = placed.config, placed.position[:, :, None, None]
+    scores = jax.lax.stop_gradient(scores).astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = jnp.nan_to_num(jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
     forced = layout.is_forced(block, position, config)
     candidate = block * config.selection_block_size <= position
@@ -96,6 +102,75 @@ def select_blocks(
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, 0), (0, max(missing, 0))), constant_values=unused)
     chosen = jnp.sort(chosen, axis=-1)
     return jnp.where(chosen == unused, -1, chosen)
+
+
+def block_scores(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    *,
+    weights: Float[Array, "B T K J"] | None = None,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T K M"]:
+    """Scores of the blocks by an indexer: of each block those of the first of its best tokens."""
+    num_keys, dim = key_index.shape[1:]
+    placed = _place(query_index, num_keys, config, query_positions, segment_ids)
+    key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
+    visible = (key_position >= 0) & (key_position <= placed.position[:, :, None])
+    accumulate = jnp.promote_types(query_index.dtype, jnp.float32)
+    seen = jnp.where(visible[..., None], key_index[:, None], 0)
+    products = jnp.einsum(
+        "btkje,btse->btksj", query_index, seen, precision="highest", preferred_element_type=accumulate
+    ) * (dim**-0.5 if scale is None else scale)
+    if weights is None:
+        scores = _first_largest(products)
+    else:
+        scores = (jax.nn.relu(products) * weights.astype(accumulate)[:, :, :, None]).sum(-1)
+    of_blocks = []
+    for block in range(layout.num_selection_blocks(num_keys, config)):
+        inside = visible & (key_position // config.selection_block_size == block)
+        of_blocks.append(_first_largest(jnp.where(inside[:, :, None], scores, -jnp.inf)))
+    return jnp.stack(of_blocks, axis=-1)
+
+
+def _first_largest(x: Float[Array, "*rows X"]) -> Float[Array, "*rows"]:
+    """The largest number, from the first place that has it; NaN counts as -inf."""
+    numbers = jnp.where(jnp.isnan(x), -jnp.inf, x)
+    return jnp.take_along_axis(numbers, jnp.argmax(numbers, axis=-1, keepdims=True), axis=-1)[..., 0]
+
+
+def select_by_index(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    *,
+    weights: Float[Array, "B T K J"] | None = None,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by the scores of an indexer."""
+    arguments: dict[str, Any] = dict(
+        config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
+    )
+    scores = block_scores(query_index, key_index, weights=weights, **arguments)
+    placed = _place(query_index, key_index.shape[1], config, query_positions, segment_ids)
+    return _best(scores, placed)
+
+
+def top_blocks(
+    scores: Float[Array, "B T K M"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by scores that are given."""
+    longest = scores.shape[-1] * config.selection_block_size
+    num_keys = scores.shape[1] if query_positions is None else longest
+    return _best(scores, _place(scores, num_keys, config, query_positions, segment_ids))
 
 
 def selected_attention(

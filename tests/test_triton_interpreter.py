@@ -72,6 +72,11 @@ CHECKS = {
         *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
         *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
     ),
+    "index": (
+        *("check_heads_and_weights", "check_chunks_and_tiles", "check_odd_blocks", "check_negative_scale"),
+        *("check_packed_rows", "check_few_queries", "check_what_is_not_finite_stays"),
+        *("check_scores_that_are_given", "check_public"),
+    ),
     "dense_decode": (
         *("case one token", "case short rows", "case a full row", "case no room for all"),
         *("case some of four tokens", "case eight tokens, two pieces a dim", "case groups of rows"),

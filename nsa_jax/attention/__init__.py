@@ -30,18 +30,22 @@ These rules hold for every operation:
   `jax.jvp(jax.grad(f), (x,), (v,))[1]`.
 """
 
+from nsa_jax.attention.block_scores import block_scores
 from nsa_jax.attention.compressed import compressed_attention
 from nsa_jax.attention.gates import gated_sum
 from nsa_jax.attention.selected import selected_attention
-from nsa_jax.attention.selection import select_blocks
+from nsa_jax.attention.selection import select_blocks, select_by_index, top_blocks
 from nsa_jax.attention.whole import native_sparse_attention
 from nsa_jax.attention.window import window_attention
 
 __all__ = [
+    "block_scores",
     "compressed_attention",
     "gated_sum",
     "native_sparse_attention",
     "select_blocks",
+    "select_by_index",
     "selected_attention",
+    "top_blocks",
     "window_attention",
 ]

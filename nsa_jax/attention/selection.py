@@ -1,4 +1,4 @@
-"""The choice of blocks that the selected branch attends."""
+"""The choice of blocks that the selected branch attends: by importance, an indexer, or scores of your own."""
 
 from jax import lax
 
@@ -64,3 +64,106 @@ def select_blocks(
     )
     operands = dict(**lax.stop_gradient(arrays), **call._asdict())
     return dispatch.run("select_blocks", implementation, (query, key_cmp), operands, config=config)
+
+
+@keywords.known
+def select_by_index(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    *,
+    weights: Float[Array, "B T K J"] | None = None,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Int32[Array, "B T K R"]:
+    """Chooses the selection blocks that each query attends by the scores of an indexer.
+
+    The scores are those of `block_scores`; the rest of the rule is that of `select_blocks`: which blocks are
+    candidates, which are always selected, and who wins a tie. Scores are stored for a bounded chunk of
+    queries. The arguments are those of `block_scores`.
+
+    Args:
+      query_index: `J` index queries for each KV head, rotated if the keys are.
+      key_index: one index key for each token of the row.
+      weights: weight of each index head; None for the largest product instead of a sum.
+      config: block structure.
+
+    Returns:
+      Block indices `[B, T, K, R]`, int32, as `select_blocks` returns them.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
+
+    Numerics:
+      Two implementations choose the same blocks wherever two scores differ by more than rounding, and exactly
+      the same ones where scores tie exactly. The score of a token that is NaN counts as `-inf`, and infinite
+      scores as the largest finite numbers, so such a query still selects candidates.
+
+    Gradients:
+      No gradient flows through the selection. An indexer learns from the gradients of `block_scores`.
+    """
+    arrays = dict(query_index=query_index, key_index=key_index, weights=weights)
+    call = arguments.check(
+        select_by_index,
+        arrays,
+        config=config,
+        query_positions=query_positions,
+        segment_ids=segment_ids,
+        scale=scale,
+    )
+    given = [x for x in arrays.values() if x is not None]
+    operands = dict(**lax.stop_gradient(arrays), **call._asdict())
+    return dispatch.run("select_by_index", implementation, given, operands, config=config)
+
+
+@keywords.known
+def top_blocks(
+    scores: Float[Array, "B T K M"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    implementation: Implementation | None = None,
+) -> Int32[Array, "B T K R"]:
+    """Chooses the selection blocks that each query attends by scores of your own.
+
+    The rule is that of `select_blocks`: which blocks are candidates, which are always selected, and who wins
+    a tie. It is exact: scores are compared in float32, or in float64 if that is their dtype.
+
+    Args:
+      scores: score of each block, counted from the first token of the query's sequence. Those of blocks that
+        begin after the query are not read, nor those of blocks that are always selected.
+      config: block structure.
+      query_positions: key index of each query (-1 = padding), or `Runs`. By default the queries are the last
+        `T` of the `S` tokens of `segment_ids`. Without `segment_ids` the default is that the row has `T`
+        tokens and each is a query; pass positions if only some of the tokens are queries.
+      segment_ids: sequence of each token of packed rows, see `compressed_attention`.
+      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
+        `nsa_jax.choose`.
+
+    Returns:
+      Block indices `[B, T, K, R]`, int32, as `select_blocks` returns them.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`; ValueError also if there are
+        fewer scores than the row has selection blocks.
+
+    Numerics:
+      NaN counts as `-inf`, and infinite scores count as the largest finite numbers.
+
+    Gradients:
+      No gradient flows through the selection.
+    """
+    arrays = dict(scores=scores)
+    call = arguments.check(
+        top_blocks,
+        arrays,
+        config=config,
+        query_positions=query_positions,
+        segment_ids=segment_ids,
+        scale=None,
+    )
+    operands = dict(**lax.stop_gradient(arrays), placement=call.placement)
+    return dispatch.run("top_blocks", implementation, (scores,), operands, config=config)

@@ -25,17 +25,20 @@ class Sharing(NamedTuple):
 
     Attributes:
       shared: operands that all shards hold whole.
+      rows_only: operands without an axis of heads, which are split by rows alone.
       results: names of the results. One that is the name of an operand, such as a cache, lies as that does.
       alike: whether floating-point operands vary over the same manual axes, see `varying_alike`. Those of a
         step through a cache are left as they are: a cache comes out as it went in.
     """
 
     shared: tuple[str, ...] = ()
+    rows_only: tuple[str, ...] = ()
     results: tuple[str, ...] = ("out",)
     alike: bool = True
 
 
 BY_TOKENS = Sharing()  # an operation on the tokens of a call
+BY_INDEX = Sharing(rows_only=("key_index",))  # one head of keys for all KV heads
 STEP = Sharing(shared=("compress",), results=("out", "cache"), alike=False)
 DENSE_STEP = STEP._replace(shared=())
 
@@ -49,7 +52,8 @@ def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) 
       ValueError: tokens or features are sharded; operands disagree about the axes of rows or heads; or those
         of heads do not divide the KV heads.
     """
-    axes = Axes.of({name: x for name, x in operands.items() if name not in sharing.shared})
+    shared = {name: x for name, x in operands.items() if name not in sharing.shared}
+    axes = Axes.of(shared, rows_only=sharing.rows_only)
     if axes is None:
         return operation(**_prepared(operands, sharing))
     compress = operands.get("compress")
@@ -120,7 +124,9 @@ class Axes(NamedTuple):
     tokens: str | None
 
     @classmethod
-    def of(cls, operands: Mapping[str, Any], *, tokens: str | None = None) -> "Axes | None":
+    def of(
+        cls, operands: Mapping[str, Any], *, tokens: str | None = None, rows_only: tuple[str, ...] = ()
+    ) -> "Axes | None":
         """Finds the axes; None if no operand is sharded explicitly. Raises ValueError as `per_shard`."""
         mesh, found = None, dict[int, tuple[str, Any]]()
         leaves = [(name, x) for name, operand in operands.items() for x in jax.tree.leaves(operand)]
@@ -132,7 +138,7 @@ class Axes(NamedTuple):
                 mesh = array.sharding.mesh
                 if axis == TOKENS and names == tokens:
                     continue
-                if axis not in (BATCH, HEADS):
+                if axis not in (BATCH, *(() if name in rows_only else (HEADS,))):
                     raise ValueError(
                         "operands must be sharded by batch rows and heads only, got "
                         f"{name} of type {array}. Use jax.reshard to replicate its other axes."
@@ -148,7 +154,8 @@ class Axes(NamedTuple):
         batch, heads = (found.get(axis, (None, None))[1] for axis in (BATCH, HEADS))
         axes = cls(mesh, batch, heads, tokens)
         for name, array in sharded:
-            if heads is not None and array.ndim > HEADS and array.shape[HEADS] % axes.size(heads):
+            has_heads = array.ndim > HEADS and name not in rows_only
+            if heads is not None and has_heads and array.shape[HEADS] % axes.size(heads):
                 raise ValueError(
                     "the devices over which heads are sharded must divide the KV heads, got "
                     f"{axes.size(heads)} devices along {heads} and {name} of type {array}. Split heads over "
@@ -165,9 +172,13 @@ class Axes(NamedTuple):
         """How an operand or a result with `rank` axes is sharded."""
         return PartitionSpec(*(self.batch, self.tokens, self.heads)[:rank])
 
-    def specs(self, operand: Any, *, shared: bool = False) -> Any:
-        """How the arrays of an operand are sharded."""
-        return jax.tree.map(lambda x: PartitionSpec() if shared else self.spec(jnp.ndim(x)), operand)
+    def specs(self, operand: Any, *, name: str = "", sharing: Sharing = BY_TOKENS) -> Any:
+        """How the arrays of the operand of this name are sharded."""
+
+        def spec(x: Any) -> PartitionSpec:
+            return self.spec(BATCH + 1 if name in sharing.rows_only else jnp.ndim(x))
+
+        return jax.tree.map(lambda x: PartitionSpec() if name in sharing.shared else spec(x), operand)
 
     def run(
         self, operation: Callable[..., Any], sharing: Sharing, operands: Mapping[str, Any], results: Any
@@ -175,7 +186,7 @@ class Axes(NamedTuple):
         """Calls `operation` on shards; `results` say how its results are sharded."""
         arrays = {name: x for name, x in operands.items() if _has_arrays(x)}
         others = tuple((name, x) for name, x in operands.items() if name not in arrays)
-        specs = {name: self.specs(x, shared=name in sharing.shared) for name, x in arrays.items()}
+        specs = {name: self.specs(x, name=name, sharing=sharing) for name, x in arrays.items()}
         leaves, tree = jax.tree.flatten(results)
         return _on_shards(self.place(arrays, specs), operation, others, self, sharing, tuple(leaves), tree)
 
@@ -203,7 +214,7 @@ def _on_shards(
     tree: Any,
 ) -> Any:
     """Calls an operation on shards. A jit, because JAX compiles an eager `shard_map` anew in each call."""
-    specs = {name: axes.specs(x, shared=name in sharing.shared) for name, x in arrays.items()}
+    specs = {name: axes.specs(x, name=name, sharing=sharing) for name, x in arrays.items()}
     run = jax.shard_map(
         lambda shards: operation(**_prepared({**shards, **dict(others)}, sharing)),
         mesh=axes.mesh,

@@ -32,6 +32,8 @@ from nsa_jax.kernels.triton.operations import (
     dense_decode_step,
     gated_sum,
     select_blocks,
+    select_by_index,
+    top_blocks,
     window_attention,
 )
 from nsa_jax.kernels.triton.selected.backward_key import join_items
@@ -48,7 +50,9 @@ __all__ = (
     "gated_sum",
     "native_sparse_attention",
     "select_blocks",
+    "select_by_index",
     "selected_attention",
+    "top_blocks",
     "window_attention",
 )
 

@@ -161,6 +161,14 @@ def load_keys(keys, token):
 
 
 @triton.jit
+def load_chosen_keys(keys, token, inside):
+    """Loads keys one by one, for padded columns: key `token` of each column where `inside`, else 0."""
+    source = keys.b.to(tl.int64) * keys.length + token
+    offset = (source * keys.HEADS + keys.head) * (keys.DIM.D0 + keys.DIM.D1)
+    return load_at(keys.first, offset, inside & (token < keys.length), keys.DIM)
+
+
+@triton.jit
 def load_queries(queries, token):
     """The tile of queries that starts at `token`; 0 where the token or head does not exist."""
     ROWS: tl.constexpr = queries.TOKENS * queries.PADDED_G

@@ -31,7 +31,7 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
-from nsa_jax.kernels.triton.selection import choose_blocks
+from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
 from nsa_jax.remat import SAVED_NAMES
 from nsa_jax.sharding.auto import partitioned
@@ -91,6 +91,27 @@ def select_blocks(
     if lse_cmp is None:
         lse_cmp = _compressed(query, key_cmp, key_cmp, placement, scale)[1]
     return _select(query, key_cmp, lse_cmp, placement, scale)
+
+
+@partial(jax.jit, static_argnames=("scale",))
+def select_by_index(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by the scores of an indexer."""
+    fixed = jax.lax.stop_gradient((query_index, key_index.reshape(key_index.shape[0], -1), weights))
+    blocks = _divisible(choose_by_index, scale=scale)(*fixed, placement)
+    return checkpoint_name(blocks, _BLOCK_INDICES)
+
+
+@jax.jit
+def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by scores that are given."""
+    blocks = _divisible(choose_best)(jax.lax.stop_gradient(scores), placement)
+    return checkpoint_name(blocks, _BLOCK_INDICES)
 
 
 @partial(jax.jit, static_argnames=("scale", "gradients"))

@@ -14,6 +14,7 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST_FLOAT: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LARGEST_INT: tl.constexpr = tl.constexpr(2147483647)  # more than any index, or any score by its bits
 
 

@@ -435,6 +435,54 @@ SELECTION = tuple(
     )
 )
 
+
+class IndexSizes(NamedTuple):
+    """Sizes of the kernel that scores blocks by an indexer, and of the top-n kernel after it.
+
+    Attributes:
+      pairs: (query token, KV head) pairs of a tile, a power of two; fewer where a call has fewer.
+      keys: index keys of a tile, a power of two; at least those of a block.
+      num_warps, num_stages: of the score kernel.
+      key_tiles: most tiles of keys that one program takes, one after the other.
+      best_columns, buffer_bytes: as in `SelectionSizes`.
+    """
+
+    pairs: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    key_tiles: int = 32
+    best_columns: int = 128
+    buffer_bytes: int = 256 * KIB * KIB
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """A tile that is held, the tiles of all stages, and the parts of float32 operands."""
+        keys = max(self.keys, shape.block_columns)
+        held, streamed = (self.pairs, keys) if shape.heads == 1 else (keys, self.pairs)
+        parts = self.pairs + keys if shape.float_bytes == 4 else 0
+        rows = held + self.num_stages * streamed + parts
+        return rows * shape.key_dim * shape.float_bytes + INDEX_CONVERSION_BYTES
+
+
+INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled
+_I = IndexSizes
+INDEX = tuple(
+    Row(Bounds(gpus, float_bytes), sizes, "compiled")
+    for float_bytes in (2, 4)
+    for gpus, sizes in (
+        ((HOPPER,), _I(128, 128, 8, 2)),  # not 3 stages: so two programs share an SM
+        (BEFORE_HOPPER, _I(128, 128, 8, 2)),
+        (ALL, _I(64, 64, 4, 2)),
+        (ALL, _I(32, 64, 4, 2)),
+        (ALL, _I(32, 32, 4, 1)),
+        (ALL, _I(16, 32, 4, 1)),
+    )
+)
+
+# A call whose queries make few tiles cuts the keys of a row into so many groups that there are about
+# INDEX_PROGRAMS programs: 8 for each of 132 SMs.
+INDEX_PROGRAMS = 1024
+
 # --- Gated sum ----------------------------------------------------------------------------------------------
 
 GATED_SUM_ROWS = 32  # rows of a program

@@ -21,6 +21,7 @@ _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerat
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
 _MOST_BLOCK = 128  # tokens of a selection block in a decode step, which are loaded at once
+_MOST_INDEX_BLOCK = 256  # tokens of a selection block whose index keys one tile holds
 _MOST_SELECTED = 256  # a list of blocks is sorted in the registers of one program
 # What a GPU needs: the versions of each package, and why; `nsa_jax.doctor` reads them, too.
 VERSIONS = {
@@ -34,6 +35,11 @@ def unsupported_reason(
     operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot run `operation` on `platform`, or None if they can; see `nsa_jax.dispatch`."""
+    if operation == "block_scores":
+        return (
+            "the Triton kernels need an operation whose gradient they have, got block_scores. Use "
+            "implementation='xla'; select_by_index has kernels."
+        )
     if platform != "cuda":
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if reason := _installation():
@@ -51,7 +57,9 @@ def unsupported_reason(
         )
     if operation == "gated_sum":
         return None
-    dims = sorted({x.shape[-1] for x in floats if len(x.shape) == 4 and x is not _gates(operation, arrays)})
+    if operation == "top_blocks":
+        return None if config is None else _blocks(operation, config)
+    dims = sorted({x.shape[-1] for x in _with_dims(operation, arrays)})
     if unsupported := [dim for dim in dims if not splits(dim)]:
         return (
             "the Triton kernels need key and value dims that are a power of two or the sum of two, of at "
@@ -59,6 +67,8 @@ def unsupported_reason(
         )
     if operation == "dense_decode_step":
         return _step_rows(floats)
+    if operation == "select_by_index":
+        return _index(floats, config)
     if operation == "decode_step":
         return _step(floats, config)
     if reason := _tiles(operation, floats, config):
@@ -135,6 +145,29 @@ def _step_rows(floats: list) -> str | None:
     return None
 
 
+def _index(floats: list, config: NSAConfig | None) -> str | None:
+    """Why an indexer cannot select (index queries and keys); None if it can."""
+    if config is None:
+        return None
+    block = config.selection_block_size
+    if block > _MOST_INDEX_BLOCK:
+        return (
+            f"the Triton kernels need a selection_block_size of at most {_MOST_INDEX_BLOCK} for an indexer, "
+            f"got {block}. Use implementation='xla'."
+        )
+    if floats and len(floats[0].shape) == 5:
+        query = floats[0]
+        columns = max(1 << (block - 1).bit_length(), 32)
+        width = 8 if query.dtype.itemsize == 4 else 2  # with the parts of float32 operands
+        if (columns + 32) * query.shape[-1] * width > SHARED_BYTES[gpu.target()]:
+            return (
+                "the Triton kernels need the index keys of a selection block to fit into shared memory, got "
+                f"{block} keys of dim {query.shape[-1]} in {query.dtype.name}. Cast the arrays, or use "
+                "implementation='xla'."
+            )
+    return _blocks("select_by_index", config)
+
+
 def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:
     """Why even the smallest tiles do not fit: many heads, wide rows, float32, small GPUs; else None."""
     if len(floats) < 2 or len(floats[0].shape) != 4:
@@ -168,8 +201,15 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
     return None
 
 
-def _gates(operation: str, arrays: tuple) -> object:
-    return arrays[7] if operation == "native_sparse_attention" and len(arrays) > 7 else None
+def _with_dims(operation: str, arrays: tuple) -> list:
+    """The arrays whose last axis is a key or value dim."""
+    if operation == "select_by_index":
+        return list(arrays[:2])
+    gates = 7 if operation == "native_sparse_attention" else len(arrays)
+    floats = [
+        x for i, x in enumerate(arrays) if i != gates and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    ]
+    return [x for x in floats if len(x.shape) == 4]
 
 
 def _blocks(operation: str, config: NSAConfig) -> str | None:

@@ -3,21 +3,27 @@
 from nsa_jax.kernels.xla.decode import decode_step
 from nsa_jax.kernels.xla.dense_decode import dense_decode_step
 from nsa_jax.kernels.xla.operations import (
+    block_scores,
     compressed_attention,
     gated_sum,
     native_sparse_attention,
     select_blocks,
+    select_by_index,
     selected_attention,
+    top_blocks,
     window_attention,
 )
 
 __all__ = [
+    "block_scores",
     "compressed_attention",
     "decode_step",
     "dense_decode_step",
     "gated_sum",
     "native_sparse_attention",
     "select_blocks",
+    "select_by_index",
     "selected_attention",
+    "top_blocks",
     "window_attention",
 ]

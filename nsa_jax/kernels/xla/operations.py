@@ -13,10 +13,11 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.kernels.xla import chunks as cutting
 from nsa_jax.kernels.xla.chunks import ChunkPlaces
+from nsa_jax.kernels.xla.index_scores import ScorePlan, padded_keys, scores_of_blocks, scores_of_chunk
 from nsa_jax.kernels.xla.masked import accumulator
 from nsa_jax.kernels.xla.range_attention import BranchName, Plan, attend_all, attend_branch
 from nsa_jax.kernels.xla.selected import NO_BLOCK, BlockLists, ItemSizes, block_attention
-from nsa_jax.kernels.xla.selection import choose_blocks
+from nsa_jax.kernels.xla.selection import best_of_any, choose_blocks
 from nsa_jax.kernels.xla.sizes import DEFAULT, Sizes
 from nsa_jax.layout import Placement
 
@@ -76,6 +77,61 @@ def select_blocks(
         ChunkPlaces.of(placement, tokens),
     )
     return cutting.join_tokens(cutting.over_chunks(choose_chunk, inputs), num_queries)
+
+
+@partial(jax.jit, static_argnames=("scale", "sizes"))
+def block_scores(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+    *,
+    sizes: Sizes = DEFAULT,
+) -> Float[Array, "B T K M"]:
+    """The scores that an indexer gives to the blocks."""
+    plan = ScorePlan.of(query_index, key_index.shape[1], placement.config, scale, sizes)
+    return scores_of_blocks(query_index, key_index, weights, placement, plan)
+
+
+@partial(jax.jit, static_argnames=("scale", "sizes"))
+def select_by_index(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+    *,
+    sizes: Sizes = DEFAULT,
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by the scores of an indexer."""
+    plan = ScorePlan.of(query_index, key_index.shape[1], placement.config, scale, sizes)
+    keys = padded_keys(key_index, plan)
+
+    def choose_chunk(inputs):
+        query, weights, places = inputs
+        here = places.placement(placement, plan.tokens)
+        scores = scores_of_chunk(query, keys, weights, here, plan)
+        return best_of_any(scores, here.position, here.config)
+
+    arrays = jax.tree.map(lambda x: cutting.split_tokens(x, plan.tokens), (query_index, weights))
+    chosen = cutting.over_chunks(choose_chunk, (*arrays, ChunkPlaces.of(placement, plan.tokens)))
+    return cutting.join_tokens(chosen, query_index.shape[1])
+
+
+@partial(jax.jit, static_argnames=("sizes",))
+def top_blocks(
+    scores: Float[Array, "B T K M"], placement: Placement, *, sizes: Sizes = DEFAULT
+) -> Int32[Array, "B T K R"]:
+    """The blocks that each query attends, by scores that are given."""
+    tokens = min(sizes.query_chunk, scores.shape[1])
+
+    def choose_chunk(inputs):
+        scores, position = inputs
+        return best_of_any(scores, position, placement.config)
+
+    arrays = cutting.split_tokens(scores, tokens), cutting.split_tokens(placement.position, tokens, fill=-1)
+    return cutting.join_tokens(cutting.over_chunks(choose_chunk, arrays), scores.shape[1])
 
 
 @partial(jax.jit, static_argnames=("scale", "sizes"))

@@ -1,4 +1,4 @@
-"""Scores the selection blocks and chooses the best of them (Eq. 8-11), for one chunk of queries."""
+"""Scores the selection blocks by importance and chooses the best (Eq. 8-11), for one chunk of queries."""
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,18 @@ def choose_blocks(
     return _best(scores, here.position[:, None, :, None], config).swapaxes(1, 2)
 
 
+def best_of_any(
+    scores: Float[Array, "B T K M"], position: Int32[Array, "B T"], config: NSAConfig
+) -> Int32[Array, "B T K R"]:
+    """The best blocks by scores that may be negative, infinite or NaN."""
+    if scores.dtype.itemsize < 4:
+        scores = scores.astype(jnp.float32)
+    most = jnp.finfo(scores.dtype).max
+    finite = jnp.clip(jnp.where(jnp.isnan(scores), -most, scores), -most, most)
+    finite = jnp.where(finite == 0, 0, finite)  # `top_k` ranks -0 below 0
+    return _best(finite, position[:, :, None, None], config)
+
+
 def _collect(
     probabilities: Float[Array, "B K T C"], num_blocks: int, config: NSAConfig
 ) -> Float[Array, "B K T M"]:
@@ -79,7 +91,9 @@ def _collect(
     return sum(parts, start=jnp.zeros((), padded.dtype))
 
 
-def _best(scores: Float[Array, "B K T M"], position: Array, config: NSAConfig) -> Int32[Array, "B K T R"]:
+def _best(
+    scores: Float[Array, "B #K #T M"], position: Int32[Array, "B #K #T 1"], config: NSAConfig
+) -> Int32[Array, "B #K #T R"]:
     """The forced blocks and those with the best scores, ascending, then -1. Ties go to the lower index."""
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None, None]
     candidate = block * config.selection_block_size <= position

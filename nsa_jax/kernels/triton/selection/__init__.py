@@ -1,6 +1,10 @@
-"""Block selection (Eq. 8-11): scores the blocks for a chunk of queries, then takes the best of each query."""
+"""Block selection (Eq. 8-11): scores the blocks for a chunk of queries, then takes the best of each query.
 
-from typing import NamedTuple
+Blocks are scored by importance or by an indexer, or the scores are given.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +12,28 @@ import jax.numpy as jnp
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton.dims import padded_heads as power_of_two
 from nsa_jax.kernels.triton.dims import split_dim
-from nsa_jax.kernels.triton.gpu import has_tma, shape_of
+from nsa_jax.kernels.triton.gpu import has_tma, shape_of, target
 from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton.loading import key_tiles
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.selection.importance import importance_kernel
-from nsa_jax.kernels.triton.sizes import SELECTION, SelectionSizes, choose_sizes
+from nsa_jax.kernels.triton.selection.index_scores import index_scores_kernel
+from nsa_jax.kernels.triton.sizes import (
+    INDEX,
+    INDEX_PROGRAMS,
+    SELECTION,
+    IndexSizes,
+    SelectionSizes,
+    Shape,
+    choose_sizes,
+)
 from nsa_jax.layout import Placement
+
+type Common = dict[str, Any]  # what the kernels of a chunk are told alike
+type Score = Callable[[Int32[Array, "1"], Common], Float[Array, "B K T M"]]  # the scores of a chunk
 
 
 class _Chunks(NamedTuple):
@@ -42,20 +59,91 @@ def choose_blocks(
     Only the scores of one chunk are in memory at a time. `sizes` are chosen by shape if None.
     """
     assert placement.first_keys.cmp.known == 0, "the selection sees the compressed keys of whole rows"
-    batch, num_queries = query.shape[:2]
-    num_compressed, num_kv_heads, _ = key_cmp.shape[1:]
-    config = placement.config
+    config, (num_compressed, num_kv_heads) = placement.config, key_cmp.shape[1:3]
     if sizes is None:
         shape = shape_of(query, key_cmp, block_columns=2 * _padded_strides(config))
         sizes = choose_sizes(SELECTION, shape)
     num_blocks = max(layout.max_selection_blocks(num_compressed, config), 1)
-    forced = config.num_initial_blocks + config.num_local_blocks
-    all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
-    row = -(-num_blocks // 32) * 32
-    chunks = _split(batch, num_queries, num_kv_heads, 0 if all_forced else row * 4, sizes)
 
     # Tokens of a head are contiguous, as programs load them. Rows that see nothing get inf: exp2(-inf) = 0.
     normalisers = jnp.where(lse_cmp == -jnp.inf, jnp.inf, lse_cmp * LOG2_E.value).swapaxes(1, 2)
+
+    def score(chunk: Int32[Array, "1"], common: Common) -> Float[Array, "B K T M"]:
+        return _score(query, key_cmp, normalisers, placement, chunk, scale, sizes, common)
+
+    return _in_chunks(score, placement, num_kv_heads, num_blocks, sizes, sizes.tokens, SIGNED=False)
+
+
+def choose_by_index(
+    query: Float[Array, "B T K J E"],
+    keys: Float[Array, "B SE"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+    *,
+    sizes: IndexSizes | None = None,
+) -> Int32[Array, "B T K R"]:
+    """The same by an indexer. `keys` are `[B, S, E]` in two axes, so that none of them is one of heads."""
+    assert placement.first_keys.slc.known == 0, "the selection sees the index keys of whole rows"
+    num_kv_heads, heads, dim = query.shape[2:]
+    config = placement.config
+    keys = keys.reshape(keys.shape[0], -1, 1, dim)
+    if sizes is None:
+        block = power_of_two(config.selection_block_size)
+        shape = Shape(target(), query.dtype.itemsize, heads, dim, dim, block_columns=block)
+        sizes = choose_sizes(INDEX, shape)
+    num_blocks = layout.num_selection_blocks(keys.shape[1], config)
+
+    def score(chunk: Int32[Array, "1"], common: Common) -> Float[Array, "B K T M"]:
+        return _score_by_index(query, keys, weights, placement, chunk, scale, sizes, common, num_blocks)
+
+    tokens = max(sizes.pairs // num_kv_heads, 1)
+    return _in_chunks(score, placement, num_kv_heads, num_blocks, sizes, tokens, SIGNED=True)
+
+
+def choose_best(
+    scores: Float[Array, "B T K M"], placement: Placement, *, sizes: SelectionSizes | None = None
+) -> Int32[Array, "B T K R"]:
+    """The same by scores that are given."""
+    batch, num_queries, num_kv_heads, num_blocks = scores.shape
+    if sizes is None:
+        sizes = SelectionSizes()
+    padded = jnp.pad(scores.astype(jnp.float32), ((0, 0),) * 3 + ((0, _row(num_blocks) - num_blocks),))
+    by_head = padded.swapaxes(1, 2)
+
+    def score(chunk: Int32[Array, "1"], common: Common) -> Float[Array, "B K T M"]:
+        rows, tokens, per_row = (common[f"CHUNK{x}"] for x in ("_ROWS", "_TOKENS", "S_PER_ROW"))
+        batch_row, token = chunk[0] // per_row * rows, chunk[0] % per_row * tokens
+        ends = -batch % rows, -num_queries % tokens
+        whole = jnp.pad(by_head, ((0, ends[0]), (0, 0), (0, ends[1]), (0, 0)))
+        return jax.lax.dynamic_slice(
+            whole, (batch_row, 0, token, 0), (rows, num_kv_heads, tokens, by_head.shape[3])
+        )
+
+    return _in_chunks(score, placement, num_kv_heads, num_blocks, sizes, sizes.tokens, SIGNED=True)
+
+
+def _row(num_blocks: int) -> int:
+    """Length of a query's row of scores."""
+    return -(-num_blocks // 32) * 32
+
+
+def _in_chunks(
+    score: Score,
+    placement: Placement,
+    num_kv_heads: int,
+    num_blocks: int,
+    sizes: SelectionSizes | IndexSizes,
+    tile_tokens: int,
+    **constants: Any,
+) -> Int32[Array, "B T K R"]:
+    """Scores the blocks of one chunk of queries after the other, and takes the best of each."""
+    config, (batch, num_queries) = placement.config, placement.position.shape
+    forced = config.num_initial_blocks + config.num_local_blocks
+    all_forced = num_blocks <= config.num_selected_blocks or config.num_selected_blocks == forced
+    row = _row(num_blocks)
+    bytes_per_query = 0 if all_forced else row * 4
+    chunks = _split(batch, num_queries, num_kv_heads, bytes_per_query, sizes.buffer_bytes, tile_tokens)
 
     def choose_chunk(chunk: Int32[Array, "1"]) -> Int32[Array, "B T K R"]:
         common = dict(
@@ -64,10 +152,9 @@ def choose_blocks(
             KV_HEADS=num_kv_heads, BLOCK=config.selection_block_size,
             SELECTED=config.num_selected_blocks, LOCAL=config.num_local_blocks, ROW=row,
         )  # fmt: skip
-        scores = None
-        if not all_forced:
-            scores = _score(query, key_cmp, normalisers, placement, chunk, scale, sizes, common)
-        return _choose(scores, placement.position, chunk, num_blocks, config, sizes, common)
+        scores = None if all_forced else score(chunk, common)
+        of_best = common | constants
+        return _choose(scores, placement.position, chunk, num_blocks, config, sizes.best_columns, of_best)
 
     numbers = jnp.arange(chunks.number, dtype=jnp.int32)[:, None]
     chosen = choose_chunk(numbers[0]) if chunks.number == 1 else jax.lax.map(choose_chunk, numbers)
@@ -82,17 +169,17 @@ def _padded_strides(config: NSAConfig) -> int:
 
 
 def _split(
-    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, sizes: SelectionSizes
+    batch: int, num_queries: int, num_kv_heads: int, bytes_per_query: int, buffer_bytes: int, tile_tokens: int
 ) -> _Chunks:
     """Chunks of whole batch rows if at least one fits, else nearly equal pieces of a row, in whole tiles."""
-    room = max(sizes.buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
+    room = max(buffer_bytes // max(num_kv_heads * bytes_per_query, 1), 1)
     most_rows = min(room // num_queries, MOST_PROGRAMS_Y // num_kv_heads)
     if most_rows >= 1:
         number = -(-batch // most_rows)
         return _Chunks(-(-batch // number), num_queries, 1, number)
-    tokens = max(room // sizes.tokens, 1) * sizes.tokens
+    tokens = max(room // tile_tokens, 1) * tile_tokens
     per_row = -(-num_queries // tokens)
-    tokens = -(-num_queries // (per_row * sizes.tokens)) * sizes.tokens
+    tokens = -(-num_queries // (per_row * tile_tokens)) * tile_tokens
     return _Chunks(1, tokens, per_row, per_row * batch)
 
 
@@ -125,12 +212,43 @@ def _score(
     )  # fmt: skip
 
 
-def _choose(scores, position, chunk, num_blocks, config, sizes, common) -> Int32[Array, "B T K R"]:
+def _score_by_index(
+    query, keys, weights, placement: Placement, chunk, scale, sizes: IndexSizes, common, num_blocks: int
+) -> Float[Array, "B K T M"]:
+    batch, num_queries, num_kv_heads, heads, dim = query.shape
+    first, second = split_dim(dim)
+    block = placement.config.selection_block_size
+    padded = power_of_two(block)
+    columns = max(sizes.keys, padded)
+    shape = (common["CHUNK_ROWS"], num_kv_heads, common["CHUNK_TOKENS"], common["ROW"])
+    pairs = min(sizes.pairs, max(power_of_two(shape[2] * num_kv_heads), 16))
+    tiles = -(-shape[2] * num_kv_heads // pairs)
+    # No query needs the scores of the last local blocks, so no program starts there.
+    key_tiles_of_row = -(-max(num_blocks - placement.config.num_local_blocks, 1) // (columns // padded))
+    each = min(max(key_tiles_of_row * tiles * shape[0] // INDEX_PROGRAMS, 1), sizes.key_tiles)
+    key_programs = -(-key_tiles_of_row // each)
+    tma = has_tma() and padded == block  # else keys are loaded one by one
+    rows = query.reshape(batch, num_queries * num_kv_heads, heads, dim)
+    return launch(
+        index_scores_kernel,
+        *key_tiles(rows, pairs, tma), *key_tiles(keys, columns, tma), weights,
+        placement.position, placement.selection_start() if placement.packed else None, chunk,
+        out=jax.ShapeDtypeStruct(shape, jnp.float32), grid=(tiles * key_programs, shape[0]),
+        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
+        num_keys=keys.shape[1], scale=abs(scale), HEADS=heads, E0=first, E1=second, PAIRS=pairs,
+        COLUMNS=columns, PADDED=padded, TILES_EACH=each, KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0,
+        PRECISION=precision(query.dtype), TMA=tma, **common,
+    )  # fmt: skip
+
+
+def _choose(
+    scores, position, chunk, num_blocks, config: NSAConfig, best_columns: int, common
+) -> Int32[Array, "B T K R"]:
     shape = (common["CHUNK_ROWS"], common["CHUNK_TOKENS"], common["KV_HEADS"], config.num_selected_blocks)
     return launch(
         best_blocks_kernel, scores, position, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.int32), grid=(shape[1], shape[0] * shape[2]), num_warps=1,
         num_stages=1, num_blocks=num_blocks, INITIAL=config.num_initial_blocks,
-        COLUMNS=min(1 << (num_blocks - 1).bit_length(), sizes.best_columns),
+        COLUMNS=min(1 << (num_blocks - 1).bit_length(), best_columns),
         SLOTS=max(1 << (config.num_selected_blocks - 1).bit_length(), 32), **common,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The best blocks of every query (Eq. 11), exact: the top-n kernel of the block selection.
+"""The best blocks of every query (Eq. 11), exact: the top-n kernel of every block selection.
 
 grid = (tokens of the chunk, batch rows of the chunk times K), one warp a program. A program reads its row of
 scores in pieces of `COLUMNS` and keeps the best blocks so far in registers. While the piece's largest score
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import LARGEST_INT
+from nsa_jax.kernels.triton.pieces import LARGEST_FLOAT, LARGEST_INT
 
 
 @triton.jit(repr=named("nsa_best_blocks"))
@@ -25,11 +25,13 @@ def best_blocks_kernel(
     CHUNKS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     SELECTED: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    ROW: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
+    ROW: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks `[CHUNK_ROWS, CHUNK_TOKENS, K, SELECTED]` of the chunk, from `scores` of `importance_kernel`.
+    """Blocks `[CHUNK_ROWS, CHUNK_TOKENS, K, SELECTED]` of the chunk, from its scores.
 
     `scores` is None where all chosen blocks are forced or all blocks fit: then only the position matters.
+    Scores are those of `importance_kernel`, from 0 up, where NaN counts as 0; or `SIGNED`, where NaN counts
+    as `-inf`, and infinite scores as the largest finite numbers.
     """
     number = tl.load(chunk)
     row_of_chunk = tl.program_id(1) // KV_HEADS
@@ -53,16 +55,22 @@ def best_blocks_kernel(
     block = tl.where(fit, tl.where(slot < count, slot, free), block)
     if scores is not None:
         # Scores are compared by their bits, which order floats from 0 up: a warp reduces integers in one
-        # instruction. Replaceable slots hold -1, below any score; fixed slots hold LARGEST_INT.
-        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), -1, LARGEST_INT)
+        # instruction. Replaceable slots hold NONE, below any score; fixed slots hold LARGEST_INT.
+        NONE: tl.constexpr = -LARGEST_INT if SIGNED else -1
+        kept = tl.where((slot >= forced) & (slot < SELECTED) & (not fit), NONE, LARGEST_INT)
         source = scores + (tl.program_id(1).to(tl.int64) * CHUNK_TOKENS + in_chunk) * ROW
         column = tl.arange(0, COLUMNS)
         for first in range(0, tl.where(fit, 0, local_start), COLUMNS):
             j = first + column
             near = j // 4 * 4 < local_start  # the same for 4 neighbours, so that loads stay 16 bytes wide
             score = tl.load(source + j, mask=near, other=0.0)
-            score = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)  # NaN counts as 0
-            score = tl.where((j >= initial) & (j < local_start), score, -1)
+            if SIGNED:
+                score = tl.minimum(tl.maximum(score, -LARGEST_FLOAT), LARGEST_FLOAT)
+                bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 counts as 0
+                score = tl.where(bits < 0, bits ^ LARGEST_INT, bits)  # the more, the less the others
+            else:
+                score = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)  # NaN counts as 0
+            score = tl.where((j >= initial) & (j < local_start), score, NONE)
             largest = tl.max(score, 0)
             worst = tl.min(kept, 0)
             while largest > worst:
@@ -71,7 +79,7 @@ def best_blocks_kernel(
                 given = order == tl.max(order, 0)
                 kept = tl.where(given, largest, kept)
                 block = tl.where(given, first + where, block)
-                score = tl.where(column == where, -1, score)
+                score = tl.where(column == where, NONE, score)
                 largest = tl.max(score, 0)
                 worst = tl.min(kept, 0)
     ascending = tl.sort(tl.where(block >= 0, block, LARGEST_INT))

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.loading import Keys, load_at, load_keys
+from nsa_jax.kernels.triton.loading import Keys, load_chosen_keys, load_keys
 from nsa_jax.kernels.triton.pieces import LARGEST_INT, LOG2_E, Dim, inner
 
 
@@ -90,14 +90,6 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _load_columns(keys, token, inside):
-    """Loads keys one by one, for padded columns: key `token` of each column where `inside`, else 0."""
-    source = keys.b.to(tl.int64) * keys.length + token
-    offset = (source * keys.HEADS + keys.head) * (keys.DIM.D0 + keys.DIM.D1)
-    return load_at(keys.first, offset, inside & (token < keys.length), keys.DIM)
-
-
-@triton.jit
 def _score_sequence(
     heads, keys, tokens, start, here, first_tile, scale,
     blocks, TILES_EACH: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,7 +121,7 @@ def _score_sequence(
         else:
             local = (first_block + column // blocks.PADDED) * OWN + column % blocks.PADDED
             inside = (local >= 0) & (column % blocks.PADDED < OWN)
-            k = _load_columns(keys, start + local, inside)
+            k = load_chosen_keys(keys, start + local, inside)
         total = tl.zeros([TOKENS, blocks.COLUMNS], tl.float32)
         for head in range(heads.G):
             n = keys.head * heads.G + head

@@ -1,0 +1,202 @@
+"""Scores of the selection blocks by an indexer: the largest score of the tokens of each block.
+
+grid = (tiles of pairs of the chunk times groups of key tiles, batch rows of the chunk). A pair is a query
+token with a KV head. All KV heads share the index keys, so a tile of `PAIRS` neighbouring pairs needs each
+tile of keys once. Groups change fastest. With few queries, as in a decode step, groups are short, so that
+enough programs share the keys of a row.
+
+Loop order: key tiles of the group outside, index heads inside. With one head (MSA) the tile of queries is
+held, and tiles of keys stream in, `num_stages` in flight. With several, the keys of a tile are held and the
+queries of each head stream in. Maxima over the tokens of a block are taken in registers, so `PAIRS x BLOCKS`
+floats leave for `PAIRS x COLUMNS` products. Shared memory: a tile of one kind, `num_stages` of the other.
+
+No token is masked. A block with a score of its own ends before the query (later blocks are local, and always
+selected), so all of its tokens are visible, and what is scored beyond is never read. Blocks whose length is
+no power of two take `PADDED` columns, loaded row by row. A tile with pairs of several sequences makes one
+pass for each. Skipped are queries whose blocks all fit, and key tiles whose blocks are local or later for
+all pairs of the tile. Memory: the scores of one chunk.
+
+Floor at 64k tokens, 4 KV heads, one index head, E = 128: 2.2 TFLOP, 3.4 ms at 650 TFLOP/s; 8.6 G maxima, 0.6
+ms at 64 a clock and SM; keys from L2, 17 GB with 128 pairs a tile, some 3 ms, beside the products.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.kernels.triton.launch import named
+from nsa_jax.kernels.triton.loading import Keys, load_chosen_keys, load_keys
+from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, inner
+
+
+class IndexBlocks(NamedTuple):
+    """How tiles of keys are cut into blocks.
+
+    Attributes:
+      BLOCK: tokens of a selection block.
+      LOCAL: selection blocks that are always taken: the query's own and those just before it.
+      COLUMNS: keys of a tile, with what pads them.
+      PADDED: columns of a selection block.
+    """
+
+    BLOCK: tl.constexpr
+    LOCAL: tl.constexpr
+    COLUMNS: tl.constexpr
+    PADDED: tl.constexpr
+
+
+class Pairs(NamedTuple):
+    """A tile of neighbouring (token, KV head) pairs of one row, and where their scores go.
+
+    Attributes:
+      first: the first pair of the tile, counted from the row's first.
+      exists: whether there is such a pair.
+      current: selection block of each pair's token, -1 where it sees nothing.
+      target: offset of each pair's row of scores.
+      length: pairs of the row.
+      PAIRS: pairs of a tile.
+      ROW: length of a pair's row of scores.
+    """
+
+    first: tl.tensor
+    exists: tl.tensor
+    current: tl.tensor
+    target: tl.tensor
+    length: tl.tensor
+    PAIRS: tl.constexpr
+    ROW: tl.constexpr
+
+
+class IndexQueries(NamedTuple):
+    """Queries of an indexer, `[B, T K, J, E]`, and the weights of its heads.
+
+    Attributes:
+      first, second: where tiles of queries of one head come from, see `Keys`.
+      weights: weights `[B, T K, J]`, or None.
+      b: row of the batch.
+      HEADS: J.
+      DIM: `Dim` of a query.
+      NEGATIVE: whether the scale is, so that the smallest product is the best.
+      PRECISION, TMA: as everywhere.
+    """
+
+    first: tl.tensor
+    second: tl.tensor | None
+    weights: tl.tensor | None
+    b: tl.tensor
+    HEADS: tl.constexpr
+    DIM: tl.constexpr
+    NEGATIVE: tl.constexpr
+    PRECISION: tl.constexpr
+    TMA: tl.constexpr
+
+
+@triton.jit
+def _load_head(queries, pairs, head):
+    """The tile of queries of one index head."""
+    source: tl.constexpr = Keys(
+        queries.first, queries.second, queries.b, head, pairs.length, queries.HEADS, pairs.PAIRS, queries.DIM,
+        queries.TMA,
+    )  # fmt: skip
+    return load_keys(source, pairs.first)
+
+
+@triton.jit
+def _part(queries, pairs, head, q, k):
+    """What one index head gives each token: its product with the query or, with weights, its summand."""
+    part = inner(q, k, queries.PRECISION)
+    if queries.NEGATIVE:
+        part = -part
+    if queries.weights is not None:
+        pair = queries.b.to(tl.int64) * pairs.length + pairs.first + tl.arange(0, pairs.PAIRS)
+        weight = tl.load(queries.weights + pair * queries.HEADS + head, mask=pairs.exists, other=0.0)
+        relu = tl.maximum(part, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        part = weight.to(tl.float32)[:, None] * relu
+    return part
+
+
+@triton.jit
+def _score_index_sequence(
+    queries, keys, pairs, start, here, first_tile, scores, scale, blocks, TILES_EACH: tl.constexpr
+):
+    """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
+    BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
+    column = tl.arange(0, blocks.COLUMNS)
+    of_block = tl.arange(0, BLOCKS)
+    NOTHING: tl.constexpr = float("-inf") if queries.weights is None else 0.0
+    highest = tl.max(tl.where(here, pairs.current, -1), 0) - blocks.LOCAL
+    last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
+    if first_tile < last_tile:
+        if queries.HEADS == 1:
+            q = _load_head(queries, pairs, 0)
+        for tile in range(first_tile, last_tile):
+            if blocks.PADDED == blocks.BLOCK:
+                k = load_keys(keys, start + tile * blocks.COLUMNS)
+            else:
+                local = (tile * BLOCKS + column // blocks.PADDED) * blocks.BLOCK + column % blocks.PADDED
+                k = load_chosen_keys(keys, start + local, column % blocks.PADDED < blocks.BLOCK)
+            if queries.HEADS == 1:
+                total = _part(queries, pairs, 0, q, k)
+            else:
+                total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
+                for head in range(queries.HEADS):
+                    part = _part(queries, pairs, head, _load_head(queries, pairs, head), k)
+                    total = tl.maximum(total, part) if queries.weights is None else total + part
+            if blocks.PADDED != blocks.BLOCK:
+                total = tl.where((column % blocks.PADDED < blocks.BLOCK)[None, :], total, float("-inf"))
+            # The maximum drops NaN, unless all are; then the top-n kernel takes it for the lowest score.
+            best = tl.max(total.reshape(pairs.PAIRS, BLOCKS, blocks.PADDED), 2) * scale
+            block = tile * BLOCKS + of_block
+            kept = here[:, None] & (block < pairs.ROW)[None, :]
+            tl.store(scores + pairs.target[:, None] + block[None, :], best, mask=kept)
+
+
+@triton.jit(repr=named("nsa_index_scores"))
+def index_scores_kernel(
+    queries0, queries1, keys0, keys1, weights, position, sequence_start, chunk, scores,
+    batch, num_queries, num_keys, scale,
+    CHUNKS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    BLOCK: tl.constexpr, SELECTED: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
+    KEY_PROGRAMS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk, times `scale`, which is not negative.
+
+    Queries and keys come from `key_tiles`; `sequence_start` is None where rows are not packed.
+    """
+    DIM: tl.constexpr = Dim(E0, E1)
+    blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED)
+    number = tl.load(chunk)
+    row_of_chunk = tl.program_id(1)
+    b = (number // CHUNKS_PER_ROW) * CHUNK_ROWS + row_of_chunk
+    tile = tl.program_id(0) // KEY_PROGRAMS
+    first_tile = (tl.program_id(0) % KEY_PROGRAMS) * TILES_EACH
+    first_token = (number % CHUNKS_PER_ROW) * CHUNK_TOKENS
+
+    pair = tile * PAIRS + tl.arange(0, PAIRS)  # of the chunk
+    in_chunk = pair // KV_HEADS
+    token = first_token + in_chunk
+    exists = (in_chunk < CHUNK_TOKENS) & (token < num_queries) & (b < batch)
+    place = b.to(tl.int64) * num_queries + token
+    at = tl.load(position + place, mask=exists, other=-1)
+    current = tl.where(at >= 0, at // BLOCK, -1)
+    scored = current >= SELECTED
+    row = (row_of_chunk * KV_HEADS + pair % KV_HEADS).to(tl.int64)
+    target = (row * CHUNK_TOKENS + in_chunk) * ROW
+    pairs: tl.constexpr = Pairs(
+        first_token * KV_HEADS + tile * PAIRS, exists, current, target, num_queries * KV_HEADS, PAIRS, ROW
+    )
+    queries: tl.constexpr = IndexQueries(queries0, queries1, weights, b, HEADS, DIM, NEGATIVE, PRECISION, TMA)
+    keys: tl.constexpr = Keys(keys0, keys1, b, 0, num_keys, 1, COLUMNS, DIM, TMA)
+    if sequence_start is None:
+        _score_index_sequence(queries, keys, pairs, 0, scored, first_tile, scores, scale, blocks, TILES_EACH)
+    else:
+        begin = tl.where(scored, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
+        start = tl.min(begin, 0)
+        while start < LARGEST_INT:
+            _score_index_sequence(
+                queries, keys, pairs, start, begin == start, first_tile, scores, scale, blocks, TILES_EACH
+            )
+            start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)

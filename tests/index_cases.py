@@ -1,0 +1,88 @@
+"""Operands of an indexer for the cases of the suite, and what loops over single tokens make of them."""
+
+import math
+from typing import NamedTuple
+
+import brute_force
+import numpy as np
+from cases import Case
+
+
+class Indexed(NamedTuple):
+    """The float arrays of `select_by_index`."""
+
+    query: np.ndarray  # [B, T, K, J, E]
+    key: np.ndarray  # [B, S, E]
+    weights: np.ndarray | None  # [B, T, K, J]
+
+
+def draw(case: Case, *, heads: int = 1, dim: int = 8, weighted: bool = False) -> Indexed:
+    """Standard normal operands in float64; weights of both signs."""
+    rng = case.generator(f"index {heads} {dim}")
+    batch, queries = case.query_positions.shape
+    rows = (batch, queries, case.num_kv_heads, heads)
+    return Indexed(
+        rng.standard_normal((*rows, dim)),
+        rng.standard_normal((batch, case.num_keys, dim)),
+        rng.standard_normal(rows) if weighted else None,
+    )
+
+
+def token_score(query, key, weights, scale) -> tuple[float, list[float]]:
+    """The score of one token, and the scaled product of each index head."""
+    products = [float(scale * (head @ key)) for head in query]
+    if weights is None:
+        score = max(-math.inf if math.isnan(x) else x for x in products)
+    else:
+        score = sum(w * (x if math.isnan(x) else max(x, 0.0)) for w, x in zip(weights, products, strict=True))
+    return (-math.inf if math.isnan(score) else score), products
+
+
+class Loops(NamedTuple):
+    """What the loops give; `gradients` of query, key and weights, if there is a cotangent."""
+
+    scores: np.ndarray
+    blocks: np.ndarray
+    gradients: tuple[np.ndarray | None, ...]
+
+
+def by_loops(case: Case, given: Indexed, cotangent: np.ndarray | None = None) -> Loops:
+    """Scores, selection and gradients, one query, block and token at a time."""
+    query, key, weights = given
+    scale = query.shape[-1] ** -0.5 if case.scale is None else case.scale
+    rows, size = query.shape[:3], case.config.selection_block_size
+    scores = np.full((*rows, -(-case.num_keys // size)), -math.inf)
+    found = tuple(None if x is None else np.zeros_like(x) for x in given)
+    for b, t, k in np.ndindex(rows):
+        seen = brute_force.sight(case, b, int(case.query_positions[b, t])).blocks
+        own = query[b, t, k], None if weights is None else weights[b, t, k]
+        for j, tokens in enumerate(seen):
+            each = [token_score(own[0], key[b, s], own[1], scale) for s in tokens]
+            best = max(score for score, _ in each)
+            scores[b, t, k, j] = best
+            if cotangent is None or not math.isfinite(best):
+                continue
+            place = next(i for i, (score, _) in enumerate(each) if score == best)
+            given_here, products = cotangent[b, t, k, j], each[place][1]
+            for head, product in enumerate(products):
+                if weights is None and head != products.index(best):
+                    continue
+                factor = given_here * scale
+                if weights is not None:
+                    found[2][b, t, k, head] += given_here * max(product, 0)
+                    factor *= own[1][head] * (product > 0)
+                found[0][b, t, k, head] += factor * key[b, tokens[place]]
+                found[1][b, tokens[place]] += factor * own[0][head]
+    return Loops(scores, best_of(case, scores), found)
+
+
+def best_of(case: Case, scores: np.ndarray) -> np.ndarray:
+    """The best blocks by given scores; NaN is the lowest, and infinity the largest finite number."""
+    most = np.finfo(scores.dtype).max
+    scores = np.clip(np.where(np.isnan(scores), -most, scores), -most, most)
+    blocks = np.full((*scores.shape[:3], case.config.num_selected_blocks), -1)
+    for b, t, k in np.ndindex(scores.shape[:3]):
+        seen = brute_force.sight(case, b, int(case.query_positions[b, t])).blocks
+        chosen = brute_force.best_blocks(case.config, scores[b, t, k], len(seen))
+        blocks[b, t, k, : len(chosen)] = chosen
+    return blocks

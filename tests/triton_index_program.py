@@ -1,0 +1,171 @@
+"""Selection by an indexer, and by given scores: the Triton kernels in the interpreter, against loops.
+
+Run it as a program: `python tests/triton_index_program.py [check ...]`.
+"""
+
+from triton_interpreter import interpreted  # isort: skip
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+
+import cases
+import index_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from index_cases import Indexed
+
+from nsa_jax import attention
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import selection
+from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
+from nsa_jax.layout import place
+
+SMALL = IndexSizes(32, 32, 4, 2)
+SMALL_CHUNKS = SMALL._replace(buffer_bytes=1, key_tiles=1)
+STREAMED = IndexSizes(16, 16, 4, 2, key_tiles=2, best_columns=4)
+FREE = NSAConfig(
+    compression_block_size=4, compression_stride=2, selection_block_size=8, num_selected_blocks=5,
+    window_size=4, num_initial_blocks=0, num_local_blocks=1,
+)  # fmt: skip
+FORCED = dataclasses.replace(FREE, num_initial_blocks=1, num_local_blocks=2)
+ODD_BLOCKS = dataclasses.replace(FREE, selection_block_size=6)
+
+
+def _plain(name: str, config: NSAConfig = FREE, **changes) -> cases.Case:
+    values = dict(batch=1, num_keys=99, num_queries=19, num_heads=2, num_kv_heads=2, config=config)
+    return cases.Case(name=name, **(values | changes))
+
+
+def _where(case: cases.Case) -> dict:
+    ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
+    return dict(query_positions=jnp.asarray(case.query_positions), segment_ids=ids)
+
+
+def _select(case: cases.Case, given: Indexed, sizes: IndexSizes) -> np.ndarray:
+    batch, num_queries, _, _, dim = given.query.shape
+    placed = place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
+    query, key, weights = (None if x is None else jnp.asarray(x, jnp.float32) for x in given)
+    scale = dim**-0.5 if case.scale is None else case.scale
+    choose = functools.partial(selection.choose_by_index, sizes=sizes)
+    with interpreted():
+        run = jax.jit(choose, static_argnums=4)
+        return np.asarray(run(query, key.reshape(batch, -1), weights, placed, scale))
+
+
+def _check(case: cases.Case, *all_sizes: IndexSizes, **of_index) -> None:
+    """Scores of quarters are exact in float32, and many tie: the choice must be that of the loops."""
+    given = Indexed(
+        *(None if x is None else np.round(4 * x) / 4 for x in index_cases.draw(case, dim=16, **of_index))
+    )
+    expected = index_cases.by_loops(case, given).blocks
+    for sizes in all_sizes or (SMALL,):
+        found = _select(case, given, sizes)
+        assert (found == expected).all(), (case.name, sizes, np.argwhere((found != expected).any(-1))[:5])
+
+
+def check_heads_and_weights():
+    _check(_plain("one head"), SMALL, STREAMED)
+    _check(_plain("three heads", num_kv_heads=3, num_heads=3, config=FORCED), heads=3)
+    for heads in (1, 4):
+        _check(_plain("weighted", num_kv_heads=1), STREAMED, heads=heads, weighted=True)
+
+
+def check_chunks_and_tiles():
+    case = _plain("index chunks", FORCED, batch=3, num_queries=35, num_kv_heads=1)
+    _check(case, SMALL_CHUNKS, SMALL._replace(buffer_bytes=2 * 35 * 32 * 4))
+    _check(dataclasses.replace(case, batch=1, num_kv_heads=3, num_heads=3), SMALL_CHUNKS, STREAMED)
+
+
+def check_odd_blocks():
+    _check(_plain("index odd blocks", ODD_BLOCKS), SMALL_CHUNKS, heads=2)
+    _check(_plain("index one token a block", cases.ADJOINING, num_keys=41))
+    _check(_plain("index one large block", dataclasses.replace(FREE, selection_block_size=64), num_keys=500))
+
+
+def check_negative_scale():
+    _check(_plain("index negative", scale=-0.5))
+    _check(_plain("index negative weighted", scale=-0.25, num_queries=9), heads=2, weighted=True)
+
+
+def check_packed_rows():
+    for config in (FREE, ODD_BLOCKS):
+        config = dataclasses.replace(config, num_selected_blocks=3)
+        case = dataclasses.replace(cases.PACKED_ROWS, config=config, name="index packed")
+        _check(case, SMALL_CHUNKS)
+        anywhere = cases.BY_NAME["packed_rows_queried_anywhere"].positions
+        _check(dataclasses.replace(case, positions=anywhere), SMALL, heads=2, weighted=True)
+
+
+def check_few_queries():
+    for queries in (1, 3):
+        _check(_plain("index step", FORCED, num_queries=queries, num_keys=397, batch=2), SMALL, STREAMED)
+    _check(_plain("index one token", num_keys=1, num_queries=1))
+    _check(_plain("index all blocks fit", num_keys=37, num_queries=37))
+
+
+def check_what_is_not_finite_stays():
+    """In its own row and KV head, and in the future; the others choose as ever."""
+    case = _plain("index nan", batch=2, num_keys=70, num_queries=40)
+    given = index_cases.draw(case, heads=2, dim=16)
+    plain = _select(case, given, SMALL)
+    spoilt = Indexed(given.query.copy(), given.key.copy(), None)
+    spoilt.query[0, 5, 1] = math.nan
+    spoilt.query[0, 6, 0] = math.inf
+    spoilt.key[1, 50:] = math.nan
+    found = _select(case, spoilt, SMALL)
+    same = np.ones(plain.shape[:3], bool)
+    same[0, 5, 1] = same[0, 6, 0] = False
+    same[1, 50 - 30 :] = False  # these may see token 50
+    assert (found[same] == plain[same]).all()
+    rounded = Indexed(*(None if x is None else np.asarray(x, np.float32) for x in spoilt))
+    expected = index_cases.by_loops(case, rounded).blocks
+    assert (found[~same] == expected[~same]).all()
+    assert found[0, 5, 1].tolist() == [0, 1, 2, 3, 35 // 8]  # ties and the local block
+
+
+def check_scores_that_are_given():
+    case = _plain("given scores", FORCED, batch=3, num_keys=131, num_queries=23, num_heads=3, num_kv_heads=3)
+    rng = case.generator()
+    drawn = rng.integers(-3, 4, (3, 23, 3, 17)).astype(np.float32)
+    drawn[0] *= np.where(rng.random(drawn[0].shape) < 0.5, 0.0, -0.0)
+    drawn[1] = rng.choice([-math.inf, -1e38, 1, math.inf, math.nan], drawn[1].shape)
+    expected = index_cases.best_of(case, drawn)
+    for sizes in (None, SelectionSizes(buffer_bytes=1, tokens=8, best_columns=4)):
+        with interpreted():
+            settings = dict(config=case.config, implementation="triton", **_where(case))
+            if sizes is None:
+                found = attention.top_blocks(jnp.asarray(drawn), **settings)
+            else:
+                placed = place(case.config, batch=3, num_queries=23, num_keys=136, **_where(case))
+                found = jax.jit(functools.partial(selection.choose_best, sizes=sizes))(drawn, placed)
+            assert (np.asarray(found) == expected).all(), sizes
+
+
+def check_public():
+    """The call from outside, under `vmap` too."""
+    case = _plain("index public", batch=2, num_queries=21)
+    given = index_cases.draw(case, heads=2, dim=32, weighted=True)
+    arrays = [jnp.asarray(x, jnp.float32) for x in given]
+    expected = index_cases.by_loops(case, Indexed(*(np.asarray(x, np.float64) for x in arrays))).blocks
+
+    def select(query, key, weights):
+        settings = dict(config=case.config, implementation="triton")
+        return attention.select_by_index(query, key, weights=weights, **settings)
+
+    with interpreted():
+        found = jax.jit(select)(*arrays)
+        mapped = jax.jit(jax.vmap(lambda *row: select(*(x[None] for x in row))[0]))(*arrays)
+    assert (np.asarray(found) == expected).all()
+    assert (np.asarray(mapped) == expected).all()
+
+
+if __name__ == "__main__":
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and (len(sys.argv) < 2 or name in sys.argv[1:]):
+            begun = time.time()
+            check()
+            print(f"{name}: ok in {time.time() - begun:.1f} s", flush=True)
