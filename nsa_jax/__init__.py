@@ -19,11 +19,15 @@ Import the others by name:
 from nsa_jax import debug as debug
 from nsa_jax import remat as remat
 from nsa_jax.attention import (
+    block_probabilities,
     compressed_attention,
     gated_sum,
+    importance_scores,
     native_sparse_attention,
     select_blocks,
     selected_attention,
+    selected_probabilities,
+    selection_loss,
     window_attention,
 )
 from nsa_jax.config import NSAConfig
@@ -40,13 +44,17 @@ __all__ = [
     "Runs",
     "__version__",
     "block_indices_from_ranges",
+    "block_probabilities",
     "choose",
     "compressed_attention",
     "gated_sum",
+    "importance_scores",
     "native_sparse_attention",
     "segment_ids_from_cu_seqlens",
     "select_blocks",
     "selected_attention",
+    "selected_probabilities",
+    "selection_loss",
     "unsupported_reason",
     "use_implementation",
     "window_attention",

@@ -92,6 +92,25 @@ class Operations(Protocol):
         """The window branch (section 3.3.3)."""
         ...
 
+    def block_probabilities(
+        self, query: Array, key: Array, lse: Array | None, placement: Placement, scale: float, reduce: str
+    ) -> Array:
+        """What dense causal attention gives to each selection block."""
+        ...
+
+    def selected_probabilities(
+        self, query: Array, key_slc: Array, block_indices: Array, lse: Array | None, placement: Placement,
+        scale: float, reduce: str,
+    ) -> Array:  # fmt: skip
+        """What the selected branch gives to each selected block."""
+        ...
+
+    def importance_scores(
+        self, query: Array, key_cmp: Array, lse_cmp: Array | None, placement: Placement, scale: float
+    ) -> Array:
+        """The logarithm of each block's importance (Eq. 8-10), with a gradient."""
+        ...
+
     def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array:
         """The sum of the branches (Eq. 5)."""
         ...
@@ -122,6 +141,7 @@ class Operations(Protocol):
 class _Operation(NamedTuple):
     sharing: Sharing  # what it declares of its operands where several devices share them
     of: Callable[[Operations], Callable[..., Any]]  # where an implementation has it
+    has_kernels: bool = True  # whether a GPU runs more than plain JAX
 
 
 _OPERATIONS = {
@@ -129,6 +149,11 @@ _OPERATIONS = {
     "select_blocks": _Operation(BY_TOKENS, lambda offered: offered.select_blocks),
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
+    "block_probabilities": _Operation(BY_TOKENS, lambda offered: offered.block_probabilities),
+    "selected_probabilities": _Operation(
+        BY_TOKENS, lambda offered: offered.selected_probabilities, has_kernels=False
+    ),
+    "importance_scores": _Operation(BY_TOKENS, lambda offered: offered.importance_scores, has_kernels=False),
     "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
     "native_sparse_attention": _Operation(BY_TOKENS, lambda offered: offered.native_sparse_attention),
     "decode_step": _Operation(STEP, lambda offered: offered.decode_step),
@@ -254,6 +279,9 @@ def choose(
     * `"select_blocks"`: query, key_cmp;
     * `"selected_attention"`: query, key_slc, value_slc, block_indices;
     * `"window_attention"`: query, key_win, value_win;
+    * `"block_probabilities"`: query, key;
+    * `"selected_probabilities"`: query, key_slc, block_indices;
+    * `"importance_scores"`: query, key_cmp;
     * `"gated_sum"`: out_cmp, out_slc, out_win, gates;
     * `"native_sparse_attention"`: query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates;
     * `"decode_step"`: query, and key_cmp and value_cmp of the cache;
@@ -296,7 +324,7 @@ def choose(
     for name in PREFERENCE:
         if name not in dict(refused):
             reason = f"{name} is the first of {PREFERENCE} that is good for this call."
-            if _falls_back(name, platform):
+            if _falls_back(operation, name, platform):
                 reason = f"{name} is all that is left on this GPU, and many times as slow as the kernels."
             return Choice(name, reason, tuple(refused))
     raise NotImplementedError(
@@ -304,10 +332,10 @@ def choose(
     )
 
 
-def _falls_back(implementation: str, platform: str | None) -> bool:
-    """Whether a choice that nobody asked for takes plain JAX on a GPU that the kernels are for."""
+def _falls_back(operation: str, implementation: str, platform: str | None) -> bool:
+    """Whether a choice that nobody asked for takes plain JAX on a GPU that there are kernels for."""
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
-    return implementation == EVERYWHERE and where == "cuda"
+    return implementation == EVERYWHERE and where == "cuda" and _OPERATIONS[operation].has_kernels
 
 
 def use_implementation(implementation: Implementation | None) -> contextlib.AbstractContextManager[None]:
@@ -354,10 +382,10 @@ def run(
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
-    if implementation is None and _forced.value is None and _falls_back(chosen, None):
+    if implementation is None and _forced.value is None and _falls_back(operation, chosen, None):
         warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
-        sharing, of = _OPERATIONS[operation]
+        sharing, of, _ = _OPERATIONS[operation]
         return per_shard(of(_offered(chosen)), sharing, **operands)
 
 

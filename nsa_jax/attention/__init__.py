@@ -32,16 +32,23 @@ These rules hold for every operation:
 
 from nsa_jax.attention.compressed import compressed_attention
 from nsa_jax.attention.gates import gated_sum
+from nsa_jax.attention.importance import importance_scores
+from nsa_jax.attention.probabilities import block_probabilities, selected_probabilities
 from nsa_jax.attention.selected import selected_attention
 from nsa_jax.attention.selection import select_blocks
+from nsa_jax.attention.selection_loss import selection_loss
 from nsa_jax.attention.whole import native_sparse_attention
 from nsa_jax.attention.window import window_attention
 
 __all__ = [
+    "block_probabilities",
     "compressed_attention",
     "gated_sum",
+    "importance_scores",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
+    "selected_probabilities",
+    "selection_loss",
     "window_attention",
 ]

@@ -10,14 +10,22 @@ from nsa_jax.kernels.xla.operations import (
     selected_attention,
     window_attention,
 )
+from nsa_jax.kernels.xla.probabilities import (
+    block_probabilities,
+    importance_scores,
+    selected_probabilities,
+)
 
 __all__ = [
+    "block_probabilities",
     "compressed_attention",
     "decode_step",
     "dense_decode_step",
     "gated_sum",
+    "importance_scores",
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
+    "selected_probabilities",
     "window_attention",
 ]
