@@ -108,6 +108,25 @@ class Operations(Protocol):
         """The window branch (section 3.3.3)."""
         ...
 
+    def block_probabilities(
+        self, query: Array, key: Array, lse: Array | None, placement: Placement, scale: float, reduce: str
+    ) -> Array:
+        """What dense causal attention gives to each selection block."""
+        ...
+
+    def selected_probabilities(
+        self, query: Array, key_slc: Array, block_indices: Array, lse: Array | None, placement: Placement,
+        scale: float, reduce: str,
+    ) -> Array:  # fmt: skip
+        """What the selected branch gives to each selected block."""
+        ...
+
+    def importance_scores(
+        self, query: Array, key_cmp: Array, lse_cmp: Array | None, placement: Placement, scale: float
+    ) -> Array:
+        """The logarithm of each block's importance (Eq. 8-10), with a gradient."""
+        ...
+
     def gated_sum(self, out_cmp: Array, out_slc: Array, out_win: Array, gates: Array) -> Array:
         """The sum of the branches (Eq. 5)."""
         ...
@@ -150,6 +169,11 @@ _OPERATIONS = {
     "top_blocks": _Operation(BY_TOKENS, lambda offered: offered.top_blocks),
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
+    "block_probabilities": _Operation(BY_TOKENS, lambda offered: offered.block_probabilities),
+    "selected_probabilities": _Operation(
+        BY_TOKENS, lambda offered: offered.selected_probabilities, has_kernels=False
+    ),
+    "importance_scores": _Operation(BY_TOKENS, lambda offered: offered.importance_scores, has_kernels=False),
     "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
     "native_sparse_attention": _Operation(BY_TOKENS, lambda offered: offered.native_sparse_attention),
     "decode_step": _Operation(STEP, lambda offered: offered.decode_step),
@@ -279,6 +303,9 @@ def choose(
     * `"top_blocks"`: scores;
     * `"selected_attention"`: query, key_slc, value_slc, block_indices;
     * `"window_attention"`: query, key_win, value_win;
+    * `"block_probabilities"`: query, key;
+    * `"selected_probabilities"`: query, key_slc, block_indices;
+    * `"importance_scores"`: query, key_cmp;
     * `"gated_sum"`: out_cmp, out_slc, out_win, gates;
     * `"native_sparse_attention"`: query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates;
     * `"decode_step"`: query, and key_cmp and value_cmp of the cache;
@@ -331,7 +358,7 @@ def choose(
 
 
 def _falls_back(operation: str, implementation: str, platform: str | None) -> bool:
-    """Whether a choice that nobody asked for takes plain JAX on a GPU that the kernels are for."""
+    """Whether a choice that nobody asked for takes plain JAX on a GPU that there are kernels for."""
     where = default_platform() if platform is None else _cuda_for_gpu(platform)
     return implementation == EVERYWHERE and where == "cuda" and _OPERATIONS[operation].has_kernels
 

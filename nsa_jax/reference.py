@@ -34,7 +34,7 @@ def compressed_attention(
     return _attend(query, key_cmp, value_cmp, visible[:, :, None], scale)
 
 
-def importance_scores(
+def importance(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
     *,
@@ -67,6 +67,29 @@ def importance_scores(
     return jnp.stack(scores, axis=-1)
 
 
+def importance_scores(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    *,
+    config: NSAConfig,
+    lse_cmp: Float[Array, "B T N"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T K M"]:
+    """Logarithm of the importance; -inf for blocks out of sight, at least log(tiny) for all others."""
+    del lse_cmp  # computed anew, as in `select_blocks`
+    found = importance(
+        query, key_cmp, config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
+    )
+    placed = _place_compressed(query, key_cmp.shape[1], config, query_positions, segment_ids)
+    first = jnp.arange(found.shape[-1], dtype=jnp.int32) * config.selection_block_size
+    lowest = jnp.finfo(found.dtype).tiny
+    low = found < lowest
+    scores = jnp.where(low, jnp.log(lowest), jnp.log(jnp.where(low, 1, found)))
+    return jnp.where(first <= placed.position[:, :, None, None], scores, -jnp.inf)
+
+
 def select_blocks(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -82,7 +105,7 @@ def select_blocks(
     arguments: dict[str, Any] = dict(
         config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale
     )
-    scores = importance_scores(query, key_cmp, **arguments)
+    scores = importance(query, key_cmp, **arguments)
     return _best(scores, _place_compressed(query, key_cmp.shape[1], config, query_positions, segment_ids))
 
 
@@ -187,11 +210,62 @@ def selected_attention(
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     num_keys = key_slc.shape[1]
     placed = _place(query, num_keys, config, query_positions, segment_ids)
-    key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
-    causal = (key_position >= 0) & (key_position <= placed.position[:, :, None])
-    key_block = (key_position // config.selection_block_size)[:, :, None, None, :]
-    selected = (key_block == block_indices[..., None]).any(axis=3)
+    block, causal = _blocks_of_keys(placed, num_keys)
+    selected = (block[:, :, None, None] == block_indices[..., None]).any(axis=3)
     return _attend(query, key_slc, value_slc, selected & causal[:, :, None], scale)
+
+
+def block_probabilities(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    *,
+    config: NSAConfig,
+    lse: Float[Array, "B T N"] | None = None,
+    reduce: str = "sum",
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T K M"]:
+    """What dense causal attention gives to each selection block."""
+    placed = _place(query, key.shape[1], config, query_positions, segment_ids)
+    block, causal = _blocks_of_keys(placed, key.shape[1])
+    weights = _weights(query, key, causal[:, :, None], scale, lse)
+    number = jnp.arange(layout.num_selection_blocks(key.shape[1], config), dtype=jnp.int32)
+    inside = block[:, :, None, None, None] == number[:, None]
+    return _of_blocks(weights, inside, reduce)
+
+
+def selected_probabilities(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    lse: Float[Array, "B T N"] | None = None,
+    reduce: str = "sum",
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T K R"]:
+    """What the selected branch gives to the block of each slot."""
+    placed = _place(query, key_slc.shape[1], config, query_positions, segment_ids)
+    block, causal = _blocks_of_keys(placed, key_slc.shape[1])
+    slots = layout.distinct_blocks(block_indices)[..., None]
+    inside = (slots >= 0) & (block[:, :, None, None] == slots) & causal[:, :, None, None]
+    weights = _weights(query, key_slc, inside.any(axis=3), scale, lse)
+    return _of_blocks(weights, inside[:, :, :, None], reduce)
+
+
+def selection_loss(scores: Float[Array, "B T K M"], target: Float[Array, "B T K M"]) -> Float[Array, "B T K"]:
+    """KL divergence of the softmax of the scores from the target, over the blocks that are in sight."""
+    seen = scores != -jnp.inf
+    mass = jnp.where(seen, jax.lax.stop_gradient(target), 0)
+    total = mass.sum(axis=-1, keepdims=True)
+    share = mass / jnp.where(total == 0, 1, total)
+    known = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    log_softmax = jax.nn.log_softmax(known, where=seen, axis=-1)
+    log_softmax = jnp.where(seen, log_softmax, 0)
+    return (jax.scipy.special.xlogy(share, share) - share * log_softmax).sum(axis=-1)
 
 
 def window_attention(
@@ -288,6 +362,31 @@ def _in_range(start_end: tuple[Int[Array, "B T"], Int[Array, "B T"]], num_keys: 
     start, end = start_end
     key = jnp.arange(num_keys, dtype=jnp.int32)[None, None]
     return (key >= start[:, :, None]) & (key < end[:, :, None])
+
+
+def _blocks_of_keys(placed: Placement, num_keys: int) -> tuple[Int[Array, "B T S"], Bool[Array, "B T S"]]:
+    """The selection block of each key, in the sequence of each query, and whether the query may see it."""
+    key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
+    causal = (key_position >= 0) & (key_position <= placed.position[:, :, None])
+    return key_position // placed.config.selection_block_size, causal
+
+
+def _weights(query, key, visible: Bool[Array, "B T #K S"], scale, lse) -> Float[Array, "B T K G S"]:
+    """Probabilities of the keys under a log-sum-exp that is given, or under their own."""
+    logits = _logits(query, _seen(key, visible), scale)
+    if lse is None:
+        return _softmax(logits, visible)[0]
+    lse = lse.astype(logits.dtype).reshape(*logits.shape[:4], 1)
+    visible = visible[:, :, :, None] & (lse != -jnp.inf)
+    return jnp.where(visible, jnp.exp(jnp.where(visible, logits - lse, 0)), 0)
+
+
+def _of_blocks(
+    weights: Float[Array, "B T K G S"], inside: Bool[Array, "B T #K #G M S"], reduce: str
+) -> Float[Array, "B T K M"]:
+    """Sums over the keys of each block, then the sum or the largest over the heads of a KV head."""
+    sums = jnp.where(inside, weights[..., None, :], 0).sum(axis=-1)
+    return sums.sum(axis=3) if reduce == "sum" else sums.max(axis=3)
 
 
 def _seen(x: Float[Array, "B S K X"], visible: Bool[Array, "B T #K S"]) -> Float[Array, "B T K S X"]:

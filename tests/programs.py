@@ -146,7 +146,7 @@ def importance(case: Case, operands: Operands, dtype: Any = "float64") -> np.nda
     """The reference's scores [B, T, K, M]."""
     with jax.enable_x64(jnp.dtype(dtype) == jnp.float64):
         score = jax.jit(
-            functools.partial(reference.importance_scores, config=case.config, scale=case.scale),
+            functools.partial(reference.importance, config=case.config, scale=case.scale),
             compiler_options=OPTIONS["reference"],
         )
         query, key_cmp = (jnp.asarray(x, dtype) for x in (operands.query, operands.key_cmp))

@@ -26,7 +26,7 @@ def layer():
 def test_selection_of_the_layer_is_not_a_matter_of_rounding(layer):
     """Every choice has a score gap larger than rounding, so equal outputs mean equal block sets."""
     query, key_cmp, *_ = layer.operands()
-    scores = jit(lambda q, k: reference.importance_scores(q, k, config=SMALL))(query, key_cmp)
+    scores = jit(lambda q, k: reference.importance(q, k, config=SMALL))(query, key_cmp)
     block = np.arange(scores.shape[-1])
     position = np.arange(LENGTH)[:, None, None]
     forced = np.asarray(layout.is_forced(block, position, SMALL))

@@ -33,19 +33,26 @@ These rules hold for every operation:
 from nsa_jax.attention.block_scores import block_scores
 from nsa_jax.attention.compressed import compressed_attention
 from nsa_jax.attention.gates import gated_sum
+from nsa_jax.attention.importance import importance_scores
+from nsa_jax.attention.probabilities import block_probabilities, selected_probabilities
 from nsa_jax.attention.selected import selected_attention
 from nsa_jax.attention.selection import select_blocks, select_by_index, top_blocks
+from nsa_jax.attention.selection_loss import selection_loss
 from nsa_jax.attention.whole import native_sparse_attention
 from nsa_jax.attention.window import window_attention
 
 __all__ = [
+    "block_probabilities",
     "block_scores",
     "compressed_attention",
     "gated_sum",
+    "importance_scores",
     "native_sparse_attention",
     "select_blocks",
     "select_by_index",
     "selected_attention",
+    "selected_probabilities",
+    "selection_loss",
     "top_blocks",
     "window_attention",
 ]

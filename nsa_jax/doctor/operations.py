@@ -105,7 +105,7 @@ def _selection(operands: Results, scores: Scores) -> Subject:
 
 def _scores(operands: Results, dtype: str) -> np.ndarray:
     """Importance of the blocks [B, T, K, M]: inf for those that are always selected, -inf in the future."""
-    score = functools.partial(reference.importance_scores, config=CONFIG)
+    score = functools.partial(reference.importance, config=CONFIG)
     scores = oracle(score, dtype, operands["query"], operands["key_cmp"])
     position = np.arange(TOKENS)[:, None, None]
     block = np.arange(scores.shape[-1])

@@ -119,11 +119,12 @@ class Choosing(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float32[Array, ""]:
         """The loss of `distil`."""
-        query, key = jax.lax.stop_gradient((operands.query, operands.key_slc))
+        query, key_slc = jax.lax.stop_gradient((operands.query, operands.key_slc))
         if self.selects == "importance":
             at = token_positions(x, segment_ids)
             fixed: Any = jax.lax.stop_gradient((tokens.key_cmp, tokens.value_cmp))
-            keys, _ = self._compress_rows(*fixed, at if positions is None else positions, segment_ids)
+            key, value = fixed
+            keys, _ = self._compress_rows(key, value, at if positions is None else positions, segment_ids)
             at = at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
             asked: Any = query
             scores = functools.partial(_importance, keys=keys, scale=self.scale)
@@ -131,7 +132,7 @@ class Choosing(nnx.Module):
             asked, keys, at = self._asked(x, query, positions, segment_ids)
             scores = functools.partial(_of_selector, keys=keys, selector=self.selector)
         return mean_loss(
-            scores, asked, query, key, block_indices, at, target=distil, segment_ids=segment_ids,
+            scores, asked, query, key_slc, block_indices, at, target=distil, segment_ids=segment_ids,
             **self._operation_settings(),
         )  # fmt: skip
 

@@ -27,6 +27,7 @@ from nsa_jax.kernels.triton.nonfinite import (
     visible_in_blocks,
 )
 from nsa_jax.kernels.triton.operations import (
+    block_probabilities,
     compressed_attention,
     decode_step,
     dense_decode_step,
@@ -44,6 +45,7 @@ from nsa_jax.layout import Placement
 ITEM_QUERIES = 2048  # most queries of an item
 
 __all__ = (
+    "block_probabilities",
     "compressed_attention",
     "decode_step",
     "dense_decode_step",

@@ -24,6 +24,7 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
+from nsa_jax.kernels.triton.probabilities import block_probabilities as weigh_blocks
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     compression_ranges,
@@ -129,6 +130,20 @@ def selected_attention(
     return Attended(
         *_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, gradients)
     )
+
+
+@partial(jax.jit, static_argnames=("scale", "reduce"))
+def block_probabilities(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    lse: Float[Array, "B T N"] | None,
+    placement: Placement,
+    scale: float,
+    reduce: str,
+) -> Float[Array, "B T K M"]:
+    """What dense causal attention gives to each selection block."""
+    fixed = jax.lax.stop_gradient((query, key, lse))
+    return _divisible(weigh_blocks, scale=scale, reduce=reduce)(*fixed, placement)
 
 
 @jax.jit

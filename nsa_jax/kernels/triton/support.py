@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+from typing import Any
 
 import jax
 from packaging.specifiers import SpecifierSet
@@ -17,6 +18,7 @@ from nsa_jax.kernels.triton.sizes import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
+WITHOUT_KERNELS = ("selected_probabilities", "importance_scores")  # operations that are plain JAX alone
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
@@ -42,6 +44,8 @@ def unsupported_reason(
         )
     if platform != "cuda":
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
+    if operation in WITHOUT_KERNELS:
+        return f"the Triton kernels do not have {operation}. Use implementation='xla'."
     if reason := _installation():
         return f"{reason} Install nsa_jax[cuda13], or use implementation='xla'."
     if (found := gpu.capability()) is not None and found < OLDEST_CAPABILITY:
@@ -183,7 +187,7 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
                 f"memory, got {strides} strides a block of dim {key.shape[-1]} in float32. Enlarge the "
                 "stride, cast the arrays, or use implementation='xla'."
             )
-    if operation == "select_blocks" or not value:
+    if operation == "select_blocks" or (not value and operation != "block_probabilities"):
         return None
     heads = padded_heads(max(query.shape[2] // key.shape[2], 1))
     if heads > _MOST_HEADS:
@@ -191,6 +195,8 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
             f"the Triton kernels need at most {_MOST_HEADS} query heads of one KV head, got "
             f"{query.shape[2]} / {key.shape[2]}. Use implementation='xla'."
         )
+    if operation == "block_probabilities":
+        return _probability_tiles(query, key, heads, room)
     dims = key.shape[-1] + value[0].shape[-1]
     if ((max(heads, 16) + 16) * 8 if width == 4 else heads * 4) * dims > room:
         return (
@@ -212,10 +218,22 @@ def _with_dims(operation: str, arrays: tuple) -> list:
     return [x for x in floats if len(x.shape) == 4]
 
 
+def _probability_tiles(query: Any, key: Any, heads: int, room: int) -> str | None:
+    """Why a token's query heads of one KV head and 16 keys do not fit into shared memory; None if they do."""
+    if (max(heads, 16) + 16) * key.shape[-1] * (6 if query.dtype.itemsize == 4 else 2) <= room:
+        return None
+    return (
+        "the Triton kernels need a token's query heads of one KV head to fit into shared memory, got "
+        f"{query.shape[2]} / {key.shape[2]} heads of dim {key.shape[-1]} in {query.dtype.name}. Cast the "
+        "arrays, or use implementation='xla'."
+    )
+
+
 def _blocks(operation: str, config: NSAConfig) -> str | None:
     block, stride = config.selection_block_size, config.compression_stride
     number = config.num_selected_blocks
-    if operation in ("selected_attention", "native_sparse_attention") and block not in (16, 32, 64, 128):
+    with_whole_blocks = ("selected_attention", "native_sparse_attention", "block_probabilities")
+    if operation in with_whole_blocks and block not in (16, 32, 64, 128):
         return (
             f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one "
             "of them, or use implementation='xla'."
@@ -225,7 +243,8 @@ def _blocks(operation: str, config: NSAConfig) -> str | None:
             "the Triton kernels need at most 32 compression strides in a selection block, got "
             f"{block} / {stride}. Enlarge the stride, or use implementation='xla'."
         )
-    if operation not in ("compressed_attention", "window_attention") and number > _MOST_SELECTED:
+    unselected = ("compressed_attention", "window_attention", "block_probabilities")
+    if operation not in unselected and number > _MOST_SELECTED:
         return (
             f"the Triton kernels need a num_selected_blocks of at most {_MOST_SELECTED}, got {number}. Use "
             "implementation='xla'."

@@ -59,7 +59,7 @@ def choose_blocks(
         column = jnp.arange(num_compressed, dtype=jnp.int32)[None, None, None]
         column += here.compression_start[:, None, :, None]
         probabilities = jnp.take_along_axis(probabilities, column, axis=3, mode="fill", fill_value=0)
-    scores = _collect(probabilities, num_blocks, config)
+    scores = collect(probabilities, num_blocks, config)
     return _best(scores, here.position[:, None, :, None], config).swapaxes(1, 2)
 
 
@@ -75,7 +75,7 @@ def best_of_any(
     return _best(finite, position[:, :, None, None], config)
 
 
-def _collect(
+def collect(
     probabilities: Float[Array, "B K T C"], num_blocks: int, config: NSAConfig
 ) -> Float[Array, "B K T M"]:
     """Score of each selection block: the weighted sum over the compressed blocks that overlap it (Eq. 9)."""

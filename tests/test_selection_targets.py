@@ -1,0 +1,404 @@
+"""What a selection is taught from: loops in float64 -> reference -> xla, and that nothing leaks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import targets_by_loops
+from cases import BY_NAME, OVERLAPPING, PACKED, Case
+from programs import by_brute_force
+
+from nsa_jax import Run, Runs, attention, layout, reference
+from nsa_jax.config import NSAConfig
+from nsa_jax.kernels import xla
+from nsa_jax.kernels.xla.sizes import Sizes
+
+ODD = NSAConfig(
+    compression_block_size=8, compression_stride=4, selection_block_size=12, num_selected_blocks=3,
+    num_local_blocks=1, window_size=5,
+)  # fmt: skip
+# Blocks that no whole compression block overlaps; rows of several chunks; scattered queries and padding.
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="odd", config=ODD, num_keys=37, num_heads=6, key_dim=5),
+        Case(name="packed", config=OVERLAPPING, num_keys=75, runs=PACKED, scale=0.9),
+        BY_NAME["packed_rows_queried_anywhere"],
+        Case(name="last queries", config=ODD, num_keys=37, num_queries=7, num_kv_heads=1),
+        BY_NAME["one_token"],
+    )
+}
+REDUCTIONS = ("sum", "max")
+SMALL = Sizes(query_chunk=5)
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@functools.cache
+def operands(name):
+    return CASES[name].draw()
+
+
+@functools.cache
+def blocks_of(name):
+    """Selections with unused slots, blocks of the future, and repetitions."""
+    case = CASES[name]
+    count = -(-case.num_keys // case.config.selection_block_size)
+    shape = (*case.query_positions.shape, case.num_kv_heads, case.config.num_selected_blocks)
+    return case.generator("blocks").integers(-1, count + 1, shape).astype(np.int32)
+
+
+@functools.cache
+def program(module, case, sizes=None):
+    """All targets of a case by the oracle or by `xla`, compiled once."""
+    shared = dict(config=case.config, scale=case.scale)
+    shared |= {} if module == "reference" else dict(implementation="xla")
+    functions = reference if module == "reference" else attention
+
+    def everything(query, key, key_cmp, blocks, positions, segment_ids, lse):
+        rows = dict(shared, query_positions=positions, segment_ids=segment_ids)
+        found = {}
+        for reduce in REDUCTIONS:
+            more = dict(rows, reduce=reduce)
+            found |= {
+                f"blocks {reduce}": functions.block_probabilities(query, key, **more),
+                f"slots {reduce}": functions.selected_probabilities(query, key, blocks, **more),
+            }
+        found["blocks lse"] = functions.block_probabilities(query, key, lse=lse, **rows)
+        found["slots lse"] = functions.selected_probabilities(query, key, blocks, lse=lse, **rows)
+        found["importance"] = functions.importance_scores(query, key_cmp, **rows)
+        return found
+
+    return jax.jit(everything)
+
+
+def evaluate(module, name, dtype="float64", positions=None, **changed):
+    case, drawn = CASES[name], operands(name)
+    given = dict(query=drawn.query, key=drawn.key_slc, key_cmp=drawn.key_cmp, lse=lse_of(name)) | changed
+    with jax.enable_x64(dtype == "float64"):
+        arrays = {key: jnp.asarray(x, dtype) for key, x in given.items()}
+        ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
+        positions = jnp.asarray(case.query_positions) if positions is None else positions
+        found = program(module, case)(
+            **arrays, blocks=jnp.asarray(blocks_of(name)), positions=positions, segment_ids=ids
+        )
+        return {key: np.asarray(x) for key, x in found.items()}
+
+
+@functools.cache
+def cached(module, name, dtype="float64"):
+    return evaluate(module, name, dtype)
+
+
+def lse_of(name):
+    case = CASES[name]
+    return case.generator("lse").uniform(1, 4, operands(name).query.shape[:3])
+
+
+@functools.cache
+def by_loops(name):
+    case, drawn, loops = CASES[name], operands(name), targets_by_loops
+    found = {}
+    for reduce in REDUCTIONS:
+        pair = drawn.query, drawn.key_slc
+        found[f"blocks {reduce}"] = loops.block_probabilities(case, *pair, reduce)
+        found[f"slots {reduce}"] = loops.selected_probabilities(case, *pair, blocks_of(name), reduce)
+    found["blocks lse"] = loops.block_probabilities(case, *pair, lse=lse_of(name))
+    found["slots lse"] = loops.selected_probabilities(case, *pair, blocks_of(name), lse=lse_of(name))
+    found["importance"] = loops.importance_scores(case, importance(name))
+    return found
+
+
+def importance(name):
+    if name in BY_NAME:
+        return by_brute_force(name)["importance"]
+    return targets_by_loops.brute_force.evaluate(CASES[name], operands(name))["importance"]
+
+
+def agree(found, expected, tolerance=1e-12):
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        ours = found[name]
+        if name == "importance":  # a block that no query sees may be added
+            assert (ours[..., theirs.shape[-1] :] == -np.inf).all()
+            ours = ours[..., : theirs.shape[-1]]
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@every_case
+def test_the_oracle_equals_the_loops(name):
+    agree(cached("reference", name), by_loops(name))
+
+
+@every_case
+def test_xla_equals_the_oracle(name):
+    agree(cached("xla", name), cached("reference", name))
+
+
+def test_cases_have_what_they_are_for():
+    lowest = np.log(np.finfo(np.float64).tiny)
+    found = by_loops("odd")
+
+    assert (found["importance"] == lowest).any()
+    assert (found["slots sum"] == 0).any()
+    assert (cached("xla", "packed")["blocks sum"].sum(-1) == 0).any()  # padding
+
+
+@every_case
+def test_probabilities_of_a_query_sum_to_its_heads(name):
+    case, found = CASES[name], cached("xla", name)
+    heads = case.num_heads // case.num_kv_heads
+    sees = (np.asarray(case.query_positions) >= 0)[:, :, None]
+    if case.segment_ids is not None:
+        at = np.maximum(case.query_positions, 0)
+        sees = sees & (np.take_along_axis(case.segment_ids, at, 1) != 0)[:, :, None]
+
+    np.testing.assert_allclose(
+        found["blocks sum"].sum(-1), np.broadcast_to(heads * sees, found["blocks sum"].shape[:3]), atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["odd", "packed"])
+def test_the_log_sum_exp_of_the_attention_changes_nothing(name):
+    case, drawn = CASES[name], operands(name)
+    where = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
+    dense = dict(where, config=NSAConfig(window_size=case.num_keys))
+    with jax.enable_x64(True):
+        lse = attention.window_attention(drawn.query, drawn.key_slc, drawn.value_slc, **dense).lse
+        found = attention.block_probabilities(drawn.query, drawn.key_slc, lse=lse, **where)
+        blocks = blocks_of(name)
+        of_slots = attention.selected_attention(
+            drawn.query, drawn.key_slc, drawn.value_slc, blocks, **where
+        ).lse
+        slots = attention.selected_probabilities(drawn.query, drawn.key_slc, blocks, lse=of_slots, **where)
+
+    np.testing.assert_allclose(found, cached("xla", name)["blocks sum"], atol=1e-12)
+    np.testing.assert_allclose(slots, cached("xla", name)["slots sum"], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["odd", "packed"])
+@pytest.mark.parametrize("operation", ["block_probabilities", "selected_probabilities", "importance_scores"])
+def test_chunks_do_not_depend_on_their_size(name, operation):
+    """Chunks of 5 queries, of which the last is padded, and of one."""
+    case, drawn = CASES[name], operands(name)
+    with jax.enable_x64(True):
+        placed = layout.place(
+            case.config, batch=case.batch, num_queries=case.num_keys, num_keys=case.num_keys,
+            segment_ids=case.segment_ids,
+        )  # fmt: skip
+        scale = case.key_dim**-0.5 if case.scale is None else case.scale
+        more, result = (None, placed, scale, "sum"), "slots sum"
+        arrays = drawn.query, drawn.key_slc
+        if operation == "selected_probabilities":
+            arrays += (jnp.asarray(layout.distinct_blocks(jnp.asarray(blocks_of(name)))),)
+        else:
+            result = "blocks sum"
+        if operation == "importance_scores":
+            arrays, more, result = (drawn.query, drawn.key_cmp), (None, placed, scale), "importance"
+        for sizes in (SMALL, Sizes(partial_floats=1)):
+            found = getattr(xla, operation)(*arrays, *more, sizes=sizes)
+            np.testing.assert_allclose(found, cached("xla", name)[result], rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_runs_joined_are_the_whole():
+    """As a loss consumes them: each chunk says with `Runs` where its queries stand."""
+    case, drawn, whole = CASES["odd"], operands("odd"), cached("xla", "odd")
+    found = {"blocks sum": [], "slots sum": [], "importance": []}
+    shared = dict(config=ODD)
+    with jax.enable_x64(True):
+        for first, length in ((0, 13), (13, 13), (26, 11)):
+            here = slice(first, first + length)
+            query, at = drawn.query[:, here], Runs((Run(length, first),))
+            blocks = blocks_of("odd")[:, here]
+            found["blocks sum"].append(
+                attention.block_probabilities(query, drawn.key_slc, query_positions=at, **shared)
+            )
+            found["slots sum"].append(
+                attention.selected_probabilities(query, drawn.key_slc, blocks, query_positions=at, **shared)
+            )
+            found["importance"].append(
+                attention.importance_scores(query, drawn.key_cmp, query_positions=at, **shared)
+            )
+    assert case.num_queries is None
+    for name, parts in found.items():
+        np.testing.assert_allclose(np.concatenate(parts, 1), whole[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e30])
+def test_the_future_changes_nothing_bitwise(number):
+    """From token 25 on, and the compressed blocks that end there."""
+    drawn, expected = operands("odd"), cached("xla", "odd", "float32")
+    changed = dict(query=drawn.query.copy(), key=drawn.key_slc.copy(), key_cmp=drawn.key_cmp.copy())
+    changed["query"][:, 25:] = changed["key"][:, 25:] = number
+    changed["key_cmp"][:, (25 - 8) // 4 + 1 :] = number
+    found = evaluate("xla", "odd", "float32", **changed)
+
+    for name, theirs in expected.items():
+        assert found[name][:, :25].tobytes() == theirs[:, :25].tobytes(), name
+
+
+@pytest.mark.parametrize("place", ["row", "kv_head", "sequence", "padding", "query"])
+def test_nan_stays_where_it_is_seen(place):
+    """In packed rows; what sees NaN gives NaN in blocks in sight and 0, or -inf, in others."""
+    case, drawn, expected = CASES["packed"], operands("packed"), cached("xla", "packed")
+    ids = case.segment_ids
+    at = {
+        "row": np.s_[0],
+        "kv_head": np.s_[:, :, :1],
+        "sequence": ids == np.array([[9], [1]]),
+        "padding": ids == 0,
+        "query": np.s_[1, 20],
+    }[place]
+    changed = dict(query=drawn.query.copy(), key=drawn.key_slc.copy(), key_cmp=drawn.key_cmp.copy())
+    changed["query"][np.s_[:, :, :2] if place == "kv_head" else at] = np.nan
+    if place != "query":
+        changed["key"][at] = np.nan
+        if place in ("row", "kv_head"):
+            changed["key_cmp"][at] = np.nan
+    found = evaluate("xla", "packed", **changed)
+
+    spoilt = np.zeros((*case.query_positions.shape, case.num_kv_heads), bool)
+    spoilt[np.s_[:, :, :1] if place == "kv_head" else at] = place != "padding"
+    for name, theirs in expected.items():
+        ours = found[name]
+        np.testing.assert_allclose(ours[~spoilt], theirs[~spoilt], rtol=1e-12, atol=1e-12, err_msg=name)
+        hidden = (theirs == 0) | (theirs == -np.inf) | (theirs == np.log(np.finfo(np.float64).tiny))
+        assert (ours[hidden] == theirs[hidden]).all(), name
+        assert np.isnan(ours[spoilt & ~hidden.all(-1)]).any() == (place != "padding"), name
+
+
+def test_gradients_of_the_scores_are_those_of_the_oracle():
+    """Under random cotangents, with a log-sum-exp that is computed, or that of the compressed branch."""
+    for name in ("odd", "packed"):
+        case, drawn = CASES[name], operands(name)
+        shared = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
+        weights = case.generator("cotangent").standard_normal(cached("xla", name)["importance"].shape)
+
+        def objective(module, given, query, key_cmp, weights=weights, shared=shared):
+            more = {}
+            if given:
+                more["lse_cmp"] = module.compressed_attention(query, key_cmp, key_cmp, **shared).lse
+            scores = module.importance_scores(query, key_cmp, **more, **shared)
+            return jnp.where(scores == -jnp.inf, 0, scores * weights).sum()
+
+        with jax.enable_x64(True):
+            arrays = jnp.asarray(drawn.query), jnp.asarray(drawn.key_cmp)
+            expected = jax.jit(jax.grad(functools.partial(objective, reference, False), (0, 1)))(*arrays)
+            for given in (False, True):
+                run = jax.grad(functools.partial(objective, attention, given), (0, 1))
+                for ours, theirs in zip(jax.jit(run)(*arrays), expected, strict=True):
+                    assert np.abs(theirs).max() > 0.1
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_the_scores_do_not_spread_nan():
+    """From other sequences and rows; queries that are NaN spoil what they see, even with cotangents of 0."""
+    case, drawn = CASES["packed"], operands("packed")
+    shared = dict(config=case.config, segment_ids=case.segment_ids)
+    first = case.segment_ids[0] == 7  # its compressed blocks are the first of row 0
+
+    def objective(query, key_cmp):
+        scores = attention.importance_scores(query, key_cmp, **shared)
+        return jnp.where(jnp.isfinite(scores), scores, 0)[0, first].sum()
+
+    key_cmp = drawn.key_cmp.copy()
+    clean = jax.jit(jax.grad(objective, (0, 1)))
+    with jax.enable_x64(True):
+        expected = clean(jnp.asarray(drawn.query), jnp.asarray(key_cmp))
+        key_cmp[0, 13:] = key_cmp[1] = np.nan
+        query = drawn.query.copy()
+        query[0, ~first] = query[1] = np.nan
+        found = clean(jnp.asarray(query), jnp.asarray(key_cmp))
+    for ours, theirs, seen in zip(found, expected, (first, np.s_[:13]), strict=True):
+        assert np.abs(theirs[0, seen]).max() > 0.1
+        np.testing.assert_allclose(ours[0, seen], theirs[0, seen], rtol=1e-12, atol=1e-12)
+
+
+def test_targets_have_no_gradient():
+    case, drawn = CASES["odd"], operands("odd")
+
+    def objective(query, key):
+        found = attention.block_probabilities(query, key, config=case.config)
+        return (found**2).sum() + (query**2).sum()
+
+    arrays = jnp.asarray(drawn.query, jnp.float32), jnp.asarray(drawn.key_slc, jnp.float32)
+    d_query, d_key = jax.grad(objective, (0, 1))(*arrays)
+
+    assert (d_query == 2 * arrays[0]).all()
+    assert not d_key.any()
+
+
+# --- The loss ---------------------------------------------------------------------------------------------
+
+
+def scores_and_target(rows=40, blocks=7):
+    rng = np.random.default_rng(5)
+    scores = rng.standard_normal((1, rows, 2, blocks)) * 3
+    scores[rng.random(scores.shape) < 0.3] = -np.inf
+    target = rng.random(scores.shape) * (rng.random(scores.shape) < 0.7)
+    scores[0, 0], target[0, 1] = -np.inf, 0
+    target[0, 2] = np.where(scores[0, 2] == -np.inf, 1, 0)  # all mass is out of sight
+    scores[0, 3, :, 0], target[0, 3, :, 0] = -200, 1  # the softmax of it underflows in float32
+    return scores, target
+
+
+def test_the_loss_equals_the_loops():
+    scores, target = scores_and_target()
+    expected = targets_by_loops.selection_loss(scores, target)
+    with jax.enable_x64(True):
+        for function in (attention.selection_loss, reference.selection_loss):
+            np.testing.assert_allclose(
+                function(jnp.asarray(scores), jnp.asarray(target)), expected, atol=1e-13
+            )
+    found = attention.selection_loss(jnp.asarray(scores, "bfloat16"), jnp.asarray(target, "float32"))
+    rounded = np.asarray(jnp.asarray(scores, "bfloat16"), np.float64)
+
+    assert found.dtype == jnp.float32
+    assert (expected[0, :3] == 0).all()
+    assert (expected[0, 3:] > 0).all()
+    np.testing.assert_allclose(found, targets_by_loops.selection_loss(rounded, target), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_the_loss_are_those_of_finite_differences():
+    scores, target = scores_and_target(rows=6)
+    weights = np.random.default_rng(6).standard_normal(scores.shape[:3])
+
+    def objective(scores, target):
+        return (attention.selection_loss(scores, target) * weights).sum()
+
+    with jax.enable_x64(True):
+        d_scores, d_target = jax.grad(objective, (0, 1))(jnp.asarray(scores), jnp.asarray(target))
+    by_steps = np.zeros_like(scores)
+    for index in zip(*np.nonzero(scores > -np.inf), strict=True):
+        step = np.zeros_like(scores)
+        step[index] = 1e-5
+        up, down = (targets_by_loops.selection_loss(scores + x, target) for x in (step, -step))
+        by_steps[index] = ((up - down) * weights).sum() / 2e-5
+
+    np.testing.assert_allclose(d_scores, by_steps, atol=1e-8)
+    assert not d_target.any()
+    assert np.abs(by_steps).max() > 0.1
+
+
+def test_nan_of_one_row_stays_in_its_loss():
+    scores, target = scores_and_target()
+    expected = attention.selection_loss(jnp.asarray(scores), jnp.asarray(target))
+    scores[0, 5, 0, 1] = target[0, 6, 1, 1] = np.nan
+    scores[0, 6, 1, 1] = 0.0
+    found, gradient = jax.vmap(jax.vmap(jax.vmap(jax.value_and_grad(
+        lambda scores, target: attention.selection_loss(*(x[None, None, None] for x in (scores, target))).sum()
+    ))))(jnp.asarray(scores), jnp.asarray(target))  # fmt: skip
+    spoilt = np.zeros(found.shape, bool)
+    spoilt[0, 5, 0] = spoilt[0, 6, 1] = True
+
+    assert np.isnan(found[spoilt]).all()
+    assert np.isfinite(gradient[~spoilt]).all()
+    np.testing.assert_allclose(found[~spoilt], expected[~spoilt], rtol=1e-6)
+
+
+def test_the_loss_of_equal_shares_is_0():
+    scores, _ = scores_and_target()
+    target = jax.nn.softmax(jnp.asarray(scores[:, 3:]), axis=-1)
+
+    assert np.abs(attention.selection_loss(jnp.asarray(scores[:, 3:]), 3 * target)).max() < 1e-6
