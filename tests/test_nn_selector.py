@@ -26,6 +26,8 @@ from nsa_jax import nn
 from nsa_jax.cache import TokenKeysValues, init_cache, prefill
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model.checkpoint import restore, save
+from nsa_jax.nn import IndexerConfig
 
 LAYERS = {
     "recent, all branches": dict(selector=Recent),
@@ -36,6 +38,8 @@ LAYERS = {
     "loudest, shared slc and win": dict(selector=Loudest, branches=("slc", "win"), share_keys_values=True),
     "fixed, shared, all": dict(selector=Fixed, share_keys_values=True),
     "importance, cmp and slc": dict(branches=("cmp", "slc")),
+    "indexer, slc": dict(selector=IndexerConfig(dim=5), branches=("slc",)),
+    "weighted indexer, all": dict(selector=IndexerConfig(num_heads=2, dim=4, weighted=True, normalize=True)),
 }
 
 
@@ -83,9 +87,10 @@ def test_some_branches_are_the_sum_of_their_operations():
         assert_close(layer(x), layer.out_proj(out), ROUNDING)
 
 
-def test_packed_sequences_are_chosen_as_alone():
+@pytest.mark.parametrize("selector", [Random, IndexerConfig(dim=4)], ids=["random", "indexer"])
+def test_packed_sequences_are_chosen_as_alone(selector):
     with jax.enable_x64(True):
-        layer = make_layer(jnp.float64, selector=Random, branches=("slc", "win"))
+        layer = make_layer(jnp.float64, selector=selector, branches=("slc", "win"))
         x = random(1, LENGTH, WIDTH)
         segment_ids = jnp.asarray([[0, 0] + [3] * 9 + [1] * 12])
         out = layer(x, segment_ids=segment_ids)
@@ -169,8 +174,20 @@ def test_selector_runs_under_remat_and_export():
     np.testing.assert_allclose(exported.call(tokens), plain(tokens), atol=1e-6)
 
 
-def test_numbers_that_are_not_finite_stay_in_their_row():
-    layer = layer_of("loudest, slc and win")
+def test_a_checkpoint_holds_branches_and_indexer(tmp_path):
+    model = model_of(selector=IndexerConfig(dim=4, weighted=True), branches=("slc", "win"))
+    save(tmp_path, model)
+    again = restore(tmp_path)
+    assert again.config == model.config
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
+    assert (again(tokens) == model(tokens)).all()
+    with refused(TypeError, "must hold no functions to be saved, got selector"):
+        save(tmp_path, model_of(selector=Loudest))
+
+
+@pytest.mark.parametrize("name", ["loudest, slc and win", "indexer, slc"])
+def test_numbers_that_are_not_finite_stay_in_their_row(name):
+    layer = layer_of(name)
     with jax.enable_x64(True):
         x = random(2, LENGTH, WIDTH)
         spoilt = x.copy()

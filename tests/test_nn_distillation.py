@@ -1,0 +1,156 @@
+"""The selection loss of a layer: its value from the public operations, and who learns by it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import refused
+from selector_examples import Recent
+from small_layer import CONFIG, LENGTH, ROUNDING, WIDTH, assert_close, make_layer, random
+
+import nsa_jax
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import IndexerConfig, distillation
+
+PACKED = np.array([[0, 0] + [3] * 9 + [1] * 12, [5] * 3 + [0] + [2] * 19])
+LAYERS = {
+    "importance": {},
+    "indexer": dict(selector=IndexerConfig(dim=4), branches=("slc",)),
+    "weighted indexer": dict(
+        selector=IndexerConfig(num_heads=2, dim=4, weighted=True), branches=("slc", "win")
+    ),
+}
+
+
+@functools.cache
+def layer_of(name):
+    with jax.enable_x64(True):
+        return make_layer(jnp.float64, **LAYERS[name])
+
+
+def expected_loss(layer, x, target, segment_ids):
+    """The mean over all queries at once, by the operations on whole rows."""
+    operands, blocks = (
+        layer.operands(x, segment_ids=segment_ids),
+        layer.inspect(x, segment_ids=segment_ids)[0],
+    )
+    where = dict(config=CONFIG, segment_ids=segment_ids)
+    if layer.selects == "importance":
+        scores = nsa_jax.importance_scores(operands.query, operands.key_cmp, scale=layer.scale, **where)
+    else:
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
+        if segment_ids is not None:
+            positions = nsa_jax.layout.sequence_positions(segment_ids)
+        (query, weights), key = layer.selector.project(x, operands.query, positions)
+        scores = nsa_jax.block_scores(query, key, weights=weights, **where)
+    to = operands.query, operands.key_slc
+    if target == "dense":
+        share = nsa_jax.block_probabilities(*to, scale=layer.scale, **where)
+    else:
+        share = nsa_jax.selected_probabilities(*to, blocks, scale=layer.scale, **where)
+        scores = jnp.where(blocks < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3))
+    real = np.ones(x.shape[:2], bool) if segment_ids is None else np.asarray(segment_ids) != 0
+    return nsa_jax.selection_loss(scores, share)[real].mean()
+
+
+@pytest.mark.parametrize("segment_ids", [None, PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("target", distillation.TARGETS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_loss_is_the_mean_of_all_queries_in_any_chunks(name, target, segment_ids, monkeypatch):
+    layer = layer_of(name)
+    with jax.enable_x64(True):
+        x = random(2, LENGTH, WIDTH)
+        ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        expected = expected_loss(layer, x, target, ids)
+        out, loss = layer(x, distil=target, segment_ids=ids)
+        assert_close(out, layer(x, segment_ids=ids), ROUNDING)
+        assert_close(loss, expected, ROUNDING)
+        monkeypatch.setattr(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)  # chunks of 5 queries
+        assert_close(layer(x, distil=target, segment_ids=ids)[1], expected, ROUNDING)
+        assert expected > 1e-3
+
+
+@pytest.mark.parametrize("target", distillation.TARGETS)
+@pytest.mark.parametrize(
+    ("name", "learns"), [("importance", "compressor_key"), ("weighted indexer", "selector")]
+)
+def test_only_the_selector_learns_by_the_loss(name, learns, target):
+    layer = layer_of(name)
+    with jax.enable_x64(True):
+        x = random(2, LENGTH, WIDTH)
+        gradient = nnx.grad(lambda layer, x: layer(x, distil=target)[1], argnums=(0, 1))(layer, x)
+    gradient, of_input = gradient
+    names = {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())}
+    assert names == {learns}
+    assert not np.any(of_input)
+
+
+def test_steps_against_the_loss_make_it_smaller():
+    """And the recall of the best block of dense attention larger."""
+    layer = make_layer(selector=IndexerConfig(dim=8), branches=("slc",))
+    x = random(4, 64, WIDTH).astype(np.float32)
+
+    @nnx.jit
+    def step(layer):
+        loss, gradient = nnx.value_and_grad(lambda layer: layer(x, distil="dense")[1])(layer)
+        state = jax.tree.map(lambda p, g: p - 3.0 * g, nnx.state(layer), gradient)
+        nnx.update(layer, state)
+        return loss
+
+    def recall():
+        operands = layer.operands(x)
+        best = nsa_jax.block_probabilities(
+            operands.query, operands.key_slc, config=CONFIG, scale=layer.scale
+        ).argmax(-1)
+        return (layer.inspect(x).block_indices == best[..., None]).any(-1)[:, 16:].mean()
+
+    before = recall()
+    losses = [step(layer) for _ in range(100)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert recall() > before
+
+
+def test_a_model_adds_the_losses_of_its_layers():
+    sizes = dict(vocab_size=17, num_layers=3, model_dim=16, num_heads=4, num_kv_heads=2, nsa=CONFIG)
+    options = dict(attention=("nsa", "dense", "nsa"), selector=IndexerConfig(dim=4), branches=("slc",))
+    plain, again = (
+        Transformer(TransformerConfig(**sizes, **options, remat=remat), rngs=nnx.Rngs(0))
+        for remat in (False, True)
+    )
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
+    logits, loss = plain(tokens, distil="dense")
+    np.testing.assert_allclose(logits, plain(tokens), atol=1e-6)
+
+    x, total = plain.embed(tokens), 0
+    for layer in plain.layers:
+        if layer.attention is not plain.layers[1].attention:
+            total += layer.attention(layer.attention_norm(x), distil="dense")[1]
+        x, _ = layer(x, None, None)
+    np.testing.assert_allclose(loss, total, rtol=1e-6)
+
+    def run(model):
+        logits, loss = model(tokens, distil="selected")
+        return logits.mean() + loss
+
+    found, expected = (nnx.jit(nnx.grad(run))(model) for model in (again, plain))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    dense = Transformer(TransformerConfig(**sizes, attention="dense"), rngs=nnx.Rngs(0))
+    with refused(NotImplementedError, "distil needs NSA layers"):
+        dense(tokens, distil="dense")
+
+
+def test_loss_that_cannot_be_had():
+    x = jnp.zeros((1, 9, WIDTH))
+    blocks = jnp.zeros((1, 9, 2, 3), jnp.int32)
+    with refused(ValueError, "distil must be None or one of"):
+        make_layer()(x, distil="sparse")
+    with refused(ValueError, "needs a selector with the method scores, got given"):
+        make_layer(selector="given")(x, block_indices=blocks, distil="dense")
+    with refused(ValueError, "needs a selector with the method scores, got Recent"):
+        make_layer(selector=Recent)(x, distil="dense")
+    with refused(NotImplementedError, "needs a layer without context_axis"):
+        make_layer(context_axis="x")(x, distil="dense")
