@@ -10,7 +10,7 @@ Does not import Triton.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nsa_jax.kernels.triton.dims import padded_heads
 
@@ -334,6 +334,36 @@ SELECTED_QUERY_GRADIENT = (
     Row(Bounds(ALL, 4), _G(16, 32, 8, 1, peel=False), "compiled"),
     Row(Bounds(ALL, 4), _G(16, 16, 8, 1, peel=False), "compiled"),
 )  # fmt: skip
+
+
+FEW_QUERIES = 8  # up to so many queries of a row, programs share the slots of one
+
+
+class FewQueriesSizes(NamedTuple):
+    """Sizes of the forward of few queries.
+
+    Attributes:
+      keys: most keys of a step.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight, and one.
+      programs: about how many programs there should be.
+    """
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int = 512
+
+    @classmethod
+    def of(cls, query: Any) -> "FewQueriesSizes":
+        """The sizes for a dtype and a width; float32 keys, and wide ones, take more shared memory."""
+        wide = query.dtype.itemsize * query.shape[3] > 256
+        return cls(32 if wide else 64, 4, 2 if wide else 3)
+
+    def shares(self, tokens: int, slots: int) -> int:
+        """Programs that share the slots of one of `tokens` tokens with a KV head: a power of two."""
+        wanted = max(min(self.programs // max(tokens, 1), slots), 1)
+        return 1 << (wanted.bit_length() - 1)
 
 
 class SelectedKeySizes(NamedTuple):
