@@ -38,10 +38,11 @@ for name in sys.argv[1:]:
         )
     given = index_cases.draw(case, heads=2, weighted=True)
     for module in (reference, attention):
-        where = dict(query_positions=case.query_positions, segment_ids=case.segment_ids, config=case.config)
+        where = dict(query_positions=index(case.query_positions), segment_ids=index(case.segment_ids))
+        where |= dict(config=case.config)
         jax.eval_shape(
             lambda query, key, weights: (
-                jax.vjp(lambda *x: module.block_scores(*x[:2], weights=x[2], **where), query, key, weights)[0],
+                jax.grad(lambda x: module.block_scores(x, key, weights=weights, **where).sum())(query),
                 module.select_by_index(query, key, weights=weights, **where),
                 module.top_blocks(module.block_scores(query, key, **where), **where),
             ),

@@ -299,7 +299,7 @@ def test_hessian_vector_products():
 
 
 def test_transformations():
-    """`vmap` over single rows, `remat` and `export` for any number of rows: the same results and gradients."""
+    """`vmap` over single rows, `remat` and `export` for any number of rows: equal results and gradients."""
     case = Case(name="index transformed", batch=3, num_keys=22, num_kv_heads=2)
     given = index_cases.draw(case, heads=2, dim=4, weighted=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (*given, cotangent_of(case, given))]
