@@ -272,8 +272,8 @@ def _row_length(
         if length > longest:
             raise ValueError(
                 f"scores must have one number for each selection block of a row of {length} tokens, got "
-                f"M = {sizes['M']} blocks of {config.selection_block_size}. Score the whole row "
-                "with this config."
+                f"M = {sizes['M']} blocks of {config.selection_block_size}. Pass those of "
+                "the whole row."
             )
     elif "S" in sizes:
         length = sizes["S"]

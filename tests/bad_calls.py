@@ -51,7 +51,9 @@ CONFIG = NSAConfig(
     window_size=5,
 )
 ROOM, VOCAB, NEW = 12, 11, 2
-SIZES = dict(B=2, T=10, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, m=4, l=4, vocab=VOCAB)
+SIZES = dict(
+    B=2, T=10, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, E=5, M=3, m=4, l=4, vocab=VOCAB
+)
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
 SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
 TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
@@ -294,6 +296,9 @@ ZIGZAG = dict(array=(np.zeros((2, 8), int), IN_ZIGZAG), axis=(1, Whole(low=-2)))
 CALLS = {
     "compressed_attention": Call(nsa_jax.compressed_attention, free="V"),
     "select_blocks": Call(nsa_jax.select_blocks),
+    "block_scores": Call(nsa_jax.block_scores),
+    "select_by_index": Call(nsa_jax.select_by_index),
+    "top_blocks": Call(nsa_jax.top_blocks, free="K M"),
     "selected_attention": Call(nsa_jax.selected_attention, free="V"),
     "window_attention": Call(nsa_jax.window_attention, free="V"),
     "gated_sum": Call(nsa_jax.gated_sum),

@@ -83,6 +83,34 @@ def operations() -> None:
     assert {x.sharding.spec[2] for x in gradients[1:]} == {None}
 
 
+def indexer() -> None:
+    """Scores with their gradients, and selections; the keys have no heads, so rows alone split them."""
+    positions, segment_ids, *_ = drawn()
+    query, key, weights = (
+        random(*shape, seed=i) for i, shape in enumerate(((2, 24, 2, 3, 4), (2, 24, 4), (2, 24, 2, 3)))
+    )
+    cotangent = random(2, 24, 2, 4, seed=3)
+
+    def run(positions, segment_ids, query, key, weights, cotangent):
+        shared = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
+
+        def score(query, key, weights):
+            return attention.block_scores(query, key, weights=weights, **shared)
+
+        scores, pull_back = jax.vjp(score, query, key, weights)
+        blocks = attention.select_by_index(query, key, weights=weights, **shared)
+        return scores, pull_back(cotangent), blocks, attention.top_blocks(scores, **shared)
+
+    arrays = positions, segment_ids, query, key, weights, cotangent
+    by_heads = put(arrays, "data", None, "tensor")
+    found = jit(run)(*by_heads[:3], put(key, "data"), *by_heads[4:])
+    agree(found, jit(run)(*arrays))
+    assert {x.sharding.spec for x in jax.tree.leaves((found[0], found[2:]))} == {
+        P("data", None, "tensor", None)
+    }
+    assert found[1][1].sharding.spec == P("data", None, None)
+
+
 def eager_calls() -> None:
     """An eager call takes NumPy arrays beside sharded ones, and compiles nothing when it comes again.
 
@@ -307,7 +335,7 @@ def without_the_mesh() -> None:
 
 
 CHECKS = (
-    *(operations, eager_calls, the_reference, shared_keys, layers, training, decoding, empty_caches),
+    *(operations, indexer, eager_calls, the_reference, shared_keys, layers, training, decoding, empty_caches),
     without_the_mesh,
 )
 

@@ -28,7 +28,7 @@ def test_a_layer_refuses_sharded_tokens():
 
 
 def test_sharded_equals_whole():
-    assert host_devices.run("explicit_axes_program.py", devices=8).count(": ok") == 9
+    assert host_devices.run("explicit_axes_program.py", devices=8).count(": ok") == 10
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,28 @@ def test_parameters_that_the_mesh_cannot_divide(sharding, message):
     )
     with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ValueError, match=message) as refused:
         nnx.eval_shape(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)))
+
+    assert has_form(str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (HEADS, "by batch rows and heads only, got key_index of type "),
+        (P(None, "tensor"), "by batch rows and heads only, got key_index of type "),
+        (
+            P("tensor"),
+            "must be sharded alike, got axis 0 over tensor in key_index and over data in query_index",
+        ),
+    ],
+)
+def test_index_keys_are_split_by_rows_alone(keys, message):
+    query, key = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
+        for shape, spec in (((4, 8, 4, 1, 8), HEADS), ((4, 8, 8), keys))
+    )
+    with jax.sharding.use_abstract_mesh(MESH), pytest.raises(ValueError, match=message) as refused:
+        jax.eval_shape(lambda *x: attention.select_by_index(*x, config=OVERLAPPING), query, key)
 
     assert has_form(str(refused.value))
 

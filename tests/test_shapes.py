@@ -18,7 +18,9 @@ with install_import_hook([f"nsa_jax.{name}" for name in modules], "beartype.bear
     import nsa_jax.attention, nsa_jax.debug, nsa_jax.reference
 sys.path.insert(0, "tests")
 import jax, jax.numpy as jnp
+import index_cases
 from cases import BY_NAME
+from nsa_jax import attention, reference
 from programs import _program, random_cotangents
 
 for name in sys.argv[1:]:
@@ -33,6 +35,18 @@ for name in sys.argv[1:]:
             index(case.query_positions),
             index(case.segment_ids),
             jax.tree.map(jnp.float32, random_cotangents(case)),
+        )
+    given = index_cases.draw(case, heads=2, weighted=True)
+    for module in (reference, attention):
+        where = dict(query_positions=index(case.query_positions), segment_ids=index(case.segment_ids))
+        where |= dict(config=case.config)
+        jax.eval_shape(
+            lambda query, key, weights: (
+                jax.grad(lambda x: module.block_scores(x, key, weights=weights, **where).sum())(query),
+                module.select_by_index(query, key, weights=weights, **where),
+                module.top_blocks(module.block_scores(query, key, **where), **where),
+            ),
+            *(jnp.float32(x) for x in given),
         )
     print("traced", name)
 

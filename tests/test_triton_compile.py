@@ -63,6 +63,7 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 }
 
 
+OF_AN_INDEX = {"nsa_index_scores"}  # in test_triton_index
 OF_MOSAIC = {  # compiled in test_mosaic_compile
     *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
 }
@@ -279,7 +280,7 @@ def test_no_two_functions_share_a_name():
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
                for branch in ("compressed", "window", "selected")}  # fmt: skip
-    assert kernels == KERNELS | OF_A_STEP | OF_MOSAIC
+    assert kernels == KERNELS | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
 
 
 @pytest.mark.parametrize("capability", triton_kernels.TARGETS)
@@ -295,7 +296,9 @@ def test_dispatch_accepts_the_gpus(capability):
     assert chosen.implementation == (DEFAULT_ON_HOPPER if capability == 90 else "triton")
 
 
-@pytest.mark.parametrize("operation", [name for name in dispatch.OPERATIONS if "decode" not in name])
+@pytest.mark.parametrize(
+    "operation", [name for name in dispatch.OPERATIONS if "decode" not in name and name != "block_scores"]
+)
 def test_operation_launches_kernels(operation):
     """In the forward alone, without a named implementation: dispatch chooses the kernels.
 
@@ -317,10 +320,13 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
     """Operands of each public operation."""
     query, key_cmp, value_cmp, key, value, _, _, gates = operands(MAIN, length)
     out = jax.ShapeDtypeStruct((*query.shape[:3], MAIN.value_dim), query.dtype)
+    key_index = jax.ShapeDtypeStruct((1, length, MAIN.key_dim), query.dtype)
     indices = jax.ShapeDtypeStruct((1, length, key.shape[2], CONFIG.num_selected_blocks), jnp.int32)
     return {
         "compressed_attention": (query, key_cmp, value_cmp),
         "select_blocks": (query, key_cmp),
+        "select_by_index": (query.update(shape=(1, length, key.shape[2], 1, MAIN.key_dim)), key_index),
+        "top_blocks": (jax.ShapeDtypeStruct((1, length, key.shape[2], length // 64), jnp.float32),),
         "selected_attention": (query, key, value, indices),
         "window_attention": (query, key, value),
         "gated_sum": (out, out, out, gates),

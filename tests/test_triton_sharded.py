@@ -92,6 +92,21 @@ def test_attention_moves_nothing(function, implementation):
     assert {sharding.spec for sharding in jax.tree.leaves(program.output_shardings)} == {BOTH}
 
 
+def test_selection_by_an_index_moves_nothing():
+    """The index keys have no heads, so every device along `tensor` holds those of its rows."""
+    arrays = array(BATCH, LENGTH, KV_HEADS, 2, DIM), array(BATCH, LENGTH, DIM, spec=ROWS)
+
+    def run(query, key, weights):
+        settings = dict(config=CONFIG, implementation="triton")
+        return attention.select_by_index(query, key, weights=weights, **settings)
+
+    program = compiled(run, *arrays, array(BATCH, LENGTH, KV_HEADS, 2))
+
+    assert [x for x in operations(program) if x.name in COLLECTIVES] == []
+    assert "triton_kernel_call_ffi" in program.as_text()
+    assert program.output_shardings.spec == BOTH
+
+
 def step(held, *operands):
     return cache.decode_step(held, *operands, config=CONFIG, compress=Compression(), implementation="triton")
 

@@ -81,7 +81,11 @@ def check_chunks_and_tiles():
 
 
 def check_odd_blocks():
-    _check(_plain("index odd blocks", ODD_BLOCKS), SMALL_CHUNKS, heads=2)
+    case = _plain("index odd blocks", ODD_BLOCKS)
+    _check(case, SMALL_CHUNKS, heads=2)
+    drawn = index_cases.draw(case, dim=16)
+    negative = Indexed(np.abs(drawn.query), -np.abs(drawn.key), None)  # what pads a block has a product of 0
+    assert (_select(case, negative, SMALL) == index_cases.by_loops(case, negative).blocks).all()
     _check(_plain("index one token a block", cases.ADJOINING, num_keys=41))
     _check(_plain("index one large block", dataclasses.replace(FREE, selection_block_size=64), num_keys=500))
 
@@ -110,9 +114,14 @@ def check_few_queries():
 def check_what_is_not_finite_stays():
     """In its own row and KV head, and in the future; the others choose as ever."""
     case = _plain("index nan", batch=2, num_keys=70, num_queries=40)
-    given = index_cases.draw(case, heads=2, dim=16)
+    for weighted in (False, True):
+        given = index_cases.draw(case, heads=2, dim=16, weighted=weighted)
+        _check_not_finite(case, given._replace(weights=-np.abs(given.weights) if weighted else None))
+
+
+def _check_not_finite(case: cases.Case, given: Indexed) -> None:
     plain = _select(case, given, SMALL)
-    spoilt = Indexed(given.query.copy(), given.key.copy(), None)
+    spoilt = given._replace(query=given.query.copy(), key=given.key.copy())
     spoilt.query[0, 5, 1] = math.nan
     spoilt.query[0, 6, 0] = math.inf
     spoilt.key[1, 50:] = math.nan
@@ -124,6 +133,8 @@ def check_what_is_not_finite_stays():
     rounded = Indexed(*(None if x is None else np.asarray(x, np.float32) for x in spoilt))
     expected = index_cases.by_loops(case, rounded).blocks
     assert (found[~same] == expected[~same]).all()
+    if given.weights is not None:
+        return
     assert found[0, 5, 1].tolist() == [0, 1, 2, 3, 35 // 8]  # ties and the local block
 
 

@@ -2,14 +2,14 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax import attention, reference
+from nsa_jax import attention, layout, reference
 from nsa_jax.budget import allowance
 from nsa_jax.doctor.subject import (
     CONFIG,
@@ -33,20 +33,23 @@ OPERANDS = {
         *("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates"),
     ),
 }
-type Scores = Callable[[str], np.ndarray]  # importance of the blocks, by the precision it is computed in
+INDEXED = ("query_index", "key_index", "weights")
+type Scores = Callable[[str], np.ndarray]  # scores of the blocks, by the precision they are computed in
 
 SELECTION_IS_GIVEN = ("selected_attention", "native_sparse_attention")
 
 
 def subjects(operands: Results, rng: np.random.Generator) -> Iterator[Subject]:
     """All operations, on operands by name; `rng` draws the cotangents."""
-    cached, one_at_a_time = functools.cache(functools.partial(_scores, operands)), threading.Lock()
-
-    def scores(dtype: str) -> np.ndarray:
-        with one_at_a_time:  # checks run in several threads
-            return cached(dtype)
-
-    yield _selection(operands, scores)
+    compressed, indexed, given = (
+        [operands[name] for name in names] for names in (("query", "key_cmp"), INDEXED, ("scores",))
+    )
+    scores = _computed_once(functools.partial(reference.importance, config=CONFIG), *compressed)
+    of_index = _computed_once(_index_scores(reference), *indexed)
+    yield _selection("select_blocks", compressed, scores)
+    yield _with_index_gradients(indexed, rng)
+    yield _selection("select_by_index", indexed, of_index)
+    yield _selection("top_blocks", given, _computed_once(lambda scores: scores, *given))
     for operation in OPERANDS:
         yield _with_gradients(operation, operands, scores, rng)
 
@@ -85,13 +88,51 @@ def _with_gradients(operation: str, operands: Results, scores: Scores, rng: np.r
     return Subject(operation, arrays, run, expect)
 
 
-def _selection(operands: Results, scores: Scores) -> Subject:
-    """Selection, judged by the scores of what it selects: where two are equal, either block is right."""
-    arrays = operands["query"], operands["key_cmp"]
+def _index_scores(module: Any, **settings: Any) -> Callable[..., Any]:
+    """`block_scores` of a module with weights, as a function of its arrays."""
+
+    def score(query: Any, key: Any, weights: Any) -> Any:
+        return module.block_scores(query, key, weights=weights, config=CONFIG, **settings)
+
+    return score
+
+
+def _with_index_gradients(arrays: Sequence[Any], rng: np.random.Generator) -> Subject:
+    """The scores of an indexer, 0 where a query sees nothing of a block, with their gradients."""
+    num_blocks = layout.num_selection_blocks(TOKENS, CONFIG)
+    cotangent = rng.standard_normal((*arrays[0].shape[:3], num_blocks)).astype(arrays[0].dtype)
+
+    def results(score: Callable[..., Any], arrays: Any, cotangent: Any) -> Results:
+        def visible(*arrays: Any) -> Any:
+            scores = score(*arrays)
+            return jnp.where(jnp.isfinite(scores), scores, 0)
+
+        found, pull_back = jax.vjp(visible, *arrays)
+        gradients = pull_back(cotangent.astype(found.dtype))
+        return {"scores": found} | {f"d_{name}": x for name, x in zip(INDEXED, gradients, strict=True)}
 
     def run(implementation: Any) -> Results:
-        select = functools.partial(attention.select_blocks, config=CONFIG, implementation=implementation)
-        return {"scores": scores_of(jax.jit(select)(*arrays), scores("float64"))}
+        score = _index_scores(attention, implementation=implementation)
+        return jax.jit(functools.partial(results, score))(tuple(arrays), cotangent)
+
+    def expect() -> dict[str, Expected]:
+        function = functools.partial(results, _index_scores(reference))
+        return expected(function, arrays[0].dtype.name, tuple(arrays), cotangent)
+
+    return Subject("block_scores", tuple(arrays), run, expect)
+
+
+def _selection(operation: str, arrays: Sequence[Any], scores: Scores) -> Subject:
+    """Selection, judged by the scores of what it selects: where two are equal, either block is right."""
+
+    def select(implementation: Any, *arrays: Any) -> Any:
+        more = dict(weights=arrays[2]) if operation == "select_by_index" else {}
+        function = getattr(attention, operation)
+        return function(*arrays[:2], config=CONFIG, implementation=implementation, **more)
+
+    def run(implementation: Any) -> Results:
+        blocks = jax.jit(functools.partial(select, implementation))(*arrays)
+        return {"scores": scores_of(blocks, scores("float64"))}
 
     def expect() -> dict[str, Expected]:
         exact, same = scores("float64"), scores(arrays[0].dtype.name)
@@ -100,13 +141,23 @@ def _selection(operands: Results, scores: Scores) -> Subject:
         budget = 2 * allowance(same, exact, eps)
         return {"scores": Expected(scores_of(best_blocks(exact), exact), budget)}
 
-    return Subject("select_blocks", arrays, run, expect)
+    return Subject(operation, tuple(arrays), run, expect)
 
 
-def _scores(operands: Results, dtype: str) -> np.ndarray:
-    """Importance of the blocks [B, T, K, M]: inf for those that are always selected, -inf in the future."""
-    score = functools.partial(reference.importance, config=CONFIG)
-    scores = oracle(score, dtype, operands["query"], operands["key_cmp"])
+def _computed_once(score: Callable[..., Any], *arrays: Any) -> Scores:
+    """Scores of arrays by a function of the oracle."""
+    cached, one_at_a_time = functools.cache(functools.partial(_scores, score, arrays)), threading.Lock()
+
+    def scores(dtype: str) -> np.ndarray:
+        with one_at_a_time:  # checks run in several threads
+            return cached(dtype)
+
+    return scores
+
+
+def _scores(score: Callable[..., Any], arrays: Sequence[Any], dtype: str) -> np.ndarray:
+    """Scores of the blocks [B, T, K, M]: inf for those that are always selected, -inf in the future."""
+    scores = oracle(score, dtype, *arrays)
     position = np.arange(TOKENS)[:, None, None]
     block = np.arange(scores.shape[-1])
     current = position // CONFIG.selection_block_size

@@ -17,6 +17,7 @@ from nsa_jax.budget import allowance, size
 # Small, and yet every branch hides keys, and blocks compete for a slot.
 CONFIG = NSAConfig(selection_block_size=32, num_selected_blocks=4, window_size=48)
 TOKENS, HEADS, KV_HEADS, DIM = 144, 16, 2, 64  # the last token completes a compression block
+INDEX_HEADS = 2
 # Half the compile time of the oracle would go into optimising it, and its speed does not matter.
 _ORACLE = {"xla_backend_optimization_level": 0}
 
@@ -56,6 +57,12 @@ def draw(rng: np.random.Generator, dtype: str) -> Results:
     operands = {name: normal(TOKENS, HEADS) for name in ("query", "out_cmp", "out_slc", "out_win")}
     for branch, tokens in dict(cmp=num_blocks, slc=TOKENS, win=TOKENS).items():
         operands |= {f"{kind}_{branch}": normal(tokens, KV_HEADS) for kind in ("key", "value")}
+    operands |= {"query_index": normal(TOKENS, KV_HEADS * INDEX_HEADS).reshape(1, TOKENS, KV_HEADS, -1, DIM)}
+    operands |= {
+        "key_index": normal(TOKENS, 1)[:, :, 0],
+        "weights": normal(TOKENS, KV_HEADS)[..., :INDEX_HEADS],
+    }
+    operands |= {"scores": normal(TOKENS, KV_HEADS)[..., : layout.num_selection_blocks(TOKENS, CONFIG)]}
     return operands | {"gates": rng.uniform(size=(1, TOKENS, HEADS, 3)).astype(jnp.dtype(dtype))}
 
 

@@ -496,17 +496,17 @@ class IndexSizes(NamedTuple):
 
 INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled
 _I = IndexSizes
-INDEX = tuple(
-    Row(Bounds(gpus, float_bytes), sizes, "compiled")
-    for float_bytes in (2, 4)
-    for gpus, sizes in (
-        ((HOPPER,), _I(128, 128, 8, 2)),  # not 3 stages: so two programs share an SM
-        (BEFORE_HOPPER, _I(128, 128, 8, 2)),
-        (ALL, _I(64, 64, 4, 2)),
-        (ALL, _I(32, 64, 4, 2)),
-        (ALL, _I(32, 32, 4, 1)),
-        (ALL, _I(16, 32, 4, 1)),
-    )
+INDEX = (
+    Row(Bounds((HOPPER,)), _I(128, 128, 8, 2), "compiled"),  # two programs share an SM; of three stages, one
+    Row(Bounds(BEFORE_HOPPER), _I(128, 128, 8, 2), "compiled"),
+    Row(Bounds(ALL), _I(64, 64, 8, 2), "compiled"),
+    Row(Bounds((HOPPER,), 4, heads=1), _I(64, 64, 8, 2), "compiled"),
+    Row(Bounds((HOPPER,), 4), _I(64, 64, 4, 2), "compiled"),
+    *(
+        Row(Bounds(ALL, float_bytes), sizes, "compiled")
+        for float_bytes in (2, 4)
+        for sizes in (_I(32, 64, 8, 2), _I(32, 32, 8, 1), _I(16, 32, 4, 1))
+    ),
 )
 
 # A call whose queries make few tiles cuts the keys of a row into so many groups that there are about

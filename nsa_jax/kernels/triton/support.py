@@ -37,13 +37,13 @@ def unsupported_reason(
     operation: str, *arrays: Array | jax.ShapeDtypeStruct, config: NSAConfig | None, platform: str
 ) -> str | None:  # fmt: skip
     """Why the kernels cannot run `operation` on `platform`, or None if they can; see `nsa_jax.dispatch`."""
+    if platform != "cuda":
+        return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if operation == "block_scores":
         return (
             "the Triton kernels need an operation whose gradient they have, got block_scores. Use "
             "implementation='xla'; select_by_index has kernels."
         )
-    if platform != "cuda":
-        return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
     if operation in WITHOUT_KERNELS:
         return f"the Triton kernels do not have {operation}. Use implementation='xla'."
     if reason := _installation():
@@ -163,7 +163,7 @@ def _index(floats: list, config: NSAConfig | None) -> str | None:
         query = floats[0]
         columns = max(1 << (block - 1).bit_length(), 32)
         width = 8 if query.dtype.itemsize == 4 else 2  # with the parts of float32 operands
-        if (columns + 32) * query.shape[-1] * width > SHARED_BYTES[gpu.target()]:
+        if (columns + 16) * query.shape[-1] * width > SHARED_BYTES[gpu.target()]:
             return (
                 "the Triton kernels need the index keys of a selection block to fit into shared memory, got "
                 f"{block} keys of dim {query.shape[-1]} in {query.dtype.name}. Cast the arrays, or use "

@@ -244,10 +244,9 @@ def _tile_gradients(
     """
     products = _products(query, tile, plan)
     best, token = _score(products, weights, tile, plan)
-    given = jnp.where(jnp.isfinite(best), d_scores, 0)
     taken = jnp.arange(plan.block, dtype=token.dtype) == token[..., None]
     taken = (taken & jnp.isfinite(best)[..., None]).reshape(*token.shape[:3], -1)[:, :, :, None]
-    d_token = jnp.where(taken, jnp.repeat(given, plan.block, axis=-1)[:, :, :, None], 0)
+    d_token = jnp.where(taken, jnp.repeat(d_scores, plan.block, axis=-1)[:, :, :, None], 0)
     d_weights = None
     if weights is None:
         first = jnp.argmax(jnp.where(jnp.isnan(products), -jnp.inf, products), axis=3, keepdims=True)

@@ -18,8 +18,8 @@ class Sizes(NamedTuple):
       selected_chunk: query tokens whose (token, block) pairs are grouped by block at a time.
       pairs_per_item: most (token, block) pairs of one block that share a matrix product.
       items_per_step: matrix products that are done at once.
-      partial_floats: most floats in the partial results of a chunk, and in a tile of index products. The
-        default is 32 MiB in float32, about what a last-level cache holds.
+      partial_floats: most floats in the partial results of a chunk, or in the products of a tile of index
+        keys. The default is 32 MiB in float32, about what a last-level cache holds.
     """
 
     query_chunk: int = 256

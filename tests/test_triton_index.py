@@ -1,0 +1,131 @@
+"""Selection by an indexer on GPUs that are not there: its kernel as machine code, and what is chosen."""
+
+import logging
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHERE}", exc_type=ImportError)
+
+import triton_compile  # noqa: E402
+import triton_kernels  # noqa: E402
+from messages import has_form  # noqa: E402
+from triton_kernels import TARGETS  # noqa: E402
+
+import nsa_jax  # noqa: E402
+from nsa_jax import attention, dispatch  # noqa: E402
+from nsa_jax.config import NSAConfig  # noqa: E402
+
+
+class Shape(NamedTuple):
+    block: int = 128
+    heads: int = 1  # index heads of a KV head
+    dim: int = 128
+    dtype: str = "bfloat16"
+    weighted: bool = False
+    packed: bool = False
+    batch: int = 1
+    queries: int = 65536
+    length: int = 65536
+    kv_heads: int = 4
+
+
+MSA = Shape()
+SHAPES = {
+    "blocks of 64": Shape(64),
+    "lightning": Shape(64, 4, 32, weighted=True),
+    "a step": Shape(batch=8, queries=1),
+    "packed": Shape(packed=True, batch=2, queries=8192, length=8192),
+    "wide": Shape(128, 8, 256, "float16", weighted=True),
+    "odd blocks": Shape(48, 2, 96, kv_heads=3, queries=8192, length=8192),
+    "float32": Shape(64, 1, 64, "float32", queries=8192, length=8192),
+}
+CASES = [*((90, shape) for shape in SHAPES.values()), *((capability, MSA) for capability in TARGETS)]
+LOADED_BY_ROW = {SHAPES["odd blocks"]}
+SMALL_TILES = {SHAPES["a step"]}
+
+
+def config_of(shape: Shape) -> NSAConfig:
+    return NSAConfig(selection_block_size=shape.block)
+
+
+def operands(shape: Shape) -> list[jax.ShapeDtypeStruct]:
+    rows = (shape.batch, shape.queries, shape.kv_heads, shape.heads)
+    shapes = [(*rows, shape.dim), (shape.batch, shape.length, shape.dim)]
+    found = [jax.ShapeDtypeStruct(x, shape.dtype) for x in (*shapes, *([rows] if shape.weighted else []))]
+    return found + ([jax.ShapeDtypeStruct(shapes[1][:2], jnp.int32)] if shape.packed else [])
+
+
+def program(shape: Shape):
+    def run(query, key, *more):
+        weights, ids = (
+            more if len(more) == 2 else (*more, None) if shape.weighted else (None, *more, None)[:2]
+        )
+        settings = dict(config=config_of(shape), segment_ids=ids, implementation="triton")
+        return attention.select_by_index(query, key, weights=weights, **settings)
+
+    return run
+
+
+@pytest.mark.parametrize(("capability", "shape"), CASES, ids=str)
+def test_kernel_becomes_machine_code(capability, shape):
+    found = triton_kernels.compiled(program(shape), *operands(shape), capability=capability)
+
+    assert {kernel.name for kernel in found} == {"nsa_index_scores", "nsa_best_blocks"}
+    for kernel in found:
+        print(shape, kernel._replace(ptx=""))  # shown if the test fails
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
+        assert kernel.spill_bytes == kernel.scratch_bytes == 0
+    ptx = next(kernel.ptx for kernel in found if kernel.name == "nsa_index_scores")
+    assert ("cp.async.bulk.tensor" in ptx) == (capability >= 90 and shape not in LOADED_BY_ROW)
+    if capability == 90:
+        assert ("wgmma" in ptx) != (shape in SMALL_TILES)
+
+
+def test_two_programs_share_a_multiprocessor():
+    """Of the shape that the sizes are made for: one program's maxima run beside the other's products."""
+    found = triton_kernels.compiled(program(MSA), *operands(MSA), capability=90)
+    (kernel,) = (kernel for kernel in found if kernel.name == "nsa_index_scores")
+
+    assert 2 * (kernel.shared_bytes + 1024) <= 228 * 1024  # a program takes 1 KB more
+    assert 2 * 256 * kernel.registers <= 65536
+
+
+def test_scores_run_as_xla_without_a_warning(caplog):
+    arrays, config = operands(MSA)[:2], config_of(MSA)
+    with triton_compile.device(90), caplog.at_level(logging.WARNING, "nsa_jax"):
+        choice = nsa_jax.choose("block_scores", *arrays, config=config)
+        text = triton_compile.traced(lambda *x: attention.block_scores(*x, config=config), *arrays)
+
+    assert choice.implementation == "xla"
+    assert choice.reason.startswith("xla is the first of ")
+    assert "an operation whose gradient they have" in dict(choice.refused)["triton"]
+    assert "nsa_jax.xla.block_scores" in text
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (dict(dim=40), "dims that are a power of two or the sum of two"),
+        (dict(dtype="float64"), "support the dtypes"),
+        (dict(block=512), "a selection_block_size of at most 256 for an indexer"),
+        (
+            dict(block=256, dim=256, dtype="float32"),
+            "index keys of a selection block to fit into shared memory",
+        ),
+    ],
+)
+def test_what_the_kernel_refuses(changes, rule):
+    shape = MSA._replace(**changes)
+    with triton_compile.device(90):
+        reason = dispatch.unsupported_reason(
+            "select_by_index", "triton", *operands(shape), config=config_of(shape)
+        )
+
+    assert rule in reason
+    assert has_form(reason)
