@@ -72,6 +72,11 @@ CHECKS = {
         *("check_ties", "check_ties_of_sums", "check_scores_of_zero_are_chosen"),
         *("check_not_a_number_is_harmless", "check_rows_without_a_normaliser"),
     ),
+    "probabilities": (
+        *("case consecutive", "case last queries", "case half a block", "case one head", "case many blocks"),
+        *("case anywhere", "case packed", "case packed anywhere", "case scale below 0", "case scale of 0"),
+        *("not a number", "runs joined", "vmap"),
+    ),
     "dense_decode": (
         *("case one token", "case short rows", "case a full row", "case no room for all"),
         *("case some of four tokens", "case eight tokens, two pieces a dim", "case groups of rows"),
