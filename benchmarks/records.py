@@ -60,7 +60,7 @@ FIGURES = (
     ),
 )
 VOCABULARY: dict[str, Sequence[str]] = {
-    "operation": (*OPERATIONS, *LAYERS),
+    "operation": (*OPERATIONS, *LAYERS, "block_probabilities"),
     "implementation": (*MEASURED, "cudnn", "jax_nn"),
     "mode": MODES,
     "distribution": DISTRIBUTIONS,

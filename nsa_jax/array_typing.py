@@ -8,7 +8,7 @@ The letters are those of the glossary in `docs/algorithm.md`:
 * `H` key dim, `V` value dim, `D` model width;
 * `J` index heads per KV head, `E` index dim;
 * `C` compression blocks, `M` selection blocks, `R` selected blocks of a query;
-* `P` branches.
+* `branches` those that there are of cmp, slc and win, in this order.
 """
 
 from typing import NamedTuple

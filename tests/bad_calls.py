@@ -52,8 +52,9 @@ CONFIG = NSAConfig(
 )
 ROOM, VOCAB, NEW = 12, 11, 2
 SIZES = dict(
-    B=2, T=10, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, E=5, M=3, m=4, l=4, vocab=VOCAB
-)
+    B=2, T=10, M=3, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, E=5, branches=3, m=4, l=4,
+    vocab=VOCAB,
+)  # fmt: skip
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
 SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
 TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
@@ -72,7 +73,9 @@ VALUES = dict(
     **dict.fromkeys(("use_bias", "normalize_qk", "share_keys_values"), False),
     **dict(tie_embeddings=True, remat=False, deterministic=True),
     **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
-    **dict(order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"),
+    **dict(
+        reduce="sum", order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"
+    ),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
@@ -300,6 +303,10 @@ CALLS = {
     "select_by_index": Call(nsa_jax.select_by_index),
     "top_blocks": Call(nsa_jax.top_blocks, free="K M"),
     "selected_attention": Call(nsa_jax.selected_attention, free="V"),
+    "block_probabilities": Call(nsa_jax.block_probabilities),
+    "selected_probabilities": Call(nsa_jax.selected_probabilities),
+    "importance_scores": Call(nsa_jax.importance_scores),
+    "selection_loss": Call(nsa_jax.selection_loss),
     "window_attention": Call(nsa_jax.window_attention, free="V"),
     "gated_sum": Call(nsa_jax.gated_sum),
     "native_sparse_attention": Call(nsa_jax.native_sparse_attention),

@@ -167,6 +167,36 @@ def shared_keys() -> None:
     jax.eval_shape(by_heads, positions, segment_ids, cotangents, query, *of_one_head, gates)
 
 
+def targets() -> None:
+    """What a selection is taught with, on explicit axes and inside `shard_map`: the values of one device."""
+    positions, segment_ids, _, query, key_cmp, _, key, *_ = drawn()
+
+    def teach(positions, segment_ids, query, key_cmp, key):
+        shared = dict(config=OVERLAPPING, query_positions=positions, segment_ids=segment_ids)
+        blocks = attention.select_blocks(query, key_cmp, **shared)
+        slots = attention.selected_probabilities(query, key, blocks, **shared)
+        target = attention.block_probabilities(query, key, **shared)
+
+        def loss(query, key_cmp):
+            scores = attention.importance_scores(query, key_cmp, **shared)
+            return attention.selection_loss(scores[..., : target.shape[-1]], target)
+
+        losses, pull_back = jax.vjp(loss, query, key_cmp)
+        return target, slots, losses, *pull_back(jnp.sin(losses))
+
+    given = positions, segment_ids, query, key_cmp, key
+    expected = jit(teach)(*given)
+    found = jit(teach)(*put(given, "data", None, "tensor"))
+    agree(found, expected)
+    assert {tuple(spec[:3]) for spec in specs(found)} == {("data", None, "tensor")}
+    by_heads = (P(), P(), *[P(None, None, "x")] * 3)
+    in_shards = jax.shard_map(
+        teach, mesh=jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]),
+        in_specs=by_heads, out_specs=by_heads[2],
+    )  # fmt: skip
+    agree(jit(in_shards)(*given), expected)
+
+
 def layers() -> None:
     """A layer whose compressor is a function to the cache, and a dense layer, in packed rows and in steps."""
     x, counts = random(ROWS, 15, WIDTH), np.array([9, 4, 0, 7])
@@ -335,8 +365,8 @@ def without_the_mesh() -> None:
 
 
 CHECKS = (
-    *(operations, indexer, eager_calls, the_reference, shared_keys, layers, training, decoding, empty_caches),
-    without_the_mesh,
+    *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, decoding),
+    *(empty_caches, without_the_mesh),
 )
 
 

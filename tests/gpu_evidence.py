@@ -46,6 +46,7 @@ KERNELS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
     "selected": (f"{TRITON}/selected/**/*.py",),
     "selection": (f"{TRITON}/selection/**/*.py",),
+    "probabilities": (f"{TRITON}/probabilities/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),
     "decode": (f"{TRITON}/decode/**/*.py",),
     "mosaic": ("nsa_jax/kernels/mosaic_gpu/**/*.py",),
@@ -74,6 +75,7 @@ KERNELS_OF_TESTS = {
     f"{SAMPLED}[window_attention": ("ranges", "nonfinite"),
     f"{SAMPLED}[selected_attention": ("selected", "nonfinite"),
     NATIVE: OF_OPERATIONS,
+    "tests/test_gpu_selection.py::": ("ranges", "probabilities", "nonfinite"),
 }
 
 

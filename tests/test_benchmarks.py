@@ -28,6 +28,7 @@ from benchmarks import (
     roofline,
     strategies,
     tables,
+    targets,
     timing,
     token_parts,
     training,
@@ -700,6 +701,33 @@ def test_summary_prints_shares_and_draws(tmp_path, capsys):
     assert lines[1] == ["512", "2.0000", "50.0", "25.0", "5.0", "60/80", "1123/1571"]
     assert lines[2] == ["1024", "0.0400", "-", "-", "25.0", "70/70", "1603/1603"]
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_targets_take_turns_with_dense_attention(reduce, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]
+
+    status = targets.main([*command, "--output", str(path), "--reduce", reduce], SMALL)
+
+    printed, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert [row["strategy"] for row in rows] == [targets.GIVEN, targets.TWO_PASSES, "dense"]
+    assert printed.count(": green: error / budget") == 2
+    assert list(summary["dense_over_this"]["300"]) == [targets.GIVEN, targets.TWO_PASSES]
+
+
+def test_wrong_targets_have_no_speed(monkeypatch, capsys):
+    right = operations.block_probabilities
+    monkeypatch.setattr(operations, "block_probabilities", lambda *x, **more: 1.001 * right(*x, **more))
+
+    status = targets.main(["--lengths", "300", "--key-dim", "8", "--budget-s", "0.01"], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert status == 1
+    assert printed.count(": red: error / budget") == 2
+    assert summary["rows"] == 1
 
 
 def test_training_writes_a_row_of_each_attention(tmp_path, capsys):

@@ -29,6 +29,7 @@ COMMANDS = {
     "benchmarks.report": "benchmarks.report.__main__",
     "benchmarks.roofline": "benchmarks.roofline",
     "benchmarks.tables": "benchmarks.tables",
+    "benchmarks.targets": "benchmarks.targets",
     "benchmarks.training": "benchmarks.training",
     "examples.recall": "examples.recall.__main__",
     "examples.train_lm": "examples.train_lm.__main__",
@@ -37,7 +38,7 @@ COMMANDS = {
 ROWS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h100_training.jsonl")
 MEASURING = (
     *("benchmarks.attention", "benchmarks.decode", "benchmarks.generate", "benchmarks.parallel"),
-    "benchmarks.training",
+    *("benchmarks.targets", "benchmarks.training"),
 )
 
 

@@ -28,6 +28,9 @@ SHAPES = {
     "top_blocks": ((1, 40, 1, 1),),
     "selected_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4), (1, 40, 1, 3)),
     "window_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4)),
+    "block_probabilities": ((1, 40, 2, 4), (1, 40, 1, 4)),
+    "selected_probabilities": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 3)),
+    "importance_scores": ((1, 40, 2, 4), (1, 1, 1, 4)),
     "gated_sum": ((1, 40, 2, 4),) * 3 + ((1, 40, 2, 3),),
     "native_sparse_attention": ((1, 40, 2, 4), *[(1, 1, 1, 4)] * 2, *[(1, 40, 1, 4)] * 4, (1, 40, 2, 3)),
     "decode_step": ((1, 1, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),  # query and compressed keys and values
@@ -40,8 +43,8 @@ not_on_this_machine = pytest.mark.parametrize("implementation", ["triton", "mosa
 
 def arrays(operation):
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES[operation]]
-    if operation == "selected_attention":
-        shapes[3] = jax.ShapeDtypeStruct(shapes[3].shape, jnp.int32)
+    if operation in ("selected_attention", "selected_probabilities"):
+        shapes[-1] = jax.ShapeDtypeStruct(shapes[-1].shape, jnp.int32)
     return shapes
 
 

@@ -15,7 +15,7 @@ from messages import has_form, refused
 
 from nsa_jax import budget, dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
-from nsa_jax.doctor import checks, choices, machine, operations, steps, text, versions
+from nsa_jax.doctor import checks, choices, machine, operations, steps, targets, text, versions
 from nsa_jax.kernels import chip, xla
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
@@ -76,7 +76,8 @@ def test_a_machine_without_gpu_torch_and_extras_is_well():
     assert all(0 <= check["error"] <= check["budget"] for check in report["checks"])
     gradients = [check for check in report["checks"] if check["quantity"].startswith("d_")]
     assert {check["operation"] for check in gradients} == set(dispatch.OPERATIONS) - {
-        *("select_blocks", "select_by_index", "top_blocks", "decode_step", "dense_decode_step"),
+        *("select_blocks", "select_by_index", "top_blocks", "block_probabilities", "selected_probabilities"),
+        *("decode_step", "dense_decode_step"),
     }
     (outcome,) = report["choices"]
     assert outcome["implementation"] == "xla"
@@ -95,6 +96,7 @@ def planted(operation, monkeypatch, change):
     monkeypatch.setattr(xla, operation, wrong)
 
 
+PLAIN = {*support.WITHOUT_KERNELS}  # operations that every platform runs as xla
 SCALED = ("compressed_attention", "selected_attention", "window_attention", "decode_step")
 
 
@@ -310,9 +312,9 @@ def test_choices_on_hopper(a_gpu):
         for sizes in every[:2]
         for dtype in ("bfloat16", "float16")
     }
-    assert {case[0] for case, name in found.items() if name == "xla"} == {"block_scores"}
+    assert {operation for (operation, *_), name in found.items() if name == "xla"} == PLAIN
     assert set(found.values()) == {"mosaic_gpu", "triton", "xla"}
-    assert len(outcomes) <= 5
+    assert len(outcomes) <= 9
     lines = list(text.choices(outcomes))
     assert any("no faster with fewer than 9 query heads" in line for line in lines)
 
@@ -320,15 +322,16 @@ def test_choices_on_hopper(a_gpu):
 def test_choices_on_an_ampere_gpu(a_gpu):
     a_gpu((8, 0))
 
-    assert {
-        outcome.implementation for outcome in choices.choices() if outcome.operations != ("block_scores",)
-    } == {"triton"}
+    found = {name: outcome.implementation for outcome in choices.choices() for name in outcome.operations}
+
+    assert {name for name, implementation in found.items() if implementation == "xla"} == PLAIN
+    assert set(found.values()) == {"triton", "xla"}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, monkeypatch):
     a_gpu(capability)
-    for module in (operations, steps):
+    for module in (operations, steps, targets):
         monkeypatch.setattr(module, "expected", lambda *_, **__: {})
     monkeypatch.setattr(operations, "_scores", lambda *_: np.zeros((1, 1, 1, 5)))
     monkeypatch.setattr(checks, "_check", lambda subject, name, *_: (subject.operation, name))
@@ -336,7 +339,7 @@ def test_every_implementation_is_checked_where_it_can_run(capability, a_gpu, mon
     ran = list(checks.checks(["bfloat16"]))
 
     every = {(operation, name) for operation in dispatch.OPERATIONS for name in ("xla", "triton")}
-    every -= {("block_scores", "triton")}
+    every -= {(operation, "triton") for operation in PLAIN}
     hopper = {(name, "mosaic_gpu") for name in ("selected_attention", "native_sparse_attention")}
     assert set(ran) == (every | hopper if capability == (9, 0) else every)
     assert len(ran) == len(set(ran))

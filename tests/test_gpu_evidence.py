@@ -17,7 +17,7 @@ WHOLE = f"{gpu_evidence.PARITY}test_case_is_within_its_budget[plain-float32]"
 TWO_GPUS = f"{gpu_evidence.TWO_GPUS}test_two_gpus_generate_as_one"
 TEST_FILES = {
     f"tests/test_gpu_{name}.py"
-    for name in ("decode", "dense_decode", "generate", "mosaic", "native", "parallel", "parity")
+    for name in ("decode", "dense_decode", "generate", "mosaic", "native", "parallel", "parity", "selection")
 }
 EVERY = " ".join(path.removeprefix("tests/test_gpu_").removesuffix(".py") for path in TEST_FILES)
 # Files that a result rests on, and the test files whose rooms hold them.
@@ -26,13 +26,13 @@ RESTS_ON = {
     "tests/test_gpu_mosaic.py": "mosaic",
     "tests/modules.py": "generate",
     "nsa_jax/reference.py": "native mosaic parity",
-    "nsa_jax/budget.py": "native mosaic parallel generate",
+    "nsa_jax/budget.py": "native mosaic parallel generate selection",
     "nsa_torch_ref/attention.py": "parity",
     "parity/budget.py": "parity",
-    "benchmarks/gate.py": "native",
+    "benchmarks/gate.py": "native selection",
     "nsa_jax/generate/loop.py": "generate parallel",
     "nsa_jax/model/transformer.py": "generate parallel",
-    "nsa_jax/nn/attention.py": "generate parallel parity native decode",
+    "nsa_jax/nn/attention.py": "generate parallel parity native decode selection",
     "nsa_jax/cache/steps.py": EVERY,
     **dict.fromkeys(("tests/conftest.py", "nsa_jax/config.py", "nsa_jax/arguments.py"), EVERY),
     **dict.fromkeys(("nsa_jax/dispatch.py", "nsa_jax/layout/placement.py"), EVERY),
@@ -43,6 +43,7 @@ KERNELS = {
     "nsa_jax/kernels/triton/ranges/forward.py": "ranges",
     "nsa_jax/kernels/triton/selection/importance.py": "selection",
     "nsa_jax/kernels/triton/selected/items.py": "selected",
+    "nsa_jax/kernels/triton/probabilities/blocks.py": "probabilities",
     "nsa_jax/kernels/triton/nonfinite/visible_keys.py": "nonfinite",
     "nsa_jax/kernels/triton/decode/step.py": "decode",
     "nsa_jax/kernels/mosaic_gpu/operations.py": "mosaic",

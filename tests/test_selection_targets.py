@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -329,6 +330,58 @@ def test_targets_have_no_gradient():
     assert not d_key.any()
 
 
+def taught(query, key, key_cmp):
+    """All that a step of distillation computes, with its gradient."""
+    blocks = attention.select_blocks(query, key_cmp, config=ODD)
+    target = attention.block_probabilities(query, key, config=ODD)
+    slots = attention.selected_probabilities(query, key, blocks, config=ODD)
+
+    def objective(query, key_cmp):
+        scores = attention.importance_scores(query, key_cmp, config=ODD)
+        return attention.selection_loss(scores[..., : target.shape[-1]], target).sum()
+
+    return target, slots, *jax.grad(objective, (0, 1))(query, key_cmp)
+
+
+def test_vmap_and_export_for_any_number_of_rows():
+    drawn = operands("odd")
+    arrays = [jnp.asarray(x, jnp.float32) for x in (drawn.query, drawn.key_slc, drawn.key_cmp)]
+    program = jax.jit(taught)
+    expected = program(*arrays)
+    by_row = jax.jit(jax.vmap(lambda *row: [x[0] for x in taught(*(x[None] for x in row))]))(*arrays)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in arrays]
+    exported = jax.export.export(program)(*shapes).call(*arrays)
+
+    for found in (by_row, exported):
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)  # float32 sums in another order
+
+
+def test_a_long_row_is_taught_within_bounded_memory():
+    """A chunk of a row of 16k tokens: the logits of all its queries would take 268 MB, its target 2 MB."""
+    query = jax.ShapeDtypeStruct((1, 1024, 4, 16), jnp.float32)
+    key = jax.ShapeDtypeStruct((1, 16384, 2, 16), jnp.float32)
+    key_cmp = jax.ShapeDtypeStruct((1, 1023, 2, 16), jnp.float32)
+    config = NSAConfig()
+
+    def teach(query, key, key_cmp, first):
+        at = Runs((Run(1024, first),))
+        shared = dict(config=config, query_positions=at)
+        target = attention.block_probabilities(query, key, **shared)
+
+        def objective(query, key_cmp):
+            scores = attention.importance_scores(query, key_cmp, **shared)
+            return attention.selection_loss(scores[..., : target.shape[-1]], target).sum()
+
+        return jax.grad(objective, (0, 1))(query, key_cmp)
+
+    first = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = jax.jit(teach).lower(query, key, key_cmp, first).compile()
+
+    assert compiled.memory_analysis().temp_size_in_bytes < 140e6
+
+
 # --- The loss ---------------------------------------------------------------------------------------------
 
 
@@ -386,9 +439,8 @@ def test_nan_of_one_row_stays_in_its_loss():
     expected = attention.selection_loss(jnp.asarray(scores), jnp.asarray(target))
     scores[0, 5, 0, 1] = target[0, 6, 1, 1] = np.nan
     scores[0, 6, 1, 1] = 0.0
-    found, gradient = jax.vmap(jax.vmap(jax.vmap(jax.value_and_grad(
-        lambda scores, target: attention.selection_loss(*(x[None, None, None] for x in (scores, target))).sum()
-    ))))(jnp.asarray(scores), jnp.asarray(target))  # fmt: skip
+    found, pull_back = jax.vjp(attention.selection_loss, jnp.asarray(scores), jnp.asarray(target))
+    gradient, _ = pull_back(jnp.ones_like(found))
     spoilt = np.zeros(found.shape, bool)
     spoilt[0, 5, 0] = spoilt[0, 6, 1] = True
 

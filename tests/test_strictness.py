@@ -38,6 +38,11 @@ def test_operations_and_their_gradients(name, dtype, setting):
         win = attention.window_attention(query, *keys_values[2:], **shared)
         attention.select_blocks(query, key_cmp, **shared)
         attention.native_sparse_attention(*operands, **shared, block_indices=blocks.astype(jnp.int8))
+        attention.block_probabilities(query, keys_values[0], **shared, lse=slc.lse, reduce="max")
+        target = attention.selected_probabilities(query, keys_values[0], blocks, **shared)
+        attention.selection_loss(
+            attention.importance_scores(query, key_cmp, **shared)[..., :1], target[..., :1]
+        )
         # Gates may have a dtype of their own.
         wide = attention.gated_sum(cmp.out, slc.out, win.out, gates.astype(jnp.float32))
         return wide, cmp.lse, slc.lse, win.lse, attention.native_sparse_attention(*operands, **shared)

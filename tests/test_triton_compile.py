@@ -25,6 +25,7 @@ from triton_kernels import TARGETS  # noqa: E402
 from nsa_jax import attention, dispatch, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support  # noqa: E402
+from nsa_jax.kernels.triton import support  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH = 65536
@@ -37,6 +38,7 @@ WITH_PRODUCTS = {
     *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
     "nsa_importance",
 }
+OF_PROBABILITIES = {"nsa_block_probabilities", "nsa_dense_log_sum_exp"}
 RECOMPUTING = {
     f"nsa_{branch}_recompute_{what}"
     for branch in ("compressed", "window", "selected")
@@ -64,6 +66,7 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 
 
 OF_AN_INDEX = {"nsa_index_scores"}  # in test_triton_index
+OF_FEW_QUERIES = {"nsa_selected_parts", "nsa_selected_merge"}  # in test_triton_few_queries
 OF_MOSAIC = {  # compiled in test_mosaic_compile
     *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
 }
@@ -272,6 +275,35 @@ def test_kernels_become_machine_code(capability, name):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "spilled"),
+    [*((c, "bfloat16", 96 if c == 100 else 0) for c in TARGETS), (90, "float32", 8)],
+)
+def test_block_probabilities_become_machine_code(capability, dtype, spilled):
+    """Of packed rows too; with 64 / 4 heads of 128 two programs share an SM of Hopper."""
+    query, _, _, key, *_ = operands(MAIN if dtype == "bfloat16" else SHAPES["float32"], 32768)
+    ids = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+
+    def targets(query, key, ids):
+        settings = dict(config=CONFIG, implementation="triton")
+        plain = attention.block_probabilities(query, key, reduce="max", **settings)
+        return plain, attention.block_probabilities(query, key, segment_ids=ids, **settings)
+
+    found = triton_kernels.compiled(targets, query, key, ids, capability=capability)
+
+    assert {kernel.name for kernel in found} == OF_PROBABILITIES
+    assert len(found) == 4
+    for kernel in found:
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
+        assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
+        assert kernel.scratch_bytes == 0
+        assert dtype == "float32" or PRODUCTS[capability] in kernel.ptx
+        if capability == 90 and dtype == "bfloat16":
+            assert "cp.async.bulk.tensor" in kernel.ptx
+            assert kernel.shared_bytes <= 113 * 1024
+            assert kernel.registers <= 128
+
+
 def test_no_two_functions_share_a_name():
     """So a profile and a traceback point to one place; and every kernel has a name for profiles."""
     names = collections.Counter(name.rpartition(".")[2] for name in triton_kernels.jit_functions().values())
@@ -280,7 +312,7 @@ def test_no_two_functions_share_a_name():
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
                for branch in ("compressed", "window", "selected")}  # fmt: skip
-    assert kernels == KERNELS | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
+    assert kernels == KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_FEW_QUERIES | OF_MOSAIC
 
 
 @pytest.mark.parametrize("capability", triton_kernels.TARGETS)
@@ -296,9 +328,9 @@ def test_dispatch_accepts_the_gpus(capability):
     assert chosen.implementation == (DEFAULT_ON_HOPPER if capability == 90 else "triton")
 
 
-@pytest.mark.parametrize(
-    "operation", [name for name in dispatch.OPERATIONS if "decode" not in name and name != "block_scores"]
-)
+@pytest.mark.parametrize("operation", [
+    name for name in dispatch.OPERATIONS if "decode" not in name and name not in support.WITHOUT_KERNELS
+])  # fmt: skip
 def test_operation_launches_kernels(operation):
     """In the forward alone, without a named implementation: dispatch chooses the kernels.
 
@@ -329,6 +361,7 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         "top_blocks": (jax.ShapeDtypeStruct((1, length, key.shape[2], length // 64), jnp.float32),),
         "selected_attention": (query, key, value, indices),
         "window_attention": (query, key, value),
+        "block_probabilities": (query, key),
         "gated_sum": (out, out, out, gates),
         "native_sparse_attention": operands(MAIN, length),
     }

@@ -77,6 +77,11 @@ CHECKS = {
         *("check_packed_rows", "check_few_queries", "check_what_is_not_finite_stays"),
         *("check_scores_that_are_given", "check_public"),
     ),
+    "probabilities": (
+        *("case consecutive", "case last queries", "case half a block", "case one head", "case many blocks"),
+        *("case anywhere", "case packed", "case packed anywhere", "case scale below 0", "case scale of 0"),
+        *("not a number", "runs joined", "vmap"),
+    ),
     "dense_decode": (
         *("case one token", "case short rows", "case a full row", "case no room for all"),
         *("case some of four tokens", "case eight tokens, two pieces a dim", "case groups of rows"),

@@ -107,6 +107,16 @@ def test_selection_by_an_index_moves_nothing():
     assert program.output_shardings.spec == BOTH
 
 
+def test_block_probabilities_move_nothing():
+    def targets(query, key):
+        return attention.block_probabilities(query, key, config=CONFIG, implementation="triton")
+
+    program = compiled(targets, array(BATCH, LENGTH, HEADS, DIM), array(BATCH, LENGTH, KV_HEADS, DIM))
+
+    assert operations(program) == []
+    assert program.output_shardings.spec == BOTH
+
+
 def step(held, *operands):
     return cache.decode_step(held, *operands, config=CONFIG, compress=Compression(), implementation="triton")
 

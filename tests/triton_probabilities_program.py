@@ -55,7 +55,7 @@ TOLERANCE = 16 * 10 * float(np.finfo(np.float32).eps)
 
 
 def run(case: Case, sizes: ProbabilitySizes, query, key, **more):
-    with interpreted(), mock.patch.object(probabilities, "choose_sizes", lambda *_: sizes):
+    with interpreted(), mock.patch.object(probabilities, "choose_sizes", return_value=sizes):
         jax.clear_caches()
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
         where = dict(query_positions=jnp.asarray(case.query_positions)) | more
@@ -133,7 +133,7 @@ def check_vmap() -> float:
             query[None], key[None], config=case.config, implementation="triton"
         )[0]
 
-    with interpreted(), mock.patch.object(probabilities, "choose_sizes", lambda *_: sizes):
+    with interpreted(), mock.patch.object(probabilities, "choose_sizes", return_value=sizes):
         found = np.asarray(jax.vmap(one)(query, key))
     return close(found, targets_by_loops.block_probabilities(case, *rounded(case)))
 

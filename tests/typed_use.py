@@ -50,6 +50,13 @@ def operations() -> None:
     slc = nsa_jax.selected_attention(query, key, value, blocks, config=CONFIG, implementation="xla")
     assert_type(slc, Attended)
 
+    target = nsa_jax.block_probabilities(query, key, config=CONFIG, lse=lse, reduce="max")
+    assert_type(target, jax.Array)
+    slots = nsa_jax.selected_probabilities(query, key, blocks, config=CONFIG)
+    assert_type(slots, jax.Array)
+    scores = nsa_jax.importance_scores(query, key_cmp, config=CONFIG, lse_cmp=lse)
+    assert_type(nsa_jax.selection_loss(scores, target), jax.Array)
+
     last = Runs((Run(LAST, LENGTH - LAST),), divisor=LAST)
     win = nsa_jax.window_attention(query[:, -LAST:], key, value, config=CONFIG, query_positions=last)
     assert_type(win, Attended)

@@ -25,7 +25,7 @@ def native_sparse_attention(
     value_slc: Float[Array, "B S K V"],
     key_win: Float[Array, "B W K H"] | None,
     value_win: Float[Array, "B W K V"] | None,
-    gates: Float[Array, "B T N P"] | None,
+    gates: Float[Array, "B T N branches"] | None,
     *,
     config: NSAConfig,
     block_indices: Int[Array, "B T K R"] | None = None,

@@ -15,7 +15,7 @@ import nsa_jax
 from nsa_jax import dispatch
 from nsa_jax.budget import distance
 from nsa_jax.dispatch import IMPLEMENTATIONS, OPERATIONS
-from nsa_jax.doctor import operations, steps
+from nsa_jax.doctor import operations, steps, targets
 from nsa_jax.doctor.subject import CONFIG, Expected, Subject, draw
 
 
@@ -90,7 +90,8 @@ def checks(dtypes: Sequence[str], *, only: Sequence[str] = OPERATIONS, seed: int
     for dtype in dtypes:
         rng = np.random.default_rng(seed)
         operands = draw(rng, dtype)
-        every = itertools.chain(operations.subjects(operands, rng), steps.subjects(operands, rng))
+        rooms = operations, steps, targets
+        every = itertools.chain.from_iterable(room.subjects(operands, rng) for room in rooms)
         pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))  # compiling is most of the time
         try:
             started = []

@@ -55,8 +55,8 @@ class NSACache(NamedTuple):
         """Whether the window branch, if there is one, reads the keys and values of the selected branch."""
         return self.key_win_ring is None
 
-    def branches(self, gates: Float[Array, "B T N P"] | None) -> tuple[Branch, ...]:
-        """The branches of a step whose gates have a weight for each of `P`; None for one alone."""
+    def branches(self, gates: Float[Array, "B T N branches"] | None) -> tuple[Branch, ...]:
+        """The branches of a step that has these gates, one for each branch; None for one alone."""
         if gates is None:
             return ("slc",)
         if gates.shape[3] == len(BRANCHES):

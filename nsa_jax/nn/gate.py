@@ -30,7 +30,7 @@ class Gate(nnx.Module):
       in_features: width of the layer input.
       num_heads: number of query heads.
       hidden_dim: width of the hidden layer, `max(in_features // 4, 8)` by default.
-      num_branches: number of branches, `P`.
+      num_branches: number of branches.
       dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -76,7 +76,7 @@ class Gate(nnx.Module):
         bias_out = jnp.zeros(columns_out, param_dtype)
         self.bias_out = nnx.Param(bias_out, **sharding_metadata(sharding, "heads", None))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N P"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N branches"]:
         """Computes the gates.
 
         Args:

@@ -14,7 +14,7 @@ class Selection(NamedTuple):
     """
 
     block_indices: Int32[Array, "B T K R"]
-    gates: Float[Array, "B T N P"] | None
+    gates: Float[Array, "B T N branches"] | None
 
 
 class Operands(NamedTuple):
@@ -38,4 +38,4 @@ class Operands(NamedTuple):
     value_slc: Float[Array, "B T K V"]
     key_win: Float[Array, "B T K H"] | None
     value_win: Float[Array, "B T K V"] | None
-    gates: Float[Array, "B T N P"] | None
+    gates: Float[Array, "B T N branches"] | None

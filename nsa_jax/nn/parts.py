@@ -9,7 +9,7 @@ from flax import nnx
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import Branch, NSAConfig
 
-type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N P"]]
+type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N branches"]]
 type CompressorFunction = Callable[[Float[Array, "B m l K H"]], Float[Array, "B m K H"]]
 
 type MakeGate = Callable[..., GateFunction]
@@ -87,7 +87,7 @@ def compress(compressor: CompressorFunction, blocks: Float[Array, "B m l K H"]) 
 
 def weigh(
     gate: GateFunction, x: Float[Array, "B T D"], num_heads: int, branches: tuple[Branch, ...]
-) -> Float[Array, "B T N P"]:
+) -> Float[Array, "B T N branches"]:
     """Calls `gate`. Raises ValueError unless it returns a weight for each token, query head and branch."""
     gates = gate(x)
     if gates.shape != (*x.shape[:2], num_heads, len(branches)):

@@ -18,7 +18,7 @@ from nsa_jax.kernels.triton.sizes import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
-WITHOUT_KERNELS = ("selected_probabilities", "importance_scores")  # operations that are plain JAX alone
+WITHOUT_KERNELS = ("block_scores", "selected_probabilities", "importance_scores")  # plain JAX alone
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
@@ -39,11 +39,6 @@ def unsupported_reason(
     """Why the kernels cannot run `operation` on `platform`, or None if they can; see `nsa_jax.dispatch`."""
     if platform != "cuda":
         return f"the Triton kernels need an NVIDIA GPU, got platform {platform}. Use implementation='xla'."
-    if operation == "block_scores":
-        return (
-            "the Triton kernels need an operation whose gradient they have, got block_scores. Use "
-            "implementation='xla'; select_by_index has kernels."
-        )
     if operation in WITHOUT_KERNELS:
         return f"the Triton kernels do not have {operation}. Use implementation='xla'."
     if reason := _installation():

@@ -43,7 +43,7 @@ def block_probabilities(
         visible = _visible(Look(start, here.selection_end(num_keys)), key)
         weights = _by_head(_probabilities(_logits(rows, key) * scale, visible, lse), tokens)
         if here.packed:  # block numbers count from the sequence's first token, so shift it to column 0
-            column = jnp.arange(num_blocks * size, dtype=jnp.int32) + start[:, None, :, None, None]
+            column = _along(4, num_blocks * size) + start[:, None, :, None, None]
             weights = jnp.take_along_axis(weights, column, axis=4, mode="fill", fill_value=0)
         else:
             weights = jnp.pad(weights, ((0, 0),) * 4 + ((0, num_blocks * size - num_keys),))
@@ -79,7 +79,7 @@ def selected_probabilities(
         # A block that begins after the query has no visible token. Its number may be too large to multiply.
         useful = (blocks >= 0) & (blocks <= (here.position // size)[..., None, None])
         first = jnp.where(useful, blocks, 0) * size + here.selection_start()[..., None, None]
-        key = first[..., None] + jnp.arange(size, dtype=jnp.int32)  # [B, tokens, K, R, size]
+        key = first[..., None] + _along(4, size)  # [B, tokens, K, R, size]
         end = here.selection_end(num_keys)[..., None, None, None]
         visible = (useful[..., None] & (key < end)).swapaxes(1, 2).reshape(batch, num_kv_heads, tokens, 1, -1)
         index = jnp.clip(key.swapaxes(1, 2), 0, num_keys - 1).reshape(batch, num_kv_heads, -1, 1)
@@ -122,12 +122,12 @@ def importance_scores(
         visible = _visible(Look(*here.compression_range(num_compressed)), key_cmp)
         weights = _by_head(_probabilities(_logits(rows, wide) * scale, visible, lse), tokens).sum(axis=3)
         if here.packed:
-            column = jnp.arange(num_compressed, dtype=jnp.int32) + here.compression_start[:, None, :, None]
+            column = _along(3, num_compressed) + here.compression_start[:, None, :, None]
             weights = jnp.take_along_axis(weights, column, axis=3, mode="fill", fill_value=0)
         scores = collect(weights, num_blocks, config).swapaxes(1, 2)
         low = scores < lowest  # NaN is not
         scores = jnp.where(low, jnp.log(lowest), jnp.log(jnp.where(low, 1, scores)))
-        first = jnp.arange(num_blocks, dtype=jnp.int32) * config.selection_block_size
+        first = _along(3, num_blocks) * config.selection_block_size
         return jnp.where(first <= here.position[..., None, None], scores, -jnp.inf)
 
     inputs = _chunks(query, lse_cmp, placement, num_kv_heads, tokens)
@@ -146,6 +146,11 @@ def _chunks(query: Array, lse: Array | None, placement: Placement, num_kv_heads:
     if lse is not None:
         lse = cutting.split_rows(lse.astype(accumulator(query))[..., None], num_kv_heads, tokens)[..., 0]
     return cutting.split_rows(query, num_kv_heads, tokens), lse, ChunkPlaces.of(placement, tokens)
+
+
+def _along(axis: int, size: int) -> Int32[Array, "*ones size"]:
+    """0 .. size - 1 along the last axis, after `axis` axes of 1."""
+    return jnp.arange(size, dtype=jnp.int32).reshape(*[1] * axis, size)
 
 
 def _visible(look: Look, keys: Array) -> Bool[Array, "B 1 tokens S"]:

@@ -36,7 +36,7 @@ from nsa_jax.kernels.triton.probabilities.steps import (
     logits_of,
     next_start,
     seen_keys,
-    steps_of,
+    steps_over,
     tokens_of_tile,
 )
 from nsa_jax.kernels.triton.sizes import ProbabilitySizes
@@ -148,7 +148,7 @@ def _weigh_sequence(
 ):  # fmt: skip
     """Stores all blocks of the tokens of the sequence whose first key is `start`."""
     STEP: tl.constexpr = keys.ROWS if keys.ROWS > BLOCK else BLOCK
-    steps = steps_of(tokens, start, STEP)
+    steps = steps_over(tokens, start, STEP)
     _weigh_step(q, row, keys, start, steps.full, target, BLOCK, SCALE, PRECISION, MASKED=True)
     for number in tl.range(0, steps.full):
         _weigh_step(q, row, keys, start, number, target, BLOCK, SCALE, PRECISION, MASKED=False)

@@ -10,6 +10,8 @@ Shared memory: `(rows + num_stages keys) H itemsize`, 96 KB at two stages, so tw
 and prediction: those of `blocks`, as it forms the same products and exponentials.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,11 +27,11 @@ from nsa_jax.kernels.triton.probabilities.steps import (
     logits_of,
     next_start,
     seen_keys,
-    steps_of,
+    steps_over,
     tokens_of_tile,
 )
 from nsa_jax.kernels.triton.sizes import ProbabilitySizes
-from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, natural_lse
+from nsa_jax.kernels.triton.softmax import LOWEST, natural_lse
 
 
 def dense_log_sum_exp(
@@ -55,8 +57,20 @@ def dense_log_sum_exp(
     )  # fmt: skip
 
 
+class Sums(NamedTuple):
+    """The state of each row after some keys, in base 2.
+
+    Attributes:
+      largest: the largest logit.
+      total: sum of `exp2(logit - largest)`.
+    """
+
+    largest: tl.tensor
+    total: tl.tensor
+
+
 @triton.jit
-def _add_step(
+def _sum_step(
     q, state, keys, start, first, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):
     """The state after the keys from `first` on."""
@@ -65,7 +79,7 @@ def _add_step(
         logits = tl.where(is_hidden(first, seen, keys.ROWS), float("-inf"), logits)
     top = tl.maximum(state.largest, tl.max(logits, 1) * (SCALE * LOG2_E))
     p = tl.exp2(logits * (SCALE * LOG2_E) - top[:, None])
-    return Softmax(None, top, state.total * tl.exp2(state.largest - top) + tl.sum(p, 1))
+    return Sums(top, state.total * tl.exp2(state.largest - top) + tl.sum(p, 1))
 
 
 @triton.jit
@@ -73,13 +87,13 @@ def _sum_sequence(q, keys, tokens, start, seen, SCALE: tl.constexpr, PRECISION: 
     """The state of all rows after the sequence whose first key is `start`, right for its own rows."""
     KEYS: tl.constexpr = keys.ROWS
     ROWS: tl.constexpr = q.first.shape[0]
-    steps = steps_of(tokens, start, KEYS)
-    state = Softmax(None, tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32))
-    state = _add_step(q, state, keys, start, steps.full * KEYS, seen, SCALE, PRECISION, MASKED=True)
+    steps = steps_over(tokens, start, KEYS)
+    state = Sums(tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32))
+    state = _sum_step(q, state, keys, start, steps.full * KEYS, seen, SCALE, PRECISION, MASKED=True)
     for i in tl.range(0, steps.full):
-        state = _add_step(q, state, keys, start, i * KEYS, seen, SCALE, PRECISION, MASKED=False)
+        state = _sum_step(q, state, keys, start, i * KEYS, seen, SCALE, PRECISION, MASKED=False)
     for i in tl.range(steps.full + 1, steps.past):
-        state = _add_step(q, state, keys, start, i * KEYS, seen, SCALE, PRECISION, MASKED=True)
+        state = _sum_step(q, state, keys, start, i * KEYS, seen, SCALE, PRECISION, MASKED=True)
     return state
 
 
@@ -110,6 +124,6 @@ def dense_log_sum_exp_kernel(
             largest = tl.where(begin == start, own.largest, largest)
             total = tl.where(begin == start, own.total, total)
             start = next_start(tokens, start)
-        state = Softmax(None, largest, total)
+        state = Sums(largest, total)
     rows = tile.rows
     tl.store(lse + rows.first + rows.offset, natural_lse(state, seen > 0), mask=rows.inside)

@@ -71,7 +71,7 @@ def tokens_of_tile(tile, position, sequence_start, num_queries, TOKENS: tl.const
 
 
 @triton.jit
-def steps_of(tokens, start, STEP: tl.constexpr):
+def steps_over(tokens, start, STEP: tl.constexpr):
     """The `Steps` for the tokens of the sequence whose first key is `start`."""
     here = (tokens.begin == start) & (tokens.seen > 0)
     high = tl.max(tl.where(here, tokens.seen, 0), 0)
