@@ -151,6 +151,7 @@ def _selected(query: Array, state: cache.NSACache, setting: Setting) -> Array:
         query_positions=jnp.broadcast_to(at, (setting.shape.batch, at.size)),
     )  # fmt: skip
     num_blocks = layout.num_compression_blocks(length, setting.shape.config)
+    assert state.key_cmp is not None
     return jax.jit(select)(query, state.key_cmp[:, :num_blocks])
 
 

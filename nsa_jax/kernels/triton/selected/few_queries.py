@@ -14,6 +14,8 @@ and values of the selected blocks, 34 MB at 8 rows, 4 KV heads, 16 blocks of 128
 TB/s. Parts: `V + 2` floats a query head and share.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -45,7 +47,7 @@ def attend_few(
     block = placement.config.selection_block_size
     shares = sizes.shares(batch * kv_heads * num_queries, slots)
     rows = num_queries * heads
-    common = dict(T=num_queries, G=heads, KV_HEADS=kv_heads, V0=v0, V1=v1, SHARES=shares)
+    common: dict[str, Any] = dict(T=num_queries, G=heads, KV_HEADS=kv_heads, V0=v0, V1=v1, SHARES=shares)
     parts = launch(
         selected_parts_kernel, query, key, value, block_indices.astype("int32"), placement.selection_start(),
         placement.selection_end(num_keys),
