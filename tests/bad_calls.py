@@ -58,6 +58,10 @@ SIZES = dict(
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
 SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
 TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
+NO_BRANCHES = dict(
+    **dict(str="slc", int=3, none=(), unknown=("slc", "mid"), twice=("slc", "slc"), no_slc=("cmp", "win")),
+    numbers=(0, 1, 2), nan=math.nan,
+)  # fmt: skip
 # Good values by the name of the argument. Their kind is that of their type, if they come without one.
 VALUES = dict(
     **{name: value for name, value in dataclasses.asdict(CONFIG).items() if "initial" not in name},
@@ -76,6 +80,9 @@ VALUES = dict(
     **dict(
         reduce="sum", order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"
     ),
+    **dict(branches=(("cmp", "slc", "win"), Kind(NO_BRANCHES, error=(TypeError, ValueError)))),
+    **dict(selector=("importance", Kind(dict(str="a", int=3, list=[]), error=(TypeError, ValueError)))),
+    **dict(distil=(None, Name()), options=(nn.IndexerConfig(), Of()), num_branches=3, dim=4, weighted=False),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
@@ -119,6 +126,8 @@ class Call:
         for name, value in given.items():  # arrays of a cache are arguments of their own
             if isinstance(value, cache.NSACache | cache.DenseCache | cache.TokenKeysValues):
                 for field, shape in inspect.get_annotations(type(value)).items():
+                    if shape is typing.Any:  # what a selector keeps may be anything
+                        continue
                     if parts := typing.get_args(shape):
                         shape = parts[0]
                         self.optional.add(f"{name}.{field}")
@@ -236,6 +245,7 @@ MODEL = model.TransformerConfig(
 LAYER = Abstract(nn.NSAAttention, **LAYER_SIZES, value_dim=3, config=CONFIG, implementation="xla")
 DENSE = Abstract(nn.DenseAttention, **LAYER_SIZES, implementation="xla")
 GATE = Abstract(nn.Gate, in_features=12, num_heads=4)
+INDEXER = Abstract(nn.Indexer, in_features=12, num_kv_heads=2, config=CONFIG)
 COMPRESSOR = Abstract(nn.Compressor, head_dim=4, config=CONFIG)
 TRANSFORMER = Abstract(model.Transformer, config=MODEL, implementation="xla")
 CACHE_SIZES = dict(num_kv_heads=2, key_dim=4, value_dim=3, dtype=jnp.float32)
@@ -247,6 +257,8 @@ DENSE_OF_LAYER, MODEL_HELD = (
 )
 TOKENS = cache.TokenKeysValues(*(np.ones((2, NEW, 2, dim), np.float32) for dim in (4, 3) * 3))
 
+NOT_KEPT = dict(str="a", int=3, empty=[], rank=[np.ones((2, NEW))], rows=[np.ones((3, NEW, 3))], many=[0, 1])
+NEW_KEPT = [np.ones((2, NEW, 3))], Kind(NOT_KEPT, error=(TypeError, ValueError))
 NO_ARRAY = {"list": [[1, 2, 3, 4]], "str": "a", "int": 3, "nan": math.nan}
 IN_ZIGZAG = Kind(NO_ARRAY | {"rank": np.ones(8), "length": np.ones((2, 7))})
 NO_OPERAND = Kind({"str": "a", "int": 3, "list": [1.0], "rank": WINDOW[0][0]})
@@ -371,12 +383,15 @@ CALLS = {
     "NSAAttention": making(nn.NSAAttention),
     "DenseAttention": making(nn.DenseAttention),
     "Gate": making(nn.Gate),
+    "Indexer": making(nn.Indexer),
+    "IndexerConfig": Call(nn.IndexerConfig, num_heads=2, normalize=False),
     "Compressor": making(nn.Compressor),
     "NSAAttention()": LAYER.call("__call__"),
     "NSAAttention.operands": LAYER.call("operands"),
     "NSAAttention.inspect": LAYER.call("inspect"),
     "DenseAttention()": DENSE.call("__call__"),
     "Gate()": GATE.call("__call__", free="B T"),
+    "Indexer.project": INDEXER.call("project", free="B T", query=(None, Kind({}))),
     "Compressor()": COMPRESSOR.call("__call__", free="B m K"),
     "Compressor.is_data": COMPRESSOR.call("is_data"),
     "Compressor.weights": COMPRESSOR.call("weights"),
@@ -390,6 +405,7 @@ CALLS = {
     "init_cache": Call(cache.init_cache),
     "init_dense_cache": Call(cache.init_dense_cache),
     "expected_reads": Call(cache.expected_reads),
+    "keep": Call(cache.keep, cache=HELD._replace(kept=[np.zeros((2, ROOM, 3))]), new=NEW_KEPT, **STEP),
     "count_reads": Call(cache.count_reads, cache=HELD, free="T", **STEP),
     "prefill": Call(cache.prefill, **HELD_STEP),
     "decode_step": Call(cache.decode_step, **HELD_STEP),

@@ -73,7 +73,7 @@ def test_there_are_many_calls():
 # Tuples that check nothing; and checkpoints, which have tests of their own.
 NOT_CALLED = {
     "nsa_jax": ("Run", "__version__"),
-    "nsa_jax.nn": ("Operands", "RopeScaling", "Selection"),
+    "nsa_jax.nn": ("Operands", "RopeScaling", "Selection", "Selector"),
     "nsa_jax.cache": (
         "Compression",
         "DenseCache",

@@ -54,7 +54,7 @@ def check_arrays(
     Args:
       step: the step, or any function; its annotations are those of `arrays`.
       holders: its cache, and other tuples of arrays that have annotations.
-      **arrays: its other arrays, with a `query`; none to check the holders alone.
+      **arrays: its other arrays.
 
     Returns:
       The size of each letter in the annotations.
@@ -68,7 +68,7 @@ def check_arrays(
         for name, annotation in annotations_of(type(holder)).items():
             annotations[f"{prefix}.{name}"], held[f"{prefix}.{name}"] = annotation, getattr(holder, name)
     sizes = bind_shapes(annotations, held | arrays)
-    if arrays:
+    if "query" in arrays:
         arguments.check_heads(sizes)
         check_some_token(arrays["query"])
     check_dtypes(annotations, held | arrays)

@@ -28,21 +28,30 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
       The cache with the tokens in `kept`.
 
     Raises:
-      TypeError: `cache` is not an `NSACache`.
-      ValueError: `new` is not a tree like `cache.kept`, of arrays with the same axes after the second.
+      TypeError: `cache` is not an `NSACache`, or `num_tokens` not an array of integers.
+      ValueError: `new` is not a tree like `cache.kept`, of arrays with the same axes but that of tokens;
+        arrays of the cache do not fit together; or lengths or `num_tokens` are out of range, as in
+        `decode_step`.
     """
     checks.check_kind(cache)
-    expected, given = (jax.tree.map(lambda x: (x.shape[0], *x.shape[2:]), tree) for tree in (cache.kept, new))
-    if expected != given:
+    checks.check_arrays(keep, dict(cache=cache), num_tokens=num_tokens)
+    held, given = (jax.tree.map(_beside_tokens, tree) for tree in (cache.kept, new))
+    if held != given:
         raise ValueError(
-            "what a selector keeps must have the form of its cache, [B, ...] without the axis of tokens, got "
-            f"{given} for {expected}. Call init_cache of this layer."
+            "new must have the form of cache.kept, [B, ...] without the axis of tokens, got "
+            f"{given} for {held}. Call init_cache of this layer."
         )
     if not jax.tree.leaves(new):
         return cache
+    checks.check_lengths(cache.lengths, cache.max_length, jax.tree.leaves(new)[0].shape[1], num_tokens)
     operands = dict(kept=cache.kept, new=new, lengths=cache.lengths, num_tokens=num_tokens)
     operands = jax.tree.map(jnp.asarray, operands)
     return cache._replace(kept=per_shard(_keep, _KEEP, **operands, max_length=cache.max_length))
+
+
+def _beside_tokens(x: Any) -> tuple[int, ...]:
+    shape = jnp.shape(x)
+    return (*shape[:1], *shape[2:])
 
 
 def _keep(kept: Any, new: Any, lengths: Array, num_tokens: Array | None, max_length: int) -> Any:

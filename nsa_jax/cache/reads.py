@@ -59,8 +59,8 @@ def count_reads(
     checks.step_capacity(cache, config, None)
     if cache.key_cmp is None:
         raise NotImplementedError(
-            "count_reads needs a cache of all branches, got one without a compressed branch. Count the "
-            "blocks that your selection chose."
+            "count_reads needs a cache of all branches, got one without a compressed branch. Use the "
+            "block_indices that were chosen."
         )
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, cache.key_cmp))

@@ -19,6 +19,7 @@ from nsa_jax.nn.distillation import TARGETS, Target, mean_loss
 from nsa_jax.nn.operands import Operands
 from nsa_jax.nn.projections import token_positions
 from nsa_jax.nn.selector import Selector, choose
+from nsa_jax.option_checks import check_choice
 
 
 class Choosing(nnx.Module):
@@ -94,8 +95,7 @@ class Choosing(nnx.Module):
 
     def _check_distil(self, distil: Any) -> None:
         """Raises unless there is a selection that can be taught."""
-        if distil not in TARGETS:
-            raise ValueError(f"distil must be None or one of {TARGETS}, got {distil!r}. Check the spelling.")
+        check_choice(TARGETS, distil=distil)
         if self.context is not None:
             raise NotImplementedError(
                 "a selection loss needs a layer without context_axis, got one. Build the layer without it."

@@ -8,7 +8,7 @@ from flax import nnx
 
 from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.nn.checks import check_inputs, check_parameters
 from nsa_jax.nn.projections import Sharding, head_norm, projection
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
@@ -93,6 +93,7 @@ class Indexer(nnx.Module):
                 "IndexerConfig(...)."
             )
         check_int(low=1, in_features=in_features, num_kv_heads=num_kv_heads)
+        check_config(config)
         numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         check_parameters(**numbers, precision=precision, kernel_init=kernel_init, rngs=rngs)
         self.in_features, self.config, self.options = int(in_features), config, options
@@ -112,13 +113,13 @@ class Indexer(nnx.Module):
         self.key_norm = head_norm(options.normalize, dim, **numbers, rngs=rngs)
 
     def project(
-        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"] | None, positions: Int[Array, "B T"]
     ) -> tuple[tuple[Array, Array | None], Array]:
         """Projects and rotates the index queries and keys of tokens.
 
         Args:
           x: layer input.
-          query: rotated queries of the layer, which it does not need.
+          query: rotated queries of the layer; it does not read them.
           positions: rotary position of each token.
 
         Returns:

@@ -192,7 +192,7 @@ def check_made(
         if not isinstance(projected, tuple) or len(projected) != 2:
             raise TypeError(
                 "project of a selector must return a pair, for queries and to keep, got "
-                f"{type(projected).__name__}. Return (), () for nothing."
+                f"{type(projected).__name__}. Give (), () for nothing."
             )
         for leaf in jax.tree.leaves(projected):
             if jnp.shape(leaf)[:2] != (batch, tokens):
