@@ -33,6 +33,7 @@ from nsa_jax.kernels.triton.operations import (
     dense_decode_step,
     gated_sum,
     select_blocks,
+    selected_probabilities,
     window_attention,
 )
 from nsa_jax.kernels.triton.selected.backward_key import join_items
@@ -51,6 +52,7 @@ __all__ = (
     "native_sparse_attention",
     "select_blocks",
     "selected_attention",
+    "selected_probabilities",
     "window_attention",
 )
 
