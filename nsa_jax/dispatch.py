@@ -170,9 +170,7 @@ _OPERATIONS = {
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),
     "block_probabilities": _Operation(BY_TOKENS, lambda offered: offered.block_probabilities),
-    "selected_probabilities": _Operation(
-        BY_TOKENS, lambda offered: offered.selected_probabilities, has_kernels=False
-    ),
+    "selected_probabilities": _Operation(BY_TOKENS, lambda offered: offered.selected_probabilities),
     "importance_scores": _Operation(BY_TOKENS, lambda offered: offered.importance_scores, has_kernels=False),
     "gated_sum": _Operation(BY_TOKENS, lambda offered: offered.gated_sum),
     "native_sparse_attention": _Operation(BY_TOKENS, lambda offered: offered.native_sparse_attention),

@@ -76,7 +76,7 @@ KERNELS_OF_TESTS = {
     f"{SAMPLED}[window_attention": ("ranges", "nonfinite"),
     f"{SAMPLED}[selected_attention": ("selected", "nonfinite"),
     NATIVE: OF_OPERATIONS,
-    "tests/test_gpu_selection.py::": ("ranges", "probabilities", "nonfinite"),
+    "tests/test_gpu_selection.py::": ("ranges", "selected", "probabilities", "nonfinite"),
 }
 
 

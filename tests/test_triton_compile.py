@@ -38,7 +38,7 @@ WITH_PRODUCTS = {
     *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
     "nsa_importance",
 }
-OF_PROBABILITIES = {"nsa_block_probabilities", "nsa_dense_log_sum_exp"}
+OF_PROBABILITIES = {"nsa_block_probabilities", "nsa_dense_log_sum_exp", "nsa_selected_probabilities"}
 RECOMPUTING = {
     f"nsa_{branch}_recompute_{what}"
     for branch in ("compressed", "window", "selected")
@@ -277,22 +277,32 @@ def test_kernels_become_machine_code(capability, name):
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "spilled"),
-    [*((c, "bfloat16", 96 if c == 100 else 0) for c in TARGETS), (90, "float32", 8)],
+    [
+        (89, "bfloat16", 0),
+        (90, "bfloat16", 0),
+        (100, "bfloat16", 96),
+        (120, "bfloat16", 0),
+        (90, "float32", 8),
+    ],
 )
-def test_block_probabilities_become_machine_code(capability, dtype, spilled):
+def test_probabilities_become_machine_code(capability, dtype, spilled):
     """Of packed rows too; with 64 / 4 heads of 128 two programs share an SM of Hopper."""
     query, _, _, key, *_ = operands(MAIN if dtype == "bfloat16" else SHAPES["float32"], 32768)
     ids = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+    lse = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    blocks = jax.ShapeDtypeStruct((*key.shape[:3], CONFIG.num_selected_blocks), jnp.int32)
 
-    def targets(query, key, ids):
+    def targets(query, key, blocks, lse, ids):
         settings = dict(config=CONFIG, implementation="triton")
         plain = attention.block_probabilities(query, key, reduce="max", **settings)
-        return plain, attention.block_probabilities(query, key, segment_ids=ids, **settings)
+        packed = attention.block_probabilities(query, key, segment_ids=ids, **settings)
+        return plain, packed, attention.selected_probabilities(query, key, blocks, lse=lse, **settings)
 
-    found = triton_kernels.compiled(targets, query, key, ids, capability=capability)
+    found = triton_kernels.compiled(targets, query, key, blocks, lse, ids, capability=capability)
+    found = [kernel for kernel in found if kernel.name != "nsa_union_lists"]
 
     assert {kernel.name for kernel in found} == OF_PROBABILITIES
-    assert len(found) == 4
+    assert len(found) == 5
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
         assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
@@ -362,6 +372,7 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
         "selected_attention": (query, key, value, indices),
         "window_attention": (query, key, value),
         "block_probabilities": (query, key),
+        "selected_probabilities": (query, key, indices),
         "gated_sum": (out, out, out, gates),
         "native_sparse_attention": operands(MAIN, length),
     }

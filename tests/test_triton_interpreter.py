@@ -80,6 +80,8 @@ CHECKS = {
     "probabilities": (
         *("case consecutive", "case last queries", "case half a block", "case one head", "case many blocks"),
         *("case anywhere", "case packed", "case packed anywhere", "case scale below 0", "case scale of 0"),
+        *("slots consecutive", "slots last queries", "slots half a block", "slots one head"),
+        *("slots anywhere", "slots packed anywhere", "slots, not a number"),
         *("not a number", "runs joined", "vmap"),
     ),
     "dense_decode": (

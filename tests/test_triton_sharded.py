@@ -107,14 +107,17 @@ def test_selection_by_an_index_moves_nothing():
     assert program.output_shardings.spec == BOTH
 
 
-def test_block_probabilities_move_nothing():
-    def targets(query, key):
-        return attention.block_probabilities(query, key, config=CONFIG, implementation="triton")
+def test_probabilities_move_nothing():
+    def targets(query, key, blocks):
+        settings = dict(config=CONFIG, implementation="triton")
+        slots = attention.selected_probabilities(query, key, blocks, **settings)
+        return slots, attention.block_probabilities(query, key, **settings)
 
-    program = compiled(targets, array(BATCH, LENGTH, HEADS, DIM), array(BATCH, LENGTH, KV_HEADS, DIM))
+    blocks = array(BATCH, LENGTH, KV_HEADS, CONFIG.num_selected_blocks, dtype=jnp.int32)
+    program = compiled(targets, array(BATCH, LENGTH, HEADS, DIM), array(BATCH, LENGTH, KV_HEADS, DIM), blocks)
 
-    assert operations(program) == []
-    assert program.output_shardings.spec == BOTH
+    assert [x for x in operations(program) if x.name in COLLECTIVES] == []
+    assert [sharding.spec for sharding in program.output_shardings] == [BOTH, BOTH]
 
 
 def step(held, *operands):

@@ -1,4 +1,4 @@
-"""Block probabilities of the Triton kernels in the interpreter, against loops in float64; run as a program.
+"""Block and slot probabilities of the Triton kernels in the interpreter, against loops; run as a program.
 
 Through `nsa_jax.attention`, so with dispatch; float32, poisoned outputs. Tiles are small, so that a row has
 several, and steps of either fewer or more keys than a block.
@@ -20,7 +20,7 @@ from cases import PACKED, Case
 from nsa_jax import Run, Runs, attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import probabilities
-from nsa_jax.kernels.triton.sizes import ProbabilitySizes
+from nsa_jax.kernels.triton.sizes import ProbabilitySizes, SelectedForwardSizes
 
 CONFIG = NSAConfig(compression_block_size=8, compression_stride=4, selection_block_size=16)
 BLOCKS_OF_32 = dataclasses.replace(CONFIG, selection_block_size=32)
@@ -50,6 +50,9 @@ CASES = {
     "scale below 0": (plain("scale below 0", scale=-0.4, num_queries=9), TWO_BLOCKS),
     "scale of 0": (plain("scale of 0", scale=0.0, num_queries=9), TWO_BLOCKS),
 }  # fmt: skip
+FEW = dict(num_selected_blocks=4)
+OF_SLOTS = ("consecutive", "last queries", "half a block", "one head", "anywhere", "packed anywhere")
+COMPUTED = ("last queries", "packed anywhere")
 # Of probabilities of up to G: products of logits up to about 10, in float32.
 TOLERANCE = 16 * 10 * float(np.finfo(np.float32).eps)
 
@@ -90,6 +93,58 @@ def check_case(name: str) -> float:
         more = dict(reduce=reduce, lse=None if given is None else jnp.asarray(given))
         worst = max(worst, close(run(case, sizes, query, key, **more), expected))
     return worst
+
+
+def run_slots(case: Case, query, key, blocks, **more):
+    """Steps of half a block in blocks of 32, of a whole one in blocks of 16."""
+    sizes = SelectedForwardSizes(16, 16, 4, 1)
+    with interpreted(), mock.patch.object(probabilities.slots, "choose_sizes", return_value=sizes):
+        jax.clear_caches()
+        ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
+        return np.asarray(attention.selected_probabilities(
+            *(jnp.asarray(x, jnp.float32) for x in (query, key)), jnp.asarray(blocks), config=case.config,
+            segment_ids=ids, scale=case.scale, implementation="triton",
+            query_positions=jnp.asarray(case.query_positions), **more,
+        ))  # fmt: skip
+
+
+def draw_blocks(case: Case):
+    """With unused slots, repetitions, and blocks of the future."""
+    shape = (*case.query_positions.shape, case.num_kv_heads, case.config.num_selected_blocks)
+    last = case.num_keys // case.config.selection_block_size
+    return case.generator("blocks").integers(-1, last + 1, shape, dtype=np.int32)
+
+
+def check_slots(name: str) -> float:
+    """Log-sum-exps given; in a few cases computed, which runs the forward of the branch."""
+    case = dataclasses.replace(CASES[name][0], config=dataclasses.replace(CASES[name][0].config, **FEW))
+    query, key = rounded(case)
+    blocks = draw_blocks(case)
+    lse = case.generator("lse").uniform(2, 4, query.shape[:3]).astype(np.float32)
+    worst = 0.0
+    for reduce, given in (("max", lse), ("sum", None))[: 2 if name in COMPUTED else 1]:
+        expected = targets_by_loops.selected_probabilities(case, query, key, blocks, reduce, given)
+        more = dict(reduce=reduce, lse=None if given is None else jnp.asarray(given))
+        worst = max(worst, close(run_slots(case, query, key, blocks, **more), expected))
+    return worst
+
+
+def check_slots_not_a_number() -> float:
+    """NaN reaches the slots of those who see it, and no other; log-sum-exps are given."""
+    case = dataclasses.replace(CASES["packed"][0], config=dataclasses.replace(CONFIG, **FEW))
+    query, key = rounded(case)
+    blocks = draw_blocks(case)
+    lse = np.full(query.shape[:3], 3.0)
+    expected = targets_by_loops.selected_probabilities(case, query, key, blocks, lse=lse)
+    query[1, 40, 0, 3] = np.nan  # token 40 of row 1, KV head 0
+    key[0, 60, 1, 2] = np.nan  # in block 1 of the sequence that begins at token 41 of row 0
+    spoilt = np.zeros(expected.shape, bool)
+    spoilt[1, 40, 0] = True
+    spoilt[0, 60:74, 1] = blocks[0, 60:74, 1] == 1
+    found = run_slots(case, query, key, blocks, lse=jnp.asarray(lse, jnp.float32))
+    close(np.where(spoilt, 0, found), np.where(spoilt, 0, expected))
+    assert (np.isnan(found) == (spoilt & (expected > 0))).all()
+    return 0.0
 
 
 def check_not_a_number() -> float:
@@ -139,6 +194,8 @@ def check_vmap() -> float:
 
 
 CHECKS = {f"case {name}": lambda name=name: check_case(name) for name in CASES}
+CHECKS |= {f"slots {name}": lambda name=name: check_slots(name) for name in OF_SLOTS}
+CHECKS |= {"slots, not a number": check_slots_not_a_number}
 CHECKS |= {"not a number": check_not_a_number, "runs joined": check_runs_joined, "vmap": check_vmap}
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def selected_probabilities(
       TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
 
     Numerics:
-      As in `block_probabilities`. There are no GPU kernels: `xla` runs everywhere.
+      As in `block_probabilities`.
 
     Gradients:
       None: this is a target, and no gradient flows through it.

@@ -34,6 +34,7 @@ from nsa_jax.kernels.triton.operations import (
     gated_sum,
     select_blocks,
     select_by_index,
+    selected_probabilities,
     top_blocks,
     window_attention,
 )
@@ -54,6 +55,7 @@ __all__ = (
     "select_blocks",
     "select_by_index",
     "selected_attention",
+    "selected_probabilities",
     "top_blocks",
     "window_attention",
 )

@@ -20,11 +20,11 @@ from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.compression import Compress, Compression, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import gated_sum as gating
+from nsa_jax.kernels.triton import probabilities
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
-from nsa_jax.kernels.triton.probabilities import block_probabilities as weigh_blocks
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     compression_ranges,
@@ -143,7 +143,24 @@ def block_probabilities(
 ) -> Float[Array, "B T K M"]:
     """What dense causal attention gives to each selection block."""
     fixed = jax.lax.stop_gradient((query, key, lse))
-    return _divisible(weigh_blocks, scale=scale, reduce=reduce)(*fixed, placement)
+    weigh = _divisible(probabilities.block_probabilities, scale=scale, reduce=reduce)
+    return weigh(*fixed, placement)
+
+
+@partial(jax.jit, static_argnames=("scale", "reduce"))
+def selected_probabilities(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    block_indices: Int32[Array, "B T K R"],
+    lse: Float[Array, "B T N"] | None,
+    placement: Placement,
+    scale: float,
+    reduce: str,
+) -> Float[Array, "B T K R"]:
+    """What the selected branch gives to the block of each slot."""
+    query, key_slc, lse = jax.lax.stop_gradient((query, key_slc, lse))
+    weigh = _divisible(probabilities.selected_probabilities, scale=scale, reduce=reduce)
+    return weigh(query, key_slc, block_indices, lse, placement)
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from nsa_jax.kernels.triton.sizes import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
-WITHOUT_KERNELS = ("block_scores", "selected_probabilities", "importance_scores")  # plain JAX alone
+WITHOUT_KERNELS = ("block_scores", "importance_scores")  # operations that are plain JAX alone
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
@@ -172,6 +172,8 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
     if len(floats) < 2 or len(floats[0].shape) != 4:
         return None
     query, key, *value = floats[:3]
+    if operation == "selected_probabilities":  # its log-sum-exps are those of the keys as values
+        value = [key]
     room, width = SHARED_BYTES[gpu.target()], query.dtype.itemsize
     if operation in ("select_blocks", "native_sparse_attention") and config is not None and width == 4:
         strides = config.selection_block_size // config.compression_stride
@@ -227,7 +229,9 @@ def _probability_tiles(query: Any, key: Any, heads: int, room: int) -> str | Non
 def _blocks(operation: str, config: NSAConfig) -> str | None:
     block, stride = config.selection_block_size, config.compression_stride
     number = config.num_selected_blocks
-    with_whole_blocks = ("selected_attention", "native_sparse_attention", "block_probabilities")
+    with_whole_blocks = (
+        *("selected_attention", "native_sparse_attention", "block_probabilities", "selected_probabilities"),
+    )
     if operation in with_whole_blocks and block not in (16, 32, 64, 128):
         return (
             f"the Triton kernels need a selection_block_size of 16, 32, 64 or 128, got {block}. Choose one "

@@ -1,15 +1,16 @@
-"""What dense causal attention gives to each selection block: a target for a selection to learn from."""
+"""What attention gives to selection blocks, to all or to the selected ones: targets of a selection."""
 
 from nsa_jax import layout
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.probabilities.blocks import weigh_blocks
 from nsa_jax.kernels.triton.probabilities.log_sum_exp import dense_log_sum_exp
+from nsa_jax.kernels.triton.probabilities.slots import selected_probabilities
 from nsa_jax.kernels.triton.probabilities.steps import query_places
 from nsa_jax.kernels.triton.sizes import BLOCK_PROBABILITIES, ProbabilitySizes, choose_sizes
 from nsa_jax.layout import Placement
 
-__all__ = ["block_probabilities"]
+__all__ = ["block_probabilities", "selected_probabilities"]
 
 
 def block_probabilities(
