@@ -166,21 +166,25 @@ def window_attention(
     return attend(query, key_win, value_win, mask[:, :, None, :], scale)
 
 
-def gated_sum(out_cmp: Tensor, out_slc: Tensor, out_win: Tensor, gates: Tensor) -> Tensor:
-    """Adds the branches, weighted by `gates` `[B, T, N, 3]` in the order cmp, slc, win (Eq. 5)."""
-    branches = torch.stack((out_cmp, out_slc, out_win), dim=-1).to(accumulation_dtype(out_cmp.dtype))
-    return (branches * gates[:, :, :, None, :]).sum(dim=-1).to(out_cmp.dtype)
+def gated_sum(out_cmp: Tensor | None, out_slc: Tensor, out_win: Tensor | None, gates: Tensor) -> Tensor:
+    """Adds the branches, weighted by `gates` `[B, T, N, P]` in the order cmp, slc, win (Eq. 5).
+
+    `P` is 3, or the number of branches if some are absent: None.
+    """
+    outs = [out for out in (out_cmp, out_slc, out_win) if out is not None]
+    branches = torch.stack(outs, dim=-1).to(accumulation_dtype(out_slc.dtype))
+    return (branches * gates[:, :, :, None, :]).sum(dim=-1).to(out_slc.dtype)
 
 
 def native_sparse_attention(
     query: Tensor,
-    key_cmp: Tensor,
-    value_cmp: Tensor,
+    key_cmp: Tensor | None,
+    value_cmp: Tensor | None,
     key_slc: Tensor,
     value_slc: Tensor,
-    key_win: Tensor,
-    value_win: Tensor,
-    gates: Tensor,
+    key_win: Tensor | None,
+    value_win: Tensor | None,
+    gates: Tensor | None,
     *,
     config: NSAConfig,
     block_indices: Tensor | None = None,
@@ -188,16 +192,20 @@ def native_sparse_attention(
     segment_ids: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """All three branches and their gated sum (Eq. 5).
+    """The branches and their gated sum (Eq. 5).
 
     `key_cmp` holds compressed and then rotated keys. `block_indices` is a selection to use instead of
-    choosing one.
+    choosing one. Keys and values of cmp and of win may be None: that branch is absent. `gates` are None if
+    the selected branch is alone.
     """
     segment_ids, query_positions = place_queries(query, key_slc.shape[1], segment_ids, query_positions)
     where = dict(config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale)
     if block_indices is None:
         block_indices = select_blocks(query, key_cmp, **where)
-    out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **where)
+    out_cmp = out_win = None
     out_slc, _ = selected_attention(query, key_slc, value_slc, block_indices, **where)
-    out_win, _ = window_attention(query, key_win, value_win, **where)
-    return gated_sum(out_cmp, out_slc, out_win, gates)
+    if key_cmp is not None:
+        out_cmp, _ = compressed_attention(query, key_cmp, value_cmp, **where)
+    if key_win is not None:
+        out_win, _ = window_attention(query, key_win, value_win, **where)
+    return out_slc if gates is None else gated_sum(out_cmp, out_slc, out_win, gates)

@@ -156,6 +156,20 @@ def top_blocks(scores: Tensor, segment_ids: Tensor, query_positions: Tensor, con
     return chosen.masked_fill(chosen == unused, -1)
 
 
+def block_mask(segment_ids: Tensor, query_positions: Tensor, config: NSAConfig) -> Tensor:
+    """Mask `[B, T, M, S]` of the tokens `s <= t` in each block of the query's sequence."""
+    token = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    block = (token - sequence_starts(segment_ids)) // config.selection_block_size
+    blocks = torch.arange(num_selection_blocks(segment_ids.shape[1], config), device=token.device)
+    seen = causal_mask(segment_ids, query_positions)
+    return (blocks[:, None] == block[:, None, None, :]) & seen[:, :, None, :]
+
+
+def at_slots(of_blocks: Tensor, block_indices: Tensor, unused: float) -> Tensor:
+    """Of numbers of blocks `[B, T, K, M]` those of the blocks in the slots `[B, T, K, n]`."""
+    return of_blocks.gather(-1, block_indices.clamp(min=0).long()).masked_fill(block_indices < 0, unused)
+
+
 def selection_mask(
     block_indices: Tensor, segment_ids: Tensor, query_positions: Tensor, config: NSAConfig
 ) -> Tensor:

@@ -1,14 +1,15 @@
 """Layers with the same parameter names and shapes as those of `nsa_jax.nn`. Kernels are `[in, out]`."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nsa_torch_ref import attention, masks
+from nsa_torch_ref import attention, distillation, indexer, masks
 from nsa_torch_ref.masks import NSAConfig
 from nsa_torch_ref.rotary import rotate
 
@@ -74,16 +75,18 @@ class Compressor(nn.Module):
 class Gate(nn.Module):
     """A small MLP that computes sigmoid gates from the layer input."""
 
-    def __init__(self, in_features: int, num_heads: int, hidden_dim: int | None = None):
+    def __init__(
+        self, in_features: int, num_heads: int, hidden_dim: int | None = None, num_branches: int = 3
+    ):
         super().__init__()
         hidden = max(8, in_features // 4) if hidden_dim is None else hidden_dim
         self.kernel_in = random_kernel(in_features, hidden, fan_in=in_features)
         self.bias_in = nn.Parameter(torch.zeros(hidden))
-        self.kernel_out = random_kernel(hidden, num_heads, 3, fan_in=hidden)
-        self.bias_out = nn.Parameter(torch.zeros(num_heads, 3))
+        self.kernel_out = random_kernel(hidden, num_heads, num_branches, fan_in=hidden)
+        self.bias_out = nn.Parameter(torch.zeros(num_heads, num_branches))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes the gates `[B, T, N, 3]` of cmp, slc and win from the layer input `[B, T, D]`."""
+        """Computes the gates `[B, T, N, P]` of the branches from the layer input `[B, T, D]`."""
         hidden = functional.silu(x @ self.kernel_in + self.bias_in)
         return (torch.tensordot(hidden, self.kernel_out, dims=1) + self.bias_out).sigmoid()
 
@@ -101,6 +104,46 @@ class HeadNorm(nn.Module):
         return (wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.scale).to(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The options of an `Indexer`. Any object with these attributes can take its place.
+
+    Attributes:
+      num_heads: `J`, index heads of each KV head.
+      dim: `E`, width of index queries and keys.
+      weighted: whether a token scores a weighted sum over its index heads, see `block_scores`.
+      normalize: whether index queries and keys pass an RMSNorm each before rotation.
+    """
+
+    num_heads: int = 1
+    dim: int = 128
+    weighted: bool = False
+    normalize: bool = False
+
+
+class Indexer(nn.Module):
+    """Projects the layer input to what scores the blocks. All KV heads share the index keys."""
+
+    def __init__(
+        self, in_features: int, num_kv_heads: int, options: IndexerConfig, rotary: Callable[..., Tensor]
+    ):
+        super().__init__()
+        heads = (num_kv_heads, options.num_heads)
+        self.rotary = rotary
+        self.query_proj = Projection((in_features,), (*heads, options.dim), False)
+        self.key_proj = Projection((in_features,), (options.dim,), False)
+        self.weight_proj = Projection((in_features,), heads, False) if options.weighted else None
+        self.query_norm = HeadNorm(options.dim) if options.normalize else nn.Identity()
+        self.key_norm = HeadNorm(options.dim) if options.normalize else nn.Identity()
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Index queries `[B, S, K, J, E]` and keys `[B, S, E]`, rotated, and weights `[B, S, K, J]`."""
+        query = self.query_norm(self.query_proj(x))
+        query = self.rotary(query.flatten(2, 3), positions).view_as(query)
+        key = self.rotary(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        return query, key, None if self.weight_proj is None else self.weight_proj(x)
+
+
 class NSAAttention(nn.Module):
     """Self-attention layer with Native Sparse Attention. Its options are those of `nsa_jax.nn.NSAAttention`.
 
@@ -108,6 +151,8 @@ class NSAAttention(nn.Module):
       `rope_base` and `rope_scaling`.
     * `normalize_qk` normalises queries and the keys of tokens, before rotation and compression.
     * Dropout is applied to the output, in training.
+    * `branches` names some of "cmp", "slc" and "win", "slc" among them. Several branches have gates.
+    * `selector` is "importance" or an `IndexerConfig`.
     * `compressor(head_dim, config)` makes phi, once for keys and once for values, and
       `gate(in_features, num_heads)` makes the gate, like the classes of this module.
     * With `share_keys_values`, one pair of projections serves all branches.
@@ -122,10 +167,12 @@ class NSAAttention(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         config: NSAConfig,
+        branches: Sequence[str] = ("cmp", "slc", "win"),
+        selector: Any = "importance",
         share_keys_values: bool = False,
         compression: str = "mlp",
         compressor: Callable[..., Callable[[Tensor], Tensor]] | None = None,
-        gate: Callable[..., Callable[[Tensor], Tensor]] = Gate,
+        gate: Callable[..., Callable[[Tensor], Tensor]] | None = None,
         use_bias: bool = False,
         normalize_qk: bool = False,
         scale: float | None = None,
@@ -135,24 +182,47 @@ class NSAAttention(nn.Module):
         rotary: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
         super().__init__()
+        if selector == "importance" and "cmp" not in branches:
+            raise ValueError(
+                "selection by importance needs the compressed branch, got branches="
+                f"{tuple(branches)}. Pass selector=IndexerConfig()."
+            )
         head_dim = in_features // num_heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
         self.config, self.scale = config, scale
         self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
         self.query_norm = HeadNorm(head_dim) if normalize_qk else nn.Identity()
-        self.branches = ("",) if share_keys_values else ("_cmp", "_slc", "_win")
-        for branch in self.branches:
+        self.branches = tuple(branch for branch in ("cmp", "slc", "win") if branch in branches)
+        self.pair_of = {branch: "" if share_keys_values else f"_{branch}" for branch in self.branches}
+        for pair in dict.fromkeys(self.pair_of.values()):
             for kind, width in (("key", head_dim), ("value", value_dim)):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
-                setattr(self, f"{kind}{branch}_proj", projection)
-            setattr(self, f"key{branch}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
+                setattr(self, f"{kind}{pair}_proj", projection)
+            setattr(self, f"key{pair}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
         self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
         self.dropout = nn.Dropout(dropout_rate)
-        compressor = compressor or functools.partial(Compressor, mode=compression)
-        self.compressor_key = compressor(head_dim, config)
-        self.compressor_value = compressor(value_dim, config)
-        self.gate = gate(in_features, num_heads)
+        if "cmp" in self.branches:
+            compressor = compressor or functools.partial(Compressor, mode=compression)
+            self.compressor_key = compressor(head_dim, config)
+            self.compressor_value = compressor(value_dim, config)
+        if len(self.branches) > 1:
+            gate = gate or functools.partial(Gate, num_branches=len(self.branches))
+            self.gate = gate(in_features, num_heads)
+        self.selector = None
+        if selector != "importance":
+            self.selector = Indexer(in_features, num_kv_heads, selector, self.rotary)
+
+    def places(
+        self, x: Tensor, segment_ids: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Fills in the defaults: one sequence per row, and the index of each token in its sequence."""
+        if segment_ids is None:
+            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+        segment_ids = segment_ids.long()
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
+        return segment_ids, positions
 
     def operands(
         self,
@@ -160,31 +230,49 @@ class NSAAttention(nn.Module):
         segment_ids: Tensor | None = None,
         positions: Tensor | None = None,
         queries: int | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """The tensor arguments of `native_sparse_attention`, for the last `queries` tokens of x or for all.
 
         `positions` `[B, S]` affect only the rotation. The default is the index of a token in its sequence.
         """
-        if segment_ids is None:
-            segment_ids = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-        segment_ids = segment_ids.long()
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device) - masks.sequence_starts(segment_ids)
+        segment_ids, positions = self.places(x, segment_ids, positions)
         asking = slice(x.shape[1] - queries if queries is not None else 0, None)
         query = self.rotary(self.query_norm(self.query_proj(x[:, asking])), positions[:, asking])
-        block_positions = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
-        blocks_of = functools.partial(block_tokens, segment_ids=segment_ids, config=self.config)
-        pairs = [self.key_and_value(branch, x) for branch in self.branches]
-        (key_cmp, value_cmp), (key_slc, value_slc), (key_win, value_win) = pairs * (3 // len(pairs))
-        key_cmp = self.rotary(self.compressor_key(blocks_of(key_cmp)), block_positions)
-        value_cmp = self.compressor_value(blocks_of(value_cmp))
-        key_slc, key_win = self.rotary(key_slc, positions), self.rotary(key_win, positions)
-        return query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, self.gate(x[:, asking])
+        tokens = {pair: self.key_and_value(pair, x) for pair in dict.fromkeys(self.pair_of.values())}
+        pairs: dict[str, Any] = dict.fromkeys(("cmp", "slc", "win"), (None, None))
+        for branch in self.branches:
+            key, value = tokens[self.pair_of[branch]]
+            if branch == "cmp":
+                starts = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
+                key, value = (block_tokens(each, segment_ids, self.config) for each in (key, value))
+                pairs[branch] = self.rotary(self.compressor_key(key), starts), self.compressor_value(value)
+            else:
+                pairs[branch] = self.rotary(key, positions), value
+        gates = self.gate(x[:, asking]) if len(self.branches) > 1 else None
+        return query, *pairs["cmp"], *pairs["slc"], *pairs["win"], gates
 
-    def key_and_value(self, branch: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    def key_and_value(self, pair: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[B, S, K, H]` of a branch, normalised and not rotated, and its values `[B, S, K, V]`."""
-        key = getattr(self, f"key{branch}_norm")(getattr(self, f"key{branch}_proj")(x))
-        return key, getattr(self, f"value{branch}_proj")(x)
+        key = getattr(self, f"key{pair}_norm")(getattr(self, f"key{pair}_proj")(x))
+        return key, getattr(self, f"value{pair}_proj")(x)
+
+    def block_scores(
+        self,
+        x: Tensor,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        queries: int | None = None,
+    ) -> Tensor:
+        """What the blocks are ranked by, `[B, T, K, M]`. Those of an indexer have a gradient for it alone."""
+        segment_ids, positions = self.places(x, segment_ids, positions)
+        where = dict(config=self.config, segment_ids=segment_ids)
+        if self.selector is None:
+            query, key_cmp, *_ = self.operands(x, segment_ids, positions, queries)
+            return attention.importance_scores(query, key_cmp, scale=self.scale, **where)
+        asking = slice(x.shape[1] - queries if queries is not None else 0, None)
+        query, key, weights = self.selector(x.detach(), positions)
+        weights = None if weights is None else weights[:, asking]
+        return indexer.block_scores(query[:, asking], key, weights=weights, **where)
 
     def forward(
         self,
@@ -194,16 +282,39 @@ class NSAAttention(nn.Module):
         positions: Tensor | None = None,
         block_indices: Tensor | None = None,
         queries: int | None = None,
-    ) -> Tensor:
-        """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default."""
-        out = attention.native_sparse_attention(
-            *self.operands(x, segment_ids, positions, queries),
-            config=self.config,
-            segment_ids=segment_ids,
-            block_indices=block_indices,
-            scale=self.scale,
-        )
-        return self.dropout(self.out_proj(out))
+        distil: str | None = None,
+    ) -> Any:
+        """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default.
+
+        With `distil` "dense" or "selected", the pair of it and the mean selection loss of an indexer: with
+        the probabilities of dense attention, or of the selected branch, as the target.
+        """
+        if distil is not None and self.selector is None:
+            raise ValueError(
+                f'a selection loss needs an indexer, got distil={distil!r} and selector="importance". Pass '
+                "selector=IndexerConfig() to the layer."
+            )
+        segment_ids, positions = self.places(x, segment_ids, positions)
+        operands = self.operands(x, segment_ids, positions, queries)
+        where = dict(config=self.config, segment_ids=segment_ids, scale=self.scale)
+        if distil is not None or block_indices is None:
+            scores = self.block_scores(x, segment_ids, positions, queries)
+        if block_indices is None:
+            _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
+            block_indices = masks.top_blocks(scores.detach(), segment_ids, at, self.config)
+        out = attention.native_sparse_attention(*operands, block_indices=block_indices, **where)
+        out = self.dropout(self.out_proj(out))
+        if distil is None:
+            return out
+        query, key = operands[0].detach(), operands[3].detach()
+        if distil == "dense":
+            target = distillation.block_probabilities(query, key, **where)
+        else:
+            target = distillation.selected_probabilities(query, key, block_indices, **where)
+            scores = masks.at_slots(scores, block_indices, -torch.inf)
+        real = segment_ids[:, -query.shape[1] :] != 0
+        loss = distillation.selection_loss(scores, target)[real]
+        return out, loss.sum() / max(loss.numel(), 1)
 
     def decode(self, x: Tensor, prompt_length: int = 0) -> Tensor:
         """The outputs from token `prompt_length` on, each computed from its whole prefix, without a cache."""

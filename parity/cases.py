@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.nn import Llama3Scaling, YarnScaling
+from nsa_jax.nn import IndexerConfig, Llama3Scaling, YarnScaling
 
 OVERLAPPING = NSAConfig(
     compression_block_size=8,
@@ -56,6 +56,13 @@ WIDE_BLOCKS = NSAConfig(
 # Lengths at which heads of ten dimensions have pairs that are kept, interpolated and between.
 YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
 LLAMA3 = Llama3Scaling(8.0, 0.25, 2.0, 24)
+
+# Block-sparse attention alone, as in MSA, and other layers that an indexer selects for.
+MSA: dict[str, Any] = dict(branches=("slc",), selector=IndexerConfig(dim=6))
+WEIGHTED = dict(
+    branches=("slc", "win"), selector=IndexerConfig(num_heads=2, dim=6, weighted=True, normalize=True)
+)
+INDEXED = dict(selector=IndexerConfig(num_heads=2, dim=5))
 
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
 SPARSE_AND_SHORT = ((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1))
@@ -207,6 +214,9 @@ LAYER_CASES = (
         options=dict(share_keys_values=True),
     ),
     LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
+    LayerCase(name="layer_msa", options=MSA),
+    LayerCase(name="layer_weighted_packed", length=104, options=WEIGHTED, runs=SPARSE_AND_SHORT),
+    LayerCase(name="layer_indexed", options=INDEXED),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -259,6 +269,34 @@ DECODE_CASES = (
         num_steps=12,
         layer=LayerCase(name="", own_parts=True),
     ),
+    DecodeCase(
+        name="decode_msa", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="", options=MSA)
+    ),
+    DecodeCase(
+        name="decode_weighted",
+        prompt_lengths=(61, 5),
+        num_steps=12,
+        chunk=40,
+        layer=LayerCase(name="", options=WEIGHTED),
+    ),
+    DecodeCase(
+        name="decode_msa_kernel_sized",
+        prompt_lengths=(260, 31),
+        num_steps=9,
+        layer=LayerCase(
+            name="",
+            config=KERNEL_SIZED,
+            head_dim=32,
+            value_dim=16,
+            options=MSA | dict(selector=IndexerConfig(dim=32)),
+        ),
+    ),
+    DecodeCase(
+        name="decode_indexed",
+        prompt_lengths=(70, 33),
+        num_steps=12,
+        layer=LayerCase(name="", options=INDEXED),
+    ),
 )
 type Case = OperationCase | LayerCase | DecodeCase
 
@@ -290,12 +328,17 @@ def described(case: Case) -> str:
 
 
 def _of_layer(case: LayerCase) -> str:
+    options = dict(case.options)
+    branches, selector = options.pop("branches", ("cmp", "slc", "win")), options.pop("selector", None)
+    parts = "own parts" if case.own_parts else f"{case.compression} compression"
     notes = [
         f"{case.num_heads} heads, {case.num_kv_heads} KV",
         f"dims {case.head_dim}/{case.value_dim}",
-        "own parts" if case.own_parts else f"{case.compression} compression",
+        parts if "cmp" in branches else " + ".join(branches),
+        *([f"an indexer of {selector.num_heads} x {selector.dim}"] if selector else []),
+        *(["weighted"] if selector and selector.weighted else []),
         *(["biases"] if case.use_bias else []),
-        *case.options,
+        *options,
         _of_blocks(case.config),
     ]
     return ", ".join(notes)

@@ -19,6 +19,9 @@ from parity import cases, convert, own_parts
 from parity.blocks import Selection
 from parity.budget import Row, farther, judge
 
+# Of the selection loss that teaches an indexer.
+TARGETS: tuple[Any, ...] = ("dense", "selected")
+
 
 @dataclasses.dataclass(frozen=True)
 class Twins:
@@ -73,13 +76,10 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
     """What the reference layer selects for x [B, T, D], and where that is determined."""
     config = twins.exact.config
     rows_ids, positions = place_queries(x, x.shape[1], segment_ids, None)
-    scale = twins.exact.scale
-    where = dict(config=config, segment_ids=rows_ids, query_positions=positions, scale=scale)
     scores = []
     for module in (twins.exact, twins.same):
         with torch.no_grad():
-            operands = module.operands(x.to(module.query_proj.kernel.dtype), rows_ids)
-            scores.append(nsa_torch_ref.importance_scores(*operands[:2], **where))
+            scores.append(module.block_scores(x.to(module.query_proj.kernel.dtype), rows_ids))
     # Queries and keys are already rounded to the dtype of x when the scores are taken.
     eps = torch.finfo(x.dtype).eps
     return Selection.of(scores[0], scores[1], rows_ids, positions, config, eps=eps)
@@ -88,14 +88,34 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
 def torch_results(
     module: nsa_torch_ref.NSAAttention, x: Tensor, cotangent: Tensor, **where: Any
 ) -> dict[str, Tensor]:
-    """Output and gradients by name, in the dtype of the module."""
+    """Output, selection losses and gradients by name, in the dtype of the module."""
     dtype = module.query_proj.kernel.dtype
     x = x.to(dtype).requires_grad_()
+    leaves = {"x": x, **dict(module.named_parameters())}
+
+    def gradients(of: Tensor, upstream: Tensor | None) -> dict[str, Tensor]:
+        found = torch.autograd.grad(of, list(leaves.values()), upstream, materialize_grads=True)
+        return {f"d_{name}": value for name, value in zip(leaves, found, strict=True)}
+
     out = module(x, **where)
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(out, [x, *parameters], cotangent.to(dtype), materialize_grads=True)
-    named = {f"d_{name}": value for name, value in zip(("x", *names), gradients, strict=True)}
-    return {"out": out.detach(), **named}
+    results = {"out": out.detach(), **gradients(out, cotangent.to(dtype))}
+    for target in TARGETS if module.selector is not None else ():
+        _, loss = module(x, distil=target, **where)
+        of_selector, others = split(gradients(loss, None))
+        results |= named_loss(target, loss.detach(), of_selector, torch.cat(others))
+    return results
+
+
+def split(gradients: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Those of the selector by name, and all others, flat."""
+    of_selector = {name: value for name, value in gradients.items() if name.startswith("d_selector.")}
+    return of_selector, [value.reshape(-1) for name, value in gradients.items() if name not in of_selector]
+
+
+def named_loss(target: str, loss: Any, of_selector: dict[str, Any], others: Any) -> dict[str, Any]:
+    """A selection loss and its gradients by name; those of all but the selector are zero, in one."""
+    gradients = of_selector | {"d_others": others}
+    return {f"{target} loss": loss, **{f"{target} {name}": value for name, value in gradients.items()}}
 
 
 def reordered_results(
@@ -130,14 +150,26 @@ def jax_results(
 ) -> dict[str, jax.Array]:
     """The same by `nsa_jax`; "free out" and "blocks" are what it selects for itself."""
 
-    def layer(parameters: nnx.State, x: jax.Array, **pinned: jax.Array) -> jax.Array:
-        return nnx.merge(graph, parameters, rest)(x, segment_ids=segment_ids, **pinned)
+    def layer(parameters: nnx.State, x: jax.Array, **given: Any) -> Any:
+        return nnx.merge(graph, parameters, rest)(x, segment_ids=segment_ids, **given)
+
+    def named(d_parameters: nnx.State, d_x: jax.Array) -> dict[str, jax.Array]:
+        of_parameters = {f"d_{name}": leaf.get_value() for name, leaf in by_path(d_parameters).items()}
+        return {"d_x": d_x, **of_parameters}
 
     out, pull = jax.vjp(functools.partial(layer, block_indices=block_indices), parameters, x)
-    d_parameters, d_x = pull(cotangent)
-    gradients = {f"d_{name}": leaf.get_value() for name, leaf in by_path(d_parameters).items()}
-    blocks = nnx.merge(graph, parameters, rest).inspect(x, segment_ids=segment_ids).block_indices
-    return {"out": out, "d_x": d_x, **gradients, "free out": layer(parameters, x), "blocks": blocks}
+    results = {"out": out, **named(*pull(cotangent))}
+    whole = nnx.merge(graph, parameters, rest)
+    for target in TARGETS if hasattr(whole, "selector") else ():
+
+        def loss_of(parameters: nnx.State, x: jax.Array, target: Any = target) -> jax.Array:
+            return layer(parameters, x, block_indices=block_indices, distil=target)[1]
+
+        loss, pulled = jax.value_and_grad(loss_of, argnums=(0, 1))(parameters, x)
+        of_selector, others = split(named(*pulled))
+        results |= named_loss(target, loss, of_selector, jnp.concatenate(others))
+    blocks = whole.inspect(x, segment_ids=segment_ids).block_indices
+    return results | {"free out": layer(parameters, x), "blocks": blocks}
 
 
 def compare(case: cases.LayerCase, dtype: torch.dtype, device: str, implementation: str | None) -> list[Row]:

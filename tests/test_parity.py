@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+import types
 
 import pytest
 
@@ -18,11 +19,11 @@ from messages import has_form  # noqa: E402
 from printed import last_line  # noqa: E402
 
 import nsa_jax.nn  # noqa: E402
-from nsa_jax import dispatch, layout  # noqa: E402
+from nsa_jax import dispatch, layout, nn  # noqa: E402
 from nsa_jax.kernels import xla  # noqa: E402
 from nsa_jax.kernels.xla import operations as xla_operations  # noqa: E402
 from nsa_jax.kernels.xla import range_attention  # noqa: E402
-from nsa_jax.nn import rotary  # noqa: E402
+from nsa_jax.nn import choosing, rotary  # noqa: E402
 from parity import __main__ as program  # noqa: E402
 from parity import cases, operations  # noqa: E402
 from parity.budget import Row  # noqa: E402
@@ -32,6 +33,7 @@ SMALL = dataclasses.replace(
     cases.CASES["odd_dims"], name="small", length=91, batch=1, num_heads=2, num_kv_heads=1
 )
 LAYER = dataclasses.replace(cases.CASES["layer_mean"], name="layer_small", batch=1, length=91)
+MSA = dataclasses.replace(cases.CASES["layer_msa"], name="msa_small", batch=1, length=91)
 DECODE = dataclasses.replace(
     cases.CASES["decode"],
     name="decode_small",
@@ -59,7 +61,11 @@ def replace(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["packed_query_positions", "one_token", "layer_packed", "decode_from_one_token"]
+    "name",
+    [
+        *("packed_query_positions", "one_token", "layer_packed", "decode_from_one_token"),
+        *("layer_weighted_packed", "decode_msa"),
+    ],
 )
 def test_case_is_within_its_budget(name):
     assert missed(cases.CASES[name]) == set()
@@ -179,6 +185,23 @@ def test_rejects_rotary_pairs_that_interleave(replace):
 
     found = missed(LAYER)
     assert {"out", "d_x", "d_query_proj.kernel", "d_key_win_proj.kernel"} <= found
+
+
+def test_rejects_mistakes_of_an_indexer_and_its_loss(replace):
+    """Keys one token off when it chooses, a target of one head, and a loss that reaches the layer's input."""
+    choose, probabilities = nn.Indexer.choose, choosing.attention.block_probabilities
+
+    def shifted(self, queries, keys, at, **where):
+        return choose(self, queries, jnp.roll(keys, 1, axis=1), at, **where)
+
+    leaking = types.SimpleNamespace(lax=types.SimpleNamespace(stop_gradient=lambda x: x))
+    replace([nn.Indexer], "choose", shifted)
+    replace([choosing.attention], "block_probabilities", functools.partial(probabilities, reduce="max"))
+    replace([choosing], "jax", leaking)
+
+    of_indexer = {f"dense d_selector.{name}_proj.kernel" for name in ("query", "key")}
+    of_others = {"dense d_others", "selected d_others"}
+    assert missed(MSA) == {"blocks that differ", "free out", "dense loss"} | of_indexer | of_others
 
 
 def test_rejects_a_decode_step_with_a_ring_one_slot_off(replace):

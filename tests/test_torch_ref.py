@@ -1,5 +1,6 @@
 """`nsa_torch_ref.masks` and `.attention` against closed forms and brute-force loops over sets of tokens."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
 import brute_force  # noqa: E402
+import index_cases  # noqa: E402
 import numpy as np  # noqa: E402
+import targets_by_loops  # noqa: E402
 from cases import Case, Operands  # noqa: E402
 
 import nsa_torch_ref as ref  # noqa: E402
@@ -133,6 +136,72 @@ def test_ties_go_to_the_lower_block():
     selected = ref.select_blocks(query, key_cmp, config=config)
     assert selected[0, 999].tolist() == [[0, 1, 2, 3, 14, 15]] * 2
     assert selected[0, 640].tolist() == [[0, 1, 2, 3, 9, 10]] * 2
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["largest", "weighted"])
+@pytest.mark.parametrize("row", ["packed", "one_sequence"])
+def test_index_scores_are_the_loop_over_tokens(row, weighted, generator):
+    """With their gradients, and the selection that follows from them."""
+    row = ROWS[row]
+    case = as_case(row, SMALL)
+    given = index_cases.draw(case, heads=2, dim=3, weighted=weighted)
+    leaves = [None if x is None else torch.tensor(x, requires_grad=True) for x in given]
+    query, key, weights = leaves
+    segment_ids = torch.tensor([row])
+    scores = ref.block_scores(query, key, weights=weights, config=SMALL, segment_ids=segment_ids)
+    cotangent = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
+    inputs = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(scores, inputs, cotangent)
+    positions = torch.arange(len(row))[None]
+    blocks = masks.top_blocks(scores.detach(), segment_ids, positions, SMALL)
+
+    expected = index_cases.by_loops(case, given, cotangent.numpy())
+    np.testing.assert_allclose(scores.detach(), expected.scores, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(blocks, expected.blocks)
+    for found, wanted in zip(gradients, [x for x in expected.gradients if x is not None], strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", ["packed", "one_sequence"])
+def test_targets_are_the_loop_over_tokens(row, generator):
+    row = ROWS[row]
+    case = dataclasses.replace(as_case(row, SMALL), key_dim=5)
+    query, key_cmp, _, key, *_ = random_inputs(generator, 1, len(row), len(row), SMALL)
+    where = dict(config=SMALL, segment_ids=torch.tensor([row]))
+    blocks = ref.select_blocks(query, key_cmp, **where)
+    blocks = torch.cat((blocks[..., ::2], torch.full_like(blocks[..., ::2], -1)), dim=-1)
+
+    arrays = query.numpy(), key.numpy()
+    for found, expected in (
+        (ref.block_probabilities(query, key, **where), targets_by_loops.block_probabilities(case, *arrays)),
+        (
+            ref.selected_probabilities(query, key, blocks, **where),
+            targets_by_loops.selected_probabilities(case, *arrays, blocks.numpy()),
+        ),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_selection_loss_is_the_loop_over_blocks(generator):
+    """The gradient of the scores is the softmax minus the share of the target; the target has none."""
+    scores, target = (torch.randn((1, 5, 2, 4), generator=generator, dtype=torch.float64) for _ in range(2))
+    target = target.relu()
+    scores[0, 0] = -torch.inf  # sees nothing
+    scores[0, 1, :, 2] = -torch.inf
+    target[0, 2] = 0
+    loss = ref.selection_loss(scores.requires_grad_(), target.requires_grad_())
+    cotangent = torch.randn(loss.shape, generator=generator, dtype=torch.float64)
+    of_scores, of_target = torch.autograd.grad(loss, [scores, target], cotangent, allow_unused=True)
+
+    plain = scores.detach().numpy(), target.detach().numpy()
+    np.testing.assert_allclose(loss.detach(), targets_by_loops.selection_loss(*plain), rtol=1e-12, atol=1e-12)
+    assert of_target is None
+    assert not of_scores[0, [0, 2]].any()
+    mass = np.where(np.isinf(plain[0]), 0, plain[1])[:, [1, 3, 4]]
+    shares = np.exp(plain[0])[:, [1, 3, 4]], mass
+    softmax, share = (x / x.sum(axis=-1, keepdims=True) for x in shares)
+    expected = cotangent[:, [1, 3, 4], :, None].numpy() * (softmax - share)
+    np.testing.assert_allclose(of_scores[:, [1, 3, 4]], expected, rtol=1e-12, atol=1e-12)
 
 
 def dense_causal(query, key, value):

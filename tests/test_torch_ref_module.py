@@ -1,5 +1,6 @@
 """`nsa_torch_ref.module`: phi, gates and rotary against loops; packed rows, shifts, step-by-step decode."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from messages import refused
 torch = pytest.importorskip("torch", reason="nsa_torch_ref needs the extra `torch`")
 
 import nsa_torch_ref as ref  # noqa: E402
+from nsa_torch_ref import masks  # noqa: E402
 from nsa_torch_ref.module import block_tokens  # noqa: E402
 from nsa_torch_ref.rotary import rotate  # noqa: E402
 
@@ -18,6 +20,7 @@ CONFIG = ref.NSAConfig(
     num_selected_blocks=3,
     window_size=5,
 )
+ONE_LOCAL = dataclasses.replace(CONFIG, num_local_blocks=1)  # so that there is a choice
 
 
 def randomised(module, seed=0):
@@ -31,9 +34,8 @@ def randomised(module, seed=0):
 
 
 def layer(**changes):
-    return randomised(
-        ref.NSAAttention(4, 12, num_kv_heads=2, head_dim=5, value_dim=3, config=CONFIG, **changes)
-    )
+    sizes = dict(num_kv_heads=2, head_dim=5, value_dim=3, config=CONFIG)
+    return randomised(ref.NSAAttention(4, 12, **sizes | changes))
 
 
 def tokens(*shape, seed=1):
@@ -152,6 +154,101 @@ def test_steps_with_options_equal_the_full_forward(options):
     module, x = layer(**options), tokens(2, 20, 12)
     torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
     assert (module(x) - layer()(x)).abs().max() > 1e-2
+
+
+INDEXERS = {
+    "slc": dict(branches=("slc",), selector=ref.IndexerConfig(dim=6)),
+    "slc and win, weighted": dict(
+        branches=("slc", "win"), selector=ref.IndexerConfig(num_heads=2, dim=6, weighted=True, normalize=True)
+    ),
+    "cmp and slc, shared": dict(
+        branches=("cmp", "slc"), selector=ref.IndexerConfig(dim=6), share_keys_values=True
+    ),
+    "all": dict(selector=ref.IndexerConfig(num_heads=2, dim=6)),
+}
+
+
+@pytest.mark.parametrize("options", INDEXERS.values(), ids=INDEXERS.keys())
+def test_branches_and_an_indexer_are_their_operations(options):
+    """Packed: queries, keys and weights of the indexer by hand, and only the branches that there are."""
+    module, options = layer(config=ONE_LOCAL, **options), options["selector"]
+    part, norm = module.selector, torch.nn.functional.rms_norm
+    segment_ids = torch.tensor([[0, 0] + [5] * 25 + [3] * 3])
+    positions = torch.tensor([[0, 1, *range(25), *range(3)]])
+    x = tokens(1, 30, 12)
+    asked = torch.einsum("btd,dkje->btkje", x, part.query_proj.kernel)
+    key = torch.einsum("btd,de->bte", x, part.key_proj.kernel)
+    if options.normalize:
+        asked = norm(asked, (6,), part.query_norm.scale, 1e-6)
+        key = norm(key, (6,), part.key_norm.scale, 1e-6)
+    asked = torch.stack(
+        [rotate(asked[:, :, :, j], positions, 10000.0) for j in range(options.num_heads)], dim=3
+    )
+    weights = torch.einsum("btd,dkj->btkj", x, part.weight_proj.kernel) if options.weighted else None
+    where = dict(config=ONE_LOCAL, segment_ids=segment_ids)
+    scores = ref.block_scores(
+        asked, rotate(key[:, :, None], positions, 10000.0)[:, :, 0], weights=weights, **where
+    )
+    torch.testing.assert_close(module.block_scores(x, segment_ids), scores, atol=1e-12, rtol=1e-12)
+
+    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = module.operands(x, segment_ids)
+    outs = []
+    if key_cmp is not None:
+        outs.append(ref.compressed_attention(query, key_cmp, value_cmp, **where)[0])
+    outs.append(ref.selected_attention(query, key_slc, value_slc, blocks, **where)[0])
+    if key_win is not None:
+        outs.append(ref.window_attention(query, key_win, value_win, **where)[0])
+    assert len(outs) == len(module.branches)
+    expected = outs[0] if gates is None else sum(o * gates[..., i, None] for i, o in enumerate(outs))
+    torch.testing.assert_close(
+        module(x, segment_ids=segment_ids), module.out_proj(expected), atol=1e-12, rtol=1e-12
+    )
+    torch.testing.assert_close(module.decode(x), module(x), atol=1e-12, rtol=1e-12)
+
+
+def test_absent_branches_have_no_parameters():
+    names = {
+        name.partition(".")[0] for name, _ in layer(config=ONE_LOCAL, **INDEXERS["slc"]).named_parameters()
+    }
+    assert names == {"query_proj", "key_slc_proj", "value_slc_proj", "out_proj", "selector"}
+    with refused(ValueError, r"importance needs the compressed branch, got branches=\('slc',\)"):
+        layer(branches=("slc",))
+
+
+@pytest.mark.parametrize("distil", ["dense", "selected"])
+def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
+    """The mean over queries and KV heads, padding left out; the output is that without a loss."""
+    module = layer(config=ONE_LOCAL, **INDEXERS["slc and win, weighted"])
+    row = [0, 0] + [5] * 25 + [3] * 3
+    x, segment_ids = tokens(1, 30, 12).requires_grad_(), torch.tensor([row])
+    out, loss = module(x, segment_ids=segment_ids, distil=distil)
+    assert torch.equal(out, module(x, segment_ids=segment_ids))
+
+    parameters = dict(module.named_parameters())
+    gradients = torch.autograd.grad(loss, [x, *parameters.values()], allow_unused=True)
+    taught = {name for name, g in zip(("x", *parameters), gradients, strict=True) if g is not None}
+    assert taught == {name for name in parameters if name.startswith("selector.")}
+    assert all(g.abs().max() > 1e-4 for g in gradients if g is not None)
+
+    query, _, _, key, *_ = module.operands(x, segment_ids)
+    scores, where = module.block_scores(x, segment_ids), dict(config=ONE_LOCAL, segment_ids=segment_ids)
+    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)
+    total = 0.0
+    for t in range(2, 30):
+        for head in range(2):
+            chosen = [block for block in blocks[0, t, head].tolist() if block >= 0]
+            if distil == "dense":
+                seen = [block for block in range(4) if scores[0, t, head, block].isfinite()]
+                target = ref.block_probabilities(query, key, **where)[0, t, head, seen]
+            else:
+                seen = chosen
+                target = ref.selected_probabilities(query, key, blocks, **where)[0, t, head, : len(seen)]
+            share, log_softmax = target / target.sum(), scores[0, t, head, seen].log_softmax(0)
+            total += (share * (share.log() - log_softmax)).sum().item()
+    assert loss.item() == pytest.approx(total / 28 / 2, abs=1e-12)
+    with refused(ValueError, "a selection loss needs an indexer, got distil='dense'"):
+        layer()(x, distil="dense")
 
 
 def test_own_parts_are_used():
