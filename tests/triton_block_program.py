@@ -186,7 +186,8 @@ def check_few(case: Case) -> dict[str, float]:
     """Errors of output and log-sum-exp where programs share the slots of a query, within their budgets."""
     (query, key, value, indices), placed, *others = inputs(case)
     errors = {}
-    for programs in (1, 10**6):  # one share of all slots, and a share for each slot
+    tokens = query.shape[0] * query.shape[1] * case.kv_heads
+    for programs in (1, 2 * tokens, 10**6):  # one share of all slots, two, and a share for each slot
         sizes = FewQueriesSizes(case.keys, 4, 2, programs)
         with interpreted():
             found = attend_few(query, key, value, indices, placed, case.scale, sizes)

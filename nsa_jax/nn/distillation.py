@@ -70,8 +70,7 @@ def mean_loss(
             share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
             scored = jnp.take_along_axis(scored, jnp.maximum(blocks, 0), axis=3)
             scored = jnp.where(blocks < 0, -jnp.inf, scored)
-        loss = attention.selection_loss(scored, share)
-        return total + jnp.where(at[..., None] < 0, 0, loss).sum(), None
+        return total + attention.selection_loss(scored, share).sum(), None  # 0 where nothing is attended
 
     def split(x: Array, fill: int = 0) -> Array:
         widths = (0, 0), (0, chunks * tokens - num_queries), *((0, 0),) * (x.ndim - 2)
