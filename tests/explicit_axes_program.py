@@ -22,7 +22,7 @@ from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, r
 from nsa_jax import attention, reference
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer
-from nsa_jax.nn import DenseAttention
+from nsa_jax.nn import DenseAttention, IndexerConfig
 
 RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
 CASE = Case(name="explicit", num_keys=24, runs=RUNS, num_heads=4, key_dim=4, value_dim=3)
@@ -198,7 +198,7 @@ def targets() -> None:
 
 
 def layers() -> None:
-    """A layer whose compressor is a function to the cache, and a dense layer, in packed rows and in steps."""
+    """Layers in packed rows and in steps: a compressor that is a function to the cache; an indexer; dense."""
     x, counts = random(ROWS, 15, WIDTH), np.array([9, 4, 0, 7])
     ids = np.array([[1] * 5 + [0] + [2] * 9] * ROWS)
 
@@ -231,13 +231,14 @@ def layers() -> None:
         rows[row, : n + 6] = np.concatenate([x[row, :n], x[row, 9:]])
     slots = nsa.config.num_selected_blocks  # enough for all blocks of 12 tokens, as scores choose them
     blocks = np.broadcast_to(np.arange(slots, dtype=np.int32), (ROWS, 3, KV_HEADS, slots))
-    for plain in (nsa, dense):
+    indexed = make_layer(jnp.float64, selector=IndexerConfig(dim=4), branches=("slc", "win"))
+    for plain in (nsa, indexed, dense):
         with jax.set_mesh(mesh):
             layer, *arrays = on_mesh(plain)
             packed = call(layer, *arrays)
             first, held = begin(layer, arrays[0])
             new = put(x[:, 9:12], "data"), held
-            second, held = step(layer, *new) if plain is dense else every(layer, *new, blocks)
+            second, held = every(layer, *new, blocks) if plain is nsa else step(layer, *new)
             third, held = step(layer, put(x[:, 12:], "data"), held)
         agree(packed, call(plain, x, ids))
         outputs, later = np.asarray(first), np.concatenate([second, third], axis=1)
