@@ -81,6 +81,17 @@ def test_both_layers_name_their_parameters_alike(compression, use_bias, sharing)
     assert {name: parameter.get_value().shape for name, parameter in named.items()} == shapes
 
 
+@pytest.mark.parametrize(
+    "branches", [("slc",), ("slc", "win"), ("cmp", "slc"), ("cmp", "slc", "win")], ids=str
+)
+def test_both_layers_with_an_indexer_name_their_parameters_alike(branches):
+    selector = nn.IndexerConfig(num_heads=3, dim=4, weighted=True, normalize=True)
+    ours, theirs = twins(branches=branches, selector=selector)
+    shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
+    named = by_path(nnx.state(theirs, nnx.Param))
+    assert {name: parameter.get_value().shape for name, parameter in named.items()} == shapes
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_move_into_jax_and_stay_there(dtype):
     source, target = twins(use_bias=True, param_dtype=dtype)
