@@ -34,7 +34,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         dtype=("bfloat16", "of parameters and activations"),
         choices={"attention": (("nsa", "dense"), ("nsa", "dense"), "models to measure")},
         sizes={
-            "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of 8"),
+            "new-tokens": (257, "tokens to write for each prompt: 1 plus a multiple of --chunk-size"),
+            "chunk-size": (8, "steps between two tests whether all rows have ended"),
             "batch": (8, "prompts, of each device where they are divided by rows"),
             "devices": (1, "with more than one, also NSA on so many, by rows and by heads"),
             "layers": (18, "decoder layers"),
@@ -47,10 +48,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         budget_for="timing",
     )
     options = parse_sizes(parser, argv)
-    if options.new_tokens < 2 or options.new_tokens % 8 != 1:
+    if options.new_tokens < 2 or (options.new_tokens - 1) % options.chunk_size:
         parser.error(
-            "--new-tokens must be 1 plus a multiple of 8, because the loop runs in chunks of 8 steps, got "
-            f"{options.new_tokens}. Pass 9, 17 or 257."
+            f"--new-tokens must be 1 plus a multiple of {options.chunk_size}, because the loop runs in chunks "
+            f"of --chunk-size steps, got {options.new_tokens}. Pass {options.chunk_size + 1}."
         )
     devices.check(options.devices)
     if options.kv_heads % options.devices:
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None, nsa: NSAConfig | None = None) -> int
                 continue
             row = run.add(
                 benchmark="generate", attention=attention, length=length, new_tokens=options.new_tokens,
+                **({} if options.chunk_size == 8 else dict(chunk_size=options.chunk_size)),
                 **({} if spread is None else dict(devices=options.devices, spread=spread)), **figures,
             )  # fmt: skip
             if spread is None:
@@ -123,7 +125,10 @@ def measure(
             prompts = devices.put(prompts, PartitionSpec(devices.AXIS if spread == "rows" else None))
 
         def call(count: int) -> Callable[[], Any]:
-            return lambda: generate(model, prompts, max_new_tokens=count, max_length=length + new_tokens)
+            return lambda: generate(
+                model, prompts, max_new_tokens=count, max_length=length + new_tokens,
+                chunk_size=options.chunk_size,
+            )  # fmt: skip
 
         first_call_s = timing.seconds_of(call(1))
         whole = timing.measure({"first": call(1), "all": call(new_tokens)}, budget_s=budget_s)

@@ -21,7 +21,11 @@ from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 # The dense row that each whole operation is compared with.
-DENSE = {"native_sparse_attention": "dense_attention", "layer": "dense_layer"}
+DENSE = {
+    "native_sparse_attention": "dense_attention",
+    "indexed_attention": "dense_attention",
+    "layer": "dense_layer",
+}
 # Modules of this package with a selected attention to compare ours with: the implementation of ours whose
 # limits are theirs, and the modes that they have.
 COMPARED = {"one_token": ("triton", ("fwd",))}
@@ -42,7 +46,7 @@ FIELDS = NEEDED | {
     *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
     *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
-    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes"),
+    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size"),
 }
 # What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
@@ -60,7 +64,7 @@ FIGURES = (
     ),
 )
 VOCABULARY: dict[str, Sequence[str]] = {
-    "operation": (*OPERATIONS, *LAYERS, "block_probabilities"),
+    "operation": (*OPERATIONS, *LAYERS, "block_probabilities", "indexed_attention", "select_by_index"),
     "implementation": (*MEASURED, "cudnn", "jax_nn"),
     "mode": MODES,
     "distribution": DISTRIBUTIONS,

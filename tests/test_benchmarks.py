@@ -19,6 +19,7 @@ from benchmarks import (
     decode_summary,
     gate,
     generate,
+    indexer,
     inputs,
     layers,
     parallel,
@@ -701,6 +702,35 @@ def test_summary_prints_shares_and_draws(tmp_path, capsys):
     assert lines[1] == ["512", "2.0000", "50.0", "25.0", "5.0", "60/80", "1123/1571"]
     assert lines[2] == ["1024", "0.0400", "-", "-", "25.0", "70/70", "1603/1603"]
     assert picture.stat().st_size > 10_000
+
+
+def test_an_indexer_takes_turns_with_dense_attention(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]
+
+    status = indexer.main([*command, "--distributions", "random", "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert status == 0
+    assert {(row["operation"], row["mode"]) for row in rows} == {
+        *(("select_by_index", "fwd"), ("select_blocks", "fwd")),
+        *((name, mode) for name in ("indexed_attention", "dense_attention") for mode in ("fwd", "bwd")),
+    }
+    assert printed.count(": green: error") == 3
+    assert list(summary["dense_over_this"]) == ["random 300 fwd", "random 300 bwd"]
+
+
+def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, capsys):
+    right = operations.select_by_index
+    monkeypatch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
+    command = ["--lengths", "300", "--key-dim", "8", "--budget-s", "0.01", "--distributions", "random"]
+
+    status = indexer.main(command, SMALL)
+
+    _, summary = last_line(capsys)
+    assert status == 1
+    assert summary["red"] == ["select_by_index fwd random T=300"]
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])

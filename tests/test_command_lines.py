@@ -24,6 +24,7 @@ COMMANDS = {
     "benchmarks.decode": "benchmarks.decode.__main__",
     "benchmarks.decode_summary": "benchmarks.decode_summary",
     "benchmarks.generate": "benchmarks.generate",
+    "benchmarks.indexer": "benchmarks.indexer",
     "benchmarks.parallel": "benchmarks.parallel",
     "benchmarks.plot": "benchmarks.plot",
     "benchmarks.report": "benchmarks.report.__main__",
@@ -38,7 +39,7 @@ COMMANDS = {
 ROWS = str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h100_training.jsonl")
 MEASURING = (
     *("benchmarks.attention", "benchmarks.decode", "benchmarks.generate", "benchmarks.parallel"),
-    *("benchmarks.targets", "benchmarks.training"),
+    *("benchmarks.indexer", "benchmarks.targets", "benchmarks.training"),
 )
 
 
