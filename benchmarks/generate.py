@@ -50,8 +50,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parse_sizes(parser, argv)
     if options.new_tokens < 2 or (options.new_tokens - 1) % options.chunk_size:
         parser.error(
-            f"--new-tokens must be 1 plus a multiple of {options.chunk_size}, because the loop runs in chunks "
-            f"of --chunk-size steps, got {options.new_tokens}. Pass {options.chunk_size + 1}."
+            f"--new-tokens must be 1 plus a multiple of {options.chunk_size}, because the loop runs in "
+            f"chunks of --chunk-size steps, got {options.new_tokens}. Pass {options.chunk_size + 1}."
         )
     devices.check(options.devices)
     if options.kv_heads % options.devices:
