@@ -88,6 +88,23 @@ def test_only_the_selector_learns_by_the_loss(name, learns, target):
     assert not np.any(of_input)
 
 
+@pytest.mark.parametrize("name", ["importance", "indexer"])
+def test_a_layer_of_gpu_kernels_has_a_loss(name, monkeypatch):
+    """Scores with a gradient are plain JAX; what has kernels is asked of the implementation of the layer."""
+    asked = []
+
+    def run(operation, implementation, arrays, operands, **more):
+        asked.append((operation, implementation))
+        return right(operation, "xla", arrays, operands, **more)
+
+    layer, right = make_layer(**LAYERS[name], implementation="triton"), nsa_jax.dispatch.run
+    monkeypatch.setattr(nsa_jax.dispatch, "run", run)
+    jax.eval_shape(lambda x: layer(x, distil="dense"), jnp.zeros((1, LENGTH, WIDTH)))
+    scores = {"importance": "importance_scores", "indexer": "block_scores"}[name]
+    assert dict(asked)[scores] == "xla"
+    assert {by for operation, by in asked if operation != scores} == {"triton"}
+
+
 def test_steps_against_the_loss_make_it_smaller():
     """And the recall of the best block of dense attention larger."""
     layer = make_layer(selector=IndexerConfig(dim=8), branches=("slc",))

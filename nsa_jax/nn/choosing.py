@@ -138,8 +138,8 @@ class Choosing(nnx.Module):
 
 
 def _importance(query: Array, at: Array, *, keys: Array, **where: Any) -> Float32[Array, "B T K M"]:
-    """Scores by importance."""
-    return attention.importance_scores(query, keys, **where)
+    """Scores by importance, with a gradient, which `xla` alone has."""
+    return attention.importance_scores(query, keys, **where | dict(implementation="xla"))
 
 
 def _of_selector(
