@@ -17,13 +17,26 @@ WHOLE = f"{gpu_evidence.PARITY}test_case_is_within_its_budget[plain-float32]"
 TWO_GPUS = f"{gpu_evidence.TWO_GPUS}test_two_gpus_generate_as_one"
 TEST_FILES = {
     f"tests/test_gpu_{name}.py"
-    for name in ("decode", "dense_decode", "generate", "mosaic", "native", "parallel", "parity", "selection")
+    for name in (
+        *(
+            "decode",
+            "dense_decode",
+            "generate",
+            "index",
+            "mosaic",
+            "native",
+            "parallel",
+            "parity",
+            "selection",
+        ),
+    )
 }
 EVERY = " ".join(path.removeprefix("tests/test_gpu_").removesuffix(".py") for path in TEST_FILES)
 # Files that a result rests on, and the test files whose rooms hold them.
 RESTS_ON = {
     "tests/test_gpu_native.py": "native",
     "tests/test_gpu_mosaic.py": "mosaic",
+    "tests/poisoned.py": "native index",
     "tests/modules.py": "generate",
     "nsa_jax/reference.py": "native mosaic parity",
     "nsa_jax/budget.py": "native mosaic parallel generate selection",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_gpu_native import poison_memory
+from poisoned import poison_memory
 
 import nsa_jax
 from nsa_jax import attention, layout

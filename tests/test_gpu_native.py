@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from poisoned import poison_memory
 
 import nsa_jax
 from nsa_jax import attention, budget, layout, reference
@@ -41,15 +42,6 @@ def attend(*arrays, implementation="triton", **more):
 def with_gradients(cotangent, *arrays, function=attend):
     out, pull_back = jax.vjp(function, *arrays)
     return out, *pull_back(cotangent)
-
-
-def poison_memory():
-    """Leaves NaN in the memory that the next results will take."""
-    for size in (1 << 28, 1 << 24, 1 << 20):
-        arrays = [jnp.full((size // 4,), jnp.nan) for _ in range(8)]
-        jax.block_until_ready(arrays)
-        for array in arrays:
-            array.delete()
 
 
 def in_float64(run, *arrays):

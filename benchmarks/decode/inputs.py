@@ -91,5 +91,5 @@ def _filled(make: Any, number: int, setting: Setting, settings: dict[str, Any]) 
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return normal(f"{name} {number}", x.shape, x.dtype.name) if floating else jnp.zeros(x.shape, x.dtype)
 
-    arrays = {name: fill(name, x) for name, x in empty._asdict().items()}
+    arrays = {name: None if x is None else fill(name, x) for name, x in empty._asdict().items()}
     return empty._replace(**arrays | {"lengths": first_lengths(setting)})
