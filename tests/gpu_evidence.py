@@ -44,7 +44,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flax")  # recorde
 TRITON = "nsa_jax/kernels/triton"
 KERNELS = {
     "ranges": (f"{TRITON}/ranges/**/*.py",),
-    "selected": (f"{TRITON}/selected/**/*.py",),
+    "selected": (f"{TRITON}/selected/**/*.py", f"{TRITON}/decode/parts.py"),
     "selection": (f"{TRITON}/selection/**/*.py",),
     "probabilities": (f"{TRITON}/probabilities/**/*.py",),
     "nonfinite": (f"{TRITON}/nonfinite/**/*.py",),

@@ -40,6 +40,7 @@ def expected_loss(layer, x, target, segment_ids):
     where = dict(config=CONFIG, segment_ids=segment_ids)
     if layer.selects == "importance":
         scores = nsa_jax.importance_scores(operands.query, operands.key_cmp, scale=layer.scale, **where)
+        scores = scores[..., : -(-x.shape[1] // CONFIG.selection_block_size)]
     else:
         positions = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
         if segment_ids is not None:
@@ -71,6 +72,15 @@ def test_loss_is_the_mean_of_all_queries_in_any_chunks(name, target, segment_ids
         monkeypatch.setattr(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)  # chunks of 5 queries
         assert_close(layer(x, distil=target, segment_ids=ids)[1], expected, ROUNDING)
         assert expected > 1e-3
+
+
+@pytest.mark.parametrize("target", distillation.TARGETS)
+def test_loss_of_a_row_whose_compressed_keys_may_be_of_a_longer_one(target):
+    """24 tokens have as many compressed keys as 25, and these one block more."""
+    layer = layer_of("importance")
+    with jax.enable_x64(True):
+        x = random(2, 24, WIDTH)
+        assert_close(layer(x, distil=target)[1], expected_loss(layer, x, target, None), ROUNDING)
 
 
 @pytest.mark.parametrize("target", distillation.TARGETS)

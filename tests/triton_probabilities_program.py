@@ -109,10 +109,12 @@ def run_slots(case: Case, query, key, blocks, **more):
 
 
 def draw_blocks(case: Case):
-    """With unused slots, repetitions, and blocks of the future."""
+    """With unused slots, repetitions, blocks of the future, and a whole tile that selects nothing."""
     shape = (*case.query_positions.shape, case.num_kv_heads, case.config.num_selected_blocks)
     last = case.num_keys // case.config.selection_block_size
-    return case.generator("blocks").integers(-1, last + 1, shape, dtype=np.int32)
+    blocks = case.generator("blocks").integers(-1, last + 1, shape, dtype=np.int32)
+    blocks[:, 4:9] = -1
+    return blocks
 
 
 def check_slots(name: str) -> float:

@@ -65,6 +65,7 @@ def mean_loss(
         scored = scores(queries, at, **where)
         if target == "dense":
             share = attention.block_probabilities(query, key, scale=scale, **where)
+            scored = scored[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
         else:
             blocks = layout.distinct_blocks(blocks)
             share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
