@@ -87,7 +87,7 @@ def rooms_of(test: str) -> tuple[str, ...]:
 
 
 class _Source(NamedTuple):
-    code: str  # without docstrings and the messages of errors
+    code: str  # without docstrings, overloads and the messages of errors
     imports: frozenset[str]  # dotted names of all that the file may import
 
 
@@ -145,9 +145,17 @@ def _read(text: str) -> _Source:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.ClassDef):  # an overload is for type checkers alone
+            node.body = [x for x in node.body if not _is_overload(x)]
+        if isinstance(node, ast.ImportFrom) and node.module == "typing":
+            node.names = [alias for alias in node.names if alias.name != "overload"]
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args.clear()
     return _Source(ast.unparse(tree), imports)
+
+
+def _is_overload(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list)
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:

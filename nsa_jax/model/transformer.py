@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -102,6 +102,28 @@ class Transformer(nnx.Module):
     def vocab_size(self) -> int:
         """Number of tokens in the vocabulary, by which `nsa_jax.generate.generate` checks prompts."""
         return self.config.vocab_size
+
+    @overload
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: None = None,
+    ) -> Float[Array, "B T vocab"]: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: Target,
+    ) -> tuple[Float[Array, "B T vocab"], Float[Array, ""]]: ...
 
     def __call__(
         self,

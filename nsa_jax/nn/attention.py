@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,32 @@ class NSAAttention(NSACacheSteps):
             query = jax.ShapeDtypeStruct((1, 8, num_heads, head_dim), param_dtype if dtype is None else dtype)
             check_made(self.selector, in_features, query, num_kv_heads, config)
         self.dropout = output_dropout(dropout_rate, rngs)
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+        distil: None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+    ) -> Float[Array, "B T D"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Int[Array, "B T K R"] | None = None,
+        distil: Target,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]: ...
 
     def __call__(
         self,
