@@ -178,7 +178,7 @@ class Run(records.Run):
                 self.add(
                     benchmark="indexer", operation=name[0], mode=mode,
                     implementation=dense if name[0] == "dense_attention" else implementation,
-                    floor_ms=self.ceiling.floor_ms(cost), **sizes, **(draw.fields | {"noise": draw.noise}),
+                    floor_ms=self.ceiling.floor_ms(cost), **sizes, **draw.fields,
                     **times[name].fields, **program.fields,
                 )  # fmt: skip
 

@@ -98,6 +98,48 @@ def test_only_the_selector_learns_by_the_loss(name, learns, target):
     assert not np.any(of_input)
 
 
+class Likes(nnx.Module):
+    """A selector of a user that can be taught: a learned number for each token, summed over a block."""
+
+    def __init__(self, in_features, num_kv_heads, config, *, rngs):
+        self.kernel = nnx.Param(rngs.params.normal((in_features, num_kv_heads)))
+
+    def project(self, x, query, positions):
+        return (), x @ self.kernel[...]
+
+    def scores(self, queries, keys, at, *, config, **where):
+        size = config.selection_block_size
+        likes = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % size), (0, 0)))
+        likes = likes.reshape(len(keys), -1, size, keys.shape[2]).sum(2).swapaxes(1, 2)
+        likes = jnp.broadcast_to(likes[:, None], (*at.shape, *likes.shape[1:]))
+        sees = jnp.arange(likes.shape[-1]) * size <= at[:, :, None, None]
+        return jnp.where(sees, likes, -jnp.inf)
+
+    def choose(self, queries, keys, at, **where):
+        return nsa_jax.top_blocks(self.scores(queries, keys, at, **where), **where)
+
+
+@pytest.mark.parametrize("target", distillation.TARGETS)
+def test_a_selector_with_scores_of_its_own_is_taught(target, monkeypatch):
+    monkeypatch.setattr(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)  # chunks of 5 queries
+    with jax.enable_x64(True):
+        layer = make_layer(jnp.float64, selector=Likes, branches=("slc",))
+        x = random(2, LENGTH, WIDTH)
+        operands, blocks = layer.operands(x), layer.inspect(x).block_indices
+        at = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
+        scores = layer.selector.scores((), layer.selector.project(x, None, None)[1], at, config=CONFIG)
+        settings = dict(config=CONFIG, scale=layer.scale)
+        if target == "dense":
+            share = nsa_jax.block_probabilities(operands.query, operands.key_slc, **settings)
+        else:
+            share = nsa_jax.selected_probabilities(operands.query, operands.key_slc, blocks, **settings)
+            chosen = jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3)
+            scores = jnp.where(blocks < 0, -jnp.inf, chosen)
+        loss, gradient = nnx.value_and_grad(lambda layer: layer(x, distil=target)[1])(layer)
+        assert_close(loss, nsa_jax.selection_loss(scores, share).mean(), ROUNDING)
+    assert {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())} == {"selector"}
+
+
 @pytest.mark.parametrize("name", ["importance", "indexer"])
 def test_a_layer_of_gpu_kernels_has_a_loss(name, monkeypatch):
     """Scores with a gradient are plain JAX; what has kernels is asked of the implementation of the layer."""

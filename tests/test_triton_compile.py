@@ -63,13 +63,12 @@ OF_TWO_BRANCHES = {
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
     *("nsa_step_first", "nsa_step_hidden", "nsa_step_second", "nsa_step_dense", "nsa_step_dense_merge"),
 }
-
-
 OF_AN_INDEX = {"nsa_index_scores"}  # in test_triton_index
 OF_FEW_QUERIES = {"nsa_selected_parts", "nsa_selected_merge"}  # in test_triton_few_queries
 OF_MOSAIC = {  # compiled in test_mosaic_compile
     *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
 }
+EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_FEW_QUERIES | OF_MOSAIC
 
 
 class Shape(NamedTuple):
@@ -322,7 +321,7 @@ def test_no_two_functions_share_a_name():
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
                for branch in ("compressed", "window", "selected")}  # fmt: skip
-    assert kernels == KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_FEW_QUERIES | OF_MOSAIC
+    assert kernels == EVERY
 
 
 @pytest.mark.parametrize("capability", triton_kernels.TARGETS)

@@ -103,8 +103,8 @@ class Choosing(nnx.Module):
         if self.selects == "given" or (self.selects == "selector" and not hasattr(self.selector, "scores")):
             what = self.selects if self.selects == "given" else type(self.selector).__name__
             raise ValueError(
-                f"a selection loss needs a selector with the method scores, got {what}. Leave distil out, or "
-                "use importance or an IndexerConfig."
+                f"a selection loss needs a selector with the method scores, got {what}. Leave distil out, "
+                "use an IndexerConfig, or write the method as nsa_jax.nn.Selector describes."
             )
 
     def _selection_loss(

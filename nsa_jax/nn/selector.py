@@ -27,6 +27,10 @@ class Selector(Protocol):
     `choose` gets the same in training, in a prompt and in a decode step; only `where` differs. So a selector
     whose choice depends on its arguments alone selects the same blocks in all three.
 
+    A selector that is to learn from a selection loss (`distil` of a layer) also has a method `scores`. It is
+    called like `choose`, and returns a score for each block `[B, T, K, M]`, `-inf` for those that begin after
+    the query. The softmax of the scores are the shares that the selector gives to the blocks.
+
     Examples:
       The most recent blocks:
 
