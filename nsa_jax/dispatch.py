@@ -140,8 +140,9 @@ class Operations(Protocol):
         ...
 
     def decode_step(
-        self, cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array, num_tokens: Array | None,
-        block_indices: Array | None, compress: Compress, config: NSAConfig, scale: float,
+        self, cache: NSACache, query: Array, tokens: TokenKeysValues, gates: Array | None,
+        num_tokens: Array | None, block_indices: Array | None, compress: Compress | None, config: NSAConfig,
+        scale: float,
     ) -> tuple[Array, NSACache]:  # fmt: skip
         """Appends a few tokens to a cache and attends from them: `nsa_jax.cache.decode_step`."""
         ...
@@ -164,7 +165,7 @@ class _Operation(NamedTuple):
 _OPERATIONS = {
     "compressed_attention": _Operation(BY_TOKENS, lambda offered: offered.compressed_attention),
     "select_blocks": _Operation(BY_TOKENS, lambda offered: offered.select_blocks),
-    "block_scores": _Operation(BY_INDEX, lambda offered: offered.block_scores, (5, 3), has_kernels=False),
+    "block_scores": _Operation(BY_INDEX, lambda offered: offered.block_scores, (5, 3)),
     "select_by_index": _Operation(BY_INDEX, lambda offered: offered.select_by_index, (5, 3)),
     "top_blocks": _Operation(BY_TOKENS, lambda offered: offered.top_blocks),
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
@@ -306,7 +307,8 @@ def choose(
     * `"importance_scores"`: query, key_cmp;
     * `"gated_sum"`: out_cmp, out_slc, out_win, gates;
     * `"native_sparse_attention"`: query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates;
-    * `"decode_step"`: query, and key_cmp and value_cmp of the cache;
+    * `"decode_step"`: query, and key_cmp and value_cmp of the cache; without a compressed branch query,
+      key_slc and value_slc of the cache, and block_indices;
     * `"dense_decode_step"`: query, and key and value of the cache.
 
     Args:

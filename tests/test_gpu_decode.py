@@ -11,13 +11,14 @@ pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportErro
 
 from nsa_jax import attention, cache, dispatch
 from nsa_jax.cache import Compression, ResidualMLP, TokenKeysValues
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import BRANCHES, NSAConfig
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.nn.rotary import Rotary
 
 pytestmark = pytest.mark.gpu
 
 PAPER = NSAConfig()
+MSA = NSAConfig(selection_block_size=128, num_local_blocks=1)
 OTHER = NSAConfig(
     compression_block_size=16, compression_stride=8, selection_block_size=32, num_selected_blocks=6,
     window_size=100, num_initial_blocks=2, num_local_blocks=1,
@@ -115,20 +116,40 @@ def test_step_equals_xla(dtype, num_new, more):
     assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
 
 
-@pytest.mark.parametrize(("dtype", "num_new"), [("bfloat16", 1), ("float32", 3), ("float16", 8)])
-def test_given_blocks_are_attended_to(dtype, num_new):
-    """Any number of blocks of the row, in order, and of blocks that are not there yet."""
-    arrays = operands(jnp.dtype(dtype), num_new)
+@pytest.mark.parametrize(
+    ("branches", "dtype", "num_new", "config"),
+    [
+        (BRANCHES, "bfloat16", 1, PAPER),
+        (BRANCHES, "float32", 3, PAPER),
+        (BRANCHES, "float16", 8, PAPER),
+        (("slc",), "bfloat16", 1, MSA),
+        (("slc",), "float32", 3, PAPER),
+        (("slc", "win"), "bfloat16", 4, PAPER),
+        (("cmp", "slc"), "float16", 2, PAPER),
+    ],
+)
+def test_given_blocks_are_attended_to(branches, dtype, num_new, config):
+    """Any number of blocks of the row, some twice, and of blocks that are not there yet; any branches."""
+    held, query, tokens, gates = operands(jnp.dtype(dtype), num_new, config=config)
+    absent = [name for name in BRANCHES if name not in branches]
+    drop = {f"{part}_{name}" for part in ("key", "value") for name in absent}
+    rings = {f"{part}_raw_ring" for part in ("key", "value") if "cmp" in absent}
+    rings |= {f"{part}_win_ring" for part in ("key", "value") if "win" in absent}
+    held = held._replace(**dict.fromkeys((drop | rings) & set(held._fields)))
+    tokens = tokens._replace(**dict.fromkeys(drop & set(tokens._fields)))
+    gates = gates[..., : len(branches)] if len(branches) > 1 else None
+    arrays = held, query, tokens, gates
     rng, batch = np.random.default_rng(num_new), len(LENGTHS)
-    last = np.array(LENGTHS)[:, None, None, None] // PAPER.selection_block_size
-    blocks = np.sort((rng.random((batch, num_new, 2, 16)) * (last + 2)).astype(np.int32), -1)
+    last = np.array(LENGTHS)[:, None, None, None] // config.selection_block_size
+    blocks = (rng.random((batch, num_new, 2, 16)) * (last + 2)).astype(np.int32)
     blocks = np.where(np.arange(16) < rng.integers(17, size=(batch, num_new, 2, 1)), blocks, -1)
     num_tokens = None if num_new == 1 else jnp.arange(batch, dtype=jnp.int32) % (num_new + 1)
+    compress = Compression() if "cmp" in branches else None
 
     @functools.partial(jax.jit, static_argnames=("implementation",))
     def run(implementation, *arrays):
-        options = dict(num_tokens=num_tokens, block_indices=jnp.asarray(blocks), compress=Compression())
-        return cache.decode_step(*arrays, **options, config=PAPER, implementation=implementation)
+        options = dict(num_tokens=num_tokens, block_indices=jnp.asarray(blocks), compress=compress)
+        return cache.decode_step(*arrays, **options, config=config, implementation=implementation)
 
     found, own, exact = run("triton", *arrays), run("xla", *arrays), run("xla", *wide(arrays))
 
@@ -136,8 +157,9 @@ def test_given_blocks_are_attended_to(dtype, num_new):
     for name, got in found.cache._asdict().items():
         want = getattr(own.cache, name)
         assert got is want is None or distance(got, want) <= (1e-6 if dtype == "float32" else 2e-3), name
-    chosen = by_kernels(*arrays, num_tokens, PAPER).out
-    assert distance(found.out, chosen) > 0.1, "the blocks were not taken"
+    if branches == BRANCHES:
+        chosen = by_kernels(*arrays, num_tokens, config).out
+        assert distance(found.out, chosen) > 0.1, "the blocks were not taken"
 
 
 def test_a_bad_row_stays_alone():

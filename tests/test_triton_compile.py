@@ -63,12 +63,13 @@ OF_TWO_BRANCHES = {
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
     *("nsa_step_first", "nsa_step_hidden", "nsa_step_second", "nsa_step_dense", "nsa_step_dense_merge"),
 }
-OF_AN_INDEX = {"nsa_index_scores"}  # in test_triton_index
-OF_FEW_QUERIES = {"nsa_selected_parts", "nsa_selected_merge"}  # in test_triton_few_queries
+OF_AN_INDEX = {  # in test_triton_index
+    *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
+}
 OF_MOSAIC = {  # compiled in test_mosaic_compile
     *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
 }
-EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_FEW_QUERIES | OF_MOSAIC
+EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
 
 
 class Shape(NamedTuple):

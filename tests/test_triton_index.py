@@ -1,6 +1,5 @@
 """Selection by an indexer on GPUs that are not there: its kernel as machine code, and what is chosen."""
 
-import logging
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ import triton_kernels  # noqa: E402
 from messages import has_form  # noqa: E402
 from triton_kernels import TARGETS  # noqa: E402
 
-import nsa_jax  # noqa: E402
 from nsa_jax import attention, dispatch  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 
@@ -95,17 +93,41 @@ def test_two_programs_share_a_multiprocessor():
     assert 2 * 256 * kernel.registers <= 65536
 
 
-def test_scores_run_as_xla_without_a_warning(caplog):
-    arrays, config = operands(MSA)[:2], config_of(MSA)
-    with triton_compile.device(90), caplog.at_level(logging.WARNING, "nsa_jax"):
-        choice = nsa_jax.choose("block_scores", *arrays, config=config)
-        text = triton_compile.traced(lambda *x: attention.block_scores(*x, config=config), *arrays)
+TAUGHT = [SHAPES[x]._replace(queries=8192) for x in ("blocks of 64", "lightning", "wide", "float32")]
+TAUGHT += [SHAPES["packed"], SHAPES["odd blocks"]]
+TAUGHT_SPILLS: dict[tuple[int, Shape], int] = {}
 
-    assert choice.implementation == "xla"
-    assert choice.reason.startswith("xla is the first of ")
-    assert "do not have block_scores" in dict(choice.refused)["triton"]
-    assert "nsa_jax.xla.block_scores" in text
-    assert caplog.records == []
+
+@pytest.mark.parametrize(
+    ("capability", "shape"),
+    [
+        *((90, shape) for shape in TAUGHT),
+        *((capability, TAUGHT[0]) for capability in TARGETS if capability != 90),
+    ],
+    ids=str,
+)
+def test_scores_with_gradients_become_machine_code(capability, shape):
+    def gradients(*arrays):
+        ids = arrays[-1] if shape.packed else None
+        floats = arrays[: 2 + shape.weighted]
+
+        def score(query, key, weights=None):
+            return attention.block_scores(
+                query, key, weights=weights, config=config_of(shape), segment_ids=ids, implementation="triton"
+            )
+
+        scores, pull_back = jax.vjp(score, *floats)
+        return pull_back(scores)
+
+    found = triton_kernels.compiled(gradients, *operands(shape), capability=capability)
+
+    names = {"nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"}
+    assert {kernel.name for kernel in found} == names
+    for kernel in found:
+        print(shape, kernel._replace(ptx=""))  # shown if the test fails
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
+        assert kernel.spill_bytes <= TAUGHT_SPILLS.get((capability, shape), 0)
+        assert kernel.scratch_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ CHECKS = {
         *("case rotated means", "case MLPs, many blocks", "case an MLP of values"),
         *("case odd blocks", "case odd blocks, equal keys", "case one key a block"),
         *("case groups of rows", "case many lists", "case few parts", "case three heads of two"),
-        *("case given blocks", "case given blocks of four tokens"),
+        *("case given blocks", "case given blocks of four tokens", "case the selected branch alone"),
+        *("case no compressed branch", "case no compressed branch, shared", "case no window"),
         *("public", "not a number", "ranks"),
     ),
     "range": (
@@ -75,7 +76,8 @@ CHECKS = {
     "index": (
         *("check_heads_and_weights", "check_chunks_and_tiles", "check_odd_blocks", "check_negative_scale"),
         *("check_packed_rows", "check_few_queries", "check_what_is_not_finite_stays"),
-        *("check_scores_that_are_given", "check_public"),
+        *("check_scores_that_are_given", "check_scores_that_are_taught", "check_public"),
+        "check_scores_that_are_not_finite_have_no_gradient",
     ),
     "probabilities": (
         *("case consecutive", "case last queries", "case half a block", "case one head", "case many blocks"),

@@ -25,12 +25,10 @@ from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
-from nsa_jax.kernels.triton.selected.few_queries import attend_few
 from nsa_jax.kernels.triton.selected.forward import attend_selected
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.unions import union_lists
 from nsa_jax.kernels.triton.sizes import (
-    FewQueriesSizes,
     SelectedForwardSizes,
     SelectedGradientSizes,
     SelectedKeySizes,
@@ -179,24 +177,6 @@ def check_case(case: Case) -> dict[str, float]:
         errors[name] = distance(result, exact[name])
         allowed = allowance(same[name], exact[name], EPS)
         assert errors[name] <= allowed, (name, errors[name], allowed)
-    return errors
-
-
-def check_few(case: Case) -> dict[str, float]:
-    """Errors of output and log-sum-exp where programs share the slots of a query, within their budgets."""
-    (query, key, value, indices), placed, *others = inputs(case)
-    errors = {}
-    tokens = query.shape[0] * query.shape[1] * case.kv_heads
-    for programs in (1, 2 * tokens, 10**6):  # one share of all slots, two, and a share for each slot
-        sizes = FewQueriesSizes(case.keys, 4, 2, programs)
-        with interpreted():
-            found = attend_few(query, key, value, indices, placed, case.scale, sizes)
-        (d_out, d_lse), *_ = others
-        arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, None, None
-        same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
-        for name, result in zip(("out", "lse"), found, strict=True):
-            errors[name] = distance(result, exact[name])
-            assert errors[name] <= allowance(same[name], exact[name], EPS), (name, errors[name])
     return errors
 
 
@@ -361,8 +341,6 @@ def main() -> None:
         check_items(case)
         check_items(case, range_queries=10)
         check_parts(case)
-        if case.positions != "all":
-            check_few(case)
         errors = check_case(case)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)

@@ -10,6 +10,7 @@ import functools
 import math
 import sys
 import time
+from unittest import mock
 
 import cases
 import index_cases
@@ -20,7 +21,7 @@ from index_cases import Indexed
 
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton import selection
+from nsa_jax.kernels.triton import operations, selection
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
 from nsa_jax.layout import place
 
@@ -154,6 +155,58 @@ def check_scores_that_are_given():
                 placed = place(case.config, batch=3, num_queries=23, num_keys=136, **_where(case))
                 found = jax.jit(functools.partial(selection.choose_best, sizes=sizes))(drawn, placed)
             assert (np.asarray(found) == expected).all(), sizes
+
+
+def _check_taught(case: cases.Case, sizes: IndexSizes = SMALL, **of_index) -> None:
+    """Scores, and gradients for a random cotangent. Products of quarters are exact, and many tie."""
+    given = Indexed(
+        *(None if x is None else np.round(4 * x) / 4 for x in index_cases.draw(case, dim=16, **of_index))
+    )
+    _check_scores(case, given, sizes)
+
+
+def _check_scores(case: cases.Case, given: Indexed, sizes: IndexSizes) -> None:
+    batch, num_queries, num_kv_heads, _, dim = given.query.shape
+    placed = place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
+    arrays = [None if x is None else jnp.asarray(x, jnp.float32) for x in given]
+    num_blocks = -(-case.num_keys // case.config.selection_block_size)
+    shape = (batch, num_queries, num_kv_heads, num_blocks)
+    cotangent = case.generator("index cotangent").standard_normal(shape).astype(np.float32)
+    scale = dim**-0.5 if case.scale is None else case.scale
+
+    def score(query, key, weights):
+        return operations.block_scores(query, key, weights, placed, scale)
+
+    with interpreted(), mock.patch.object(selection, "_index_sizes", return_value=sizes):
+        scores, pull_back = jax.vjp(score, *arrays)
+        found = pull_back(jnp.asarray(cotangent))
+    rounded = Indexed(*(None if x is None else np.asarray(x, np.float64) for x in arrays))
+    expected = index_cases.by_loops(case, rounded, cotangent.astype(np.float64))
+    np.testing.assert_allclose(scores, expected.scores, rtol=1e-6, atol=1e-6, err_msg=case.name)
+    for ours, right in zip(found, expected.gradients, strict=True):
+        if right is not None:
+            size = np.abs(right).max()
+            np.testing.assert_allclose(ours, right, rtol=0, atol=2e-6 * size, err_msg=case.name)
+
+
+def check_scores_that_are_taught():
+    _check_taught(_plain("taught"))
+    _check_taught(_plain("taught heads", ODD_BLOCKS, batch=2, scale=-0.5), STREAMED, heads=3)
+    _check_taught(_plain("taught weighted", num_kv_heads=3, num_heads=3), heads=2, weighted=True)
+    packed = dataclasses.replace(cases.PACKED_ROWS, config=FREE, name="taught packed")
+    _check_taught(packed)
+    anywhere = cases.BY_NAME["packed_rows_queried_anywhere"].positions
+    _check_taught(dataclasses.replace(packed, positions=anywhere), STREAMED, heads=2, weighted=True)
+
+
+def check_scores_that_are_not_finite_have_no_gradient():
+    case = _plain("taught nan", batch=2, num_keys=40, num_queries=40)
+    given = index_cases.draw(case, heads=2, dim=16)
+    given.query[0, 5, 1] = math.nan
+    given.query[0, 6, 0, :, 0] = math.inf
+    given.key[1, 20] = math.nan
+    given.key[1, 25:30] = math.nan
+    _check_scores(case, given, SMALL)
 
 
 def check_public():

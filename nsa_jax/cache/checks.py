@@ -101,7 +101,7 @@ def check_kind(cache: Any) -> None:
             "init_cache gives."
         )
     compressed = cache.key_cmp, cache.value_cmp, cache.key_raw_ring, cache.value_raw_ring
-    if (absent := [x is None for x in compressed]) and any(absent) and not all(absent):
+    if len({x is None for x in compressed}) > 1:
         raise ValueError(
             "a cache must have all arrays of the compressed branch or none, got some that are None. Pass "
             "what init_cache gives."
@@ -140,7 +140,7 @@ def check_layer_cache(
             f"{cache.shares_keys_values} for a layer with {share_keys_values}. Call init_cache of this layer."
         )
     check_rows(cache.key_slc, batch)
-    _check_config(cache, config, "win" in branches)
+    step_capacity(cache, config)
 
 
 def check_compression(compress: Compress | None, cache: NSACache, config: NSAConfig) -> None:
@@ -215,18 +215,13 @@ def check_rows(key: Array, batch: int) -> None:
         )
 
 
-def step_capacity(cache: NSACache, config: NSAConfig, gates: Array | None) -> int:
+def step_capacity(cache: NSACache, config: NSAConfig) -> int:
     """Returns how many tokens a decode step may append at most: as many as a row holds if there is no ring.
 
     Raises:
       ValueError: the cache was made with another config.
     """
     check_config(config)
-    return _check_config(cache, config, "win" in cache.branches(gates))
-
-
-def _check_config(cache: NSACache, config: NSAConfig, has_window: bool) -> int:
-    """Returns the step capacity. Raises ValueError if the cache was made with another config."""
     sizes = [(config.window_size, cache.key_win_ring), (config.compression_block_size, cache.key_raw_ring)]
     rings = [(size, ring.shape[1]) for size, ring in sizes if ring is not None]
     capacities = {length - size + 1 for size, length in rings} or {cache.max_length}

@@ -56,7 +56,7 @@ def count_reads(
     """
     checks.check_kind(cache)
     checks.check_arrays(count_reads, dict(cache=cache), query=query, num_tokens=num_tokens)
-    checks.step_capacity(cache, config, None)
+    checks.step_capacity(cache, config)
     if cache.key_cmp is None:
         raise NotImplementedError(
             "count_reads needs a cache of all branches, got one without a compressed branch. Use the "

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import arguments, attention, dispatch, layout
+from nsa_jax import arguments, attention, dispatch
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.cache import checks
 from nsa_jax.cache.state import Step
 from nsa_jax.compression import Compress
-from nsa_jax.config import BRANCHES, NSAConfig
+from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
@@ -74,7 +74,7 @@ def prefill(
       No gradient flows through the selection. A cache is meant for inference.
     """
     sizes = checks.check_operands(prefill, cache, query, tokens, gates, num_tokens, block_indices)
-    checks.step_capacity(cache, config, gates)
+    checks.step_capacity(cache, config)
     arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
@@ -183,7 +183,7 @@ def decode_step(
       On `xla` as in `prefill`; the kernels of `triton` have none.
     """
     sizes = checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens, block_indices)
-    capacity = checks.step_capacity(cache, config, gates)
+    capacity = checks.step_capacity(cache, config)
     arguments.check_selection(sizes, config)
     checks.check_compression(compress, cache, config)
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
@@ -192,18 +192,15 @@ def decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "prefill, or init_cache with a larger step_capacity."
         )
-    if block_indices is not None:
-        block_indices = layout.distinct_blocks(block_indices)
     operands = dict(
         cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
         block_indices=block_indices,
     )  # fmt: skip
     options: dict[str, Any] = dict(config=config, compress=compress)
-    if cache.key_cmp is None or len(cache.branches(gates)) < len(BRANCHES):
-        options |= dict(scale=scale, implementation=implementation)
-        return _beside_kept(functools.partial(per_shard, _prefill, STEP), operands, options)
     options["scale"] = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
     arrays: Any = query, cache.key_cmp, cache.value_cmp
+    if cache.key_cmp is None:
+        arrays = query, cache.key_slc, cache.value_slc, block_indices
 
     def step(**operands: Any) -> tuple[Array, NSACache]:
         return dispatch.run("decode_step", implementation, arrays, operands, config=config)

@@ -1,7 +1,8 @@
 """The loss that teaches a layer to select, computed for a chunk of queries at a time."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from nsa_jax.layout import Run, Runs
 
 type Target = Literal["dense", "selected"]
 
-TARGETS = ("dense", "selected")
+TARGETS = get_args(Target.__value__)
 
 # Scores that exist at a time: 64 MiB in float32, and as much of the target and of the gradient.
 SCORES_AT_ONCE = 2**24
@@ -49,37 +50,91 @@ def mean_loss(
       config, segment_ids, scale, implementation: as in the operations.
 
     Returns:
-      The mean, with a gradient through the scores alone. Chunks are computed again in the backward pass.
+      The mean, with a gradient through the scores alone: for floats among `queries`, and for what `scores`
+      holds. It is formed beside the loss of each chunk, so the target and the scores are computed once, and
+      no chunk of them is kept.
     """
     batch, num_queries, num_kv_heads = block_indices.shape[:3]
     a_query = batch * num_kv_heads * layout.num_selection_blocks(key.shape[1], config)
     chunks = -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
     tokens = -(-num_queries // chunks)
 
-    def of_chunk(total: Array, chunk: Any) -> tuple[Array, None]:
-        first, queries, query, blocks, at = chunk
+    def scored(asked: Any, first: Array, at: Array, segment_ids: Array | None) -> Array:
+        return scores(asked, at, **where(first, segment_ids))
+
+    def where(first: Array, segment_ids: Array | None) -> dict[str, Any]:
         runs = Runs((Run(tokens, first),))
-        where: dict[str, Any] = dict(
+        return dict(
             config=config, query_positions=runs, segment_ids=segment_ids, implementation=implementation
         )
-        scored = scores(queries, at, **where)
+
+    def of_chunk(learned: Any, fixed: Any, key: Array, segment_ids: Array | None) -> Array:
+        (asked, held), (first, query, blocks, at) = learned, fixed
+        found = converted(asked, first, at, segment_ids, *held)
+        settings = where(first, segment_ids)
         if target == "dense":
-            share = attention.block_probabilities(query, key, scale=scale, **where)
-            scored = scored[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
+            share = attention.block_probabilities(query, key, scale=scale, **settings)
+            found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
         else:
             blocks = layout.distinct_blocks(blocks)
-            share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
-            scored = jnp.take_along_axis(scored, jnp.maximum(blocks, 0), axis=3)
-            scored = jnp.where(blocks < 0, -jnp.inf, scored)
-        return total + attention.selection_loss(scored, share).sum(), None  # 0 where nothing is attended
+            share = attention.selected_probabilities(query, key, blocks, scale=scale, **settings)
+            found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
+            found = jnp.where(blocks < 0, -jnp.inf, found)
+        return attention.selection_loss(found, share).sum()  # 0 where nothing is attended
 
     def split(x: Array, fill: int = 0) -> Array:
         widths = (0, 0), (0, chunks * tokens - num_queries), *((0, 0),) * (x.ndim - 2)
         x = jnp.pad(x, widths, constant_values=fill)
         return x.reshape(batch, chunks, tokens, *x.shape[2:]).swapaxes(0, 1)
 
-    firsts = jnp.arange(chunks, dtype=jnp.int32) * tokens
-    inputs = firsts, *jax.tree.map(split, (queries, query, block_indices)), split(at, fill=-1)
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    total, _ = jax.lax.scan(jax.checkpoint(of_chunk), jnp.zeros((), accumulate), inputs)
+    asked, of_attention = jax.tree.map(split, queries), jax.tree.map(split, (query, block_indices))
+    fixed = jnp.arange(chunks, dtype=jnp.int32) * tokens, *of_attention, split(at, fill=-1)
+    first = jax.tree.map(lambda x: x[0], (asked, fixed[0], fixed[3]))
+    converted, held = jax.closure_convert(scored, *first, segment_ids)  # `held` is what `scores` learns by
+    total = _sum_of_chunks(of_chunk, asked, held, fixed, (key, segment_ids))
     return total / jnp.maximum((at >= 0).sum() * num_kv_heads, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_chunks(
+    loss: Callable[..., Array], asked: Any, held: list[Array], fixed: Any, whole: Any
+) -> Float32[Array, ""]:
+    """The sum of `loss((asked, held), fixed, *whole)` over the chunks of `asked` and `fixed`."""
+
+    def add(total: Array, chunk: Any) -> tuple[Array, None]:
+        asked, fixed = chunk
+        return total + loss((asked, held), fixed, *whole), None
+
+    return jax.lax.scan(add, _nothing(whole), (asked, fixed))[0]
+
+
+def _nothing(whole: Any) -> Float32[Array, ""]:
+    return jnp.zeros((), jnp.promote_types(whole[0].dtype, jnp.float32))
+
+
+def _with_gradients(
+    loss: Callable[..., Array], asked: Any, held: list[Array], fixed: Any, whole: Any
+) -> tuple[Array, Any]:
+    """The sum, and its gradients for `asked` and `held`; those for `held` are summed in float32 or wider."""
+
+    def add(carry: tuple[Array, list[Array]], chunk: Any) -> tuple[tuple[Array, list[Array]], Any]:
+        (total, sums), (asked, fixed) = carry, chunk
+        found, pull = jax.vjp(lambda *learned: loss(learned, fixed, *whole), asked, held)
+        d_asked, d_held = pull(jnp.ones_like(found))
+        # Integers have no gradient.
+        d_asked = jax.tree.map(
+            lambda x, d: d if jnp.issubdtype(x.dtype, jnp.inexact) else None, asked, d_asked
+        )
+        return (total + found, [x + d for x, d in zip(sums, d_held, strict=True)]), d_asked
+
+    sums = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in held]
+    (total, sums), d_asked = jax.lax.scan(add, (_nothing(whole), sums), (asked, fixed))
+    return total, (d_asked, [d.astype(x.dtype) for x, d in zip(held, sums, strict=True)])
+
+
+def _scaled(loss: Callable[..., Array], gradients: Any, d_total: Array) -> tuple[Any, ...]:
+    d_asked, d_held = jax.tree.map(lambda d: (d * d_total).astype(d.dtype), gradients)
+    return d_asked, d_held, None, None
+
+
+_sum_of_chunks.defvjp(_with_gradients, _scaled)

@@ -146,6 +146,6 @@ class Indexer(nnx.Module):
         self, queries: tuple[Array, Array | None], keys: Float[Array, "B S E"], at: Int32[Array, "B T"],
         **where: Any,
     ) -> Float32[Array, "B T K M"]:  # fmt: skip
-        """Scores the blocks, with a gradient, which `xla` alone has; arguments as in `Selector.choose`."""
+        """Scores the blocks, with a gradient; arguments as in `Selector.choose`."""
         query, weights = queries
-        return attention.block_scores(query, keys, weights=weights, **where | dict(implementation="xla"))
+        return attention.block_scores(query, keys, weights=weights, **where)

@@ -28,6 +28,7 @@ from nsa_jax.kernels.triton.nonfinite import (
 )
 from nsa_jax.kernels.triton.operations import (
     block_probabilities,
+    block_scores,
     compressed_attention,
     decode_step,
     dense_decode_step,
@@ -47,6 +48,7 @@ ITEM_QUERIES = 2048  # most queries of an item
 
 __all__ = (
     "block_probabilities",
+    "block_scores",
     "compressed_attention",
     "decode_step",
     "dense_decode_step",

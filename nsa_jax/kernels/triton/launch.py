@@ -68,8 +68,8 @@ def launch(
     assert kernel.arg_names[: len(held)] == list(held), "in place are the kernel's first parameters"
     names = [name for name, x in held.items() if x is not None]
     updated = tuple(like(x) for x in held.values() if x is not None)
-    # Aliases of jax-triton 0.4.1 count results, new ones first: operands in place come after them.
-    aliases = {list(held).index(name): len(jax.tree.leaves(out)) + n for n, name in enumerate(names)}
+    # Aliases of jax-triton 0.4.1 count arrays, so not what is None, and of results new ones first.
+    aliases = {n: len(jax.tree.leaves(out)) + n for n in range(len(names))}
     if held:
         # XLA fuses a slice with the call that reads it. It then forgets that the call writes to its operand.
         operands = (*jax.lax.optimization_barrier(tuple(held.values())), *operands)

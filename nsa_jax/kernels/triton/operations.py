@@ -32,7 +32,8 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
-from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index
+from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
+from nsa_jax.kernels.triton.selection.block_scores import score_gradients
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
 from nsa_jax.remat import SAVED_NAMES
 from nsa_jax.sharding.auto import partitioned
@@ -92,6 +93,19 @@ def select_blocks(
     if lse_cmp is None:
         lse_cmp = _compressed(query, key_cmp, key_cmp, placement, scale)[1]
     return _select(query, key_cmp, lse_cmp, placement, scale)
+
+
+@partial(jax.jit, static_argnames=("scale",))
+def block_scores(
+    query_index: Float[Array, "B T K J E"],
+    key_index: Float[Array, "B S E"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+) -> Float[Array, "B T K M"]:
+    """The scores that an indexer gives to the blocks."""
+    keys = key_index.reshape(key_index.shape[0], -1)
+    return _block_scores(query_index, keys, weights, placement, scale)
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -203,16 +217,16 @@ def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
     tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N branches"] | None,
     num_tokens: Int[Array, " B"] | None,
     block_indices: Int32[Array, "B T K R"] | None,
-    compress: Compress,
+    compress: Compress | None,
     config: NSAConfig,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], NSACache]:
     """Appends the tokens, compresses the blocks they complete, then attends."""
-    forming: Compress | GivenBlocks = compress
-    if not _is_known(compress):
+    forming: Compress | GivenBlocks | None = compress
+    if compress is not None and not _is_known(compress):
         windows = slots.windows_of_step(cache, tokens, num_tokens, config)
         forming = GivenBlocks(*compress_blocks(compress, *windows))
     run = _decode_step(config, float(scale))
@@ -334,6 +348,27 @@ def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
     blocks = _divisible(choose_blocks, scale=scale)(*fixed, placement)
     return checkpoint_name(blocks, _BLOCK_INDICES)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _block_scores(query, keys, weights, placement, scale):
+    return _divisible(score_blocks, scale=scale)(query, keys, weights, placement)[0]
+
+
+def _block_scores_forward(query, keys, weights, placement, scale):
+    scores, tokens = _divisible(score_blocks, scale=scale)(query, keys, weights, placement)
+    return scores, (query, keys, weights, tokens, placement)
+
+
+def _block_scores_backward(scale, residuals, d_scores):
+    *operands, placement = residuals
+    differentiate = _divisible(score_gradients, scale=scale)
+    d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
+    keys = operands[1]
+    return d_query, d_keys.sum(axis=2).reshape(keys.shape).astype(keys.dtype), d_weights, None
+
+
+_block_scores.defvjp(_block_scores_forward, _block_scores_backward)
 
 
 @jax.custom_vjp

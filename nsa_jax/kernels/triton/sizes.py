@@ -10,7 +10,7 @@ Does not import Triton.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from nsa_jax.kernels.triton.dims import padded_heads
 
@@ -336,36 +336,6 @@ SELECTED_QUERY_GRADIENT = (
 )  # fmt: skip
 
 
-FEW_QUERIES = 8  # up to so many queries of a row, programs share the slots of one
-
-
-class FewQueriesSizes(NamedTuple):
-    """Sizes of the forward of few queries.
-
-    Attributes:
-      keys: most keys of a step.
-      num_warps: warps of a program.
-      num_stages: steps whose loads are in flight, and one.
-      programs: about how many programs there should be.
-    """
-
-    keys: int
-    num_warps: int
-    num_stages: int
-    programs: int = 512
-
-    @classmethod
-    def of(cls, query: Any) -> "FewQueriesSizes":
-        """The sizes for a dtype and a width; float32 keys, and wide ones, take more shared memory."""
-        wide = query.dtype.itemsize * query.shape[3] > 256
-        return cls(32 if wide else 64, 4, 2 if wide else 3)
-
-    def shares(self, tokens: int, slots: int) -> int:
-        """Programs that share the slots of one of `tokens` tokens with a KV head: a power of two."""
-        wanted = max(min(self.programs // max(tokens, 1), slots), 1)
-        return 1 << (wanted.bit_length() - 1)
-
-
 class SelectedKeySizes(NamedTuple):
     """Sizes of the gradients of keys and values.
 
@@ -492,6 +462,11 @@ class IndexSizes(NamedTuple):
         parts = self.pairs + keys if shape.float_bytes == 4 else 0
         rows = held + self.num_stages * streamed + parts
         return rows * shape.key_dim * shape.float_bytes + INDEX_CONVERSION_BYTES
+
+
+def index_gradient_tile(float_bytes: int, dim: int) -> tuple[int, int]:
+    """Keys, and query tokens, of a tile of an indexer's key gradients, and the warps of a program."""
+    return (64, 4) if float_bytes * dim <= 256 else (32, 4)
 
 
 INDEX_CONVERSION_BYTES = 2 * KIB  # beside tiles: block maxima of a tile, as compiled

@@ -18,7 +18,8 @@ from nsa_jax.kernels.triton.sizes import SHARED_BYTES
 
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = ("bfloat16", "float16", "float32")
-WITHOUT_KERNELS = ("block_scores", "importance_scores")  # operations that are plain JAX alone
+WITHOUT_KERNELS = ("importance_scores",)  # operations that are plain JAX alone
+_OF_AN_INDEX = ("block_scores", "select_by_index")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
 _MOST_STEP_HEADS = 64  # query heads of a KV head in a decode step, which one program holds
@@ -66,10 +67,10 @@ def unsupported_reason(
         )
     if operation == "dense_decode_step":
         return _step_rows(floats)
-    if operation == "select_by_index":
+    if operation in _OF_AN_INDEX:
         return _index(floats, config)
     if operation == "decode_step":
-        return _step(floats, config)
+        return _step(floats, config, scored=len(floats) == len(arrays))
     if reason := _tiles(operation, floats, config):
         return reason
     return None if config is None else _blocks(operation, config)
@@ -79,13 +80,16 @@ def slower_reason(operation: str, *arrays: Array | jax.ShapeDtypeStruct) -> None
     """None: the kernels are faster than plain JAX wherever they run."""
 
 
-def _step(floats: list, config: NSAConfig | None) -> str | None:
-    """Why the kernels cannot run a decode step (query, compressed keys and values); None if they can."""
+def _step(floats: list, config: NSAConfig | None, scored: bool) -> str | None:
+    """Why the kernels cannot run a decode step (query, keys and values); None if they can.
+
+    The keys are the compressed ones, unless blocks are given beside them: then they are those of the tokens.
+    """
     if config is not None:
         block, stride, number = (
             config.selection_block_size, config.compression_stride, config.num_selected_blocks
         )  # fmt: skip
-        if block > 32 * stride or block > _MOST_BLOCK:
+        if block > _MOST_BLOCK or (scored and block > 32 * stride):
             return (
                 f"the Triton kernels need a selection_block_size of at most {_MOST_BLOCK} in a decode step, "
                 f"and of at most 32 compression strides, got {block} with stride {stride}. Use "
@@ -117,7 +121,7 @@ def _step(floats: list, config: NSAConfig | None) -> str | None:
             )
         own = config.selection_block_size // config.compression_stride
         blocks, most = -(-key.shape[1] // own), STEP_LIST_BLOCKS[1]
-        if step_list_blocks(blocks, 1 << (number - 1).bit_length()) > most:
+        if scored and step_list_blocks(blocks, 1 << (number - 1).bit_length()) > most:
             return (
                 "the Triton kernels rank the selection blocks of a decode step in lists of at most "
                 f"{most}, got a cache of {blocks} blocks with num_selected_blocks={number}. Use a smaller "
@@ -206,7 +210,7 @@ def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None
 
 def _with_dims(operation: str, arrays: tuple) -> list:
     """The arrays whose last axis is a key or value dim."""
-    if operation == "select_by_index":
+    if operation in _OF_AN_INDEX:
         return list(arrays[:2])
     gates = 7 if operation == "native_sparse_attention" else len(arrays)
     floats = [

@@ -3,9 +3,9 @@
 import jax
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.compression import Compress
-from nsa_jax.config import NSAConfig
+from nsa_jax.config import BRANCHES, NSAConfig
 from nsa_jax.kernels.xla import operations
 from nsa_jax.layout import FirstKeys, Index, NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
@@ -15,10 +15,10 @@ def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
     tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N branches"] | None,
     num_tokens: Int[Array, " B"] | None,
-    block_indices: Int32[Array, "B T K R"] | None,
-    compress: Compress,
+    block_indices: Int[Array, "B T K R"] | None,
+    compress: Compress | None,
     config: NSAConfig,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], NSACache]:
@@ -41,13 +41,20 @@ def decode_step(
         query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
         first_keys=FirstKeys(win=Index(new.start - history)),
     )
-    window = window_tokens(cache, recent, new, num_new, history)
-    cmp = operations.compressed_attention(query, cache.key_cmp, cache.value_cmp, placement, scale)
-    if block_indices is None:
-        fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
-        block_indices = operations.select_blocks(*fixed, placement, scale)
-    slc = operations.selected_attention(
-        query, cache.key_slc, cache.value_slc, block_indices, placement, scale
-    )
-    win = operations.window_attention(query, *window, placement, scale)
-    return operations.gated_sum(cmp.out, slc.out, win.out, gates), cache
+    outs = []
+    if cache.key_cmp is not None and cache.value_cmp is not None:
+        cmp = operations.compressed_attention(query, cache.key_cmp, cache.value_cmp, placement, scale)
+        outs.append(cmp.out)
+        if block_indices is None:
+            fixed = jax.lax.stop_gradient((query, cache.key_cmp, cmp.lse))
+            block_indices = operations.select_blocks(*fixed, placement, scale)
+    assert block_indices is not None
+    blocks = layout.distinct_blocks(block_indices)
+    slc = operations.selected_attention(query, cache.key_slc, cache.value_slc, blocks, placement, scale)
+    outs.append(slc.out)
+    if "win" in cache.branches(gates):
+        window = window_tokens(cache, recent, new, num_new, history)
+        outs.append(operations.window_attention(query, *window, placement, scale).out)
+    if len(outs) == len(BRANCHES):
+        return operations.gated_sum(*outs, gates), cache
+    return operations.sum_of_branches(gates, *outs), cache

@@ -4,6 +4,8 @@ Their arguments are those of `nsa_jax.dispatch.Operations`: already validated, w
 and with a placement that says where the queries stand. `sizes` change only the speed.
 """
 
+import functools
+import operator
 from functools import partial
 
 import jax
@@ -214,12 +216,20 @@ def gated_sum(
     out_win: Float[Array, "B T N V"],
     gates: Float[Array, "B T N 3"],
 ) -> Float[Array, "B T N V"]:
-    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5), summed in float32 or wider."""
-    accumulate = accumulator(out_cmp)
+    """`g_cmp * o_cmp + g_slc * o_slc + g_win * o_win` (Eq. 5)."""
+    return sum_of_branches(gates, out_cmp, out_slc, out_win)
+
+
+def sum_of_branches(
+    gates: Float[Array, "B T N branches"] | None, *outs: Float[Array, "B T N V"]
+) -> Float[Array, "B T N V"]:
+    """The branches that there are, each times its gate, summed in float32 or wider; without gates the one."""
+    if gates is None:
+        return outs[0]
+    accumulate = accumulator(outs[0])
     gates = gates.astype(accumulate)
-    branches = (branch.astype(accumulate) for branch in (out_cmp, out_slc, out_win))
-    cmp, slc, win = (gates[..., i, None] * branch for i, branch in enumerate(branches))
-    return (cmp + slc + win).astype(out_cmp.dtype)
+    weighted = (gates[..., i, None] * out.astype(accumulate) for i, out in enumerate(outs))
+    return functools.reduce(operator.add, weighted).astype(outs[0].dtype)
 
 
 @partial(jax.jit, static_argnames=("scale", "sizes"))

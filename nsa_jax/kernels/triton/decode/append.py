@@ -8,7 +8,7 @@ alias a later load, which would then wait for it.
 part of their own here. `second_kernel` writes them into the cache, when no program reads its compressed keys
 any more. So these programs and those of `compressed` need not wait for each other, and share a launch. Some
 new tokens see a new block and others do not, so only this part needs a mask, for the values too. A program
-moves only a few rows, so latency limits it.
+moves only a few rows, so latency limits it. A cache without a compressed branch gains tokens alone.
 """
 
 from typing import NamedTuple
@@ -37,17 +37,18 @@ from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 class Appending(NamedTuple):
     """Arrays of the cache, updated in place, and the new tokens.
 
-    Keys and values of the window are None if it shares those of the selected branch.
+    Raw keys and values are None without a compressed branch; those of the window without that branch, or if
+    it shares those of the selected branch.
     """
 
     key_slc: tl.tensor
     value_slc: tl.tensor
-    key_raw: tl.tensor
-    value_raw: tl.tensor
+    key_raw: tl.tensor | None
+    value_raw: tl.tensor | None
     key_win: tl.tensor | None
     value_win: tl.tensor | None
-    new_key_cmp: tl.tensor
-    new_value_cmp: tl.tensor
+    new_key_cmp: tl.tensor | None
+    new_value_cmp: tl.tensor | None
     new_key_slc: tl.tensor
     new_value_slc: tl.tensor
     new_key_win: tl.tensor | None
@@ -81,7 +82,7 @@ class StepDims(NamedTuple):
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
       MAX_LENGTH, RAW, RING: tokens of the selection arrays, of the ring of raw tokens, of the window's ring.
       SIZE, STRIDE: of compression blocks, in tokens.
-      BLOCKS: compression blocks that the new tokens may complete.
+      BLOCKS: compression blocks that the new tokens may complete; 0 without a compressed branch.
       ROWS: query rows that a program attends from at a time.
       PARTS: parts of all branches.
       PAIRS: pairs of dimensions that the rotation turns.
@@ -145,6 +146,7 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
     H: tl.constexpr = KEY.D0 + KEY.D1
     V: tl.constexpr = VALUE.D0 + VALUE.D1
     R: tl.constexpr = D.T * D.G
+    ATTENDING: tl.constexpr = R if D.BLOCKS > 0 else 0
     PADDED_T: tl.constexpr = triton.next_power_of_2(D.T)
     PADDED_BLOCKS: tl.constexpr = triton.next_power_of_2(D.BLOCKS) if D.BLOCKS > 16 else 16
     if kv_head == 0:
@@ -155,41 +157,44 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
     source = (b * D.T + i) * D.KV_HEADS + kv_head
     k_slc = load_at(arrays.new_key_slc, source * H, new, KEY)
     v_slc = load_at(arrays.new_value_slc, source * V, new, VALUE)
-    k_raw = load_at(arrays.new_key_cmp, source * H, new, KEY)
-    v_raw = load_at(arrays.new_value_cmp, source * V, new, VALUE)
+    if D.BLOCKS > 0:
+        k_raw = load_at(arrays.new_key_cmp, source * H, new, KEY)
+        v_raw = load_at(arrays.new_value_cmp, source * V, new, VALUE)
     if arrays.key_win is not None:
         k_win = load_at(arrays.new_key_win, source * H, new, KEY)
         v_win = load_at(arrays.new_value_win, source * V, new, VALUE)
 
-    # The blocks that end in these tokens. Their older tokens are in ring slots that these do not take.
-    before = num_blocks(tokens.start, D.SIZE, D.STRIDE)
-    after = num_blocks(tokens.start + tokens.number, D.SIZE, D.STRIDE)
-    c = tl.arange(0, PADDED_BLOCKS)
-    complete = (c < D.BLOCKS) & (before + c < after)
-    place = (b * D.BLOCKS + c) * D.KV_HEADS + kv_head
-    if forming.given_key is None:
-        for j in tl.range(0, after - before):
-            _form(arrays, forming, found, tokens, b, kv_head, before + j, j, D)
-    else:
-        k = load_at(forming.given_key, place * H, complete, KEY)
-        v = load_at(forming.given_value, place * V, complete, VALUE)
-        store_at(found.key, place * H, k, complete, KEY)
-        store_at(found.value, place * V, v, complete, VALUE)
-    tl.debug_barrier()
-    k = load_at(found.key, place * H, complete, KEY)
+    if D.BLOCKS > 0:
+        # The blocks that end in these tokens. Their older tokens are in ring slots that these do not take.
+        before = num_blocks(tokens.start, D.SIZE, D.STRIDE)
+        after = num_blocks(tokens.start + tokens.number, D.SIZE, D.STRIDE)
+        c = tl.arange(0, PADDED_BLOCKS)
+        complete = (c < D.BLOCKS) & (before + c < after)
+        place = (b * D.BLOCKS + c) * D.KV_HEADS + kv_head
+        if forming.given_key is None:
+            for j in tl.range(0, after - before):
+                _form(arrays, forming, found, tokens, b, kv_head, before + j, j, D)
+        else:
+            k = load_at(forming.given_key, place * H, complete, KEY)
+            v = load_at(forming.given_value, place * V, complete, VALUE)
+            store_at(found.key, place * H, k, complete, KEY)
+            store_at(found.value, place * V, v, complete, VALUE)
+        tl.debug_barrier()
+        k = load_at(found.key, place * H, complete, KEY)
 
     row = (b.to(tl.int64) * D.MAX_LENGTH + tokens.start) * D.KV_HEADS + kv_head
     store_at(arrays.key_slc + row * H, i * (D.KV_HEADS * H), k_slc, new, KEY)
     store_at(arrays.value_slc + row * V, i * (D.KV_HEADS * V), v_slc, new, VALUE)
-    slot = (b.to(tl.int64) * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
-    store_at(arrays.key_raw, slot * H, k_raw, new, KEY)
-    store_at(arrays.value_raw, slot * V, v_raw, new, VALUE)
+    if D.BLOCKS > 0:
+        slot = (b.to(tl.int64) * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
+        store_at(arrays.key_raw, slot * H, k_raw, new, KEY)
+        store_at(arrays.value_raw, slot * V, v_raw, new, VALUE)
     if arrays.key_win is not None:
         slot = (b.to(tl.int64) * D.RING + (tokens.start + i) % D.RING) * D.KV_HEADS + kv_head
         store_at(arrays.key_win, slot * H, k_win, new, KEY)
         store_at(arrays.value_win, slot * V, v_win, new, VALUE)
 
-    for first in tl.static_range(0, R, D.ROWS):
+    for first in tl.static_range(0, ATTENDING, D.ROWS):
         rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
         q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
         ends = num_blocks(tokens.start + rows.token + 1, D.SIZE, D.STRIDE)

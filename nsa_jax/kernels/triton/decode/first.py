@@ -2,7 +2,8 @@
 
 Grid: x = parts times batch rows times KV heads times groups of query rows, which attend (`compressed`, Eq. 4,
 8-10); then a program for each batch row and KV head, which appends (`append`, Eq. 7). The few that append
-come last: if they came first, some multiprocessors would get three long programs and others two.
+come last: if they came first, some multiprocessors would get three long programs and others two. A cache
+without a compressed branch has only programs that append.
 """
 
 import triton
@@ -41,7 +42,7 @@ def first_kernel(
     X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES, SCORED)
     attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
-    if pid < attending:
+    if key_cmp is not None and pid < attending:
         cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
         attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION)
     else:

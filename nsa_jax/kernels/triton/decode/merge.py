@@ -1,4 +1,4 @@
-"""Adds up the parts of each branch, and the three branches with their gates (Eq. 5).
+"""Adds up the parts of each branch, and the branches with their gates (Eq. 5).
 
 Grid: that of `second_kernel`; all shares of a team run it last, when all have stored their parts. The loop
 runs over query heads, HEADS at a time, and each turn loads all parts of its heads. Why this order: the weight
@@ -27,13 +27,13 @@ class Merging(NamedTuple):
 
     Attributes:
       out, sums: the parts, see `parts`.
-      gates: `[B, T, N, 3]`: compressed, selected, window.
+      gates: `[B, T, N, branches]`: compressed, selected, window, without those that are absent; None for 1.
       merged: `[B, T, N, V]`.
     """
 
     out: tl.tensor
     sums: tl.tensor
-    gates: tl.tensor
+    gates: tl.tensor | None
     merged: tl.tensor
 
 
@@ -42,7 +42,8 @@ class PartDims(NamedTuple):
 
     Attributes:
       T, G, KV_HEADS: new tokens, query heads of a KV head, KV heads.
-      CMP, WIN, SLC: parts of the branches, in this order.
+      CMP, WIN, SLC: parts of the branches, in this order; 0 for one that is absent.
+      BRANCHES: number of branches.
       PADDED: the number of all parts, padded to a power of two.
       HEADS: query heads that are merged at a time.
       VALUE: `Dim`.
@@ -54,18 +55,23 @@ class PartDims(NamedTuple):
     CMP: tl.constexpr
     WIN: tl.constexpr
     SLC: tl.constexpr
+    BRANCHES: tl.constexpr
     PADDED: tl.constexpr
     HEADS: tl.constexpr
     VALUE: tl.constexpr
 
 
 @triton.jit
-def _weight(parts, of_branch, gate):
+def _weight(parts, of_branch, gates, place, inside, branch: tl.constexpr, P):
     """The factor of each part's values: for the parts of one branch, with its gate; 0 for all others."""
     top = tl.max(tl.where(of_branch, parts.largest, LOWEST), 1)
     decay = tl.where(of_branch, tl.exp2(parts.largest - top[:, None]), 0.0)
     total = tl.sum(decay * parts.total, 1)
-    return decay * (gate.to(tl.float32) / tl.where(total == 0.0, 1.0, total))[:, None]
+    if gates is None:
+        gate = tl.where(inside, 1.0, 0.0)
+    else:
+        gate = tl.load(gates + place * P.BRANCHES + branch, mask=inside, other=0.0).to(tl.float32)
+    return decay * (gate / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
 @triton.jit
@@ -84,16 +90,18 @@ def merge_heads(merging, tokens, bk, token, first, P):
     inside = head < P.G
     place = (bk // P.KV_HEADS * P.T + token) * P.KV_HEADS + bk % P.KV_HEADS
     place = place.to(tl.int64) * P.G + head
-    gate_cmp = tl.load(merging.gates + place * 3, mask=inside, other=0.0)
-    gate_slc = tl.load(merging.gates + place * 3 + 1, mask=inside, other=0.0)
-    gate_win = tl.load(merging.gates + place * 3 + 2, mask=inside, other=0.0)
     ALL: tl.constexpr = P.CMP + P.WIN + P.SLC
     row = token * P.G + head
     own = load_parts(merging.out, merging.sums, bk, row, inside, ALL, P.PADDED, P.T * P.G, P.VALUE)
     part = tl.arange(0, P.PADDED)[None, :]
-    weight = _weight(own, part < P.CMP, gate_cmp)
-    weight += _weight(own, (part >= P.CMP) & (part < P.CMP + P.WIN), gate_win)
-    weight += _weight(own, part >= P.CMP + P.WIN, gate_slc)
+    SLC: tl.constexpr = 1 if P.CMP > 0 else 0
+    gates = merging.gates
+    weight = _weight(own, part >= P.CMP + P.WIN, gates, place, inside, SLC, P)
+    if P.CMP > 0:
+        weight += _weight(own, part < P.CMP, gates, place, inside, 0, P)
+    if P.WIN > 0:
+        of_window = (part >= P.CMP) & (part < P.CMP + P.WIN)
+        weight += _weight(own, of_window, gates, place, inside, SLC + 1, P)
     exists = token < tokens.number
     dtype: tl.constexpr = merging.merged.dtype.element_ty
     out = merging.merged + (place * V)[:, None]

@@ -6,7 +6,7 @@ blocks (`scores`), attend to the selected blocks (`selected`) and merge the quer
 last two the team waits until all shares are ready (`arrivals`), which takes less time than a launch. WIN
 shares attend to the window (`window`) before the first wait, while the others finish their lists. The order
 is that in which the pieces of work need each other's results. If the blocks are given, there are no lists,
-and the team waits once.
+and the team waits once. A branch that is absent has no parts; without the compressed one blocks are given.
 
 Of the tiles only the query lasts through all of them, in shared memory. Registers are those of the piece that
 needs most: at 8 rows of 64k tokens (64 heads, 4 KV heads, 128/128, bfloat16) that is `merge`, with
@@ -43,9 +43,10 @@ def second_kernel(
     OWN: tl.constexpr, BLOCK: tl.constexpr, PADDED_BLOCK: tl.constexpr, SELECTED: tl.constexpr,
     INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
     TILES: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr,
-    PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK_TILES: tl.constexpr, CHUNKS: tl.constexpr,
-    SLOTS: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    BRANCHES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK_TILES: tl.constexpr,
+    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One share of a team. In place: compressed keys and values, lengths, overflows, parts, counters."""
@@ -69,7 +70,7 @@ def second_kernel(
         CHUNK=CHUNK_TILES * TILE_BLOCKS, LISTS=CHUNKS, SLOTS=SLOTS, SHARES=SLC, FIRST=CMP + WIN,
         PARTS=ALL, STEP=STEP, STAGES=SLC_STAGES, ROWS=ROWS, KEY=KEY, VALUE=VALUE,
     )  # fmt: skip
-    P: tl.constexpr = PartDims(T, G, KV_HEADS, CMP, WIN, SLC, PADDED, HEADS, VALUE)
+    P: tl.constexpr = PartDims(T, G, KV_HEADS, CMP, WIN, SLC, BRANCHES, PADDED, HEADS, VALUE)
     share = tl.program_id(0) % SLC
     team = tl.program_id(0) // SLC
     token = team % T
@@ -86,7 +87,7 @@ def second_kernel(
             score_chunk(scored, best, tokens, bk, token, chunk, C)
         arrive(arrived)
 
-    if share >= SLC - WIN:
+    if WIN > 0 and share >= SLC - WIN:
         window = Window(key_win, value_win, out, sums)
         attend_window(window, q, rows, tokens, bk, token, share - (SLC - WIN), scale, W, PRECISION)
 

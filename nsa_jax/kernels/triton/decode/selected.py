@@ -4,7 +4,8 @@ Grid: that of `second_kernel`; all shares of a team run it, when all have writte
 ranks the lists of `scores` itself, by counting: this takes less time than waiting for another program to tell
 it its blocks. Why this order: ranking comes before the loop, because the loads of the first step need its
 result. Then the loop runs over blocks, with all query heads of the KV head at once, so a key is loaded once.
-Blocks that are given need no ranking: they come in the order of their slots.
+Blocks that are given need no ranking: they come in the order of their slots, and one that an earlier slot has
+already counts as none.
 
 Registers of its part: sums and logits, `ROWS (COLUMNS + V) / (32 num_warps)` floats a thread with
 `COLUMNS = STEP PADDED_BLOCK` (24 at 16 rows, 64 keys, V = 128, 4 warps), and ranks and blocks of the
@@ -32,7 +33,7 @@ class Selected(NamedTuple):
 
     Attributes:
       key, value: `[B, MAX_LENGTH, K, D]`.
-      given: `[B, T, K, SELECTED]`, blocks to attend to, -1 for none; None to take the best.
+      given: `[B, T, K, SELECTED]`, blocks to attend to, -1 for none, in any order; None to take the best.
       best: `[B, K, T, LISTS, 2, SLOTS]`, see `scores`; read if no blocks are given.
       chosen: `[B, T, K, SELECTED]`, the blocks that were attended to, -1 for none.
       out, sums: the parts, see `parts`.
@@ -118,7 +119,14 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
         rank = tl.arange(0, S.SLOTS)
         given = selected.given + ((b * S.T + token) * S.KV_HEADS + kv_head) * S.SELECTED
         index = tl.load(given + rank, mask=rank < S.SELECTED, other=-1)
-        index = tl.where(index < count, index, -1)
+        repeats = tl.zeros([S.SLOTS], tl.int32)
+        PIECE: tl.constexpr = min(S.SLOTS, 16)
+        for start in tl.range(0, S.SLOTS, PIECE):
+            before = start + tl.arange(0, PIECE)
+            earlier = tl.load(given + before, mask=before < S.SELECTED, other=-1)
+            same = (earlier[:, None] == index[None, :]) & (before[:, None] < rank[None, :])
+            repeats += tl.sum(same.to(tl.int32), 0)
+        index = tl.where((index < count) & (repeats == 0), index, -1)
 
     column = tl.arange(0, COLUMNS)
     in_block = column % S.PADDED_BLOCK

@@ -1,4 +1,4 @@
-"""A decode step in two kernels, first `first`, then `second`.
+"""A decode step in two kernels, first `first`, then `second`, for a layer of any branches.
 
 XLA makes a CUDA graph of a compiled loop's body if it has five launches or more, and each launch in it waits
 for the one before. So work that can run side by side is in one launch. The later pieces of work for a new
@@ -94,28 +94,30 @@ def decode_step(
     cache: NSACache,
     query: Float[Array, "B T N H"],
     tokens: TokenKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N branches"] | None,
     num_tokens: Int[Array, " B"] | None,
-    compress: Compression | GivenBlocks,
+    compress: Compression | GivenBlocks | None,
     config: NSAConfig,
     scale: float,
     *,
-    block_indices: Int32[Array, "B T K R"] | None = None,
+    block_indices: Int[Array, "B T K R"] | None = None,
     sizes: StepSizes | None = None,
 ) -> StepResult:
     """Appends the tokens and attends from each of them.
 
     Args:
       cache, query, tokens, gates, num_tokens: as in `nsa_jax.cache.decode_step`.
-      compress: how the blocks that the step completes are formed, or these blocks.
+      compress: how the blocks that the step completes are formed, or these blocks; None without a compressed
+        branch.
       config, scale: as there, but without defaults.
-      block_indices: as there, but each block once.
+      block_indices: as there.
       sizes: used instead of those that `step_sizes` would take.
     """
     num_tokens = None if num_tokens is None else num_tokens.astype(jnp.int32)
-    shapes = _Shapes.of(cache, query, config, sizes)
+    shapes = _Shapes.of(cache, query, gates, config, sizes)
     formed = _form(cache, tokens, num_tokens, compress, shapes)
     scored = block_indices is None
+    block_indices = None if block_indices is None else block_indices.astype(jnp.int32)
     written, parts, found = _first(cache, query, tokens, num_tokens, formed, scored, scale, shapes)
     written, out, blocks = _second(written, query, gates, parts, found, block_indices, scale, shapes)
     written = alike_in_shards(written, cache, num_tokens, shapes.num_new, cache.max_length)
@@ -125,7 +127,8 @@ def decode_step(
 def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes:
     """The sizes for the shapes of a step."""
     num_kv_heads, own = cache.key_slc.shape[2], config.selection_block_size // config.compression_stride
-    assert cache.key_cmp is not None
+    if cache.key_cmp is None:  # nothing is scored
+        own = 1
     return step_sizes(
         StepShape(
             gpu=target(),
@@ -135,7 +138,7 @@ def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes
             heads=query.shape[2] // num_kv_heads,
             dims=cache.key_slc.shape[3] + cache.value_slc.shape[3],
             own=own,
-            blocks=-(-cache.key_cmp.shape[1] // own),
+            blocks=1 if cache.key_cmp is None else -(-cache.key_cmp.shape[1] // own),
             slots=_padded(config.num_selected_blocks),
             block_size=max(_padded(config.selection_block_size), 16),
             processors=num_processors(),
@@ -151,6 +154,7 @@ class _Shapes:
       batch, num_new, kv_heads, heads: rows, new tokens, KV heads, and query heads of a KV head.
       key_dim, value_dim: widths of keys and values.
       max_length, max_blocks: tokens and compression blocks that the cache has room for.
+      branches: branches of the layer.
       config: block structure.
       sizes: how the work is divided.
     """
@@ -163,18 +167,21 @@ class _Shapes:
     value_dim: int
     max_length: int
     max_blocks: int
+    branches: tuple[str, ...]
     config: NSAConfig
     sizes: StepSizes
 
     @classmethod
-    def of(cls, cache: NSACache, query: Array, config: NSAConfig, sizes: StepSizes | None) -> "_Shapes":
+    def of(
+        cls, cache: NSACache, query: Array, gates: Array | None, config: NSAConfig, sizes: StepSizes | None
+    ) -> "_Shapes":
         """Reads them from the operands; the sizes are those of `step_sizes` if None."""
         batch, num_new, num_heads, key_dim = query.shape
         kv_heads, value_dim = cache.value_slc.shape[2:]
-        assert cache.key_cmp is not None
+        max_blocks = 0 if cache.key_cmp is None else cache.key_cmp.shape[1]
         return cls(
-            batch, num_new, kv_heads, num_heads // kv_heads, key_dim, value_dim, cache.max_length,
-            cache.key_cmp.shape[1], config, sizes or sizes_of_step(cache, query, config),
+            batch, num_new, kv_heads, num_heads // kv_heads, key_dim, value_dim, cache.max_length, max_blocks,
+            cache.branches(gates), config, sizes or sizes_of_step(cache, query, config),
         )  # fmt: skip
 
     @property
@@ -185,7 +192,7 @@ class _Shapes:
     @property
     def blocks(self) -> int:
         """Compression blocks that the new tokens may complete."""
-        return layout.blocks_of_step(self.num_new, self.config)
+        return layout.blocks_of_step(self.num_new, self.config) if "cmp" in self.branches else 0
 
     @property
     def own(self) -> int:
@@ -220,7 +227,8 @@ class _Shapes:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the branches, in this order. New blocks are one more part of the compressed branch."""
-        return dict(CMP=self.sizes.cmp_parts + 1, WIN=self.sizes.win_parts, SLC=self.sizes.shares)
+        parts = dict(cmp=self.sizes.cmp_parts + 1, win=self.sizes.win_parts, slc=self.sizes.shares)
+        return {name.upper(): number if name in self.branches else 0 for name, number in parts.items()}
 
     @property
     def all_parts(self) -> int:
@@ -251,10 +259,12 @@ def _form(
     cache: NSACache,
     tokens: TokenKeysValues,
     num_tokens: Int32[Array, " B"] | None,
-    compress: Compression | GivenBlocks,
+    compress: Compression | GivenBlocks | None,
     shapes: _Shapes,
 ) -> _Formed:
     """What forms the new blocks from their tokens."""
+    if compress is None:
+        return _Formed()
     if isinstance(compress, GivenBlocks):
         return _Formed(*compress)
     key, value, rotation = compress.key, compress.value, compress.rotation
@@ -324,14 +334,15 @@ def _first(
 ) -> tuple[NSACache, _Parts, _Found]:
     """First launch: the cache with the new tokens, the compressed parts, and what else it writes.
 
-    Unless `scored`, nothing is in the arrays from which a selection is chosen.
+    Unless `scored`, nothing is in the arrays from which a selection is chosen; without a compressed branch,
+    nothing is in those of new blocks.
     """
-    assert cache.key_cmp is not None
-    assert cache.value_cmp is not None
-    assert cache.key_raw_ring is not None
-    batch, kv_heads, sizes, ring = shapes.batch, shapes.kv_heads, shapes.sizes, cache.key_win_ring
-    attending = sizes.cmp_parts * batch * kv_heads * sizes.groups
-    rows, block, tiles = shapes.rows, (batch, shapes.blocks, kv_heads), shapes.tiles if scored else 1
+    batch, kv_heads, sizes, rows = shapes.batch, shapes.kv_heads, shapes.sizes, shapes.rows
+    raw, ring = cache.key_raw_ring, cache.key_win_ring
+    shares = 0 if cache.key_cmp is None else sizes.cmp_parts
+    attending = shares * batch * kv_heads * sizes.groups
+    tiles, blocks = shapes.tiles if scored else 1, max(shapes.blocks, 1)
+    block = (batch, blocks, kv_heads)
     out = (
         shapes.floats(shapes.all_parts, rows, shapes.value_dim),
         shapes.floats(shapes.all_parts, 2, rows),
@@ -339,23 +350,23 @@ def _first(
         shapes.floats(rows, tiles),
         shapes.floats(rows, tiles),
         jax.ShapeDtypeStruct((batch, 3), jnp.int32),
-        like(cache.key_cmp, (*block, shapes.key_dim)),
-        like(cache.value_cmp, (*block, shapes.value_dim)),
-        shapes.floats(rows, shapes.blocks),
+        like(cache.key_slc, (*block, shapes.key_dim)),
+        like(cache.value_slc, (*block, shapes.value_dim)),
+        shapes.floats(rows, blocks),
         jax.ShapeDtypeStruct((batch, kv_heads, shapes.num_new), jnp.int32),
     )
     updated, found = launch(
         first_kernel, cache.lengths, num_tokens, *tokens, *formed, query, cache.key_cmp, cache.value_cmp,
         out=out,
         in_place=dict(
-            key_slc=cache.key_slc, value_slc=cache.value_slc, key_raw_ring=cache.key_raw_ring,
+            key_slc=cache.key_slc, value_slc=cache.value_slc, key_raw_ring=raw,
             value_raw_ring=cache.value_raw_ring, key_win_ring=ring, value_win_ring=cache.value_win_ring,
         ),
         grid=(attending + batch * kv_heads,), num_warps=sizes.cmp_warps, num_stages=sizes.cmp_stages,
-        scale=float(scale * LOG2_E.value), batch=batch, RAW=cache.key_raw_ring.shape[1],
+        scale=float(scale * LOG2_E.value), batch=batch, RAW=1 if raw is None else raw.shape[1],
         RING=1 if ring is None else ring.shape[1], ROWS=sizes.rows, ALL=shapes.all_parts,
         HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3], PADDED=_padded(shapes.own),
-        SHARES=sizes.cmp_parts, GROUPS=sizes.groups, STAGES=sizes.cmp_stages, SCORED=scored,
+        SHARES=shares, GROUPS=sizes.groups, STAGES=sizes.cmp_stages, SCORED=scored,
         PRECISION=precision(query.dtype), **formed.constants(), **shapes.of_queries(),
     )  # fmt: skip
     return cache._replace(**updated), _Parts(*found[:2]), _Found(*found[2:])
@@ -364,7 +375,7 @@ def _first(
 def _second(
     cache: NSACache,
     query: Float[Array, "B T N H"],
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N branches"] | None,
     parts: _Parts,
     found: _Found,
     block_indices: Int32[Array, "B T K R"] | None,
@@ -403,8 +414,9 @@ def _second(
         BLOCK=config.selection_block_size, PADDED_BLOCK=max(_padded(config.selection_block_size), 16),
         SELECTED=config.num_selected_blocks, INITIAL=config.num_initial_blocks,
         LOCAL=config.num_local_blocks, SLOTS=shapes.slots, PADDED_CMP=_padded(shapes.parts["CMP"]),
-        PADDED=padded, HEADS=heads, CHUNK_TILES=shapes.chunk_tiles, CHUNKS=shapes.chunks, RING=key.shape[1],
-        WINDOW=min(config.window_size, shapes.max_length), TILE=sizes.keys, STEP=sizes.slc_blocks,
+        BRANCHES=len(shapes.branches), PADDED=padded, HEADS=heads, CHUNK_TILES=shapes.chunk_tiles,
+        CHUNKS=shapes.chunks, RING=key.shape[1], WINDOW=min(config.window_size, shapes.max_length),
+        TILE=sizes.keys, STEP=sizes.slc_blocks,
         ROWS=max(_padded(shapes.heads), 16), WIN_STAGES=sizes.win_stages, SLC_STAGES=sizes.slc_stages,
         PRECISION=precision(query.dtype), **shapes.parts, **shapes.of_queries(),
     )  # fmt: skip

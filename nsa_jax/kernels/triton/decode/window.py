@@ -42,8 +42,8 @@ class Window(NamedTuple):
 class Lacking(NamedTuple):
     """Arrays of the cache that are still to be updated, in place, and the new blocks that go into them."""
 
-    key_cmp: tl.tensor
-    value_cmp: tl.tensor
+    key_cmp: tl.tensor | None
+    value_cmp: tl.tensor | None
     lengths: tl.tensor
     overflowed: tl.tensor
     block_key: tl.tensor
@@ -125,10 +125,11 @@ def _write_blocks(block, cmp, b, kv_head, before, after, W, DIM):
 @triton.jit
 def complete_cache(lacking, tokens, b, kv_head, W):
     """Writes the new blocks of one KV head; with the first head also the length of the row."""
-    before = num_blocks(tokens.start, W.SIZE, W.STRIDE)
-    after = num_blocks(tokens.start + tokens.number, W.SIZE, W.STRIDE)
-    _write_blocks(lacking.block_key, lacking.key_cmp, b, kv_head, before, after, W, W.KEY)
-    _write_blocks(lacking.block_value, lacking.value_cmp, b, kv_head, before, after, W, W.VALUE)
+    if lacking.key_cmp is not None:
+        before = num_blocks(tokens.start, W.SIZE, W.STRIDE)
+        after = num_blocks(tokens.start + tokens.number, W.SIZE, W.STRIDE)
+        _write_blocks(lacking.block_key, lacking.key_cmp, b, kv_head, before, after, W, W.KEY)
+        _write_blocks(lacking.block_value, lacking.value_cmp, b, kv_head, before, after, W, W.VALUE)
     if kv_head == 0:
         tl.store(lacking.lengths + b, tokens.start + tokens.number)
         tl.store(lacking.overflowed + b, True, mask=tokens.fits == 0)

@@ -8,13 +8,10 @@ from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.selected import forward
 from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
-from nsa_jax.kernels.triton.selected.few_queries import attend_few
 from nsa_jax.kernels.triton.selected.unions import union_lists
 from nsa_jax.kernels.triton.sizes import (
-    FEW_QUERIES,
     SELECTED_FORWARD,
     SELECTED_QUERY_GRADIENT,
-    FewQueriesSizes,
     choose_sizes,
 )
 from nsa_jax.layout import Placement
@@ -30,8 +27,6 @@ def attend_selected(
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`."""
-    if query.shape[1] <= FEW_QUERIES:
-        return attend_few(query, key, value, block_indices, placement, scale, FewQueriesSizes.of(query))
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     sizes = choose_sizes(SELECTED_FORWARD, shape)
     tokens = tokens_of(sizes.rows, shape.heads)

@@ -18,6 +18,7 @@ from nsa_jax.kernels.triton.gpu import has_tma, shape_of, target
 from nsa_jax.kernels.triton.launch import MOST_PROGRAMS_Y, launch
 from nsa_jax.kernels.triton.loading import key_tiles
 from nsa_jax.kernels.triton.pieces import LOG2_E, precision
+from nsa_jax.kernels.triton.selection import block_scores
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.selection.importance import importance_kernel
 from nsa_jax.kernels.triton.selection.index_scores import index_scores_kernel
@@ -85,13 +86,10 @@ def choose_by_index(
 ) -> Int32[Array, "B T K R"]:
     """The same by an indexer. `keys` are `[B, S, E]` in two axes, so that none of them is one of heads."""
     assert placement.first_keys.slc.known == 0, "the selection sees the index keys of whole rows"
-    num_kv_heads, heads, dim = query.shape[2:]
+    num_kv_heads, _, dim = query.shape[2:]
     config = placement.config
     keys = keys.reshape(keys.shape[0], -1, 1, dim)
-    if sizes is None:
-        block = power_of_two(config.selection_block_size)
-        shape = Shape(target(), query.dtype.itemsize, heads, dim, dim, block_columns=block)
-        sizes = choose_sizes(INDEX, shape)
+    sizes = sizes or _index_sizes(query, config)
     num_blocks = layout.num_selection_blocks(keys.shape[1], config)
 
     def score(chunk: Int32[Array, "1"], common: Common) -> Float[Array, "B K T M"]:
@@ -99,6 +97,26 @@ def choose_by_index(
 
     tokens = max(sizes.pairs // num_kv_heads, 1)
     return _in_chunks(score, placement, num_kv_heads, num_blocks, sizes, tokens, SIGNED=True)
+
+
+def score_blocks(
+    query: Float[Array, "B T K J E"],
+    keys: Float[Array, "B SE"],
+    weights: Float[Array, "B T K J"] | None,
+    placement: Placement,
+    scale: float,
+    *,
+    sizes: IndexSizes | None = None,
+) -> tuple[Float[Array, "B T K M"], Int32[Array, "B T K M"]]:
+    """Scores of all blocks, and the token that gave each, see `block_scores.score_blocks`."""
+    sizes = sizes or _index_sizes(query, placement.config)
+    return block_scores.score_blocks(query, keys, weights, placement, scale, sizes=sizes)
+
+
+def _index_sizes(query: Float[Array, "B T K J E"], config: NSAConfig) -> IndexSizes:
+    heads, dim = query.shape[3:]
+    block = power_of_two(config.selection_block_size)
+    return choose_sizes(INDEX, Shape(target(), query.dtype.itemsize, heads, dim, dim, block_columns=block))
 
 
 def choose_best(

@@ -94,7 +94,7 @@ class IndexQueries(NamedTuple):
 
 
 @triton.jit
-def _load_head(queries, pairs, head):
+def load_head(queries, pairs, head):
     """The tile of queries of one index head."""
     source: tl.constexpr = Keys(
         queries.first, queries.second, queries.b, head, pairs.length, queries.HEADS, pairs.PAIRS, queries.DIM,
@@ -104,7 +104,7 @@ def _load_head(queries, pairs, head):
 
 
 @triton.jit
-def _part(queries, pairs, head, q, k):
+def part_of_head(queries, pairs, head, q, k):
     """What one index head gives each token: its product with the query or, with weights, its summand."""
     part = inner(q, k, queries.PRECISION)
     if queries.NEGATIVE:
@@ -130,7 +130,7 @@ def _score_index_sequence(
     last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
     if first_tile < last_tile:
         if queries.HEADS == 1:
-            q = _load_head(queries, pairs, 0)
+            q = load_head(queries, pairs, 0)
         for tile in range(first_tile, last_tile):
             if blocks.PADDED == blocks.BLOCK:
                 k = load_keys(keys, start + tile * blocks.COLUMNS)
@@ -138,11 +138,11 @@ def _score_index_sequence(
                 local = (tile * BLOCKS + column // blocks.PADDED) * blocks.BLOCK + column % blocks.PADDED
                 k = load_chosen_keys(keys, start + local, column % blocks.PADDED < blocks.BLOCK)
             if queries.HEADS == 1:
-                total = _part(queries, pairs, 0, q, k)
+                total = part_of_head(queries, pairs, 0, q, k)
             else:
                 total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
                 for head in range(queries.HEADS):
-                    part = _part(queries, pairs, head, _load_head(queries, pairs, head), k)
+                    part = part_of_head(queries, pairs, head, load_head(queries, pairs, head), k)
                     total = tl.maximum(total, part) if queries.weights is None else total + part
             if blocks.PADDED != blocks.BLOCK:
                 total = tl.where((column % blocks.PADDED < blocks.BLOCK)[None, :], total, float("-inf"))
