@@ -124,7 +124,7 @@ def test_without_closes_one_gate_of_all_layers(branch):
     assert all((np.asarray(layer.gates) > 0).all() for layer in model.inspect(batch(1).tokens))
 
 
-def test_command_gives_both_arms_equal_steps_and_writes_what_it_prints(tmp_path, capsys, monkeypatch):
+def test_command_gives_the_window_as_many_steps_and_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     drawn = inspection.Sharing(selection="drawn", num_selected_blocks=2, adjacent_share=0.5, mean_union_4=3.0)
     monkeypatch.setattr(inspection, "drawn_sharing", lambda *_: [drawn])  # it takes seconds at its lengths
     path = tmp_path / "new" / "rows.jsonl"
@@ -133,12 +133,12 @@ def test_command_gives_both_arms_equal_steps_and_writes_what_it_prints(tmp_path,
 
     printed = capsys.readouterr().out
     rows = results.read(path)
-    assert [row.attention for row in rows] == ["nsa", "window"]
-    assert [row.steps for row in rows] == [2, 2], (
-        "validation stops NSA at its first check, the window follows"
+    assert [row.attention for row in rows] == ["nsa", "indexer", "window"]
+    assert [row.steps for row in rows] == [2, 2, 2], (
+        "validation stops both at their first check, the window follows"
     )
-    assert rows[0].schedule["learning_rate"] == rows[1].schedule["learning_rate"]
-    assert rows[0].task == rows[1].task
+    assert len({row.schedule["learning_rate"] for row in rows}) == 1
+    assert rows[0].task == rows[1].task == rows[2].task
     assert "chance is 10.00%" in printed
     assert results.markdown(rows) in printed
     assert recall.main(["--markdown", str(path)]) == 0
@@ -206,15 +206,20 @@ def test_committed_results_show_what_is_claimed():
     default = recall._settings(recall._parser().parse_args([]))
 
     assert sorted((row.seed, row.attention) for row in rows) == [
-        (seed, attention) for seed in (0, 1, 2) for attention in ("nsa", "window")
+        (seed, attention) for seed in (0, 1, 2) for attention in ("indexer", "nsa", "window")
     ]
-    assert all(row.accuracy >= 0.95 for row in rows if row.attention == "nsa")
+    assert all(row.accuracy >= 0.95 for row in rows if row.attention != "window")
     assert all(row.accuracy < 0.2 for row in rows if row.attention == "window")
     steps = {(row.seed, row.attention): row.steps for row in rows}
     assert all(steps[seed, "window"] >= steps[seed, "nsa"] for seed in (0, 1, 2))
     for row in rows:
         assert row.task == dataclasses.asdict(default.task)
         # What was no field yet when the row was written has its default.
-        model = TransformerConfig(**row.model | {"nsa": NSAConfig(**row.model["nsa"])})
-        assert model == dataclasses.replace(default.model, attention=row.attention)
+        parts = dict(nsa=NSAConfig(**row.model["nsa"]))
+        if row.attention == "indexer":
+            parts["selector"] = recall.INDEXER
+            assert row.model["selector"] == dataclasses.asdict(recall.INDEXER)
+        model = TransformerConfig(**row.model | parts)
+        kind = "window" if row.attention == "window" else "nsa"
+        assert model == dataclasses.replace(default.model, attention=kind, selector=model.selector)
     assert "MISSED" not in results.verdict(rows)

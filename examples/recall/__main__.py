@@ -1,4 +1,4 @@
-"""`python -m examples.recall`: trains NSA and its window alone on associative recall and compares them."""
+"""`python -m examples.recall`: trains NSA, NSA with an indexer, and its window alone, on associative recall."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,9 @@ from examples.recall.task import RecallTask, check_sparse_and_far
 from examples.recall.training import Schedule
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import TransformerConfig
+from nsa_jax.nn import IndexerConfig
 
+INDEXER = IndexerConfig(dim=32)
 NSA = NSAConfig(
     compression_block_size=8,
     compression_stride=2,
@@ -59,7 +61,7 @@ MEANINGS = {
     "steps": "optimizer steps at most",
     "batch": "sequences of a step",
     "learning_rate": "learning rate after the warm-up",
-    "warmup": "steps in which the learning rate rises",
+    "warmup": "steps in which the learning rate rises, and a model with an indexer attends to all blocks",
     "stop_at": "validation accuracy, from 0 to 1, at which training stops",
     "validate_every": "steps between two validations",
 }
@@ -105,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(settings: Settings, path: pathlib.Path | None) -> list[Row]:
-    """Trains both models for each seed; each row is printed, and written, as soon as it is there."""
+    """Trains all models for each seed; each row is printed, and written, as soon as it is there."""
     here = environment()
     here.print()
     print(
@@ -114,12 +116,12 @@ def run(settings: Settings, path: pathlib.Path | None) -> list[Row]:
         flush=True,
     )
     rows: list[Row] = []
-    arms: tuple[Arm, ...] = ("nsa", "window")
+    arms: tuple[Arm, ...] = ("nsa", "indexer", "window")
     for seed in settings.seeds:
-        steps = None
+        most = 0
         for attention in arms:
-            row = _train_and_measure(settings, here, seed, attention, steps)
-            steps = row.steps
+            row = _train_and_measure(settings, here, seed, attention, most if attention == "window" else None)
+            most = max(most, row.steps)
             rows.append(row)
             print(results.verdict([row]), flush=True)
             if path is not None:
@@ -132,7 +134,11 @@ def _train_and_measure(
     settings: Settings, here: Environment, seed: int, attention: Arm, steps: int | None
 ) -> Row:
     """Trains one model; given `steps` it takes just as many, whatever its accuracy."""
-    model = dataclasses.replace(settings.model, attention=attention)
+    model = dataclasses.replace(
+        settings.model,
+        attention="window" if attention == "window" else "nsa",
+        selector=INDEXER if attention == "indexer" else "importance",
+    )
     schedule = settings.schedule
     progress(f"seed {seed}, {results.NAMES[attention]}: the first step compiles the model")
     if steps is not None:
@@ -207,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[0],
-        help="random seeds; each trains one NSA and one window model",
+        help="random seeds; each trains a model of each kind",
     )
     parser.add_argument("--results", type=pathlib.Path, help="JSONL file to append the rows to")
     parser.add_argument(

@@ -30,7 +30,8 @@ class Schedule:
       steps: optimizer steps at most.
       batch: sequences a step.
       learning_rate: AdamW's, constant after the warm-up.
-      warmup: steps of linear warm-up.
+      warmup: steps of linear warm-up. A model with an indexer attends to all blocks in them: what it has
+        not learnt to find it could not learn to use.
       stop_at: validation accuracy at which training stops; None never stops early.
       validate_every: steps between validations.
 
@@ -77,14 +78,20 @@ class Trained:
 def train(
     config: TransformerConfig, task: RecallTask, schedule: Schedule, seed: int, report: Report
 ) -> Trained:
-    """Trains a model from its initial parameters until the schedule ends."""
+    """Trains a model from its initial parameters until the schedule ends; an indexer by its selection loss."""
     started = time.perf_counter()
     graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
+    early = graph
+    if config.selector != "importance":
+        blocks = -(-task.length // config.nsa.selection_block_size)
+        whole = dataclasses.replace(config, nsa=dataclasses.replace(config.nsa, num_selected_blocks=blocks))
+        early, _ = nnx.split(Transformer(whole, rngs=nnx.Rngs(seed)))
     moments = _optimizer(schedule).init(state)
     rng, reach = random_stream(seed, TRAINING), window_reach(config.nsa, config.num_layers)
     for step in range(1, schedule.steps + 1):
         batch = task.batch(rng, schedule.batch, reach=reach)
-        state, moments, loss, accuracy = _update(graph, state, moments, batch, schedule)
+        now = early if step <= schedule.warmup else graph
+        state, moments, loss, accuracy = _update(now, state, moments, batch, schedule)
         report(step, float(loss), float(accuracy))
         if schedule.stop_at is not None and step % schedule.validate_every == 0:
             validation = score(
@@ -132,7 +139,12 @@ def _loss(logits: Float[Array, "B T vocab"], answers: Int[Array | np.ndarray, "B
 @functools.partial(jax.jit, static_argnames=("graph", "schedule"), donate_argnames=("state", "moments"))
 def _update(graph, state, moments, batch: Batch, schedule: Schedule):
     def objective(state):
-        return _loss(nnx.merge(graph, state)(batch.tokens), batch.answers)
+        model = nnx.merge(graph, state)
+        if model.config.attention == "window" or model.config.selector == "importance":
+            return _loss(model(batch.tokens), batch.answers)
+        logits, distance = model(batch.tokens, distil="dense")
+        loss, accuracy = _loss(logits, batch.answers)
+        return loss + distance, accuracy
 
     (loss, accuracy), gradient = jax.value_and_grad(objective, has_aux=True)(state)
     updates, moments = _optimizer(schedule).update(gradient, moments, state)
