@@ -7,6 +7,7 @@ last line is JSON.
 """
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -146,9 +147,8 @@ class Run(records.Run):
             self.add(
                 benchmark="targets", operation="dense_attention" if is_dense else OPERATION, strategy=way,
                 implementation=dense if is_dense else settings["implementation"], mode="fwd",
-                batch=shape.batch, length=length, query_heads=shape.query_heads, kv_heads=shape.kv_heads,
-                key_dim=shape.key_dim, dtype=shape.dtype, floor_ms=self.ceiling.floor_ms(costs[way]),
-                **times[way].fields, **program.fields,
+                floor_ms=self.ceiling.floor_ms(costs[way]), **dataclasses.asdict(shape), **times[way].fields,
+                **program.fields,
             )  # fmt: skip
         return {
             way: round(times["dense"].median_ms / times[way].median_ms, 3)

@@ -1,4 +1,4 @@
-"""`python -m examples.recall`: trains NSA, NSA with an indexer, and its window alone, on associative recall."""
+"""`python -m examples.recall`: associative recall by NSA, by NSA with an indexer, and by its window alone."""
 
 import argparse
 import dataclasses

@@ -78,7 +78,7 @@ class Trained:
 def train(
     config: TransformerConfig, task: RecallTask, schedule: Schedule, seed: int, report: Report
 ) -> Trained:
-    """Trains a model from its initial parameters until the schedule ends; an indexer by its selection loss."""
+    """Trains a model from its initial parameters until the schedule ends; an indexer by a selection loss."""
     started = time.perf_counter()
     graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
     early = graph
