@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from unittest import mock
 
+import fewer_collections  # noqa: F401
 import jax
 import jax_triton
 import numpy as np
