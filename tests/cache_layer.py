@@ -24,7 +24,6 @@ KEY_DIM, VALUE_DIM = 6, 5
 # What is compiled here runs a few times on a few tokens: optimising its code takes longer than it saves. The
 # program is the one that users get.
 jit = functools.partial(jax.jit, compiler_options=dict(xla_backend_optimization_level=0))
-full_forward = jit(reference.native_sparse_attention, static_argnames="config")
 
 
 def compress(config, key_windows, value_windows, first_positions):
@@ -48,6 +47,19 @@ def decode_step(*operands, config, **arguments):
 
 compiled_prefill = jit(prefill, static_argnames="config")
 compiled_decode_step = jit(decode_step, static_argnames="config")
+
+
+def in_numpy(step):
+    """The outputs of a step as NumPy's, of which JAX would compile each slice."""
+    return step._replace(out=np.asarray(step.out))
+
+
+@functools.partial(jit, static_argnames="config")
+def full_forward(query, tokens, gates, blocks, *, config):
+    """The outputs of whole rows, in float32 at least."""
+    operands = Layer(config, query, tokens, gates).operands()
+    out = reference.native_sparse_attention(*operands, config=config, block_indices=blocks)
+    return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +108,7 @@ class Layer:
     @functools.cached_property
     def full(self):
         """Rows of the full forward, in the dtype of the layer."""
-        out = full_forward(*self.operands(), config=self.config, block_indices=self.blocks)
-        return np.asarray(out.astype(jnp.promote_types(out.dtype, jnp.float32)))
+        return np.asarray(full_forward(*self.arrays, self.blocks, config=self.config))
 
     @functools.cached_property
     def exact(self):
@@ -132,10 +143,10 @@ class Layer:
         return held._replace(lengths=np.asarray(lengths, np.int32), overflowed=overflowed)
 
     def prefill(self, held, *operands, **arguments):
-        return compiled_prefill(held, *operands, config=self.config, **arguments)
+        return in_numpy(compiled_prefill(held, *operands, config=self.config, **arguments))
 
     def decode_step(self, held, *operands, **arguments):
-        return compiled_decode_step(held, *operands, config=self.config, **arguments)
+        return in_numpy(compiled_decode_step(held, *operands, config=self.config, **arguments))
 
     def slice(self, start, count):
         """Query, tokens and gates of `count` tokens from `start[b]` on, with zeros after the last."""

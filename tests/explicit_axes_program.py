@@ -9,6 +9,7 @@ import re
 import sys
 import time
 
+import fewer_collections  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+import fewer_collections  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

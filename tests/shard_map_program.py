@@ -6,6 +6,7 @@
 import functools
 import sys
 
+import fewer_collections  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

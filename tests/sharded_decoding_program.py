@@ -6,6 +6,7 @@ float64, so that no rounding decides between two tokens or two blocks.
 
 import dataclasses
 
+import fewer_collections  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

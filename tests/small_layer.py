@@ -82,6 +82,7 @@ def assert_steps_give(full, layer, x):
     """Chunked prefill of ragged rows, then single tokens: each output is the row of `full`; in float64."""
     prefill = jax.jit(layer.prefill)
     step = jax.jit(layer.decode_step)
+    full = np.asarray(full)  # NumPy's slices: JAX would compile each
 
     cache = layer.init_cache(ROWS, LENGTH)
     for num_tokens in ([3, 1, 5, 0], [5, 5, 4, 2]):
@@ -89,11 +90,12 @@ def assert_steps_give(full, layer, x):
         for row, count in enumerate(num_tokens):
             chunk[row, :count] = x[row, start[row] : start[row] + count]
         out, cache = prefill(chunk, cache, num_tokens=np.array(num_tokens))
+        out = np.asarray(out)
         for row, count in enumerate(num_tokens):
             assert_close(out[row, :count], full[row, start[row] : start[row] + count], ROUNDING)
-    while (cache.lengths < LENGTH).any():
+    while (np.asarray(cache.lengths) < LENGTH).any():
         unfinished = np.asarray(cache.lengths) < LENGTH
-        rows = np.arange(ROWS), np.minimum(cache.lengths, LENGTH - 1)
+        rows = np.arange(ROWS), np.minimum(np.asarray(cache.lengths), LENGTH - 1)
         out, cache = step(x[rows][:, None], cache, num_tokens=unfinished.astype(int))
-        assert_close(out[unfinished, 0], full[rows][unfinished], ROUNDING)
-    assert not cache.overflowed.any()
+        assert_close(np.asarray(out)[unfinished, 0], full[rows][unfinished], ROUNDING)
+    assert not np.any(cache.overflowed)

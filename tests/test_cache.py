@@ -25,8 +25,13 @@ def layer():
 
 def test_selection_of_the_layer_is_not_a_matter_of_rounding(layer):
     """Every choice has a score gap larger than rounding, so equal outputs mean equal block sets."""
-    query, key_cmp, *_ = layer.operands()
-    scores = jit(lambda q, k: reference.importance(q, k, config=SMALL))(query, key_cmp)
+
+    @jit
+    def importance(query, tokens, gates):
+        query, key_cmp, *_ = Layer(SMALL, query, tokens, gates).operands()
+        return reference.importance(query, key_cmp, config=SMALL)
+
+    scores = np.asarray(importance(*layer.arrays))
     block = np.arange(scores.shape[-1])
     position = np.arange(LENGTH)[:, None, None]
     forced = np.asarray(layout.is_forced(block, position, SMALL))
@@ -74,9 +79,9 @@ def test_an_exported_program_makes_a_cache_for_any_number_of_rows(layer):
 
     exported = jax.export.export(write)(*rows)
 
-    layer.agree(jnp.concatenate(exported.call(*arrays), axis=1), np.s_[:, :33])
+    layer.agree(np.concatenate(exported.call(*arrays), axis=1), np.s_[:, :33])
     of_one = exported.call(*jax.tree.map(lambda x: x[1:], arrays))
-    layer.agree(jnp.concatenate(of_one, axis=1), np.s_[1:, :33])
+    layer.agree(np.concatenate(of_one, axis=1), np.s_[1:, :33])
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 4])
@@ -100,7 +105,8 @@ def test_blocks_that_are_given_are_attended_to(dtype):
         number = rng.integers(min(past, SMALL.num_selected_blocks) + 1)
         blocks[place][:number] = np.sort(rng.choice(past, number, replace=False))
     given = dataclasses.replace(made, blocks=blocks)
-    assert np.abs(given.full - made.full).max() > 0.1
+    none = dataclasses.replace(made, blocks=np.full_like(blocks, -1))
+    assert np.abs(given.full - none.full).max() > 0.1
 
     start, held = np.zeros(2, int), given.empty(29)
     for counts in ([13, 20], [1, 1], [4, 0], [2, 4]):
@@ -137,7 +143,7 @@ def test_ragged_rows_equal_their_own_full_forward(layer, chunk):
 @pytest.mark.parametrize("factor", [-3, np.nan], ids=["other_numbers", "nan"])
 def test_row_is_independent_of_the_others(layer, factor):
     """The tokens and the length of a neighbour do not change one bit of a row."""
-    other = layer.map(lambda x: x.at[1].multiply(factor))
+    other = layer.map(lambda x: np.asarray(x) * np.array([1, factor], x.dtype)[:, None, None, None])
     _, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 20, 7)
     _, other_cache = other.prefill_in_chunks(layer.empty(LENGTH), [20, 11], 7)
 
@@ -149,7 +155,7 @@ def test_row_is_independent_of_the_others(layer, factor):
 
 def test_nothing_unwritten_is_read(layer):
     """Slots beyond the lengths hold huge numbers, which no output may show."""
-    poisoned = jax.tree.map(lambda x: jnp.full_like(x, 1e30) if x.ndim == 4 else x, layer.empty(LENGTH))
+    poisoned = jax.tree.map(lambda x: np.full_like(x, 1e30) if x.ndim == 4 else x, layer.empty(LENGTH))
     expected, cache = layer.prefill_in_chunks(layer.empty(LENGTH), 9, 7)
     out, poisoned = layer.prefill_in_chunks(poisoned, 9, 7)
     assert (out == expected).all()
@@ -217,7 +223,7 @@ def test_numbers_of_tokens_out_of_range_are_cut_under_jit(layer, step):
 
     assert (out == expected).all()
     for found, wanted in zip(jax.tree.leaves(after), jax.tree.leaves(expected_after), strict=True):
-        assert (found == wanted).all()
+        np.testing.assert_array_equal(found, wanted)
     assert after.lengths.tolist() == [13, 17]
     assert not after.overflowed.any()
 
@@ -270,4 +276,6 @@ def test_bfloat16_within_the_budget_of_bfloat16():
 
 def assert_row_kept(before, after, row):
     for field, old in before._asdict().items():
-        assert old is None or (old[row] == getattr(after, field)[row]).all(), field
+        assert old is None or np.array_equal(*(np.asarray(x)[row] for x in (old, getattr(after, field)))), (
+            field
+        )

@@ -1,6 +1,8 @@
 """The selection loss of a layer: its value from the public operations, and who learns by it."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import refused
+from modules import abstract, randomised
 from selector_examples import Recent
 from small_layer import CONFIG, LENGTH, ROUNDING, WIDTH, assert_close, make_layer, random
 
@@ -57,45 +60,64 @@ def expected_loss(layer, x, target, segment_ids):
     return nsa_jax.selection_loss(scores, share)[real].mean()
 
 
+def small_chunks():
+    """Context in which chunks have 5 queries."""
+    return mock.patch.object(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)
+
+
 @pytest.mark.parametrize("segment_ids", [None, PACKED], ids=["plain", "packed"])
-@pytest.mark.parametrize("target", distillation.TARGETS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_loss_is_the_mean_of_all_queries_in_any_chunks(name, target, segment_ids, monkeypatch):
-    layer = layer_of(name)
-    with jax.enable_x64(True):
-        x = random(2, LENGTH, WIDTH)
-        ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        expected = expected_loss(layer, x, target, ids)
-        out, loss = layer(x, distil=target, segment_ids=ids)
-        assert_close(out, layer(x, segment_ids=ids), ROUNDING)
-        assert_close(loss, expected, ROUNDING)
-        monkeypatch.setattr(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)  # chunks of 5 queries
-        assert_close(layer(x, distil=target, segment_ids=ids)[1], expected, ROUNDING)
-        assert expected > 1e-3
+def test_loss_is_the_mean_of_all_queries_in_any_chunks(name, segment_ids):
+    """For every target, in one program, as the layer's forward is the same; packed rows in small chunks."""
+
+    @nnx.jit
+    def run(layer, x):
+        found = [
+            (expected_loss(layer, x, target, segment_ids), *layer(x, distil=target, segment_ids=segment_ids))
+            for target in distillation.TARGETS
+        ]
+        return layer(x, segment_ids=segment_ids), found
+
+    with jax.enable_x64(True), contextlib.nullcontext() if segment_ids is None else small_chunks():
+        alone, found = run(layer_of(name), random(2, LENGTH, WIDTH))
+        for expected, out, loss in found:
+            assert_close(out, alone, ROUNDING)
+            assert_close(loss, expected, ROUNDING)
+            assert expected > 1e-3
 
 
-@pytest.mark.parametrize("target", distillation.TARGETS)
-def test_loss_of_a_row_whose_compressed_keys_may_be_of_a_longer_one(target):
+def test_loss_of_a_row_whose_compressed_keys_may_be_of_a_longer_one():
     """24 tokens have as many compressed keys as 25, and these one block more."""
-    layer = layer_of("importance")
+
+    @nnx.jit
+    def run(layer, x):
+        return [
+            (layer(x, distil=target)[1], expected_loss(layer, x, target, None))
+            for target in distillation.TARGETS
+        ]
+
     with jax.enable_x64(True):
-        x = random(2, 24, WIDTH)
-        assert_close(layer(x, distil=target)[1], expected_loss(layer, x, target, None), ROUNDING)
+        for found, expected in run(layer_of("importance"), random(2, 24, WIDTH)):
+            assert_close(found, expected, ROUNDING)
 
 
-@pytest.mark.parametrize("target", distillation.TARGETS)
 @pytest.mark.parametrize(
     ("name", "learns"), [("importance", "compressor_key"), ("weighted indexer", "selector")]
 )
-def test_only_the_selector_learns_by_the_loss(name, learns, target):
-    layer = layer_of(name)
+def test_only_the_selector_learns_by_the_loss(name, learns):
+    def gradient(layer, x, target):
+        return nnx.grad(lambda layer, x: layer(x, distil=target)[1], argnums=(0, 1))(layer, x)
+
+    @nnx.jit
+    def run(layer, x):
+        return [gradient(layer, x, target) for target in distillation.TARGETS]
+
     with jax.enable_x64(True):
-        x = random(2, LENGTH, WIDTH)
-        gradient = nnx.grad(lambda layer, x: layer(x, distil=target)[1], argnums=(0, 1))(layer, x)
-    gradient, of_input = gradient
-    names = {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())}
-    assert names == {learns}
-    assert not np.any(of_input)
+        gradients = run(layer_of(name), random(2, LENGTH, WIDTH))
+    for gradient, of_input in gradients:
+        names = {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())}
+        assert names == {learns}
+        assert not np.any(of_input)
 
 
 class Likes(nnx.Module):
@@ -119,25 +141,37 @@ class Likes(nnx.Module):
         return nsa_jax.top_blocks(self.scores(queries, keys, at, **where), **where)
 
 
-@pytest.mark.parametrize("target", distillation.TARGETS)
-def test_a_selector_with_scores_of_its_own_is_taught(target, monkeypatch):
-    monkeypatch.setattr(distillation, "SCORES_AT_ONCE", 2 * 2 * 6 * 5)  # chunks of 5 queries
-    with jax.enable_x64(True):
-        layer = make_layer(jnp.float64, selector=Likes, branches=("slc",))
-        x = random(2, LENGTH, WIDTH)
+def test_a_selector_with_scores_of_its_own_is_taught():
+    @nnx.jit
+    def run(layer, x):
         operands, blocks = layer.operands(x), layer.inspect(x).block_indices
         at = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
         scores = layer.selector.scores((), layer.selector.project(x, None, None)[1], at, config=CONFIG)
-        settings = dict(config=CONFIG, scale=layer.scale)
-        if target == "dense":
-            share = nsa_jax.block_probabilities(operands.query, operands.key_slc, **settings)
-        else:
-            share = nsa_jax.selected_probabilities(operands.query, operands.key_slc, blocks, **settings)
-            chosen = jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3)
-            scores = jnp.where(blocks < 0, -jnp.inf, chosen)
-        loss, gradient = nnx.value_and_grad(lambda layer: layer(x, distil=target)[1])(layer)
-        assert_close(loss, nsa_jax.selection_loss(scores, share).mean(), ROUNDING)
-    assert {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())} == {"selector"}
+        to, settings = (operands.query, operands.key_slc), dict(config=CONFIG, scale=layer.scale)
+        chosen = jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3)
+        expected = {
+            "dense": (scores, nsa_jax.block_probabilities(*to, **settings)),
+            "selected": (
+                jnp.where(blocks < 0, -jnp.inf, chosen),
+                nsa_jax.selected_probabilities(*to, blocks, **settings),
+            ),
+        }
+        assert expected.keys() == set(distillation.TARGETS)
+        return [
+            (
+                nnx.value_and_grad(lambda layer, target=target: layer(x, distil=target)[1])(layer),
+                nsa_jax.selection_loss(*pair).mean(),
+            )
+            for target, pair in expected.items()
+        ]
+
+    with jax.enable_x64(True), small_chunks():
+        layer = make_layer(jnp.float64, selector=Likes, branches=("slc",))
+        results = run(layer, random(2, LENGTH, WIDTH))
+    for (loss, gradient), expected in results:
+        assert_close(loss, expected, ROUNDING)
+        learnt = {path[0] for path, leaf in nnx.to_flat_state(gradient) if np.any(leaf.get_value())}
+        assert learnt == {"selector"}
 
 
 @pytest.mark.parametrize("name", ["importance", "indexer"])
@@ -151,7 +185,7 @@ def test_a_layer_of_gpu_kernels_has_a_loss(name, monkeypatch):
 
     layer, right = make_layer(**LAYERS[name], implementation="triton"), nsa_jax.dispatch.run
     monkeypatch.setattr(nsa_jax.dispatch, "run", run)
-    jax.eval_shape(lambda x: layer(x, distil="dense"), jnp.zeros((1, LENGTH, WIDTH)))
+    jax.eval_shape(lambda x: layer(x, distil="dense"), jax.ShapeDtypeStruct((1, LENGTH, WIDTH), jnp.float32))
     assert (name == "importance") == (dict(asked).pop("importance_scores", None) == "xla")
     assert {by for operation, by in asked if operation != "importance_scores"} == {"triton"}
 
@@ -168,36 +202,40 @@ def test_steps_against_the_loss_make_it_smaller():
         nnx.update(layer, state)
         return loss
 
-    def recall():
+    @nnx.jit
+    def recall(layer):
         operands = layer.operands(x)
         best = nsa_jax.block_probabilities(
             operands.query, operands.key_slc, config=CONFIG, scale=layer.scale
         ).argmax(-1)
         return (layer.inspect(x).block_indices == best[..., None]).any(-1)[:, 16:].mean()
 
-    before = recall()
+    before = recall(layer)
     losses = [step(layer) for _ in range(100)]
     assert losses[-1] < 0.7 * losses[0]
-    assert recall() > before
+    assert recall(layer) > before
 
 
 def test_a_model_adds_the_losses_of_its_layers():
     sizes = dict(vocab_size=17, num_layers=3, model_dim=16, num_heads=4, num_kv_heads=2, nsa=CONFIG)
     options = dict(attention=("nsa", "dense", "nsa"), selector=IndexerConfig(dim=4), branches=("slc",))
     plain, again = (
-        Transformer(TransformerConfig(**sizes, **options, remat=remat), rngs=nnx.Rngs(0))
+        randomised(abstract(Transformer, TransformerConfig(**sizes, **options, remat=remat)), 0.3)
         for remat in (False, True)
     )
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
-    logits, loss = plain(tokens, distil="dense")
-    np.testing.assert_allclose(logits, plain(tokens), atol=1e-6)
+    tokens = np.random.default_rng(0).integers(0, 17, (2, 13))
 
-    x, total = plain.embed(tokens), 0
-    for layer in plain.layers:
-        if layer.attention is not plain.layers[1].attention:
-            total += layer.attention(layer.attention_norm(x), distil="dense")[1]
-        x, _ = layer(x, None, None)
-    np.testing.assert_allclose(loss, total, rtol=1e-6)
+    @nnx.jit
+    def by_layers(model):
+        x, total = model.embed(tokens), 0
+        for index, layer in enumerate(model.layers):
+            if index != 1:
+                total += layer.attention(layer.attention_norm(x), distil="dense")[1]
+            x, _ = layer(x, None, None)
+        return model(tokens, distil="dense"), (model(tokens), total)
+
+    for found, expected in zip(*by_layers(plain), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
     def run(model):
         logits, loss = model(tokens, distil="selected")
@@ -206,7 +244,7 @@ def test_a_model_adds_the_losses_of_its_layers():
     found, expected = (nnx.jit(nnx.grad(run))(model) for model in (again, plain))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-    dense = Transformer(TransformerConfig(**sizes, attention="dense"), rngs=nnx.Rngs(0))
+    dense = randomised(abstract(Transformer, TransformerConfig(**sizes, attention="dense")))
     with refused(NotImplementedError, "distil needs NSA layers"):
         dense(tokens, distil="dense")
 

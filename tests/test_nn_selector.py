@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import refused
+from modules import abstract, randomised
 from selector_examples import Fixed, Loudest, Random, Recent
 from small_layer import (
     CONFIG,
@@ -42,6 +43,9 @@ LAYERS = {
     "weighted indexer, all": dict(selector=IndexerConfig(num_heads=2, dim=4, weighted=True, normalize=True)),
 }
 
+# Compiled as a whole: run step by step, each small operation would be compiled by itself.
+call = nnx.jit(lambda layer, x, **more: layer(x, **more))
+
 
 @functools.cache
 def layer_of(name):
@@ -54,27 +58,31 @@ def test_steps_choose_as_a_whole_row_does(name):
     layer = layer_of(name)
     with jax.enable_x64(True):
         x = random(ROWS, LENGTH, WIDTH)
-        full = nnx.jit(type(layer).__call__)(layer, x)
-        assert_steps_give(full, layer, x)
+        assert_steps_give(call(layer, x), layer, x)
 
 
 @pytest.mark.parametrize("name", ["random, slc", "loudest, cmp and slc"])
 def test_layer_attends_the_blocks_that_inspect_shows(name):
     """And by no others: with another selection the output differs."""
     layer = layer_of(name)
-    with jax.enable_x64(True):
-        x = random(2, LENGTH, WIDTH)
-        out, chosen = layer(x), layer.inspect(x)
-        assert (chosen.gates is None) == (len(layer.branches) == 1)
-        assert_close(layer(x, block_indices=chosen.block_indices), out, ROUNDING)
+
+    @nnx.jit
+    def run(layer, x):
+        chosen = layer.inspect(x)
         other = jnp.zeros_like(chosen.block_indices).at[..., 1:].set(-1)
-        assert np.abs(layer(x, block_indices=other) - out).max() > 1e-3
+        given = [layer(x, block_indices=blocks) for blocks in (chosen.block_indices, other)]
+        return layer(x), *given, chosen
+
+    with jax.enable_x64(True):
+        out, same, different, chosen = run(layer, random(2, LENGTH, WIDTH))
+    assert (chosen.gates is None) == (len(layer.branches) == 1)
+    assert_close(same, out, ROUNDING)
+    assert np.abs(different - out).max() > 1e-3
 
 
 def test_some_branches_are_the_sum_of_their_operations():
-    layer = layer_of("loudest, slc and win")
-    with jax.enable_x64(True):
-        x = random(2, LENGTH, WIDTH)
+    @nnx.jit
+    def run(layer, x):
         operands, blocks = layer.operands(x), layer.inspect(x).block_indices
         assert operands.key_cmp is operands.value_cmp is None
         slc = nsa_jax.selected_attention(
@@ -84,7 +92,11 @@ def test_some_branches_are_the_sum_of_their_operations():
             operands.query, operands.key_win, operands.value_win, config=CONFIG, scale=layer.scale
         )
         out = operands.gates[..., :1] * slc.out + operands.gates[..., 1:] * win.out
-        assert_close(layer(x), layer.out_proj(out), ROUNDING)
+        return layer(x), layer.out_proj(out)
+
+    with jax.enable_x64(True):
+        found, expected = run(layer_of("loudest, slc and win"), random(2, LENGTH, WIDTH))
+        assert_close(found, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("selector", [Random, IndexerConfig(dim=4)], ids=["random", "indexer"])
@@ -92,10 +104,13 @@ def test_packed_sequences_are_chosen_as_alone(selector):
     with jax.enable_x64(True):
         layer = make_layer(jnp.float64, selector=selector, branches=("slc", "win"))
         x = random(1, LENGTH, WIDTH)
-        segment_ids = jnp.asarray([[0, 0] + [3] * 9 + [1] * 12])
-        out = layer(x, segment_ids=segment_ids)
-        assert_close(out[:, 2:11], layer(x[:, 2:11]), ROUNDING)
-        assert_close(out[:, 11:], layer(x[:, 11:]), ROUNDING)
+        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12])
+        out = call(layer, x, segment_ids=segment_ids)
+        alone = np.zeros((2, 12, WIDTH))
+        alone[0, :9], alone[1] = x[0, 2:11], x[0, 11:]
+        expected = call(layer, alone)
+        assert_close(out[0, 2:11], expected[0, :9], ROUNDING)
+        assert_close(out[0, 11:], expected[1], ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +144,9 @@ def test_what_a_selector_keeps_is_written_like_keys():
     with jax.enable_x64(True):
         x = random(2, 9, WIDTH)
         cache = layer.init_cache(2, 11)
-        _, cache = layer.prefill(x[:, :5], cache, num_tokens=np.array([5, 2]))
-        _, cache = jax.jit(layer.prefill)(x[:, :8], cache)  # no room for 8 more after 5
+        prefill = jax.jit(layer.prefill)
+        _, cache = prefill(x[:, :8], cache, num_tokens=np.array([5, 2]))
+        _, cache = prefill(x[:, :8], cache, num_tokens=np.array([8, 8]))  # no room for 8 more after 5
         assert cache.lengths.tolist() == [5, 10]
         assert cache.overflowed.tolist() == [True, False]
         expected = [range(5), [0, 1, *range(2, 10)]]
@@ -142,36 +158,38 @@ def test_what_a_selector_keeps_is_written_like_keys():
 
 def model_of(**options):
     sizes = dict(vocab_size=17, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2)
-    return Transformer(TransformerConfig(**sizes, nsa=CONFIG, **options), rngs=nnx.Rngs(0))
+    return randomised(abstract(Transformer, TransformerConfig(nsa=CONFIG, **sizes | options)), 0.3)
 
 
 def test_generated_text_is_that_of_whole_rows():
     model = model_of(selector=Loudest, branches=("slc", "win"), attention=("nsa", "dense"))
     prompts = np.random.default_rng(0).integers(0, 17, (2, 9))
     written = generate(model, prompts, max_new_tokens=8).tokens
-    row = jnp.asarray(prompts)
-    whole = nnx.jit(Transformer.__call__)
+    row = np.pad(prompts, ((0, 0), (0, 8)))
     for step in range(8):
-        logits = whole(model, jnp.pad(row, ((0, 0), (0, 17 - row.shape[1]))))[:, row.shape[1] - 1]
-        token = logits.argmax(-1)
+        token = np.asarray(call(model, row))[:, 8 + step].argmax(-1)
         assert (token == written[:, step]).all(), step
-        row = jnp.concatenate([row, token[:, None]], axis=1)
+        row[:, 9 + step :][:, :1] = token[:, None]
 
 
 def test_selector_runs_under_remat_and_export():
-    plain = model_of(selector=Loudest, branches=("slc",))
-    again = model_of(selector=Loudest, branches=("slc",), remat=True)
+    options = dict(selector=Loudest, branches=("slc",), num_layers=1)
+    plain, again = model_of(**options), model_of(**options, remat=True)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
 
-    def loss(model):
-        return jax.nn.logsumexp(model(tokens)).sum()
+    @nnx.jit
+    def gradient(model):
+        def loss(model):
+            logits = model(tokens)
+            return jax.nn.logsumexp(logits).sum(), logits
 
-    for found, expected in zip(
-        jax.tree.leaves(nnx.grad(loss)(again)), jax.tree.leaves(nnx.grad(loss)(plain)), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        return nnx.grad(loss, has_aux=True)(model)
+
+    (found, _), (expected, logits) = gradient(again), gradient(plain)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
     exported = jax.export.export(jax.jit(lambda tokens: plain(tokens)))(tokens)
-    np.testing.assert_allclose(exported.call(tokens), plain(tokens), atol=1e-6)
+    np.testing.assert_allclose(exported.call(tokens), logits, atol=1e-6)
 
 
 def test_a_checkpoint_holds_branches_and_indexer(tmp_path):
@@ -180,7 +198,7 @@ def test_a_checkpoint_holds_branches_and_indexer(tmp_path):
     again = restore(tmp_path)
     assert again.config == model.config
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 17, (2, 13)))
-    assert (again(tokens) == model(tokens)).all()
+    assert (call(again, tokens) == call(model, tokens)).all()
     with refused(TypeError, "must hold no functions to be saved, got selector"):
         save(tmp_path, model_of(selector=Loudest))
 
@@ -193,7 +211,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(name):
         spoilt = x.copy()
         spoilt[0, 4] = np.nan
         spoilt[1, 20] = np.inf
-        out, expected = layer(spoilt), layer(x)
+        out, expected = call(layer, spoilt), call(layer, x)
         assert (out[1, :20] == expected[1, :20]).all()
         assert (out[0, :4] == expected[0, :4]).all()
 
@@ -291,8 +309,8 @@ def test_given_selection_must_be_given():
     layer = make_layer(branches=("slc",), selector="given")
     x = jnp.zeros((1, 9, WIDTH))
     blocks = jnp.zeros((1, 9, 2, 3), jnp.int32)
-    assert layer(x, block_indices=blocks).shape == x.shape
-    out, cache = layer.prefill(x, layer.init_cache(1, 16), block_indices=blocks)
+    assert call(layer, x, block_indices=blocks).shape == x.shape
+    out, cache = jax.jit(layer.prefill)(x, layer.init_cache(1, 16), block_indices=blocks)
     assert (out.shape, cache.kept) == (x.shape, None)
     with refused(ValueError, "must be given block_indices"):
         layer(x)

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 
+import fewer_collections  # noqa: F401
 import jax
 import numpy as np
 from flax import nnx

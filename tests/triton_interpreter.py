@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable
 from unittest import mock
 
+import faster_interpreter
+import fewer_collections  # noqa: F401
 import jax
 import jax_triton
 import numpy as np
@@ -27,19 +29,9 @@ from triton.runtime import interpreter
 from nsa_jax.kernels.triton import support
 from nsa_jax.kernels.triton.decode import second
 
+faster_interpreter.install()
 PROGRAMS_AT_ONCE = 16  # as many as the largest team of programs that wait for each other
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps the program's place in global variables
-_patch_language = interpreter._patch_lang
-_patched: list = []  # modules
-
-
-def _patch_language_once(function) -> object:
-    """Triton's own patches all of its language at each call of a function, half the time; here once."""
-    modules = [x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)]
-    if any(x not in _patched for x in modules):
-        _patch_language(function)
-        _patched.extend(modules)
-    return interpreter._LangPatchScope()
 
 
 def _sort(x: tl.tensor) -> tl.tensor:
@@ -54,7 +46,8 @@ class _Program(threading.Thread):
         super().__init__(daemon=True)
         self.body, self.place = run, place
         self.turn, self.back = threading.Semaphore(0), threading.Semaphore(0)
-        self.ended, self.idle, self.error = False, False, None
+        self.ready: Callable[[], bool] = lambda: True  # what it waits for
+        self.ended, self.error = False, None
         self.start()
 
     def run(self) -> None:
@@ -64,7 +57,7 @@ class _Program(threading.Thread):
             self.body()
         except BaseException as error:
             self.error = error
-        self.ended, self.idle = True, False
+        self.ended = True
         self.back.release()
 
     def go_on(self) -> None:
@@ -74,9 +67,9 @@ class _Program(threading.Thread):
         if self.error is not None:
             raise self.error
 
-    def pause(self, idle: bool) -> None:
-        """Lets others run; `idle` if nothing was done since the last pause."""
-        self.idle = idle
+    def pause(self, ready: Callable[[], bool]) -> None:
+        """Lets others run; afterwards this one, but not before it is ready."""
+        self.ready = ready
         self.back.release()
         self.turn.acquire()
         interpreter.interpreter_builder.set_grid_idx(*self.place)
@@ -85,13 +78,12 @@ class _Program(threading.Thread):
 def _arrive(counter) -> None:
     """Stands in for `arrivals.arrive`: others may run on at once, so what is stored later is missed."""
     tl.atomic_add(counter, 1)
-    threading.current_thread().pause(idle=False)
+    threading.current_thread().pause(lambda: True)
 
 
 def _wait_for(counter, number) -> None:
     """Stands in for `arrivals.wait_for`: the program stops here until others have arrived."""
-    while int(tl.load(counter).handle.data[0]) < number:
-        threading.current_thread().pause(idle=True)
+    threading.current_thread().pause(lambda: int(tl.load(counter).handle.data[0]) >= number)
 
 
 def _run_together(run: Callable[[], object], places: list[tuple[int, int, int]]) -> None:
@@ -104,8 +96,11 @@ def _run_together(run: Callable[[], object], places: list[tuple[int, int, int]])
         if not running:
             return
         program = draw.choice(running)
-        program.go_on()
-        idle = idle + 1 if program.idle else 0
+        if program.ready():
+            program.go_on()
+            idle = 0
+        else:
+            idle += 1
         assert idle < 100 * PROGRAMS_AT_ONCE, f"programs {[each.place for each in running]} wait for ever"
         running = [each for each in running if not each.ended]
 
@@ -133,7 +128,8 @@ def triton_call(*operands, kernel, out_type, grid, input_output_aliases, **const
     def run(*arrays):
         arrays = iter(arrays)
         inputs = [None if x is None else torch.from_numpy(np.array(next(arrays))) for x in operands]
-        changed = {result: inputs[i] for i, result in input_output_aliases.items()}
+        given = [x for x in inputs if x is not None]  # aliases count these
+        changed = {result: given[i] for i, result in input_output_aliases.items()}
         assert sorted(changed) == list(range(len(shapes) - len(changed), len(shapes))), "in place is last"
         outputs = [_poisoned(shape) for shape in shapes[: len(shapes) - len(changed)]]
         whole = (*grid, 1, 1)[:3]
@@ -157,7 +153,8 @@ def interpreted():
     """Context in which the kernels run in the interpreter, and dispatch lets them run on this machine."""
     with (
         mock.patch.object(jax_triton, "triton_call", triton_call),
-        mock.patch.object(interpreter, "_patch_lang", _patch_language_once),
+        mock.patch.object(interpreter, "_patch_lang", faster_interpreter.patch_language),
+        mock.patch.object(interpreter, "_get_np_dtype", faster_interpreter.get_np_dtype),
         mock.patch.object(interpreter, "GridExecutor", _GridExecutor),
         mock.patch.object(second, "arrive", _arrive),
         mock.patch.object(second, "wait_for", _wait_for),

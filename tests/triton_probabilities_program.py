@@ -24,6 +24,7 @@ from nsa_jax.kernels.triton.sizes import ProbabilitySizes, SelectedForwardSizes
 
 CONFIG = NSAConfig(compression_block_size=8, compression_stride=4, selection_block_size=16)
 BLOCKS_OF_32 = dataclasses.replace(CONFIG, selection_block_size=32)
+# Each config has its own sizes, or JAX would run what it traced with others.
 TWO_BLOCKS, HALF = ProbabilitySizes(32, 32, 4, 1), ProbabilitySizes(16, 16, 4, 1)
 
 
@@ -59,7 +60,6 @@ TOLERANCE = 16 * 10 * float(np.finfo(np.float32).eps)
 
 def run(case: Case, sizes: ProbabilitySizes, query, key, **more):
     with interpreted(), mock.patch.object(probabilities, "choose_sizes", return_value=sizes):
-        jax.clear_caches()
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
         where = dict(query_positions=jnp.asarray(case.query_positions)) | more
         found = attention.block_probabilities(
@@ -99,7 +99,6 @@ def run_slots(case: Case, query, key, blocks, **more):
     """Steps of half a block in blocks of 32, of a whole one in blocks of 16."""
     sizes = SelectedForwardSizes(16, 16, 4, 1)
     with interpreted(), mock.patch.object(probabilities.slots, "choose_sizes", return_value=sizes):
-        jax.clear_caches()
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
         return np.asarray(attention.selected_probabilities(
             *(jnp.asarray(x, jnp.float32) for x in (query, key)), jnp.asarray(blocks), config=case.config,

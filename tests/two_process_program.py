@@ -4,6 +4,7 @@ The processes share a mesh of four devices, batch over one axis, heads over the 
 the tokens.
 """
 
+import fewer_collections  # noqa: F401
 import jax
 import numpy as np
 import optax
