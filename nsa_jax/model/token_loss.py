@@ -20,8 +20,9 @@ from nsa_jax.sharding.manual import vary, varying_alike, varying_axes
 
 NO_TARGET = -1
 
-# Logits that exist at a time on a device: 256 MiB in float32, and as much of their gradient.
-LOGITS_AT_ONCE = 2**26
+# Logits that exist at a time on a device: 512 MiB in float32. Each chunk also reads and writes the gradient
+# of the kernel, so few are better than many.
+LOGITS_AT_ONCE = 2**27
 
 
 def next_tokens(
