@@ -75,7 +75,7 @@ VALUES = dict(
     **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
     **dict(scale=(None, Scale()), dropout_rate=(0.5, RATE)),
     **dict.fromkeys(("use_bias", "normalize_qk", "share_keys_values"), False),
-    **dict(tie_embeddings=True, remat=(False, Name()), deterministic=True),
+    **dict(tie_embeddings=True, scan_layers=False, remat=(False, Name()), deterministic=True),
     **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
     **dict(
         reduce="sum", order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"

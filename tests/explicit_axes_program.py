@@ -252,7 +252,12 @@ def layers() -> None:
 def model(**changes):
     """A model on one device, and the same on the mesh with parameters sharded as `SHARDING` says."""
     config = dataclasses.replace(
-        MODEL, vocab_size=12, model_dim=16, dtype="float64", param_dtype="float64", num_layers=1, **changes
+        MODEL,
+        vocab_size=12,
+        model_dim=16,
+        dtype="float64",
+        param_dtype="float64",
+        **dict(num_layers=1) | changes,
     )
     plain = randomised(abstract(Transformer, config), 0.3)
     with jax.set_mesh(mesh):
@@ -322,7 +327,7 @@ def losses() -> None:
         return jax.value_and_grad(lambda state: nnx.merge(graph, state).loss(tokens, segment_ids=ids))(state)
 
     for tied in (True, False):
-        plain, sharded = model(attention="dense", tie_embeddings=tied)
+        plain, sharded = model(attention="dense", tie_embeddings=tied, num_layers=2, scan_layers=not tied)
         graph, state = nnx.split(sharded)
         with jax.set_mesh(mesh):
             found = loss_and_gradient(graph, state, put(tokens, ("data", "fsdp")))

@@ -1,10 +1,8 @@
 """A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -14,6 +12,7 @@ from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
+from nsa_jax.model.stack import Step, run_layers
 from nsa_jax.model.token_loss import next_tokens, token_losses
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
@@ -21,17 +20,13 @@ from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.option_checks import check_choice
 from nsa_jax.parallel import Order
-from nsa_jax.remat import SAVED_NAMES
-
-# What the backward pass finds stored of a layer, by `TransformerConfig.remat`: only its input, or more.
-_POLICIES = {True: None, "attention": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)}
 
 
 class Transformer(nnx.Module):
     """Decoder-only language model: embedding, layers of attention and SwiGLU, RMSNorm, logits.
 
-    The layers are a Python list, so each of them adds to the time of tracing and compiling.
-    `examples/scan_layers.py` scans a stack of layers instead and says what that costs.
+    The layers are a Python list, so each of them adds to the time of tracing and compiling, unless the
+    `scan_layers` of the configuration lets a forward pass scan those that are alike.
 
     Args:
       config: widths, depth, and kind of attention of each layer.
@@ -383,18 +378,18 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """What comes out of the last layer, and the sum of the selection losses."""
         chosen, x = self._of_layers(block_indices), self._embed(tokens)
-        of_nsa, losses = [each.attention == "nsa" for each in self.config.per_layer], []
+        of_nsa = [each.attention == "nsa" for each in self.config.per_layer]
         if distil is not None and not any(of_nsa):
             raise NotImplementedError(
                 f"distil needs NSA layers, got attention={self.config.attention!r}. Leave it out."
             )
-        for layer, is_nsa, blocks in zip(self.layers, of_nsa, chosen, strict=True):
-            run = functools.partial(_of_layer, distil if is_nsa else None)
-            if self.config.remat:
-                run = nnx.remat(run, policy=_POLICIES[self.config.remat])
-            x, loss = run(layer, x, positions, segment_ids, blocks)
-            losses.append(loss)
-        return x, sum(loss for loss in losses if loss is not None)
+        steps = [
+            Step(layer, blocks, distil if is_nsa else None)
+            for layer, is_nsa, blocks in zip(self.layers, of_nsa, chosen, strict=True)
+        ]
+        how: dict[str, Any] = dict(remat=self.config.remat, scan=self.config.scan_layers)
+        x, losses = run_layers(steps, x, positions, segment_ids, **how)
+        return x, sum(loss.sum() for loss in losses)
 
     def _of_layers(
         self, block_indices: Sequence[Int[Array, "B T K R"]] | None
@@ -462,9 +457,3 @@ class Transformer(nnx.Module):
 
     def _output_kernel(self) -> Float[Array, "D vocab"]:
         return self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
-
-
-def _of_layer(distil: Target | None, layer: DecoderLayer, *arrays: Any) -> tuple[Array, Array | None]:
-    """A call of a layer that `nnx.remat` takes, which gives names to no argument."""
-    x, positions, segment_ids, block_indices = arrays
-    return layer(x, positions, segment_ids, block_indices, distil=distil)
