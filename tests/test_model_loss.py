@@ -74,13 +74,13 @@ def test_loss_and_gradients_are_those_of_all_logits(tied, remat):
             return (losses * weights).sum(), logits
 
         def by_chunks(state):
-            losses = nnx.merge(nnx.graphdef(ours), state).loss(ids, segment_ids=SEGMENTS, reduce=None)
-            return (losses * weights).sum(), losses
+            model = nnx.merge(nnx.graphdef(ours), state)
+            losses = model.loss(ids, segment_ids=SEGMENTS, reduce=None)
+            return (losses * weights).sum(), (losses, model.loss(ids, segment_ids=SEGMENTS))
 
         state = nnx.state(plain)
         (_, logits), expected = jit(jax.value_and_grad(by_logits, has_aux=True))(state)
-        (_, losses), gradients = jit(jax.value_and_grad(by_chunks, has_aux=True))(state)
-        mean = jit(lambda model: model.loss(ids, segment_ids=SEGMENTS))(ours)
+        (_, (losses, mean)), gradients = jit(jax.value_and_grad(by_chunks, has_aux=True))(state)
 
     looped, _ = losses_by_loops(np.asarray(logits), ids, SEGMENTS)
     np.testing.assert_allclose(losses, looped, rtol=1e-11, atol=1e-12)
@@ -121,19 +121,23 @@ def test_the_selection_loss_comes_from_the_same_pass():
 @pytest.mark.usefixtures("_in_chunks")
 def test_the_same_inside_a_scan_and_a_remat():
     """A scan over two batches, which sums their losses, each computed again for its gradient."""
-    both = np.stack([tokens(seed) for seed in range(2)])
+    rng = np.random.default_rng(0)
+    kernel, both = rng.standard_normal((4, VOCAB)), rng.standard_normal((2, 2, LENGTH, 4))
+    targets = rng.integers(-1, VOCAB, both.shape[:3])
+
+    def loss(kernel, given):
+        return jnp.square(token_losses(given[0], kernel, given[1])).sum()
+
+    def scanned(kernel):
+        step = jax.checkpoint(lambda total, given: (total + loss(kernel, given), None))
+        return jax.lax.scan(step, 0.0, (both, targets))[0]
+
     with jax.enable_x64(True):
-        graph, state = nnx.split(make_model(attention="window"))
-
-        def loss(state, ids):
-            return nnx.merge(graph, state).loss(ids)
-
-        def scanned(state):
-            step = jax.checkpoint(lambda total, ids: (total + loss(state, ids), None))
-            return jax.lax.scan(step, 0.0, both)[0]
-
-        found = jit(jax.value_and_grad(scanned))(state)
-        each = jit(jax.value_and_grad(lambda state: sum(loss(state, ids) for ids in both)))(state)
+        found = jit(jax.value_and_grad(scanned))(kernel)
+        looped = jit(
+            jax.value_and_grad(lambda kernel: sum(loss(kernel, (both[i], targets[i])) for i in (0, 1)))
+        )
+        each = looped(kernel)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), found, each)
 
 
