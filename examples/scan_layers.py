@@ -5,10 +5,11 @@
 The parameters of all layers lie in one module, stacked along a new first axis: line (1) creates them, line
 (2) runs them, and line (3) makes the backward pass recompute each layer instead of storing what is inside.
 
-`nsa_jax.model.Transformer` keeps a list of layers all the same, because it also decodes. A decode step writes
-a few tokens into the cache of each layer, in place. Under a scan the caches of all layers would be stacked
-inputs and outputs of it, and every step would copy them whole. So scan the layers for training where
-compiling a deep model takes too long, and decode with a list: `unstacked` gives its layers.
+`nsa_jax.model.Transformer` keeps a list of layers all the same, because it also decodes; with `scan_layers`
+its forward pass stacks them. A decode step writes a few tokens into the cache of each layer, in place. Under
+a scan the caches of all layers would be stacked inputs and outputs of it, and every step would copy them
+whole. So scan the layers for training where compiling a deep model takes too long, and decode with a list:
+`unstacked` gives its layers.
 """
 
 import time

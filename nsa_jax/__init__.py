@@ -11,6 +11,7 @@ Import the others by name:
 * `nsa_jax.nn`: Flax NNX layers;
 * `nsa_jax.model`: a small language model and its checkpoints;
 * `nsa_jax.generate`: text generation in one compiled program;
+* `nsa_jax.evaluate`: whether a model finds what stands far back;
 * `nsa_jax.cache`: the decoding state of a layer, and the steps that extend it.
 
 `nsa_jax.attention` describes what all operations have in common.

@@ -40,7 +40,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
-from nsa_jax import NSAConfig, Run, Runs, cache, debug, model, nn, parallel
+from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
 from nsa_jax.generate import generate, sample, truncate
 
 CONFIG = NSAConfig(
@@ -75,7 +75,7 @@ VALUES = dict(
     **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
     **dict(scale=(None, Scale()), dropout_rate=(0.5, RATE)),
     **dict.fromkeys(("use_bias", "normalize_qk", "share_keys_values"), False),
-    **dict(tie_embeddings=True, remat=False, deterministic=True),
+    **dict(tie_embeddings=True, scan_layers=False, remat=(False, Name()), deterministic=True),
     **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
     **dict(
         reduce="sum", order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"
@@ -434,6 +434,11 @@ CALLS = {
     ),
     "Transformer": making(model.Transformer, config=MODEL),
     "Transformer()": TRANSFORMER.call("__call__", block_indices=(None, OF_LAYERS)),
+    "Transformer.loss": TRANSFORMER.call("loss", block_indices=(None, OF_LAYERS), reduce=("mean", Name())),
+    "next_tokens": Call(
+        model.next_tokens, tokens=(np.zeros((2, 10), np.int32), Integers(axes=("B", "T"), free=("B", "T")))
+    ),
+    "token_losses": Call(model.token_losses, free="vocab"),
     "Transformer.inspect": TRANSFORMER.call("inspect"),
     "Transformer.init_cache": TRANSFORMER.call("init_cache"),
     "Transformer.prefill": TRANSFORMER.call(
@@ -450,6 +455,8 @@ CALLS = {
         lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
         key=(0, Kind(NO_KEY)),
     ),
+    "MagicNumber": Call(evaluate.MagicNumber, encode=(ord, Function()), digits=5, keys=1),
+    "PassKey": Call(evaluate.PassKey, encode=(ord, Function()), digits=5),
     "sample": Call(sample, free="vocab", temperature=(1.0, Kind(TOO_HOT | {"0": 0.0}))),
     "truncate": Call(truncate, free="B vocab"),
 }

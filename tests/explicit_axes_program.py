@@ -22,7 +22,7 @@ from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, r
 
 from nsa_jax import attention, reference
 from nsa_jax.generate import generate
-from nsa_jax.model import Transformer
+from nsa_jax.model import Transformer, token_loss, token_losses
 from nsa_jax.nn import DenseAttention, IndexerConfig
 
 RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
@@ -253,7 +253,12 @@ def layers() -> None:
 def model(**changes):
     """A model on one device, and the same on the mesh with parameters sharded as `SHARDING` says."""
     config = dataclasses.replace(
-        MODEL, vocab_size=12, model_dim=16, dtype="float64", param_dtype="float64", num_layers=1, **changes
+        MODEL,
+        vocab_size=12,
+        model_dim=16,
+        dtype="float64",
+        param_dtype="float64",
+        **dict(num_layers=1) | changes,
     )
     plain = randomised(abstract(Transformer, config), 0.3)
     with jax.set_mesh(mesh):
@@ -286,6 +291,49 @@ def training() -> None:
     agree(found, expected)
     assert specs(found[1]) == specs(state)
     assert [x.sharding.spec for x in jax.tree.leaves(gradient)] == specs(state)
+
+
+def losses() -> None:
+    """The loss in chunks: tokens over one axis or two, the vocabulary over another; also on auto axes."""
+    token_loss.LOGITS_AT_ONCE = 2 * 12 * 3
+    rng = np.random.default_rng(0)
+    x, kernel, cotangent = rng.standard_normal((4, 14, 8)), rng.standard_normal((8, 12)), rng.random((4, 14))
+    targets = rng.integers(-1, 12, (4, 14))
+
+    @jit
+    def values_and_gradients(x, kernel, targets, cotangent):
+        found, pull_back = jax.vjp(lambda *given: token_losses(*given, targets), x, kernel)
+        return found, *pull_back(cotangent)
+
+    expected = values_and_gradients(x, kernel, targets, cotangent)
+    auto = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * 3)
+    for axes, by_tokens, by_columns in (
+        (mesh, P("data", "fsdp"), P("fsdp", "tensor")),
+        (mesh, P(None, "fsdp"), P(None, ("data", "tensor"))),
+        (mesh, P(), P()),
+        (auto, P("data", "fsdp"), P("fsdp", "tensor")),
+    ):
+        places = P(*by_tokens, *[None] * (2 - len(by_tokens)), None), by_columns, by_tokens, by_tokens
+        given = zip((x, kernel, targets, cotangent), places, strict=True)
+        put_there = [jax.device_put(each, jax.NamedSharding(axes, place)) for each, place in given]
+        found = values_and_gradients(*put_there)
+        agree(found, expected)
+        if axes == mesh:
+            assert specs(found[1:]) == specs(put_there[:2])
+
+    tokens, ids = rng.integers(0, 12, (4, 17)), np.array([[1] * 5 + [2] * 9 + [0] * 3] * 4)
+
+    @functools.partial(jit, static_argnums=0)
+    def loss_and_gradient(graph, state, tokens):
+        return jax.value_and_grad(lambda state: nnx.merge(graph, state).loss(tokens, segment_ids=ids))(state)
+
+    for tied in (True, False):
+        plain, sharded = model(attention="dense", tie_embeddings=tied, num_layers=2, scan_layers=not tied)
+        graph, state = nnx.split(sharded)
+        with jax.set_mesh(mesh):
+            found = loss_and_gradient(graph, state, put(tokens, ("data", "fsdp")))
+        agree(found, loss_and_gradient(*nnx.split(plain), tokens))
+        assert specs(found[1]) == specs(state)
 
 
 def decoding() -> None:
@@ -367,8 +415,8 @@ def without_the_mesh() -> None:
 
 
 CHECKS = (
-    *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, decoding),
-    *(empty_caches, without_the_mesh),
+    *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, losses),
+    *(decoding, empty_caches, without_the_mesh),
 )
 
 

@@ -18,8 +18,9 @@ from nsa_jax import NSAConfig, Run, Runs, convert, debug
 from nsa_jax.array_typing import Attended
 from nsa_jax.cache import DenseCache, NSACache, Reads, count_reads
 from nsa_jax.dispatch import Choice
+from nsa_jax.evaluate import BlockRecall, Needles, TokenPairs, block_recall, find_needles
 from nsa_jax.generate import Generation, generate, sample, truncate
-from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model import Transformer, TransformerConfig, next_tokens, token_losses
 from nsa_jax.nn import DenseAttention, NSAAttention, Operands, Selection, rotate
 
 CONFIG = NSAConfig(
@@ -142,7 +143,16 @@ def language_model() -> None:
     prompts = jnp.ones((1, 5), jnp.int32)
     assert_type(model(prompts), jax.Array)
     assert_type(model(prompts, distil="selected"), tuple[jax.Array, jax.Array])
+    assert_type(model.loss(prompts), jax.Array)
+    assert_type(model.loss(prompts, distil="dense", reduce=None), tuple[jax.Array, jax.Array])
+    targets = next_tokens(prompts)
+    assert_type(targets, jax.Array)
+    assert_type(token_losses(jnp.ones((1, 5, 64)), jnp.ones((64, 32)), targets), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
+    recall = block_recall(model, prompts)
+    assert_type(recall, BlockRecall)
+    pairs = TokenPairs(names=[1], values=[2, 3])
+    assert_type(find_needles(model, pairs, jnp.ones(9, jnp.int32), lengths=[8]), Needles)
     caches = model.init_cache(1, 8)
     assert_type(caches, tuple[NSACache | DenseCache, ...])
     logits, caches = model.prefill(prompts, caches)

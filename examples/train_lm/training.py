@@ -237,5 +237,4 @@ def _row_losses(graph, parameters, rows) -> Float[Array, " rows"]:
 
 def _losses(graph, parameters, rows: tuple[Int[Array, "rows T"], ...]) -> Float[Array, "rows T"]:
     inputs, labels = rows
-    logits = nnx.merge(graph, parameters)(inputs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return nnx.merge(graph, parameters).loss(inputs, targets=labels, reduce=None)

@@ -24,7 +24,7 @@ from nsa_jax.nn.rope_scaling import as_plain, from_plain
 from nsa_jax.parallel import Order
 
 # These fields change how a model computes, not which parameters it has or what they mean.
-FREE_FIELDS = ("dtype", "remat", "dropout_rate")
+FREE_FIELDS = ("dtype", "remat", "scan_layers", "dropout_rate")
 
 
 def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = None) -> None:
@@ -97,8 +97,8 @@ def restore(
 
     Args:
       path: directory of the checkpoint.
-      config: configuration of the model, by default that of the checkpoint. Only `dtype`, `remat` and
-        `dropout_rate` may differ from that.
+      config: configuration of the model, by default that of the checkpoint. Only `dtype`, `remat`,
+        `scan_layers` and `dropout_rate` may differ from that.
       sharding: mesh axes of named dimensions, see `Transformer`. The parameters are read into this sharding
         of the mesh in context.
       context_axis: mesh axis over which the tokens of a row are spread, see `Transformer`.

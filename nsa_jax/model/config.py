@@ -16,7 +16,7 @@ from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_i
 type AttentionKind = Literal["nsa", "dense", "window"]
 
 _ATTENTION, _COMPRESSION = get_args(AttentionKind.__value__), ("mlp", "mean")
-_FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "remat")
+_FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "scan_layers")
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary", "selector")
@@ -66,7 +66,11 @@ class TransformerConfig:
       tie_embeddings: whether the output projection is the transposed embedding.
       dtype: name of the dtype of the computation. Logits are float32 at least.
       param_dtype: name of the dtype of the parameters.
-      remat: whether the backward pass recomputes each layer instead of storing its intermediate results.
+      remat: whether the backward pass recomputes each layer instead of storing its intermediate results;
+        "attention": all but what the GPU kernels of attention gave, see `nsa_jax.remat.SAVED_NAMES`.
+      scan_layers: whether a forward pass and its gradient scan neighbouring layers that are alike, which
+        compiles a deep model as fast as a shallow one. They take a copy of the layers' parameters, and of
+        their gradients. Needs a `dropout_rate` of 0.
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.
@@ -106,7 +110,8 @@ class TransformerConfig:
     tie_embeddings: bool = True
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: bool = False
+    remat: bool | Literal["attention"] = False
+    scan_layers: bool = False
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "model_dim", *([] if self.mlp_dim is None else ["mlp_dim"]))
@@ -126,6 +131,16 @@ class TransformerConfig:
         check_parts(self.gate, self.compressor, self.compression, self.share_keys_values, branches)
         check_selector(self.selector, branches)
         check_flag(**{name: getattr(self, name) for name in _FLAGS})
+        if self.scan_layers and self.dropout_rate:
+            raise ValueError(
+                f"dropout_rate must be 0 for scan_layers, got {self.dropout_rate}. Leave one of them out."
+            )
+        if not isinstance(self.remat, bool) and not (
+            isinstance(self.remat, str) and self.remat == "attention"
+        ):
+            raise ValueError(
+                f"remat must be True, False or 'attention', got {self.remat!r}. Choose one of them."
+            )
 
     @property
     def mlp_width(self) -> int:

@@ -1,8 +1,7 @@
 """A small decoder-only language model with NSA, dense attention or a window, as chosen for each layer."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,18 +12,21 @@ from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
+from nsa_jax.model.stack import Step, run_layers
+from nsa_jax.model.token_loss import next_tokens, token_losses
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
 from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
+from nsa_jax.option_checks import check_choice
 from nsa_jax.parallel import Order
 
 
 class Transformer(nnx.Module):
     """Decoder-only language model: embedding, layers of attention and SwiGLU, RMSNorm, logits.
 
-    The layers are a Python list, so each of them adds to the time of tracing and compiling.
-    `examples/scan_layers.py` scans a stack of layers instead and says what that costs.
+    The layers are a Python list, so each of them adds to the time of tracing and compiling, unless the
+    `scan_layers` of the configuration lets a forward pass scan those that are alike.
 
     Args:
       config: widths, depth, and kind of attention of each layer.
@@ -158,18 +160,91 @@ class Transformer(nnx.Module):
             JAX arrays on a CPU. Elsewhere the logits of such an id are meaningless. Or there is not one
             selection for each NSA layer.
         """
-        chosen, x = self._of_layers(block_indices), self._embed(tokens)
-        of_nsa, losses = [each.attention == "nsa" for each in self.config.per_layer], []
-        if distil is not None and not any(of_nsa):
-            raise NotImplementedError(
-                f"distil needs NSA layers, got attention={self.config.attention!r}. Leave it out."
-            )
-        for layer, is_nsa, blocks in zip(self.layers, of_nsa, chosen, strict=True):
-            run = functools.partial(_of_layer, distil if is_nsa else None)
-            x, loss = (nnx.remat(run) if self.config.remat else run)(layer, x, positions, segment_ids, blocks)
-            losses.append(loss)
+        x, loss = self._layers(tokens, positions, segment_ids, block_indices, distil)
         logits = self._logits(x)
-        return logits if distil is None else (logits, sum(loss for loss in losses if loss is not None))
+        return logits if distil is None else (logits, loss)
+
+    @overload
+    def loss(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        targets: Int[Array, "B T"] | None = None,
+        reduce: Literal["mean"] | None = "mean",
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: None = None,
+    ) -> Array: ...
+
+    @overload
+    def loss(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        targets: Int[Array, "B T"] | None = None,
+        reduce: Literal["mean"] | None = "mean",
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: Target,
+    ) -> tuple[Array, Float[Array, ""]]: ...
+
+    def loss(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        targets: Int[Array, "B T"] | None = None,
+        reduce: Literal["mean"] | None = "mean",
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: Target | None = None,
+    ) -> Any:
+        """Computes the cross entropy of the next token, in nats, without ever holding all logits.
+
+        The logits are computed for a chunk of tokens at a time, in the backward pass again, see
+        `nsa_jax.model.token_losses`.
+
+        Args:
+          tokens: token ids, see `__call__`.
+          targets: id that each token is to predict; a negative one stands for none. By default the next token
+            of its sequence, `nsa_jax.model.next_tokens(tokens, segment_ids)`.
+          reduce: "mean" over the tokens that have a target, or None for the loss of each token.
+          positions: rotary position of each token, see `__call__`.
+          segment_ids: sequence of each token, see `__call__`.
+          block_indices: a selection for each NSA layer, see `__call__`.
+          distil: whether to return the sum of the selection losses of the NSA layers, too, see `__call__`.
+            Both come from one pass through the layers.
+
+        Returns:
+          The mean, in float32, or in float64 for a float64 computation; 0 if no token has a target. With
+          `reduce=None` losses `[B, T]`, 0 for tokens without a target. With `distil`, the pair of that and
+          the selection loss.
+
+        Raises:
+          NotImplementedError, TypeError: as in `__call__`.
+          ValueError: as in `__call__`; or `reduce` is unknown; or there are no `targets`, and the model has a
+            `context_axis`, whose devices do not have the next token of each.
+        """
+        if reduce is not None:
+            check_choice(("mean",), reduce=reduce)
+        self._check_tokens(tokens)
+        if targets is None and any(getattr(layer.attention, "context", None) for layer in self.layers):
+            raise ValueError(
+                "targets of a model with a context_axis must be given, got None. Pass next_tokens(...), in "
+                "the order of the tokens."
+            )
+        targets = next_tokens(tokens, segment_ids) if targets is None else targets
+        check_arrays(Transformer.loss, tokens=tokens, targets=targets)
+        x, selection_loss = self._layers(tokens, positions, segment_ids, block_indices, distil)
+        has_target = targets >= 0
+        # The norm has a gradient, too, which NaN of a token without a target would reach.
+        x = self.final_norm(jnp.where(has_target[..., None], x, 0))
+        losses = token_losses(x, self._output_kernel(), targets)
+        if reduce == "mean":
+            losses = losses.sum() / jnp.maximum(has_target.sum(), 1)
+        return losses if distil is None else (losses, selection_loss)
 
     def inspect(
         self,
@@ -293,6 +368,29 @@ class Transformer(nnx.Module):
             caches.append(layer_cache)
         return self._logits(x), tuple(caches)
 
+    def _layers(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None,
+        distil: Target | None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """What comes out of the last layer, and the sum of the selection losses."""
+        chosen, x = self._of_layers(block_indices), self._embed(tokens)
+        of_nsa = [each.attention == "nsa" for each in self.config.per_layer]
+        if distil is not None and not any(of_nsa):
+            raise NotImplementedError(
+                f"distil needs NSA layers, got attention={self.config.attention!r}. Leave it out."
+            )
+        steps = [
+            Step(layer, blocks, distil if is_nsa else None)
+            for layer, is_nsa, blocks in zip(self.layers, of_nsa, chosen, strict=True)
+        ]
+        how: dict[str, Any] = dict(remat=self.config.remat, scan=self.config.scan_layers)
+        x, losses = run_layers(steps, x, positions, segment_ids, **how)
+        return x, sum(loss.sum() for loss in losses)
+
     def _of_layers(
         self, block_indices: Sequence[Int[Array, "B T K R"]] | None
     ) -> Sequence[Int[Array, "B T K R"] | None]:
@@ -353,13 +451,9 @@ class Transformer(nnx.Module):
 
     def _logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         x = self.final_norm(x)
-        kernel = self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
         logits_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        kernel, _ = products.columns(x, kernel.astype(x.dtype))
+        kernel, _ = products.columns(x, self._output_kernel().astype(x.dtype))
         return jnp.matmul(x, kernel, preferred_element_type=logits_dtype)
 
-
-def _of_layer(distil: Target | None, layer: DecoderLayer, *arrays: Any) -> tuple[Array, Array | None]:
-    """A call of a layer that `nnx.remat` takes, which gives names to no argument."""
-    x, positions, segment_ids, block_indices = arrays
-    return layer(x, positions, segment_ids, block_indices, distil=distil)
+    def _output_kernel(self) -> Float[Array, "D vocab"]:
+        return self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]

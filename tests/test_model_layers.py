@@ -1,0 +1,126 @@
+"""How a forward pass and its gradient run the layers: what is stored of each, and as a scan over them."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_compile
+from flax import nnx
+from messages import refused
+from modules import MODEL, NSA, abstract, randomised
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.model import Transformer, TransformerConfig, restore, save
+
+# Sizes that the kernels take.
+CONFIG = TransformerConfig(
+    vocab_size=32, num_layers=2, model_dim=64, num_heads=4, num_kv_heads=1, head_dim=16,
+    nsa=NSAConfig(selection_block_size=32, num_selected_blocks=4, window_size=64), dtype="bfloat16",
+)  # fmt: skip
+
+
+def equations(jaxpr):
+    """All equations of a program and of those inside it."""
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+        yield equation
+
+
+def launches(config):
+    """How often the program of a loss and its gradient launches each kernel."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
+    graph, state = nnx.split(abstract(Transformer, config, implementation="triton"))
+    tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+    def loss(state, tokens):
+        return nnx.merge(graph, state).loss(tokens)
+
+    with triton_compile.device(90):
+        program = jax.make_jaxpr(jax.grad(loss))(state, tokens).jaxpr
+
+    called = (each for each in equations(program) if each.primitive.name == "triton_kernel_call")
+    return collections.Counter(each.params["name"] for each in called)
+
+
+BRANCHES = ("compressed", "selected", "window")
+FORWARD = *(f"nsa_{branch}_forward" for branch in BRANCHES), "nsa_importance", "nsa_best_blocks"
+BACKWARD = tuple(f"nsa_{branch}_key_gradients" for branch in BRANCHES)
+
+
+@pytest.mark.parametrize(("remat", "times"), [(False, 1), (True, 2), ("attention", 1)])
+@pytest.mark.parametrize(("scan_layers", "num_bodies"), [(False, 2), (True, 1)])
+def test_the_attention_of_a_layer_runs_once_if_its_results_are_kept(remat, times, scan_layers, num_bodies):
+    """A scan has the program of one layer for both."""
+    launched = launches(dataclasses.replace(CONFIG, remat=remat, scan_layers=scan_layers))
+
+    assert {name: launched[name] for name in FORWARD} == dict.fromkeys(FORWARD, times * num_bodies)
+    assert {name: launched[name] for name in BACKWARD} == dict.fromkeys(BACKWARD, num_bodies)
+
+
+# The last two layers are alike.
+LAYERS = dataclasses.replace(
+    MODEL, num_layers=3, dtype="float64", param_dtype="float64",
+    nsa=dataclasses.replace(NSA, num_selected_blocks=2, num_local_blocks=1),
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 17))
+PACKED = np.array([[1] * 9 + [2] * 8, [3] * 14 + [0] * 3])
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def looped_and_scanned(run, config):
+    """Results of `run(model)` for a model that loops over its layers, and for one that scans them."""
+    found = []
+    with jax.enable_x64(True):
+        state = nnx.state(randomised(abstract(Transformer, config), scale=0.3))
+        for scan_layers in (False, True):
+            graph = nnx.graphdef(abstract(Transformer, dataclasses.replace(config, scan_layers=scan_layers)))
+            found.append(jit(lambda state, graph=graph: run(nnx.merge(graph, state)))(state))
+    return found
+
+
+def close(found, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found, expected)
+
+
+def test_scanned_layers_compute_what_a_loop_does():
+    def run(model):
+        return nnx.value_and_grad(lambda model: model.loss(TOKENS, segment_ids=PACKED))(model)
+
+    kinds = ("dense", "window", "window")
+    close(*looped_and_scanned(run, dataclasses.replace(LAYERS, attention=kinds, remat=True)))
+
+
+def test_scanned_layers_of_nsa_have_their_own_selections_and_losses():
+    shape = (2, 17, MODEL.num_kv_heads, 2)
+    blocks = [np.broadcast_to(np.array(each), shape) for each in ([0, 2], [1, 3])]
+
+    def run(model):
+        return model(TOKENS, distil="dense", block_indices=blocks), model(TOKENS)
+
+    kinds = ("window", "nsa", "nsa")
+    looped, scanned = looped_and_scanned(run, dataclasses.replace(LAYERS, attention=kinds))
+    close(scanned, looped)
+    assert np.abs(looped[0][0] - looped[1]).max() > 0.1
+
+
+def test_a_checkpoint_keeps_it(tmp_path):
+    config = dataclasses.replace(MODEL, num_layers=1, attention="dense", remat="attention")
+    save(tmp_path, randomised(abstract(Transformer, config)))
+
+    assert restore(tmp_path).config == config
+    changed = dataclasses.replace(config, remat=False, scan_layers=True)
+    assert restore(tmp_path, changed).config == changed
+
+
+@pytest.mark.parametrize("value", ["layers", 1, None])
+def test_what_else_is_refused(value):
+    with refused(ValueError, "dropout_rate must be 0 for scan_layers, got 0.5"):
+        dataclasses.replace(MODEL, scan_layers=True, dropout_rate=0.5)
+    with refused(ValueError, f"remat must be True, False or 'attention', got {value!r}"):
+        dataclasses.replace(MODEL, remat=value)

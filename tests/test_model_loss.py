@@ -1,0 +1,264 @@
+"""The loss that never holds all logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import refused
+from modules import MODEL, abstract, named, randomised
+
+from nsa_jax.model import Transformer, next_tokens, token_loss, token_losses
+
+LENGTH, VOCAB = 17, MODEL.vocab_size
+# Two documents and padding; one document.
+SEGMENTS = np.array([[1] * 6 + [2] * 9 + [0] * 2, [3] * LENGTH])
+CHUNK = 5  # tokens, so that the last chunk is filled up
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture
+def _in_chunks(monkeypatch):
+    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 2 * VOCAB * CHUNK)
+
+
+def make_model(**changes):
+    config = dataclasses.replace(MODEL, num_layers=1, dtype="float64", param_dtype="float64", **changes)
+    return randomised(abstract(Transformer, config), scale=0.3)
+
+
+def tokens(seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, SEGMENTS.shape)
+
+
+def losses_by_loops(logits, tokens, segment_ids):
+    """Loss of each token that has a next one in its sequence, in NumPy."""
+    losses, has_target = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
+    for row, at in np.ndindex(tokens.shape):
+        last = at + 1 == tokens.shape[1]
+        if last or segment_ids[row, at] == 0 or segment_ids[row, at] != segment_ids[row, at + 1]:
+            continue
+        exponentials = np.exp(logits[row, at] - logits[row, at].max())
+        losses[row, at] = -np.log(exponentials[tokens[row, at + 1]] / exponentials.sum())
+        has_target[row, at] = True
+    return losses, has_target
+
+
+def test_next_tokens():
+    ids = np.array([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+    segment_ids = np.array([[1, 1, 2, 2, 2, 0], [0, 0, 7, 3, 3, 3]])
+
+    np.testing.assert_array_equal(next_tokens(ids), [[1, 4, 1, 5, 9, -1], [6, 5, 3, 5, 8, -1]])
+    expected = [[1, -1, 1, 5, -1, -1], [-1, -1, -1, 5, 8, -1]]
+    np.testing.assert_array_equal(next_tokens(ids, segment_ids), expected)
+
+
+@pytest.mark.parametrize(("tied", "remat"), [(True, "attention"), (False, True)])
+@pytest.mark.usefixtures("_in_chunks")
+def test_loss_and_gradients_are_those_of_all_logits(tied, remat):
+    """In packed rows with padding, with a weight for each token."""
+    ids, weights = tokens(), np.random.default_rng(1).standard_normal(SEGMENTS.shape)
+    with jax.enable_x64(True):
+        plain, ours = (make_model(attention="window", tie_embeddings=tied, remat=x) for x in (False, remat))
+        _, has_target = losses_by_loops(np.zeros((*ids.shape, VOCAB)), ids, SEGMENTS)
+
+        def by_logits(state):
+            logits = nnx.merge(nnx.graphdef(plain), state)(ids, segment_ids=SEGMENTS)
+            shares = jax.nn.log_softmax(logits)[:, :-1]
+            own = jnp.take_along_axis(shares, ids[:, 1:, None], axis=-1)[..., 0]
+            losses = jnp.where(has_target, -jnp.pad(own, ((0, 0), (0, 1))), 0)
+            return (losses * weights).sum(), logits
+
+        def by_chunks(state):
+            model = nnx.merge(nnx.graphdef(ours), state)
+            losses = model.loss(ids, segment_ids=SEGMENTS, reduce=None)
+            return (losses * weights).sum(), (losses, model.loss(ids, segment_ids=SEGMENTS))
+
+        state = nnx.state(plain)
+        (_, logits), expected = jit(jax.value_and_grad(by_logits, has_aux=True))(state)
+        (_, (losses, mean)), gradients = jit(jax.value_and_grad(by_chunks, has_aux=True))(state)
+
+    looped, _ = losses_by_loops(np.asarray(logits), ids, SEGMENTS)
+    np.testing.assert_allclose(losses, looped, rtol=1e-11, atol=1e-12)
+    assert mean == pytest.approx(looped.sum() / has_target.sum(), rel=1e-12)
+    expected, gradients = named(expected), named(gradients)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def equations(jaxpr):
+    """All equations of a program and of those inside it."""
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+        yield equation
+
+
+@pytest.mark.usefixtures("_in_chunks")
+def test_the_selection_loss_comes_from_the_same_pass():
+    ids, given = tokens(), dict(segment_ids=SEGMENTS, distil="dense")
+    with jax.enable_x64(True):
+        model = make_model()
+        found, expected, of_logits = jit(
+            lambda model: (
+                model.loss(ids, **given),
+                model.loss(ids, segment_ids=SEGMENTS),
+                model(ids, **given),
+            )
+        )(model)
+        program = jax.make_jaxpr(lambda: model.loss(ids, **given))().jaxpr
+
+    np.testing.assert_allclose(found, (expected, of_logits[1]), rtol=1e-12)
+    calls = [each.params["name"] for each in equations(program) if each.primitive.name == "jit"]
+    assert calls.count("native_sparse_attention") == model.config.num_layers
+
+
+@pytest.mark.usefixtures("_in_chunks")
+def test_the_same_inside_a_scan_and_a_remat():
+    """A scan over two batches, which sums their losses, each computed again for its gradient."""
+    rng = np.random.default_rng(0)
+    kernel, both = rng.standard_normal((4, VOCAB)), rng.standard_normal((2, 2, LENGTH, 4))
+    targets = rng.integers(-1, VOCAB, both.shape[:3])
+
+    def loss(kernel, given):
+        return jnp.square(token_losses(given[0], kernel, given[1])).sum()
+
+    def scanned(kernel):
+        step = jax.checkpoint(lambda total, given: (total + loss(kernel, given), None))
+        return jax.lax.scan(step, 0.0, (both, targets))[0]
+
+    with jax.enable_x64(True):
+        found = jit(jax.value_and_grad(scanned))(kernel)
+        looped = jit(
+            jax.value_and_grad(lambda kernel: sum(loss(kernel, (both[i], targets[i])) for i in (0, 1)))
+        )
+        each = looped(kernel)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), found, each)
+
+
+@pytest.mark.usefixtures("_in_chunks")
+def test_what_a_token_without_a_target_holds_reaches_nothing():
+    rng = np.random.default_rng(0)
+    x, kernel = rng.standard_normal((2, LENGTH, 4)), rng.standard_normal((4, VOCAB))
+    targets = np.asarray(next_tokens(tokens(), SEGMENTS))
+    poisoned = np.where((targets < 0)[..., None], np.nan, x)
+
+    @jit
+    def run(x, kernel):
+        losses, pull_back = jax.vjp(lambda *given: token_losses(*given, targets), x, kernel)
+        return losses, *pull_back(jnp.cos(jnp.arange(losses.size, dtype=losses.dtype)).reshape(losses.shape))
+
+    with jax.enable_x64(True):
+        expected = run(x, kernel)
+        found = run(poisoned, kernel)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert (np.asarray(found[0])[targets < 0] == 0).all()
+
+    # In a model: padding whose embedding is NaN.
+    ids, padding = np.where(SEGMENTS == 0, VOCAB - 1, tokens() % (VOCAB - 1)), VOCAB - 1
+    with jax.enable_x64(True):
+        model = make_model(attention="window", tie_embeddings=False)
+        table = model.embed.embedding
+        of_head = nnx.All(nnx.Param, lambda path, _: path[0] in ("final_norm", "lm_head"))
+        gradient = nnx.jit(
+            nnx.value_and_grad(
+                lambda model: model.loss(ids, segment_ids=SEGMENTS), argnums=nnx.DiffState(0, of_head)
+            )
+        )
+        expected = gradient(model)
+        table.set_value(table.get_value().at[padding].set(jnp.nan))
+        found = gradient(model)
+    assert len(jax.tree.leaves(found)) == 3
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15), found, expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 6, 11])
+def test_chunks_of_any_length(length, monkeypatch):
+    rng = np.random.default_rng(length)
+    x, kernel = rng.standard_normal((1, length, 3)), rng.standard_normal((3, 7))
+    targets = rng.integers(-1, 7, (1, length))
+    with jax.enable_x64(True):
+        whole = token_losses(jnp.asarray(x), jnp.asarray(kernel), targets)
+        monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 7 * 2)
+        found = token_losses(jnp.asarray(x), jnp.asarray(kernel), targets)
+    np.testing.assert_allclose(found, whole, rtol=1e-12)
+
+
+def test_sums_are_float32_where_the_model_computes_in_bfloat16(monkeypatch):
+    """The gradient of the kernel, which many chunks add up, is rounded once."""
+    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 1)
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((1, 600, 4), (4, 5)))
+    targets = np.zeros((1, 600), np.int32)
+
+    @jit
+    def run(x, kernel):
+        return jax.value_and_grad(lambda kernel: token_losses(x, kernel, targets).mean())(kernel)
+
+    loss, gradient = run(x, kernel)
+    expected = run(x.astype(jnp.float32), kernel.astype(jnp.float32))
+
+    assert (loss.dtype, gradient.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(gradient.astype(jnp.float32), expected[1], rtol=2 * eps, atol=1e-3)
+
+
+def temporary_bytes(vocab, length, run):
+    shapes = (1, length, 8), (8, vocab)
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    targets = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(x, kernel, targets):
+        return run(x, kernel, targets).mean()
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, kernel, targets).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
+    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", at_once := 2**16)
+
+    def by_logits(x, kernel, targets):
+        shares = jax.nn.log_softmax(x @ kernel)
+        return -jnp.take_along_axis(shares, targets[..., None], axis=-1)
+
+    small, large = (
+        temporary_bytes(vocab, length, token_losses) for vocab, length in ((512, 512), (2048, 2048))
+    )
+
+    # At most four arrays of a chunk, and what grows with the tokens or with the vocabulary alone.
+    assert large - small <= 4 * 3 * 8 * (2048 + 2048)
+    assert large <= 4 * (4 * at_once + 3 * 8 * (2048 + 2048))
+    assert temporary_bytes(2048, 2048, by_logits) > 4 * 2048 * 2048
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(reduce="sum"), r"reduce must be one of \('mean',\), got 'sum'"),
+        (
+            dict(targets=np.full(SEGMENTS.shape, VOCAB)),
+            "targets must be within -2147483648 .. 10, got values",
+        ),
+        (dict(targets=SEGMENTS[:, :-1]), r"axis T of targets must be 17 \(in tokens\), got shape \(2, 16\)"),
+    ],
+    ids=["reduce", "vocabulary", "shape"],
+)
+def test_refused(given, message):
+    model = abstract(Transformer, MODEL)
+
+    with refused(ValueError, message):
+        nnx.eval_shape(lambda model: model.loss(tokens(), **given), model)
+
+
+def test_a_model_whose_devices_have_parts_of_the_rows_needs_targets():
+    model = abstract(Transformer, MODEL, context_axis="context")
+
+    with refused(ValueError, "targets of a model with a context_axis must be given, got None"):
+        model.loss(tokens())
