@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nsa_jax.array_checks import check_ids
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.model import Transformer
 from nsa_jax.nn.checks import check_array
@@ -66,10 +67,12 @@ def compare(
         )
     check_array("tokens", tokens)
     check_int(low=1, stretches=stretches)
-    if tokens.ndim != 2 or 0 in tokens.shape or tokens.shape[1] < 2:
+    dense._check_tokens(tokens)
+    if 0 in tokens.shape or tokens.shape[1] < 2:
         raise ValueError(
             f"tokens must be rows of at least two tokens, got shape {tokens.shape}. Pass [batch, tokens]."
         )
+    check_ids("tokens", tokens, None, dense.vocab_size)
     # What stays on the device is of one row; the sums are of float64 on the host.
     rows = [jax.device_get(_compare_row(dense, model, tokens[row : row + 1])) for row in range(len(tokens))]
     first, other, same = (np.stack(each).astype(np.float64) for each in zip(*rows, strict=True))

@@ -6,7 +6,7 @@ than it was trained would be wrong in silence.
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from nsa_jax.model import TransformerConfig
 from nsa_jax.model.config import FUNCTIONS
@@ -71,10 +71,10 @@ def read_fields(
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise _refused("model_type", kind, f"one of {tuple(FAMILIES)}")
+        _refuse("model_type", kind, f"one of {tuple(FAMILIES)}")
     architectures = fields.get("architectures") or [_ARCHITECTURES[kind]]
     if architectures != [_ARCHITECTURES[kind]]:
-        raise _refused("architectures", architectures, f"[{_ARCHITECTURES[kind]!r}]")
+        _refuse("architectures", architectures, f"[{_ARCHITECTURES[kind]!r}]")
     if missing := [name for name in _NEEDED if fields.get(name) is None]:
         raise ValueError(
             f"config.json must have the sizes of the model, got no {', '.join(missing)}. Load a whole copy."
@@ -90,7 +90,7 @@ def read_fields(
             )
     read = known | {name: fields[name] for name in known if name in fields}
     if read["hidden_act"] != "silu":
-        raise _refused("hidden_act", read["hidden_act"], "'silu'")
+        _refuse("hidden_act", read["hidden_act"], "'silu'")
     base, scaling = read_rope(fields)
     bias = read.get("attention_bias", False)
     attention, window_size = _windows(kind, read, fields["num_hidden_layers"])
@@ -100,7 +100,7 @@ def read_fields(
         model_dim=fields["hidden_size"],
         num_heads=fields["num_attention_heads"],
         num_kv_heads=read["num_key_value_heads"] or fields["num_attention_heads"],
-        head_dim=read["head_dim"] or fields.get("head_dim"),
+        head_dim=read["head_dim"],
         mlp_dim=fields["intermediate_size"],
         attention=attention,
         window_size=window_size,
@@ -129,7 +129,7 @@ def _windows(kind: str, read: Mapping[str, Any], num_layers: int) -> tuple[Any, 
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
     if unknown := [each for each in types if each not in names]:
-        raise _refused("layer_types", unknown[0], f"of {tuple(names)}")
+        _refuse("layer_types", unknown[0], f"of {tuple(names)}")
     attention = tuple(names[each] for each in types)
     return attention, tuple(window if each == "window" else None for each in attention)
 
@@ -205,7 +205,7 @@ def _window(layer: Any) -> int | None:
     return layer.nsa.window_size if layer.window_size is None else layer.window_size
 
 
-def _refused(field: str, value: Any, wanted: str) -> ValueError:
-    return ValueError(
+def _refuse(field: str, value: Any, wanted: str) -> NoReturn:
+    raise ValueError(
         f"{field} of config.json must be {wanted}, got {value!r}. Load a model of a family that is known."
     )

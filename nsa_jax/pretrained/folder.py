@@ -3,7 +3,7 @@
 import functools
 import json
 import pathlib
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -42,9 +42,9 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
             f"{str(file.parent)!r}. Name the folder that has them."
         ) from None
     except ValueError as error:  # of JSON, or of UTF-8
-        raise _broken(file, error) from None
+        _broken(file, error)
     if not isinstance(values, dict):
-        raise _broken(file, f"a {type(values).__name__}")
+        _broken(file, f"a {type(values).__name__}")
     return values
 
 
@@ -53,9 +53,9 @@ def _tensors(file: pathlib.Path) -> dict[str, Stored]:
     try:
         opened = safetensors.safe_open(file, framework="numpy")
     except FileNotFoundError:
-        raise _broken(file, "no such file") from None
+        _broken(file, "no such file")
     except (safetensors.SafetensorError, OSError) as error:
-        raise _broken(file, error) from None
+        _broken(file, error)
     found = {}
     for name in opened.keys():  # noqa: SIM118 (not a dict)
         part = opened.get_slice(name)
@@ -72,7 +72,7 @@ def _read(file: pathlib.Path, opened: Any, name: str) -> np.ndarray:
     try:
         return opened.get_tensor(name)
     except package("safetensors").SafetensorError as error:
-        raise _broken(file, error) from None
+        _broken(file, error)
 
 
 def _tokenizer(file: pathlib.Path) -> Any:
@@ -83,11 +83,11 @@ def _tokenizer(file: pathlib.Path) -> Any:
     except ImportError:
         raise
     except Exception as error:  # the package raises nothing more special
-        raise _broken(file, error) from None
+        _broken(file, error)
 
 
-def _broken(file: pathlib.Path, found: object) -> ValueError:
-    return ValueError(
+def _broken(file: pathlib.Path, found: object) -> NoReturn:
+    raise ValueError(
         f"the files of a model must be whole, got {str(found).splitlines()[0]!r} at {str(file)!r}. Load "
         "another copy of the model."
-    )
+    ) from None

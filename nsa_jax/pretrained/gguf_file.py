@@ -101,6 +101,8 @@ def _fields(
         tie_word_embeddings="output.weight" not in shapes,
         vocab_size=shapes.get("token_embd.weight", (None,))[0],
     )
+    if architecture != "qwen2":  # which always has some
+        fields["attention_bias"] = "blk.0.attn_q.bias" in shapes
     fields |= {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
     fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
     numbers: Any = [
@@ -110,8 +112,8 @@ def _fields(
         raise ValueError(
             f"a model must have one width, and as many heads in all layers, got {numbers}. Load another one."
         )
-    fields.setdefault("head_dim", numbers[0] // numbers[1])
-    sizes = fields["vocab_size"], fields["head_dim"], fields["head_dim"]
+    fields.setdefault("head_dim", None)  # the default of `config.json` may be another one
+    sizes = fields["vocab_size"], *[_head_dim(fields)] * 2
     allowed = dict(zip(_CHECKED, sizes, strict=True)) | _OFF
     for name, value in given.items():
         if name in _FIELDS or name in ignore or prefix + name in ignore:
@@ -132,7 +134,7 @@ def _llama3(factors: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
     scaling = Llama3Scaling(factor=float(factors.max()))
     base, half = float(fields.get("rope_theta", 10000.0)), len(factors)
     plain = np.array([base ** (-i / half) for i in range(half)])
-    if half != fields["head_dim"] // 2 or not np.allclose(plain / scaling.scaled(plain, base), factors, 1e-4):
+    if half != _head_dim(fields) // 2 or not np.allclose(plain / scaling.scaled(plain, base), factors, 1e-4):
         raise ValueError(
             f"{_FACTORS} must be those of Llama 3.1 or later, got {factors}. Load the model as safetensors."
         )
@@ -143,6 +145,10 @@ def _llama3(factors: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
         high_freq_factor=scaling.high_frequency_factor,
         original_max_position_embeddings=scaling.original_length,
     )
+
+
+def _head_dim(fields: Mapping[str, Any]) -> int:
+    return fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
 
 
 def _in_halves(read: Any, heads: int) -> np.ndarray:
@@ -156,8 +162,4 @@ def _name(name: str) -> str:
     *layer, part, kind = name.split(".")
     if part not in _NAMES:
         return name
-    return (
-        ".".join(["model", "layers", layer[1]] if layer else [])
-        + ("." if layer else "")
-        + f"{_NAMES[part]}.{kind}"
-    )
+    return ".".join([*(["model", "layers", layer[1]] if layer else []), _NAMES[part], kind])

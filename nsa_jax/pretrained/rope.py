@@ -1,7 +1,7 @@
 """The rotary settings of a `config.json`, as ours and back."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from nsa_jax.nn import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE
@@ -43,12 +43,12 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
-        raise _refused("rope_scaling", given)
+        _refuse("rope_scaling", given)
     settings = {name: value for name, value in given.items() if value is not None}
     base = settings.get("rope_theta", fields.get("rope_theta") or DEFAULT_BASE)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind != "default" and kind not in _KINDS:
-        raise _refused("rope_type", kind)
+        _refuse("rope_type", kind)
     make, names = _KINDS.get(kind, (None, {}))
     if "original_max_position_embeddings" in names:
         if original := fields.get("original_max_position_embeddings"):
@@ -56,7 +56,7 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         settings.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
     for name, value in settings.items():
         if name not in (*names, *_SILENT) and value != _FIXED.get(name, ...):
-            raise _refused(f"rope_scaling.{name}", value)
+            _refuse(f"rope_scaling.{name}", value)
     if make is None:
         return base, None
     needed = [name for name in names if name not in ("beta_fast", "beta_slow", "attention_factor")]
@@ -78,8 +78,8 @@ def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return dict(rope_theta=base, rope_scaling=dict(rope_type=scaling.kind, **given))
 
 
-def _refused(field: str, value: Any) -> ValueError:
-    return ValueError(
+def _refuse(field: str, value: Any) -> NoReturn:
+    raise ValueError(
         f"the rotation must be plain or scaled as one of {tuple(_KINDS)}, got {field}={value!r}. Load a "
         "model without it."
     )

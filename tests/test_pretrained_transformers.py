@@ -1,0 +1,64 @@
+"""Small made models of every family against `transformers`: it is what these models were published for.
+
+`tox -e adopt` runs this; elsewhere the package is missing, and the tests are skipped. The forward in NumPy
+that the other tests take as oracle is compared as well.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder
+
+for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub", "torch", "transformers"):
+    pytest.importorskip(name, reason="run by `tox -e adopt`, which installs transformers")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from nsa_jax.pretrained import load, save  # noqa: E402
+
+IDS = np.random.default_rng(1).integers(0, 29, (2, 33))
+BUDGET = 2e-4  # of the largest logit
+
+
+def theirs(folder) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model.eval()(torch.tensor(IDS)).logits.numpy()
+
+
+def error(found, expected) -> float:
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path, family):
+    fields = fields_of(family)
+    tensors = tensors_of(fields)
+    folder = write_folder(tmp_path / "model", fields, tensors)
+
+    model, _ = load(folder)
+
+    expected = theirs(folder)
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+    assert error(logits(fields, tensors, IDS), expected) < BUDGET
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_transformers_wrote_is_read_and_one_of_ours_is_read_by_it(tmp_path, family):
+    """`transformers` writes fields of its newest form, such as `rope_parameters`."""
+    fields = fields_of(family)
+    folder = write_folder(tmp_path / "model", fields, tensors_of(fields))
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
+
+    model, _ = load(tmp_path / "theirs")
+    save(model, tmp_path / "ours", fields=dict(max_position_embeddings=64))
+
+    expected = theirs(folder)
+    assert "transformers_version" in json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+    np.testing.assert_array_equal(theirs(tmp_path / "ours"), expected)
