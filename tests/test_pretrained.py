@@ -22,8 +22,21 @@ for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
 from nsa_jax.pretrained import load  # noqa: E402
 
 IDS = np.random.default_rng(1).integers(0, 29, (2, 19))
-TOKENS = ["<|end|>", "<|user|>", *"abcdehlo12", "Ġ", "Ċ", "he", "ll", "hell", "hello", "Ġhello"]
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello"]
+TOKENS = [
+    "<|end|>",
+    "<|user|>",
+    *"abcdehlo12.",
+    "Ġ",
+    "Ċ",
+    "he",
+    "ll",
+    "hell",
+    "hello",
+    "Ġhello",
+    "12",
+    ".hello",
+]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", ". hello"]
 KINDS = [3, 4, *[1] * (len(TOKENS) - 2)]
 
 
@@ -175,11 +188,11 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert tokenizer.encode("hello hello").ids == [TOKENS.index("hello"), TOKENS.index("Ġhello")]
 
 
-CUTS = {
-    "gpt-2": ["hello", "1", "2", "Ċ", "Ġ", "Ċ", "Ġhello"],
-    "smollm": ["hello", "1", "2", "Ċ", "Ġ", "Ċ", "Ġhello"],
-    "llama-bpe": ["hello", "1", "2", "Ċ", "Ġ", "Ċ", "Ġhello"],
-    "qwen2": ["hello", "1", "2", "Ċ", "Ġ", "Ċ", "Ġhello"],
+CUTS = {  # of numbers, and of a point before a word
+    "gpt-2": (["12"], [".", "hello"]),
+    "smollm": (["1", "2"], [".", "hello"]),
+    "llama-bpe": (["12"], [".hello"]),
+    "qwen2": (["1", "2"], [".hello"]),
 }
 
 
@@ -192,10 +205,11 @@ def test_a_gguf_file_describes_its_tokenizer(tmp_path, pre):
 
     _, tokenizer = load(file)
 
-    begins = [TOKENS[0]] if pre == "llama-bpe" else []
-    found = tokenizer.encode("<|user|>hello12\n \n hello<|end|>")
-    assert found.tokens == [*begins, TOKENS[1], *CUTS[pre], TOKENS[0]]
-    assert tokenizer.decode(found.ids) == "<|user|>hello12\n \n hello"
+    begins, (number, word) = [TOKENS[0]] if pre == "llama-bpe" else [], CUTS[pre]
+    found = tokenizer.encode("<|user|>hello12\n \n hello.hello<|end|>")
+    spaces = ["Ċ", "Ġ", "Ċ", "Ġhello"]
+    assert found.tokens == [*begins, TOKENS[1], "hello", *number, *spaces, *word, TOKENS[0]]
+    assert tokenizer.decode(found.ids) == "<|user|>hello12\n \n hello.hello"
 
 
 def test_a_tokenizer_of_another_kind_is_none_with_a_warning(tmp_path):

@@ -1,5 +1,6 @@
 """How far an NSA model is from the dense one that it came from: losses by position, and first choices."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +75,9 @@ def compare(
         )
     check_ids("tokens", tokens, None, dense.vocab_size)
     # What stays on the device is of one row; the sums are of float64 on the host.
-    rows = [jax.device_get(_compare_row(dense, model, tokens[row : row + 1])) for row in range(len(tokens))]
+    rows = [
+        jax.device_get(_compare_row(dense, model, tokens[row : row + 1], CHUNK)) for row in range(len(tokens))
+    ]
     first, other, same = (np.stack(each).astype(np.float64) for each in zip(*rows, strict=True))
     parts = np.array_split(np.arange(first.shape[1]), min(stretches, first.shape[1]))
     return Comparison(
@@ -87,12 +90,14 @@ def compare(
     )
 
 
-@nnx.jit
-def _compare_row(dense: Transformer, model: Transformer, tokens: Int[Array, "1 T"]) -> tuple[Array, ...]:
+@functools.partial(nnx.jit, static_argnums=3)
+def _compare_row(
+    dense: Transformer, model: Transformer, tokens: Int[Array, "1 T"], chunk: int
+) -> tuple[Array, ...]:
     """For each token but the last: the losses of both models, and whether their choices agree."""
     states = [_hidden(each, tokens)[:, :-1] for each in (dense, model)]
     length = tokens.shape[1] - 1
-    chunk = min(CHUNK, length)
+    chunk = min(chunk, length)
     padding = -length % chunk
 
     def in_chunks(x: Array) -> Array:
