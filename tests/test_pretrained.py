@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from messages import refused
+from messages import has_form, refused
 from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder, write_gguf
 
 from nsa_jax import nn
@@ -131,11 +131,25 @@ def test_a_name_is_downloaded(tmp_path, monkeypatch):
     model, _ = load("someone/small-model")
 
     assert model.config.vocab_size == 29
-    ((name, patterns),) = asked
+    (first, (name, patterns)) = asked
+    assert first == ("someone/small-model", ["config.json"])
     assert name == "someone/small-model"
     wanted = {"config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"}
     assert all(any(pathlib.PurePath(file).match(each) for each in patterns) for file in wanted)
     assert not any(pathlib.PurePath("consolidated.safetensors").match(each) for each in patterns)
+
+
+def test_a_model_that_cannot_be_loaded_is_not_downloaded(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="mixtral")))
+
+    def download(name, *, allow_patterns):
+        assert allow_patterns == ["config.json"]
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    with refused(ValueError, "model_type of config.json must be .*, got 'mixtral'. Load"):
+        load("someone/experts")
 
 
 def test_a_download_that_fails_is_one_sentence(monkeypatch):
@@ -249,7 +263,7 @@ FIELDS = {
             model_type="qwen3", architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=4,
             layer_types=["linear_attention"] * 2,
         ),
-        "layer_types of config.json must be of .*, got 'linear_attention'. Load",
+        r"layer_types of config.json must be a list of .*, got \['linear_attention', 'linear_attention'\]. L",
     ),
     "tensors": (dict(num_hidden_layers=1), "got 9 extra .*model.layers.1"),
     "missing tensors": (dict(tie_word_embeddings=False), r"got 1 missing \(lm_head.weight\). Load"),
@@ -264,6 +278,29 @@ def test_what_does_not_fit_is_refused_by_its_field(tmp_path, changes, told):
 
     with refused((ValueError, TypeError), told):
         load(folder)
+
+
+@pytest.mark.parametrize("family", ["llama with yarn", "mistral", "qwen3 with windows and biases"])
+def test_nonsense_in_a_field_is_one_error_or_changes_nothing(tmp_path, family):
+    folder, fields = made(tmp_path, family)
+    fields |= dict(sliding_window=4, max_window_layers=1, layer_types=None, rope_theta=100.0)
+    rope = fields.get("rope_parameters")
+    places = [(name,) for name in fields] + [("rope_parameters", name) for name in rope or ()]
+    wrong = []
+    for *into, name in places:
+        for value in ("x", -1, 0.5, [], {}, [[]], {"a": {}}, True, 10**400):
+            changed = json.loads(json.dumps(fields))
+            (changed[into[0]] if into else changed)[name] = value
+            (folder / "config.json").write_text(json.dumps(changed))
+            try:
+                load(folder)
+            except (TypeError, ValueError) as error:
+                if not has_form(str(error)):
+                    wrong.append(f"{name}={value!r:.20}: {type(error).__name__}: {error}")
+            except Exception as error:
+                wrong.append(f"{name}={value!r:.20}: {type(error).__name__}: {error}")
+
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_field_that_is_known_to_change_nothing_may_be_ignored(tmp_path):

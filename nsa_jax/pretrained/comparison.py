@@ -1,6 +1,5 @@
 """How far an NSA model is from the dense one that it came from: losses by position, and first choices."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +89,7 @@ def compare(
     )
 
 
-@functools.partial(nnx.jit, static_argnums=3)
+@nnx.jit(static_argnums=3)
 def _compare_row(
     dense: Transformer, model: Transformer, tokens: Int[Array, "1 T"], chunk: int
 ) -> tuple[Array, ...]:

@@ -59,8 +59,8 @@ def to_nsa(
         None for gates that start at random, around one half each: the model is far from the dense one then.
       share_keys_values: whether the branches share the keys and values of the dense model. Otherwise each has
         a copy, which learns on its own.
-      sharding: mesh axes of named dimensions, see `nsa_jax.model.Transformer`. By default every array lies
-        where that of `model` does.
+      sharding: mesh axes of named dimensions, see `nsa_jax.model.Transformer`. Pass what `model` was loaded
+        with. By default its weights stay where they are.
       context_axis: mesh axis over which the tokens of a row are spread, see `nsa_jax.model.Transformer`.
       context_order: order of the tokens on the devices, see `nsa_jax.model.Transformer`.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.model.Transformer`.

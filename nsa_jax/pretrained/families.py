@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from nsa_jax.model import TransformerConfig
 from nsa_jax.model.config import FUNCTIONS
+from nsa_jax.option_checks import check_int
 from nsa_jax.pretrained.rope import read_rope, write_rope
 
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -125,11 +126,12 @@ def _windows(kind: str, read: Mapping[str, Any], num_layers: int) -> tuple[Any, 
         return "dense", None
     names = dict(full_attention="dense", sliding_attention="window")
     first = read["max_window_layers"]
+    check_int(num_hidden_layers=num_layers, max_window_layers=first)
     types = read["layer_types"] or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
-    if unknown := [each for each in types if each not in names]:
-        _refuse("layer_types", unknown[0], f"of {tuple(names)}")
+    if not isinstance(types, list) or not all(isinstance(each, str) and each in names for each in types):
+        _refuse("layer_types", types, f"a list of {tuple(names)}")
     attention = tuple(names[each] for each in types)
     return attention, tuple(window if each == "window" else None for each in attention)
 

@@ -16,7 +16,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def read_folder(folder: pathlib.Path) -> Source:
     """Opens what a folder holds. Raises ValueError if something is missing or broken."""
-    fields = _json(folder / CONFIG)
+    fields = read_config(folder)
     if (folder / WEIGHTS).exists():
         files = [folder / WEIGHTS]
     else:
@@ -31,6 +31,11 @@ def read_folder(folder: pathlib.Path) -> Source:
     for file in files:
         tensors |= _tensors(file)
     return Source(fields, tensors, _tokenizer(folder / TOKENIZER))
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """The fields of `config.json`. Raises ValueError if it is missing or broken."""
+    return _json(folder / CONFIG)
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:

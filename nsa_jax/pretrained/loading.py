@@ -1,9 +1,10 @@
 """Loads a dense model of others, or an NSA model that `save` wrote."""
 
+import functools
 import os
 import pathlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from nsa_jax.nn.projections import Sharding
 from nsa_jax.option_checks import check_dtype
 from nsa_jax.pretrained.extra import package
 from nsa_jax.pretrained.families import read_fields
-from nsa_jax.pretrained.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS, read_folder
+from nsa_jax.pretrained.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS, read_config, read_folder
 from nsa_jax.pretrained.gguf_file import read_gguf
 from nsa_jax.pretrained.names import Place, places
 from nsa_jax.pretrained.source import Source
@@ -80,11 +81,11 @@ def load(
     """
     check_dtype(dtype=dtype, param_dtype=param_dtype)
     check_implementation(implementation)
-    found = _open(source, ignore)
-    if found.fields.get("model_type") == NATIVE:
-        config = _native_config(found, dtype, param_dtype)
-    else:
-        config = read_fields(found.fields, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        raise TypeError(f"ignore must be a collection of names, got {ignore!r}. Pass a tuple.")
+    understand = functools.partial(_understand, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    found = _open(source, ignore, understand)
+    config = understand(found.fields)
     model = abstract_transformer(config, sharding=sharding, implementation=implementation)
     wanted = parameters(model)
     if found.fields.get("model_type") == NATIVE:
@@ -102,7 +103,23 @@ def load(
     return model, found.tokenizer
 
 
-def _open(source: str | os.PathLike[str], ignore: Collection[str]) -> Source:
+def _understand(
+    fields: Mapping[str, Any], dtype: str, param_dtype: str, ignore: Collection[str]
+) -> TransformerConfig:
+    """The configuration that `config.json` asks for."""
+    if fields.get("model_type") != NATIVE:
+        return read_fields(fields, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    try:
+        values = dict(fields[NATIVE_CONFIG]) | dict(dtype=dtype, param_dtype=param_dtype)
+        return config_from_plain(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"config.json must hold what nsa_jax.pretrained.save wrote, got {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Load it with the version of nsa_jax that saved it."
+        ) from None
+
+
+def _open(source: str | os.PathLike[str], ignore: Collection[str], understand: Callable[..., Any]) -> Source:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"source must be a path or a name, got {type(source).__name__}. Pass a string.")
     path = pathlib.Path(source)
@@ -115,26 +132,19 @@ def _open(source: str | os.PathLike[str], ignore: Collection[str]) -> Source:
             "source must be a folder, a .gguf file or the name of a repository of Hugging Face, got "
             f"{str(source)!r}. Check the path."
         )
+    understand(read_config(_download(str(source), [CONFIG])))  # before all the rest is downloaded
+    return read_folder(_download(str(source), _FILES))
+
+
+def _download(name: str, files: list[str]) -> pathlib.Path:
     hub = package("huggingface_hub")
     try:
-        folder = hub.snapshot_download(str(source), allow_patterns=_FILES)
+        return pathlib.Path(hub.snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError, hub.errors.HFValidationError) as error:  # errors of HTTP are OSErrors
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"source must be a repository that can be downloaded, got {str(source)!r}: {told!r}. Check its "
-            "name, your token and the network, or download it and pass the folder."
-        ) from None
-    return read_folder(pathlib.Path(folder))
-
-
-def _native_config(found: Source, dtype: str, param_dtype: str) -> TransformerConfig:
-    try:
-        values = dict(found.fields[NATIVE_CONFIG]) | dict(dtype=dtype, param_dtype=param_dtype)
-        return config_from_plain(values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"config.json must hold what nsa_jax.pretrained.save wrote, got {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Load it with the version of nsa_jax that saved it."
+            f"source must be a repository that can be downloaded, got {name!r}: {told!r}. Check its name, "
+            "your token and the network, or download it and pass the folder."
         ) from None
 
 
