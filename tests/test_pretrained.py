@@ -177,6 +177,13 @@ def test_weights_are_read_into_their_sharding(tmp_path, kind):
     equal_weights(model, load(folder)[0])
 
 
+def test_a_sharding_without_a_mesh_is_refused(tmp_path):
+    folder, _ = made(tmp_path)
+
+    with refused(ValueError, "needs its mesh in context, got none for {'heads': 'tensor'}. Call"):
+        load(folder, sharding=dict(heads="tensor"))
+
+
 def written(tokenizer, folder):
     tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from nsa_jax.array_typing import Array
@@ -15,7 +16,16 @@ from nsa_jax.nn.projections import Sharding
 def abstract_transformer(
     config: TransformerConfig, *, sharding: Sharding | None = None, **options: Any
 ) -> Transformer:
-    """A model with shapes in the place of arrays; with a `sharding`, these have it."""
+    """A model with shapes in the place of arrays; with a `sharding`, these have it.
+
+    Raises:
+      TypeError, ValueError: as `Transformer`, or there is a `sharding` and no mesh in context.
+    """
+    if sharding and jax.sharding.get_mesh().empty:
+        raise ValueError(
+            f"a model with a sharding needs its mesh in context, got none for {sharding!r}. Call it "
+            "inside `with jax.set_mesh(mesh):`."
+        )
     made = nnx.eval_shape(lambda: Transformer(config, sharding=sharding, **options, rngs=nnx.Rngs(0)))
     return nnx.as_abstract(made) if sharding else made
 

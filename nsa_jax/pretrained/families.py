@@ -51,7 +51,7 @@ _SILENT = re.compile(
     r"|transformers\.js_config|is_llama_config|pretraining_tp|initializer_range|attention_dropout|use_cache"
     r"|output_.*|(use_)?return_dict|torchscript|chunk_size_feed_forward|is_decoder|id2label|label2id"
     r"|problem_type|task_specific_params|tokenizer_class|do_sample|temperature|top_k|top_p|max_length"
-    r"|repetition_penalty|max_new_tokens|pad_token|vocab_file"
+    r"|repetition_penalty|max_new_tokens|(pad|bos|eos)_token|max_sequence_length|model_max_length"
 )
 
 

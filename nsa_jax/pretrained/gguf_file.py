@@ -78,7 +78,7 @@ def read_gguf(file: pathlib.Path, ignore: Collection[str] = ()) -> Source:
     for name, tensor in stored.items():
         if name != _FACTORS:
             read = functools.partial(gguf.quants.dequantize, tensor.data, tensor.tensor_type)
-            heads = of_heads.get(name.split(".")[-2].removeprefix("attn_"))
+            heads = of_heads.get(name.split(".")[-2:][0].removeprefix("attn_"))
             if heads and fields["model_type"] == "llama":
                 read = functools.partial(_in_halves, read, heads)
             tensors[_name(name)] = Stored(shapes[name], read)

@@ -68,8 +68,8 @@ def load(
     Raises:
       TypeError: an argument or a field is of the wrong kind.
       ValueError: there is no such source; a file is missing or broken; tensors are missing, extra or of
-        another shape; the family is unknown, or a field changes the computation in a way that is unknown; or
-        the tokenizer has more tokens than the vocabulary.
+        another shape; the family is unknown, or a field changes the computation in a way that is unknown; the
+        tokenizer has more tokens than the vocabulary; or there is a `sharding` and no mesh in context.
       ImportError: a package of the extra `pretrained` is not installed.
 
     Warns:
