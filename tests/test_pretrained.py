@@ -1,10 +1,13 @@
 """Models of other libraries are loaded as they are: every family, every format, and what must be refused."""
 
+import functools
+import http.server
 import importlib
 import json
 import pathlib
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -468,3 +471,67 @@ def test_a_copy_of_the_folder_is_not_written_to(tmp_path):
     shutil.rmtree(folder)
 
     equal_weights(model, load(tmp_path / "copy")[0])
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What `huggingface_hub` asks the hub for: the files of a repository, and each of them."""
+
+    folder: pathlib.Path
+    asked: list[str]
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET(False)
+
+    def do_GET(self, body=True):
+        path, files = self.path.partition("?")[0], [file.name for file in sorted(self.folder.iterdir())]
+        commit, name = "a" * 40, path.rpartition("/")[2]
+        if path == "/api/models/someone/small/revision/main":
+            siblings = [dict(rfilename=name) for name in files]
+            content = json.dumps(dict(id="someone/small", sha=commit, siblings=siblings)).encode()
+        elif path == f"/api/models/someone/small/tree/{commit}":
+            sizes = {name: (self.folder / name).stat().st_size for name in files}
+            tree = [dict(type="file", path=name, size=size, oid="b" * 40) for name, size in sizes.items()]
+            content = json.dumps(tree).encode()
+        elif path.startswith(f"/someone/small/resolve/{commit}/") and name in files:
+            content = (self.folder / name).read_bytes()
+            self.asked += [name] if body else []
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        headers = {"ETag": f'"{hash(content)}"', "X-Repo-Commit": commit, "Content-Length": len(content)}
+        for key, value in (headers | {"Content-Type": "application/json"}).items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+def test_a_repository_is_downloaded_from_a_hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    folder, fields = made(tmp_path)
+    write_folder(folder, fields, tensors_of(fields), files=2)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"the same again, which nobody needs")
+    handler = type("Here", (Hub,), dict(folder=folder, asked=[]))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = dict(endpoint=f"http://127.0.0.1:{server.server_port}", cache_dir=tmp_path / "cache")
+    download = functools.partial(huggingface_hub.snapshot_download, **where)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    try:
+        model, _ = load("someone/small")
+        with refused(ValueError, "can be downloaded, got 'someone/other': "):
+            load("someone/other")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+    equal_weights(model, load(folder)[0])
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(handler.asked) == ["config.json", *shards, "model.safetensors.index.json"]

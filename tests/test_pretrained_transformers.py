@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder
+from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder, write_gguf
 
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub", "torch", "transformers"):
     pytest.importorskip(name, reason="run by `tox -e adopt`, which installs transformers")
@@ -23,9 +23,9 @@ IDS = np.random.default_rng(1).integers(0, 29, (2, 33))
 BUDGET = 2e-4  # of the largest logit
 
 
-def theirs(folder) -> np.ndarray:
+def theirs(folder, **options) -> np.ndarray:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", **options
     )
     with torch.no_grad():
         return model.eval()(torch.tensor(IDS)).logits.numpy()
@@ -62,3 +62,16 @@ def test_a_model_that_transformers_wrote_is_read_and_one_of_ours_is_read_by_it(t
     assert "transformers_version" in json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
     np.testing.assert_array_equal(theirs(tmp_path / "ours"), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_both_read_a_gguf_file_alike(tmp_path, family):
+    pytest.importorskip("accelerate", reason="transformers needs it to read a GGUF file")
+    fields = fields_of(family, head_dim=128) if family == "qwen3" else fields_of(family)  # it reads no other
+    more = {} if family == "llama" else {".vocab_size": fields["vocab_size"]}
+    file = write_gguf(tmp_path / "model.gguf", fields, tensors_of(fields), more=more)
+
+    model, _ = load(file)
+
+    expected = theirs(tmp_path, gguf_file=file.name)
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
