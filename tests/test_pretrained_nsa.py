@@ -216,6 +216,11 @@ WRONG = {
         r"window_size=\(3, 4\)",
     ),
     "save fields": (lambda: save(dense_model(), "x", fields=dict(a=IDS)), TypeError, "fields must be plain"),
+    "save a field twice": (
+        lambda: save(dense_model(), "x", fields=dict(vocab_size=30)),
+        ValueError,
+        "fields must be others than the configuration has, got 'vocab_size'. Leave",
+    ),
     "save bytes": (lambda: save(dense_model(), "x", file_bytes=0), ValueError, "file_bytes must be at le"),
 }  # fmt: skip
 

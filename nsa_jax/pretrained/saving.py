@@ -45,7 +45,8 @@ def save(
     Raises:
       TypeError: `model` is not a `Transformer`, its configuration holds a function, or `fields` cannot be
         written as JSON.
-      ValueError: `folder` is a file or holds a model; or a dense model has options that no family has.
+      ValueError: `folder` is a file or holds a model; a dense model has options that no family has; or
+        `fields` has one that the configuration says.
       OSError: the files cannot be written, for example because the disk is full.
       ImportError: a package of the extra `pretrained` is not installed.
 
@@ -66,6 +67,11 @@ def save(
         where = {name: Place(name, value.shape, value.shape) for name, value in arrays.items()}
     else:
         told, where = write_fields(model.config), places(model.config)
+    if given := [name for name in fields or () if name in told]:
+        raise ValueError(
+            f"fields must be others than the configuration has, got {given[0]!r}. Leave it out, or build the "
+            "model with another one."
+        )
     text = _json(told | dict(fields or {}))
     write = package("safetensors.numpy").save_file
     parts = list(_parts(arrays, file_bytes))
