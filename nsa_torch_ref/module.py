@@ -76,7 +76,12 @@ class Gate(nn.Module):
     """A small MLP that computes sigmoid gates from the layer input."""
 
     def __init__(
-        self, in_features: int, num_heads: int, hidden_dim: int | None = None, num_branches: int = 3
+        self,
+        in_features: int,
+        num_heads: int,
+        hidden_dim: int | None = None,
+        num_branches: int = 3,
+        initial_gates: Sequence[float] | None = None,
     ):
         super().__init__()
         hidden = max(8, in_features // 4) if hidden_dim is None else hidden_dim
@@ -84,6 +89,9 @@ class Gate(nn.Module):
         self.bias_in = nn.Parameter(torch.zeros(hidden))
         self.kernel_out = random_kernel(hidden, num_heads, num_branches, fan_in=hidden)
         self.bias_out = nn.Parameter(torch.zeros(num_heads, num_branches))
+        if initial_gates is not None:
+            self.kernel_out.data.zero_()
+            self.bias_out.data += torch.tensor(initial_gates, dtype=torch.float64).logit()
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the gates `[B, T, N, P]` of the branches from the layer input `[B, T, D]`."""
@@ -94,14 +102,16 @@ class Gate(nn.Module):
 class HeadNorm(nn.Module):
     """RMSNorm (arXiv:1910.07467) over the last axis, with a learned scale."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, epsilon: float = 1e-6):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
+        self.scale, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Divides by the root of the mean square of the last axis plus 1e-6, and multiplies by the scale."""
+        """Divides by the root of the mean square of the last axis plus epsilon, times the scale."""
         wide = x.to(attention.accumulation_dtype(x.dtype))
-        return (wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * self.scale).to(x.dtype)
+        return (wide / (wide.square().mean(dim=-1, keepdim=True) + self.epsilon).sqrt() * self.scale).to(
+            x.dtype
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,8 +183,11 @@ class NSAAttention(nn.Module):
         compression: str = "mlp",
         compressor: Callable[..., Callable[[Tensor], Tensor]] | None = None,
         gate: Callable[..., Callable[[Tensor], Tensor]] | None = None,
+        initial_gates: Sequence[float] | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         normalize_qk: bool = False,
+        norm_epsilon: float = 1e-6,
         scale: float | None = None,
         dropout_rate: float = 0.0,
         rope_base: float = 10000.0,
@@ -192,22 +205,26 @@ class NSAAttention(nn.Module):
         self.config, self.scale = config, scale
         self.rotary = rotary or functools.partial(rotate, base=rope_base, scaling=rope_scaling)
         self.query_proj = Projection((in_features,), (num_heads, head_dim), use_bias)
-        self.query_norm = HeadNorm(head_dim) if normalize_qk else nn.Identity()
+        norm = functools.partial(HeadNorm, head_dim, norm_epsilon) if normalize_qk else nn.Identity
+        self.query_norm = norm()
         self.branches = tuple(branch for branch in ("cmp", "slc", "win") if branch in branches)
         self.pair_of = {branch: "" if share_keys_values else f"_{branch}" for branch in self.branches}
         for pair in dict.fromkeys(self.pair_of.values()):
             for kind, width in (("key", head_dim), ("value", value_dim)):
                 projection = Projection((in_features,), (num_kv_heads, width), use_bias)
                 setattr(self, f"{kind}{pair}_proj", projection)
-            setattr(self, f"key{pair}_norm", HeadNorm(head_dim) if normalize_qk else nn.Identity())
-        self.out_proj = Projection((num_heads, value_dim), (in_features,), use_bias)
+            setattr(self, f"key{pair}_norm", norm())
+        out_bias = use_bias if out_bias is None else out_bias
+        self.out_proj = Projection((num_heads, value_dim), (in_features,), out_bias)
         self.dropout = nn.Dropout(dropout_rate)
         if "cmp" in self.branches:
             compressor = compressor or functools.partial(Compressor, mode=compression)
             self.compressor_key = compressor(head_dim, config)
             self.compressor_value = compressor(value_dim, config)
         if len(self.branches) > 1:
-            gate = gate or functools.partial(Gate, num_branches=len(self.branches))
+            gate = gate or functools.partial(
+                Gate, num_branches=len(self.branches), initial_gates=initial_gates
+            )
             self.gate = gate(in_features, num_heads)
         self.selector = None
         if selector != "importance":

@@ -201,7 +201,15 @@ LAYER_CASES = (
     LayerCase(
         name="layer_normed_packed",
         length=104,
-        options=dict(normalize_qk=True, scale=0.4, rope_base=100.0, rope_scaling=LLAMA3),
+        use_bias=True,
+        options=dict(
+            normalize_qk=True,
+            norm_epsilon=0.1,
+            out_bias=False,
+            scale=0.4,
+            rope_base=100.0,
+            rope_scaling=LLAMA3,
+        ),
         runs=SPARSE_AND_SHORT,
     ),
     LayerCase(name="layer_shared", options=dict(share_keys_values=True)),

@@ -62,6 +62,15 @@ NO_BRANCHES = dict(
     **dict(str="slc", int=3, none=(), unknown=("slc", "mid"), twice=("slc", "slc"), no_slc=("cmp", "win")),
     numbers=(0, 1, 2), nan=math.nan,
 )  # fmt: skip
+NO_GATES = dict(
+    **dict(str="abc", int=3, none=(), fewer=(0.1, 0.9), names=("a", "b", "c"), nan=(0.1, math.nan, 0.1)),
+    **{
+        "0": (0.0, 0.9, 0.1),
+        "1": (0.1, 1.0, 0.1),
+        "negative": (0.1, -0.9, 0.1),
+        "10^400": (0.1, 10**400, 0.1),
+    },
+)
 # Good values by the name of the argument. Their kind is that of their type, if they come without one.
 VALUES = dict(
     **{name: value for name, value in dataclasses.asdict(CONFIG).items() if "initial" not in name},
@@ -74,7 +83,8 @@ VALUES = dict(
     **dict(rope_base=10000.0, base=10000.0, factor=2.0, low_frequency_factor=1.0, high_frequency_factor=4.0),
     **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
     **dict(scale=(None, Scale()), dropout_rate=(0.5, RATE)),
-    **dict.fromkeys(("use_bias", "normalize_qk", "share_keys_values"), False),
+    **dict.fromkeys(("use_bias", "qkv_bias", "out_bias", "normalize_qk", "share_keys_values"), False),
+    **dict(norm_epsilon=1e-6, initial_gates=((0.1, 0.8, 0.1), Kind(NO_GATES, error=(TypeError, ValueError)))),
     **dict(tie_embeddings=True, scan_layers=False, remat=(False, Name()), deterministic=True),
     **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
     **dict(

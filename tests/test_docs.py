@@ -26,7 +26,7 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The reference documents the `__all__` of these packages, and the names in MORE.
 PUBLIC = (
     *("nsa_jax", "nsa_jax.nn", "nsa_jax.model", "nsa_jax.generate", "nsa_jax.cache", "nsa_jax.parallel"),
-    *("nsa_jax.evaluate", "nsa_torch_ref"),
+    *("nsa_jax.evaluate", "nsa_jax.pretrained", "nsa_torch_ref"),
 )
 MORE = {
     *("nsa_jax.array_typing.Attended", "nsa_jax.dispatch.Choice"),

@@ -34,6 +34,7 @@ NEEDS = {
     "docs/guide/training.md": {"optax": "train"},
     "docs/guide/saving.md": {"optax": "train", "orbax.checkpoint": "train"},
     "docs/guide/pytorch.md": {"torch": "torch"},
+    "docs/guide/from_a_dense_model.md": {"safetensors": "pretrained"},
 }
 ON_SEVERAL_DEVICES = ["docs/parallel.md"]
 OURS = ("parity", "benchmarks", "examples", "nsa_jax", "nsa_torch_ref")

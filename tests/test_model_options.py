@@ -27,7 +27,10 @@ LENGTH = 17
 
 YARN = YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2)
 PLAIN = dict(
+    initial_gates=(0.02, 0.96, 0.02),
+    qkv_bias=True,
     normalize_qk=True,
+    norm_epsilon=0.1,
     scale=0.7,
     dropout_rate=0.5,
     rope_base=100.0,
@@ -67,6 +70,12 @@ def test_options_reach_every_layer(kind):
         assert (layer.scale, layer.dropout.rate) == (0.7, 0.5)
         assert (layer.rotary.base, layer.rotary.scaling) == (100.0, YARN)
         assert layer.query_norm.scale.shape == layer.key_norm.scale.shape == (5,)
+        assert layer.query_norm.epsilon == layer.key_norm.epsilon == 0.1
+        biases = [getattr(layer, f"{name}_proj").bias for name in ("query", "key", "value", "out")]
+        assert [bias is not None for bias in biases] == [True, True, True, False]
+    for model, epsilon in ((plain, 0.1), (functions, 1e-6)):
+        norms = (model.final_norm, model.layers[1].attention_norm, model.layers[1].mlp_norm)
+        assert {norm.epsilon for norm in norms} == {epsilon}
     for layer in (each.attention for each in functions.layers):
         assert layer.rotary is turn_first_pair
         if kind == "nsa":
@@ -94,6 +103,34 @@ def test_dropout_in_training_only(remat):
     assert first != evaluated
 
 
+@pytest.mark.parametrize("branches", [("cmp", "slc", "win"), ("slc", "win")], ids="+".join)
+def test_gates_start_as_told_whatever_the_input_and_learn(branches):
+    told = (0.02, 0.96, 0.02)[-len(branches) :]
+    layer = nn.NSAAttention(
+        4, 12, num_kv_heads=2, config=NSA, branches=branches, initial_gates=told, rngs=nnx.Rngs(0),
+        selector="importance" if "cmp" in branches else "given",
+    )  # fmt: skip
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 12)).astype(np.float32)
+
+    gates = layer.gate(x)
+    gradient = nnx.grad(lambda gate: (gate(x) * np.arange(len(told))).sum())(layer.gate)
+
+    np.testing.assert_allclose(gates, np.broadcast_to(told, gates.shape), rtol=1e-6)
+    assert np.all(np.asarray(gradient.bias_out[...])[:, 1:] != 0)
+    assert np.any(np.asarray(gradient.kernel_out[...]) != 0)
+
+
+def test_a_layer_may_have_biases_but_for_its_output():
+    of = [
+        abstract_model(attention=kind, qkv_bias=True, out_bias=out).layers[0].attention
+        for kind in ("nsa", "dense", "window")
+        for out in (False, True)
+    ]
+
+    assert [layer.out_proj.bias is not None for layer in of] == [False, True] * 3
+    assert all(layer.query_proj.bias.shape == (4, 5) for layer in of)
+
+
 def test_inspection_drops_nothing():
     model = make_model(dropout_rate=0.5)
     inspect = nnx.jit(lambda model, ids: model.inspect(ids))
@@ -105,6 +142,18 @@ def test_inspection_drops_nothing():
 
 
 WRONG = {
+    "gates": (dict(initial_gates=(0.1, 0.8)), ValueError, r"each of 3 branches, got \(0.1, 0.8\). Pass"),
+    "gate and its start": (
+        dict(gate=fixed_gate, initial_gates=(0.1, 0.8, 0.1)),
+        ValueError,
+        "initial_gates must be left out",
+    ),
+    "gates of one branch": (
+        dict(branches=("slc",), selector="given", initial_gates=(0.9,)),
+        ValueError,
+        "got initial_gates with branches",
+    ),
+    "epsilon": (dict(norm_epsilon=0), ValueError, "norm_epsilon must be finite and above 0, got 0. Pass"),
     "rotary": (dict(rotary=turn_first_pair, rope_base=5e5), ValueError, "rope_scaling must be left out"),
     "gate": (dict(gate=jnp.tanh), TypeError, "called as gate.* got tanh. Pass"),
     "both": (dict(compressor=Compressor, compression="mean"), ValueError, "got compression='mean'. Leave"),

@@ -8,19 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model import checkpoint_folder, checksums, restorable
+from nsa_jax.model.abstract import abstract_transformer, fill, parameters
 from nsa_jax.model.checkpoint_reader import Reader
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.orbax_errors import Failure, attempt
+from nsa_jax.model.stored_config import config_as_plain, config_from_plain
 from nsa_jax.model.transformer import Transformer
-from nsa_jax.nn import IndexerConfig
-from nsa_jax.nn.parameters import by_path, sharding_of
+from nsa_jax.nn.parameters import sharding_of
 from nsa_jax.nn.projections import Sharding
-from nsa_jax.nn.rope_scaling import as_plain, from_plain
 from nsa_jax.parallel import Order
 
 # These fields change how a model computes, not which parameters it has or what they mean.
@@ -60,11 +58,11 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
     if os.path.isfile(path):
         raise ValueError(f"path must be a folder or new, got the file {path!r}. Name another path.")
     restorable.check_model(model)
-    config, parameters = _config_to_json(model.config), _parameters(model)
-    sums = {"config": checksums.of_json(config), "model": checksums.of_arrays(parameters)}
+    config, arrays = config_as_plain(model.config), parameters(model)
+    sums = {"config": checksums.of_json(config), "model": checksums.of_arrays(arrays)}
     items = {
         "config": orbax.args.JsonSave(config),
-        "model": orbax.args.StandardSave(parameters),
+        "model": orbax.args.StandardSave(arrays),
         "checksums": orbax.args.JsonSave(sums),
     }
     if training is not None:
@@ -123,21 +121,15 @@ def restore(
     _orbax()
     reader = Reader(path)
     values = reader.json("config")
-    saved_config = reader.understand("config", lambda: _config_from_json(values))
+    saved_config = reader.understand("config", lambda: config_from_plain(values))
     config = saved_config if config is None else config
     _check_same(config, saved_config)
-    make = lambda: Transformer(  # noqa: E731
+    model = abstract_transformer(
         config, sharding=sharding, context_axis=context_axis, context_order=context_order,
-        implementation=implementation, rngs=nnx.Rngs(0),
+        implementation=implementation,
     )  # fmt: skip
-    abstract = nnx.as_abstract(nnx.eval_shape(make)) if sharding else nnx.eval_shape(make)
-    parameters = reader.arrays("model", jax.tree.map(_placed, _parameters(abstract)))
-    state = nnx.state(abstract, nnx.Param)
-    for name, variable in by_path(state).items():
-        variable.set_value(parameters[name])
-    nnx.update(abstract, state)
-    nnx.reseed(abstract, default=0)
-    return abstract
+    fill(model, reader.arrays("model", jax.tree.map(_placed, parameters(model))))
+    return model
 
 
 def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
@@ -207,12 +199,6 @@ def _fits(leaf: Any, held: Any) -> bool:
     return np.shape(leaf) == tuple(held.shape) and getattr(leaf, "dtype", held.dtype) == held.dtype
 
 
-def _parameters(model: Transformer) -> dict[str, Any]:
-    """Parameters by their names in the checkpoint: their paths, joined by dots."""
-    named = by_path(nnx.state(model, nnx.Param))
-    return {name: variable.get_value() for name, variable in named.items()}
-
-
 def _named_leaves(tree: Any) -> dict[str, Any]:
     named = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -235,19 +221,6 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The leaf with a sharding to read arrays into: that of the mesh in context, or the first device."""
     where = sharding_of(leaf) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-
-def _config_to_json(config: TransformerConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    return dataclasses.asdict(config) | {"rope_scaling": None if scaling is None else as_plain(scaling)}
-
-
-def _config_from_json(values: dict[str, Any]) -> TransformerConfig:
-    scaling = values.get("rope_scaling")  # checkpoints of version 0.1.0 do not have it
-    values |= {"rope_scaling": None if scaling is None else from_plain(scaling)}
-    if isinstance(values.get("selector"), dict):
-        values["selector"] = IndexerConfig(**values["selector"])
-    return TransformerConfig(**(values | {"nsa": NSAConfig(**values["nsa"])}))
 
 
 def _check_same(config: TransformerConfig, saved: TransformerConfig) -> None:

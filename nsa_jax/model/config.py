@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args
 from nsa_jax import arguments
 from nsa_jax.config import BRANCHES, LONGEST, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.nn.checks import check_dropout_rate, head_width
+from nsa_jax.nn.gate import check_initial_gates
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts
+from nsa_jax.nn.projections import NORM_EPSILON
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function
 from nsa_jax.nn.selector import SelectorOption, check_selector
@@ -16,7 +18,7 @@ from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_i
 type AttentionKind = Literal["nsa", "dense", "window"]
 
 _ATTENTION, _COMPRESSION = get_args(AttentionKind.__value__), ("mlp", "mean")
-_FLAGS = ("share_keys_values", "normalize_qk", "tie_embeddings", "scan_layers")
+_FLAGS = ("share_keys_values", "qkv_bias", "out_bias", "normalize_qk", "tie_embeddings", "scan_layers")
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary", "selector")
@@ -30,9 +32,9 @@ class TransformerConfig:
     """Configuration of a `Transformer`: decides its parameters and what it computes.
 
     `attention`, `window_size` and `rope_base` hold for all layers, or are a sequence with one value for each
-    layer. `branches`, `selector`, `share_keys_values`, `compression`, `compressor` and `gate` only matter for
-    layers of NSA. A model with its own `compressor`, `gate`, `selector` or `rotary` function cannot be saved,
-    because a checkpoint cannot hold functions.
+    layer. `branches`, `selector`, `share_keys_values`, `compression`, `compressor`, `gate` and
+    `initial_gates` only matter for layers of NSA. A model with its own `compressor`, `gate`, `selector` or
+    `rotary` function cannot be saved, because a checkpoint cannot hold functions.
 
     Attributes:
       vocab_size: number of tokens in the vocabulary.
@@ -54,7 +56,11 @@ class TransformerConfig:
       compression: "mlp" or "mean", see `nsa_jax.nn.Compressor`.
       compressor: makes your own compressors, see `nsa_jax.nn.NSAAttention`.
       gate: makes your own gate, see `nsa_jax.nn.NSAAttention`.
+      initial_gates: what the gates are at first, see `nsa_jax.nn.Gate`.
+      qkv_bias: whether the projections of queries, keys and values have biases.
+      out_bias: whether the output projections of attention have biases.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim, see `nsa_jax.nn.NSAAttention`.
+      norm_epsilon: added to the mean square in every RMSNorm but those of an indexer; above 0.
       scale: factor of the attention logits, `head_dim**-0.5` by default.
       dropout_rate: share of the outputs of each attention layer that training drops, from 0 to below 1. The
         methods `train()` and `eval()` of the model switch it on and off. `prefill` and `decode_step` drop
@@ -101,7 +107,11 @@ class TransformerConfig:
     compression: Literal["mlp", "mean"] = "mlp"
     compressor: MakeCompressor | None = None
     gate: MakeGate | None = None
+    initial_gates: Sequence[float] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
     normalize_qk: bool = False
+    norm_epsilon: float = NORM_EPSILON
     scale: float | None = None
     dropout_rate: float = 0.0
     rope_base: float | Sequence[float] = DEFAULT_BASE
@@ -128,7 +138,11 @@ class TransformerConfig:
         check_choice(_COMPRESSION, compression=self.compression)
         branches = check_branches(self.branches)
         object.__setattr__(self, "branches", branches)
-        check_parts(self.gate, self.compressor, self.compression, self.share_keys_values, branches)
+        check_parts(
+            self.gate, self.initial_gates, self.compressor, self.compression, self.share_keys_values, branches
+        )
+        object.__setattr__(self, "initial_gates", check_initial_gates(self.initial_gates, len(branches)))
+        check_positive(norm_epsilon=self.norm_epsilon)
         check_selector(self.selector, branches)
         check_flag(**{name: getattr(self, name) for name in _FLAGS})
         if self.scan_layers and self.dropout_rate:

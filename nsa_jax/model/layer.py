@@ -17,8 +17,6 @@ from nsa_jax.parallel import Order
 
 type LayerCache = NSACache | DenseCache
 
-NORM_EPSILON = 1e-6
-
 
 class SwiGLU(nnx.Module):
     """The gated MLP of arXiv:2002.05202, Eq. 6: `down(silu(gate(x)) * up(x))`, without biases."""
@@ -67,7 +65,10 @@ class DecoderLayer(nnx.Module):
         arguments: dict[str, Any] = dict(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            use_bias=config.qkv_bias,
+            out_bias=config.out_bias,
             normalize_qk=config.normalize_qk,
+            norm_epsilon=config.norm_epsilon,
             scale=config.scale,
             dropout_rate=config.dropout_rate,
             rope_base=config.rope_base,
@@ -94,6 +95,7 @@ class DecoderLayer(nnx.Module):
                 compression=config.compression,
                 compressor=config.compressor,
                 gate=config.gate,
+                initial_gates=config.initial_gates,
                 context_axis=context_axis,
                 context_order=context_order,
                 **arguments,
@@ -165,7 +167,11 @@ class DecoderLayer(nnx.Module):
 def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """Makes the RMSNorm (arXiv:1910.07467) that comes before attention, MLP and logits."""
     return nnx.RMSNorm(
-        config.model_dim, epsilon=NORM_EPSILON, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+        config.model_dim,
+        epsilon=config.norm_epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
     )
 
 

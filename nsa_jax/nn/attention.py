@@ -26,6 +26,7 @@ from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.operands import Operands, Selection
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
+    NORM_EPSILON,
     Sharding,
     head_norm,
     output_dropout,
@@ -36,7 +37,7 @@ from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.selector import SelectorOption, check_made, check_selector, make_selector
 from nsa_jax.nn.steps import NSACacheSteps
-from nsa_jax.option_checks import check_flag, check_int
+from nsa_jax.option_checks import check_flag, check_int, check_positive
 from nsa_jax.parallel import Order, context_attention, context_selection
 from nsa_jax.sharding.explicit import alike
 
@@ -83,9 +84,12 @@ class NSAAttention(NSACacheSteps):
       gate: makes your own gate. It is called as `gate(in_features, num_heads, rngs=rngs)`, like the class
         `Gate`. It returns a module or a function that maps the layer input `[B, T, D]` to the weights of the
         branches cmp, slc and win, `[B, T, N, 3]`, each token independently; of two branches, `[B, T, N, 2]`.
+      initial_gates: what the gates are at first, for example `(0.02, 0.96, 0.02)`, see `Gate`.
       use_bias: whether the projections have biases.
+      out_bias: whether the output projection has one, by default what `use_bias` says.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim, separately for each token and
         head. Rotation and compression come after it.
+      norm_epsilon: added to the mean square in these norms; above 0.
       scale: factor of the logits, `head_dim**-0.5` by default.
       dropout_rate: share of the outputs that training drops, from 0 to below 1, see `nnx.Dropout`. The
         methods `train()` and `eval()` of the module switch it on and off. `prefill` and `decode_step` drop
@@ -153,8 +157,11 @@ class NSAAttention(NSACacheSteps):
         compression: CompressionMode = "mlp",
         compressor: MakeCompressor | None = None,
         gate: MakeGate | None = None,
+        initial_gates: Sequence[float] | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         normalize_qk: bool = False,
+        norm_epsilon: float = NORM_EPSILON,
         scale: float | None = None,
         dropout_rate: float = 0.0,
         rope_base: float = DEFAULT_BASE,
@@ -178,7 +185,14 @@ class NSAAttention(NSACacheSteps):
         check_int(low=1, value_dim=value_dim)
         check_config(config)
         check_implementation(implementation)
-        check_flag(share_keys_values=share_keys_values, use_bias=use_bias, normalize_qk=normalize_qk)
+        out_bias = use_bias if out_bias is None else out_bias
+        check_flag(
+            share_keys_values=share_keys_values,
+            use_bias=use_bias,
+            out_bias=out_bias,
+            normalize_qk=normalize_qk,
+        )
+        check_positive(norm_epsilon=norm_epsilon)
         check_parameters(
             dtype=dtype,
             param_dtype=param_dtype,
@@ -216,7 +230,13 @@ class NSAAttention(NSACacheSteps):
             rngs=rngs,
         )
         norm = functools.partial(
-            head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            head_norm,
+            normalize_qk,
+            head_dim,
+            epsilon=norm_epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         into_kv_heads = functools.partial(project, in_features, dimensions=("model", "kv_heads", None))
         self.query_proj = project(in_features, (num_heads, head_dim), dimensions=("model", "heads", None))
@@ -229,16 +249,19 @@ class NSAAttention(NSACacheSteps):
             (num_heads, value_dim),
             in_features,
             dimensions=("heads", None, "model"),
+            use_bias=out_bias,
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
-        check_parts(gate, compressor, compression, share_keys_values, self.branches)
+        check_parts(gate, initial_gates, compressor, compression, share_keys_values, self.branches)
         own_numbers: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, precision=precision)
         if "cmp" in self.branches:
             compressor = compressor or functools.partial(Compressor, mode=compression, **own_numbers)
             self.compressor_key = make_compressor(compressor, head_dim, config, rngs)
             self.compressor_value = make_compressor(compressor, value_dim, config, rngs)
         if len(self.branches) > 1:
-            of_branches = functools.partial(Gate, num_branches=len(self.branches), sharding=sharding)
+            of_branches = functools.partial(
+                Gate, num_branches=len(self.branches), initial_gates=initial_gates, sharding=sharding
+            )
             gate = gate or functools.partial(of_branches, **own_numbers)
             self.gate = make_gate(gate, in_features, num_heads, rngs)
         if not isinstance(selector, str):

@@ -18,6 +18,7 @@ from nsa_jax.nn.checks import (
     head_width,
 )
 from nsa_jax.nn.projections import (
+    NORM_EPSILON,
     Sharding,
     head_norm,
     output_dropout,
@@ -27,7 +28,7 @@ from nsa_jax.nn.projections import (
 from nsa_jax.nn.rope_scaling import RopeScaling
 from nsa_jax.nn.rotary import DEFAULT_BASE, RotaryFunction, rotary_function, turn
 from nsa_jax.nn.steps import DenseCacheSteps
-from nsa_jax.option_checks import check_flag
+from nsa_jax.option_checks import check_flag, check_positive
 from nsa_jax.sharding.explicit import BY_TOKENS, per_shard
 
 
@@ -48,7 +49,9 @@ class DenseAttention(DenseCacheSteps):
       head_dim: width of queries, keys and values, `in_features // num_heads` by default.
       window_size: tokens that a query sees, its own included; None for all.
       use_bias: whether the projections have biases.
+      out_bias: whether the output projection has one, by default what `use_bias` says.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim before they are rotated.
+      norm_epsilon: added to the mean square in these norms; above 0.
       scale: factor of the logits, `head_dim**-0.5` by default.
       dropout_rate: share of the outputs that training drops, see `NSAAttention`.
       rope_base: base of the rotary embedding, see `rotate`.
@@ -83,7 +86,9 @@ class DenseAttention(DenseCacheSteps):
         head_dim: int | None = None,
         window_size: int | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         normalize_qk: bool = False,
+        norm_epsilon: float = NORM_EPSILON,
         scale: float | None = None,
         dropout_rate: float = 0.0,
         rope_base: float = DEFAULT_BASE,
@@ -102,7 +107,9 @@ class DenseAttention(DenseCacheSteps):
         head_dim = head_width(num_heads, in_features, num_kv_heads, head_dim)
         num_heads, in_features, num_kv_heads = int(num_heads), int(in_features), int(num_kv_heads)
         check_implementation(implementation)
-        check_flag(use_bias=use_bias, normalize_qk=normalize_qk)
+        out_bias = use_bias if out_bias is None else out_bias
+        check_flag(use_bias=use_bias, out_bias=out_bias, normalize_qk=normalize_qk)
+        check_positive(norm_epsilon=norm_epsilon)
         check_parameters(
             dtype=dtype,
             param_dtype=param_dtype,
@@ -136,10 +143,17 @@ class DenseAttention(DenseCacheSteps):
             (num_heads, head_dim),
             in_features,
             dimensions=("heads", None, "model"),
+            use_bias=out_bias,
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
         norm = functools.partial(
-            head_norm, normalize_qk, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            head_norm,
+            normalize_qk,
+            head_dim,
+            epsilon=norm_epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.query_norm, self.key_norm = norm(), norm()
         self.dropout = output_dropout(dropout_rate, rngs)

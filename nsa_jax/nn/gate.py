@@ -1,6 +1,7 @@
 """The gates of Eq. 5: the weight of each branch, per token and query head."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from nsa_jax.config import BRANCHES
 from nsa_jax.nn.checks import check_parameters
 from nsa_jax.nn.products import columns
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
-from nsa_jax.option_checks import check_int
+from nsa_jax.option_checks import check_int, check_number
 
 MIN_HIDDEN_DIM = 8
 
@@ -31,6 +32,8 @@ class Gate(nnx.Module):
       num_heads: number of query heads.
       hidden_dim: width of the hidden layer, `max(in_features // 4, 8)` by default.
       num_branches: number of branches.
+      initial_gates: what each gate is at first, whatever the input: one number between 0 and 1 for each
+        branch. The output layer then starts at zero. By default it is drawn, and gates start around one half.
       dtype: dtype of the computation; by default the promoted dtype of inputs and parameters, as in
         `nnx.Linear`.
       param_dtype: dtype of the parameters.
@@ -51,6 +54,7 @@ class Gate(nnx.Module):
         hidden_dim: int | None = None,
         *,
         num_branches: int = len(BRANCHES),
+        initial_gates: Sequence[float] | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         precision: Any = None,
@@ -65,15 +69,19 @@ class Gate(nnx.Module):
         check_int(low=1, hidden_dim=hidden, num_branches=num_branches)
         in_features, num_heads, hidden = int(in_features), int(num_heads), int(hidden)
         columns_out = (num_heads, int(num_branches))
+        initial_gates = check_initial_gates(initial_gates, columns_out[1])
         init = nnx.initializers.lecun_normal()
         kernel_in = init(rngs.params(), (in_features, hidden), param_dtype)
         # Drawn with two axes: with three, the initializer would count the heads as part of the fan-in.
         kernel_out = init(rngs.params(), (hidden, math.prod(columns_out)), param_dtype)
         kernel_out = kernel_out.reshape(hidden, *columns_out)
+        bias_out = jnp.zeros(columns_out, param_dtype)
+        if initial_gates is not None:
+            logits = [math.log(gate) - math.log1p(-gate) for gate in initial_gates]
+            kernel_out, bias_out = jnp.zeros_like(kernel_out), bias_out + jnp.array(logits, param_dtype)
         self.kernel_in = nnx.Param(kernel_in, **sharding_metadata(sharding, "model", None))
         self.bias_in = nnx.Param(jnp.zeros((hidden,), param_dtype), **sharding_metadata(sharding, None))
         self.kernel_out = nnx.Param(kernel_out, **sharding_metadata(sharding, None, "heads", None))
-        bias_out = jnp.zeros(columns_out, param_dtype)
         self.bias_out = nnx.Param(bias_out, **sharding_metadata(sharding, "heads", None))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N branches"]:
@@ -106,3 +114,27 @@ class Gate(nnx.Module):
         return jax.nn.sigmoid(
             jnp.einsum("btf,fng->btng", hidden, kernel_out, precision=self.precision) + bias_out
         )
+
+
+def check_initial_gates(initial_gates: Sequence[float] | None, num_branches: int) -> tuple[float, ...] | None:
+    """Returns the gates as floats.
+
+    Raises:
+      TypeError: `initial_gates` is not a sequence of numbers.
+      ValueError: it does not have one number for each branch, or one that no sigmoid has.
+    """
+    if initial_gates is None:
+        return None
+    if isinstance(initial_gates, str | bytes) or not isinstance(initial_gates, Sequence):
+        raise TypeError(
+            f"initial_gates must be a sequence of numbers, got {type(initial_gates).__name__}. Pass a tuple, "
+            "such as (0.02, 0.96, 0.02)."
+        )
+    for gate in initial_gates:
+        check_number(initial_gates=gate)
+    if len(initial_gates) != num_branches or not all(0 < gate < 1 for gate in initial_gates):
+        raise ValueError(
+            f"initial_gates must be numbers between 0 and 1, one for each of {num_branches} branches, got "
+            f"{tuple(initial_gates)}. Pass for example 0.02 for a branch that shall matter little."
+        )
+    return tuple(map(float, initial_gates))

@@ -1,13 +1,14 @@
 """The parts of a layer that a user may replace: the gate, and the compressors of keys and values."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
 
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import Branch, NSAConfig
+from nsa_jax.nn.gate import check_initial_gates
 
 type GateFunction = Callable[[Float[Array, "B T D"]], Float[Array, "B T N branches"]]
 type CompressorFunction = Callable[[Float[Array, "B m l K H"]], Float[Array, "B m K H"]]
@@ -34,6 +35,7 @@ def make_compressor(
 
 def check_parts(
     gate: MakeGate | None,
+    initial_gates: Sequence[float] | None,
     compressor: MakeCompressor | None,
     compression: str,
     share_keys_values: bool,
@@ -43,12 +45,13 @@ def check_parts(
 
     Raises:
       TypeError: `gate` or `compressor` cannot be called as `make_gate` and `make_compressor` do.
-      ValueError: `compressor` is given together with a `compression` other than the default, or an option is
-        given that is for branches which are absent.
+      ValueError: `compressor` is given together with a `compression` other than the default, or `gate` with
+        `initial_gates`; or an option is given that is for branches which are absent.
     """
     alone = len(branches) == 1
     useless = dict(
         gate=alone and gate is not None,
+        initial_gates=alone and initial_gates is not None,
         share_keys_values=alone and share_keys_values,
         compressor="cmp" not in branches and compressor is not None,
         compression="cmp" not in branches and compression != "mlp",
@@ -58,8 +61,14 @@ def check_parts(
             f"options must be for branches that the layer has, got {names[0]} with branches={branches}. "
             "Leave it out, or add the branch."
         )
+    check_initial_gates(initial_gates, len(branches))
     if gate is not None:
         _check_make(GATE_CALL, gate)
+        if initial_gates is not None:
+            raise ValueError(
+                f"initial_gates must be left out if a gate is given, got {tuple(initial_gates)}. Leave one "
+                "of the two out."
+            )
     if compressor is None:
         return
     _check_make(COMPRESSOR_CALL, compressor)

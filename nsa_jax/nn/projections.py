@@ -97,12 +97,18 @@ def projection(
 
 
 def head_norm(
-    normalize: bool, width: int, *, dtype: DType | None, param_dtype: DType, rngs: nnx.Rngs
+    normalize: bool,
+    width: int,
+    *,
+    epsilon: float = NORM_EPSILON,
+    dtype: DType | None,
+    param_dtype: DType,
+    rngs: nnx.Rngs,
 ) -> Callable[[Array], Array]:
     """Makes an RMSNorm (arXiv:1910.07467) of each head with one learned scale, or returns `unchanged`."""
     if not normalize:
         return unchanged
-    return nnx.RMSNorm(width, epsilon=NORM_EPSILON, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 def unchanged(heads: Array) -> Array:

@@ -1,0 +1,8 @@
+"""From a dense model of others to NSA: loads it, converts it, compares the two, and saves either."""
+
+from nsa_jax.pretrained.comparison import Comparison, compare
+from nsa_jax.pretrained.conversion import to_nsa
+from nsa_jax.pretrained.loading import load
+from nsa_jax.pretrained.saving import save
+
+__all__ = ["Comparison", "compare", "load", "save", "to_nsa"]

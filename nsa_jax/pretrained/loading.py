@@ -1,0 +1,175 @@
+"""Loads a dense model of others, or an NSA model that `save` wrote."""
+
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from nsa_jax.dispatch import Implementation, check_implementation
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model.abstract import abstract_transformer, fill, parameters
+from nsa_jax.model.stored_config import config_from_plain
+from nsa_jax.nn.parameters import differences, sharding_of
+from nsa_jax.nn.projections import Sharding
+from nsa_jax.option_checks import check_dtype
+from nsa_jax.pretrained.extra import package
+from nsa_jax.pretrained.families import read_fields
+from nsa_jax.pretrained.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS, read_config, read_folder
+from nsa_jax.pretrained.gguf_file import read_gguf
+from nsa_jax.pretrained.names import Place, places
+from nsa_jax.pretrained.source import Source
+
+# In the place of a family, in the `config.json` of a model that `save` wrote under our names.
+NATIVE, NATIVE_CONFIG = "nsa_jax", "transformer"
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = [CONFIG, TOKENIZER, WEIGHTS, INDEX, WEIGHTS.replace(".", "-*.")]
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    param_dtype: str = "float32",
+    sharding: Sharding | None = None,
+    implementation: Implementation | None = None,
+    ignore: Collection[str] = (),
+) -> tuple[Transformer, Any]:
+    """Loads a model and its tokenizer.
+
+    Families: Llama 1 to 3.3 and what has its architecture, such as SmolLM2; Mistral; Qwen2 and Qwen2.5;
+    Qwen3. Mixtures of experts, soft caps, other rotations and other activations are refused, with the field
+    that asks for them.
+
+    Weights are read one at a time, straight into `param_dtype` and their sharding, so the host needs the
+    memory of the model in that dtype and of the largest tensor.
+
+    Args:
+      source: a folder of Hugging Face with `config.json`, safetensors in one file or several, and
+        `tokenizer.json`; the name of such a repository, which is downloaded; a GGUF file; or a folder that
+        `nsa_jax.pretrained.save` wrote.
+      dtype: name of the dtype of the computation, see `nsa_jax.model.TransformerConfig`.
+      param_dtype: name of the dtype of the parameters.
+      sharding: mesh axes of named dimensions, see `nsa_jax.model.Transformer`. The parameters are read into
+        this sharding of the mesh in context.
+      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.model.Transformer`.
+      ignore: fields of `config.json`, or settings of a GGUF file, that you know to change nothing. A field
+        that is not known is refused otherwise.
+
+    Returns:
+      The model, and its `tokenizers.Tokenizer`, or None if the source has none. That of a GGUF file is built
+      from its data if it is byte-level BPE as in SmolLM2, Llama 3 or Qwen2, and None otherwise.
+
+    Raises:
+      TypeError: an argument or a field is of the wrong kind.
+      ValueError: there is no such source; a file is missing or broken; tensors are missing, extra or of
+        another shape; the family is unknown, or a field changes the computation in a way that is unknown; the
+        tokenizer has more tokens than the vocabulary; or there is a `sharding` and no mesh in context.
+      ImportError: a package of the extra `pretrained` is not installed.
+
+    Warns:
+      UserWarning: the tokenizer of a GGUF file is of another kind.
+
+    Examples:
+      >>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="bfloat16")
+      >>> tokens = jnp.array([tokenizer.encode("NSA is").ids])
+    """
+    check_dtype(dtype=dtype, param_dtype=param_dtype)
+    check_implementation(implementation)
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        raise TypeError(f"ignore must be a collection of names, got {ignore!r}. Pass a tuple.")
+    understand = functools.partial(_understand, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    found = _open(source, ignore, understand)
+    config = understand(found.fields)
+    model = abstract_transformer(config, sharding=sharding, implementation=implementation)
+    wanted = parameters(model)
+    if found.fields.get("model_type") == NATIVE:
+        where = {name: Place(name, value.shape, value.shape) for name, value in wanted.items()}
+    else:
+        where = places(config)
+    _check_tensors(found, where, config)
+    _check_tokenizer(found.tokenizer, config.vocab_size)
+    for name, value in wanted.items():
+        place = where[name]
+        # Copied, because JAX may use the memory of an array, which may be that of the file.
+        own = np.array(place.own(found.tensors[place.name].read()), dtype=value.dtype, order="C")
+        wanted[name] = jax.device_put(own, sharding_of(value))
+    fill(model, wanted)
+    return model, found.tokenizer
+
+
+def _understand(
+    fields: Mapping[str, Any], dtype: str, param_dtype: str, ignore: Collection[str]
+) -> TransformerConfig:
+    """The configuration that `config.json` asks for."""
+    if fields.get("model_type") != NATIVE:
+        return read_fields(fields, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
+    try:
+        values = dict(fields[NATIVE_CONFIG]) | dict(dtype=dtype, param_dtype=param_dtype)
+        return config_from_plain(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"config.json must hold what nsa_jax.pretrained.save wrote, got {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Load it with the version of nsa_jax that saved it."
+        ) from None
+
+
+def _open(source: str | os.PathLike[str], ignore: Collection[str], understand: Callable[..., Any]) -> Source:
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"source must be a path or a name, got {type(source).__name__}. Pass a string.")
+    path = pathlib.Path(source)
+    if path.is_dir():
+        return read_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return read_gguf(path, ignore)
+    if path.exists() or not _REPOSITORY.fullmatch(str(source)) or path.suffix == ".gguf":
+        raise ValueError(
+            "source must be a folder, a .gguf file or the name of a repository of Hugging Face, got "
+            f"{str(source)!r}. Check the path."
+        )
+    understand(read_config(_download(str(source), [CONFIG])))  # before all the rest is downloaded
+    return read_folder(_download(str(source), _FILES))
+
+
+def _download(name: str, files: list[str]) -> pathlib.Path:
+    hub = package("huggingface_hub")
+    try:
+        return pathlib.Path(hub.snapshot_download(name, allow_patterns=files))
+    except (OSError, ValueError, hub.errors.HFValidationError) as error:  # errors of HTTP are OSErrors
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"source must be a repository that can be downloaded, got {name!r}: {told!r}. Check its name, "
+            "your token and the network, or download it and pass the folder."
+        ) from None
+
+
+def _check_tensors(found: Source, where: dict[str, Place], config: TransformerConfig) -> None:
+    """Raises ValueError unless the tensors are those of the model. Two kinds of extra ones are dropped."""
+    spare = ("lm_head.weight",) if config.tie_embeddings else ()
+    given: dict[str, Any] = {
+        name: stored
+        for name, stored in found.tensors.items()
+        if name not in spare and not name.endswith(".rotary_emb.inv_freq")
+    }
+    wanted: dict[str, Any] = {place.name: place for place in where.values()}
+    if problems := differences(wanted, given):
+        raise ValueError(
+            f"the tensors must be those that config.json asks for, got {', '.join(problems)}. Load a whole "
+            "copy of the model."
+        )
+
+
+def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    if tokenizer is None:
+        return
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the ids of the tokenizer must be below the vocab_size of the model, {vocab_size}, got "
+            f"{largest}. Load the tokenizer that belongs to the model."
+        )

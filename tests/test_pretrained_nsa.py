@@ -1,0 +1,349 @@
+"""A dense model becomes one of NSA that computes the same where it can. Both are compared and saved."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import refused
+from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder
+
+from nsa_jax import NSAConfig, nn
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.model.abstract import abstract_transformer, fill, parameters
+from nsa_jax.nn import IndexerConfig, LinearScaling
+
+for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
+    pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
+
+from nsa_jax.pretrained import compare, load, save, to_nsa  # noqa: E402
+
+COVERING = NSAConfig(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=4,
+    num_selected_blocks=6,
+    window_size=5,
+)
+SPARSE = dataclasses.replace(COVERING, num_selected_blocks=3)
+SIZES = dict(vocab_size=29, num_layers=2, model_dim=16, mlp_dim=24, norm_epsilon=1e-5)
+IDS = np.random.default_rng(1).integers(0, 29, (3, 21))
+
+
+def dense_model(heads=4, kv_heads=2, **options):
+    config = TransformerConfig(
+        **SIZES | dict(num_heads=heads, num_kv_heads=kv_heads, attention="dense") | options
+    )
+    model = abstract_transformer(config, implementation="xla")
+    rng, arrays = np.random.default_rng(0), {}
+    for name, value in parameters(model).items():
+        drawn = (1 if len(value.shape) == 1 else 0.4) * rng.standard_normal(value.shape)
+        arrays[name] = jnp.asarray(drawn, value.dtype)
+    fill(model, arrays)
+    return model
+
+
+def run(model, ids=IDS):
+    return np.asarray(nnx.jit(lambda model, ids: model(ids))(model, ids))
+
+
+GATES = dict(initial_gates=(1e-7, 1 - 1e-7, 1e-7))
+ALONE = dict(branches=("slc",), selector=IndexerConfig(dim=4))
+OWN = GATES | dict(share_keys_values=False, compression="mlp")
+SAME = {
+    "alone-1-KV": ((4, 1), ALONE),
+    "alone-4-KV": ((4, 4), ALONE),
+    "alone-2-KV": ((6, 2), ALONE),
+    "gates-1-KV": ((4, 1), GATES),
+    "gates-4-KV": ((4, 4), GATES),
+    "own-keys-2-KV": ((6, 2), OWN),
+}
+
+
+@pytest.mark.parametrize(("heads", "options"), SAME.values(), ids=SAME.keys())
+def test_blocks_that_cover_everything_are_dense_attention(heads, options):
+    dense = dense_model(*heads, head_dim=6, qkv_bias=True, normalize_qk=True, rope_base=100.0)
+    expected = run(dense)
+
+    model = to_nsa(dense, nsa=COVERING, implementation="xla", rngs=nnx.Rngs(0), **options)
+
+    assert np.abs(run(model) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_blocks_that_cover_a_part_are_another_model():
+    dense = dense_model()
+    expected = run(dense)
+
+    model = to_nsa(dense, nsa=SPARSE, implementation="xla", rngs=nnx.Rngs(0))
+
+    assert np.abs(run(model) - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
+    dense = dense_model(
+        qkv_bias=True, normalize_qk=True, tie_embeddings=False, rope_scaling=LinearScaling(2.0)
+    )
+    options = dict(nsa=SPARSE, share_keys_values=False, compression="mlp", selector=IndexerConfig())
+
+    model = to_nsa(dense, rngs=nnx.Rngs(7), **options)
+
+    held = nn.weights(model)
+    for name, value in nn.weights(dense).items():
+        for branch in ("cmp", "slc", "win"):
+            own = re.sub("(key|value)_", rf"\1_{branch}_", name)
+            np.testing.assert_array_equal(held[own], value, own)
+    assert np.std(held["layers.1.attention.compressor_key.kernel_in"]) > 0.05
+    assert np.std(held["layers.1.attention.selector.key_proj.kernel"]) > 0.05
+    assert not np.any(held["layers.1.attention.gate.kernel_out"])
+    gates = jax.nn.sigmoid(held["layers.0.attention.gate.bias_out"])
+    np.testing.assert_allclose(gates, np.broadcast_to((0.02, 0.96, 0.02), (4, 3)), rtol=1e-5)
+    changed = options | dict(attention="nsa", initial_gates=(0.02, 0.96, 0.02))
+    assert model.config == dataclasses.replace(dense.config, **changed)
+    other = nn.weights(to_nsa(dense, rngs=nnx.Rngs(8)))
+    assert np.any(other["layers.0.attention.gate.kernel_in"] != held["layers.0.attention.gate.kernel_in"])
+
+
+def test_weights_are_copied_so_that_a_step_may_donate_them():
+    dense = dense_model()
+    model = to_nsa(dense, nsa=SPARSE, share_keys_values=False, rngs=nnx.Rngs(0))
+
+    held, new = parameters(dense), parameters(model)
+
+    places = [value.unsafe_buffer_pointer() for value in [*held.values(), *new.values()]]
+    assert len(set(places)) == len(places)
+
+
+def test_window_layers_stay_and_kinds_may_be_chosen():
+    dense = dense_model(attention=("window", "dense"), window_size=(7, None))
+    windows = dense_model(attention="window", window_size=7)
+
+    assert to_nsa(dense, rngs=nnx.Rngs(0)).config.attention == ("window", "nsa")
+    assert to_nsa(dense, rngs=nnx.Rngs(0)).config.window_size == (7, None)
+    assert to_nsa(windows, attention="nsa", rngs=nnx.Rngs(0)).config.window_size is None
+    mixed = to_nsa(windows, attention=("nsa", "window"), rngs=nnx.Rngs(0))
+    assert (mixed.config.attention, mixed.config.window_size) == (("nsa", "window"), (None, 7))
+    kept = to_nsa(dense_model(), attention=("dense", "nsa"), rngs=nnx.Rngs(0))
+    assert kept.config.attention == ("dense", "nsa")
+
+
+def test_branches_bring_their_gates():
+    model = to_nsa(dense_model(), branches=("win", "slc"), selector="given", rngs=nnx.Rngs(0))
+
+    assert model.config.branches == ("slc", "win")
+    assert model.config.initial_gates == (0.96, 0.02)
+
+
+def test_every_weight_keeps_its_sharding_or_gets_the_one_asked_for():
+    axes = dict(heads="tensor", kv_heads="tensor")
+    with jax.set_mesh(jax.make_mesh((1,), ("tensor",))):
+        plain = to_nsa(dense_model(), nsa=SPARSE, sharding=axes, rngs=nnx.Rngs(0))
+        again = nnx.state(plain.layers[0].attention, nnx.Param)
+
+    assert tuple(again["key_proj"]["kernel"][...].sharding.spec) == (None, "tensor", None)
+    assert tuple(again["gate"]["bias_out"][...].sharding.spec) == ("tensor", None)
+
+
+WRONG = {
+    "no model": (lambda: to_nsa(3, rngs=nnx.Rngs(0)), TypeError, "model must be a Transformer, got int"),
+    "NSA": (
+        lambda: to_nsa(to_nsa(dense_model(), rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
+        ValueError,
+        "dense and window layers only, got attention='nsa'. Pass",
+    ),
+    "windows": (
+        lambda: to_nsa(dense_model(attention="window"), rngs=nnx.Rngs(0)),
+        ValueError,
+        "a new model must have an NSA layer, got attention='window'",
+    ),
+    "layers": (
+        lambda: to_nsa(dense_model(), attention=("nsa",), rngs=nnx.Rngs(0)),
+        ValueError,
+        "attention must have one value for each layer, got 1",
+    ),
+    "gates": (
+        lambda: to_nsa(dense_model(), initial_gates=(0, 1, 0), rngs=nnx.Rngs(0)),
+        ValueError,
+        r"initial_gates must be .*, got \(0, 1, 0\). Pass",
+    ),
+    "rngs": (lambda: to_nsa(dense_model(), rngs=0), TypeError, "rngs must be nnx.Rngs, got int"),
+    "flag": (
+        lambda: to_nsa(dense_model(), share_keys_values="no", rngs=nnx.Rngs(0)),
+        TypeError,
+        "share_keys_values must be True or False, got str",
+    ),
+    "abstract": (
+        lambda: to_nsa(
+            nnx.eval_shape(lambda: Transformer(dense_model().config, rngs=nnx.Rngs(0))), rngs=nnx.Rngs(0)
+        ),
+        TypeError,
+        "model must hold arrays, got ShapeDtypeStruct at embed.embedding. Call",
+    ),
+    "compare none": (lambda: compare(None, dense_model(), IDS), TypeError, "dense must be a Transformer"),
+    "compare vocabularies": (
+        lambda: compare(dense_model(), dense_model(vocab_size=30), IDS),
+        ValueError,
+        "both models must have one vocabulary, got 29 and 30",
+    ),
+    "compare one token": (
+        lambda: compare(dense_model(), dense_model(), IDS[:, :1]),
+        ValueError,
+        r"rows of at least two tokens, got shape \(3, 1\)",
+    ),
+    "compare lists": (lambda: compare(*[dense_model()] * 2, [[1, 2]]), TypeError, "tokens must be an array"),
+    "compare ids": (lambda: compare(*[dense_model()] * 2, IDS + 20), ValueError, "tokens must be"),
+    "compare floats": (lambda: compare(*[dense_model()] * 2, IDS + 0.5), ValueError, "must be integers"),
+    "stretches": (
+        lambda: compare(dense_model(), dense_model(), IDS, stretches=0),
+        ValueError,
+        "stretches must be at least 1",
+    ),
+    "save none": (lambda: save(3, "x"), TypeError, "model must be a Transformer, got int"),
+    "save a rotation": (
+        lambda: save(dense_model(rope_base=(1e4, 2e4)), "x"),
+        ValueError,
+        r"got rope_base=\(10000.0, 20000.0\). Save it by nsa_jax.model.save",
+    ),
+    "save a scale": (lambda: save(dense_model(scale=0.5), "x"), ValueError, "got scale=0.5. Save"),
+    "save biases": (lambda: save(dense_model(out_bias=True), "x"), ValueError, "got .*out_bias=True"),
+    "save windows": (
+        lambda: save(dense_model(attention=("window", "window"), window_size=(3, 4)), "x"),
+        ValueError,
+        r"window_size=\(3, 4\)",
+    ),
+    "save fields": (lambda: save(dense_model(), "x", fields=dict(a=IDS)), TypeError, "fields must be plain"),
+    "save a field twice": (
+        lambda: save(dense_model(), "x", fields=dict(vocab_size=30)),
+        ValueError,
+        "fields must be others than the configuration has, got 'vocab_size'. Leave",
+    ),
+    "save bytes": (lambda: save(dense_model(), "x", file_bytes=0), ValueError, "file_bytes must be at le"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "told"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_calls_are_refused(tmp_path, monkeypatch, call, error, told):
+    monkeypatch.chdir(tmp_path)
+
+    with refused(error, told):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("chunk", [256, 6])
+def test_a_comparison_is_that_of_all_logits(monkeypatch, chunk):
+    monkeypatch.setattr("nsa_jax.pretrained.comparison.CHUNK", chunk)
+    dense = dense_model(dropout_rate=0.5)  # which is off in a comparison
+    model = to_nsa(dense, nsa=SPARSE, initial_gates=(0.3, 0.4, 0.3), implementation="xla", rngs=nnx.Rngs(0))
+
+    found = compare(dense, model, IDS, stretches=3)
+
+    losses, choices = [], []
+    for each in (dense, model):
+        each.eval()
+        exact = run(each)[:, :-1].astype(np.float64)
+        picked = np.take_along_axis(exact, IDS[:, 1:, None], -1)[..., 0]
+        losses.append(np.log(np.exp(exact).sum(-1)) - picked)
+        choices.append(exact.argmax(-1))
+    parts = [slice(0, 7), slice(7, 14), slice(14, 20)]
+    assert found.starts == (0, 7, 14)
+    np.testing.assert_allclose((found.dense_loss, found.loss), [each.mean() for each in losses], rtol=1e-5)
+    for told, each in ((found.dense_losses, losses[0]), (found.losses, losses[1])):
+        np.testing.assert_allclose(told, [each[:, part].mean() for part in parts], rtol=1e-5)
+    assert found.agreement == np.mean(choices[0] == choices[1])
+    assert 0 < found.agreement < 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_model_goes_back_to_the_names_it_came_with(tmp_path, family):
+    fields = fields_of(family)
+    tensors = tensors_of(fields)
+    model, _ = load(write_folder(tmp_path / "theirs", fields, tensors))
+
+    save(model, tmp_path / "ours", fields=dict(max_position_embeddings=64, eos_token_id=2))
+
+    from safetensors.numpy import load_file
+
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(written[name], value, name)
+    told = json.loads((tmp_path / "ours" / "config.json").read_text())
+    again, _ = load(tmp_path / "ours")
+    expected = model.config if model.config.head_dim else dataclasses.replace(model.config, head_dim=8)
+    assert again.config == expected
+    theirs = "llama" if family == "mistral without window" else fields["model_type"]  # the same
+    assert (told["eos_token_id"], told["model_type"]) == (2, theirs)
+    np.testing.assert_allclose(  # the oracle reads what was written
+        logits(told, written, IDS[:1, :9]), logits(fields, tensors, IDS[:1, :9]), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_nsa_comes_back_from_a_folder_of_several_files(tmp_path, dtype):
+    options = dict(selector=IndexerConfig(dim=8, weighted=True), compression="mlp")
+    dense = dense_model(rope_scaling=LinearScaling(2.0), param_dtype=dtype)
+    model = to_nsa(dense, nsa=SPARSE, attention=("dense", "nsa"), rngs=nnx.Rngs(3), **options)
+
+    save(model, tmp_path / "model", file_bytes=4000)
+    again, tokenizer = load(tmp_path / "model", param_dtype=dtype)
+
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
+    assert again.config == model.config
+    assert tokenizer is None
+    weights = nn.weights(again)
+    for name, value in nn.weights(model).items():
+        np.testing.assert_array_equal(weights[name], value, name)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path):
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 28}, unk_token="a"))
+
+    save(dense_model(), tmp_path, tokenizer=tokenizer)
+
+    assert load(tmp_path)[1].to_str() == tokenizer.to_str()
+
+
+def test_a_folder_that_holds_a_model_is_not_written_to(tmp_path):
+    save(dense_model(), tmp_path)
+    held = (tmp_path / "model.safetensors").read_bytes()
+
+    with refused(ValueError, "folder must be new, or hold no model"):
+        save(dense_model(), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == held
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+
+    with refused(OSError, "folder must take a whole model, got '.*No space left"):
+        save(dense_model(), tmp_path / "model")
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_configuration_of_a_later_version_is_one_error(tmp_path):
+    save(to_nsa(dense_model(), rngs=nnx.Rngs(0)), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"remat"', '"later"'))
+
+    with refused(ValueError, "must hold what nsa_jax.pretrained.save wrote, got TypeError: .*later"):
+        load(tmp_path)
+
+
+def test_the_loss_of_a_uniform_model_is_the_logarithm_of_the_vocabulary():
+    dense = dense_model()
+    dense.final_norm.scale[...] = jnp.zeros(16)
+
+    found = compare(dense, dense, IDS)
+
+    assert math.isclose(found.loss, math.log(29), rel_tol=1e-6)
+    assert found.agreement == 1

@@ -1,0 +1,77 @@
+"""Small made models of every family against `transformers`: it is what these models were published for.
+
+`tox -e adopt` runs this; elsewhere the package is missing, and the tests are skipped. The forward in NumPy
+that the other tests take as oracle is compared as well.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder, write_gguf
+
+for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub", "torch", "transformers"):
+    pytest.importorskip(name, reason="run by `tox -e adopt`, which installs transformers")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from nsa_jax.pretrained import load, save  # noqa: E402
+
+IDS = np.random.default_rng(1).integers(0, 29, (2, 33))
+BUDGET = 2e-4  # of the largest logit
+
+
+def theirs(folder, **options) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **options
+    )
+    with torch.no_grad():
+        return model.eval()(torch.tensor(IDS)).logits.numpy()
+
+
+def error(found, expected) -> float:
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path, family):
+    fields = fields_of(family)
+    tensors = tensors_of(fields)
+    folder = write_folder(tmp_path / "model", fields, tensors)
+
+    model, _ = load(folder)
+
+    expected = theirs(folder)
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+    assert error(logits(fields, tensors, IDS), expected) < BUDGET
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_transformers_wrote_is_read_and_one_of_ours_is_read_by_it(tmp_path, family):
+    """`transformers` writes fields of its newest form, such as `rope_parameters`."""
+    fields = fields_of(family)
+    folder = write_folder(tmp_path / "model", fields, tensors_of(fields))
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
+
+    model, _ = load(tmp_path / "theirs")
+    save(model, tmp_path / "ours", fields=dict(max_position_embeddings=64))
+
+    expected = theirs(folder)
+    assert "transformers_version" in json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+    np.testing.assert_array_equal(theirs(tmp_path / "ours"), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_both_read_a_gguf_file_alike(tmp_path, family):
+    pytest.importorskip("accelerate", reason="transformers needs it to read a GGUF file")
+    fields = fields_of(family, head_dim=128) if family == "qwen3" else fields_of(family)  # it reads no other
+    more = {} if family == "llama" else {".vocab_size": fields["vocab_size"]}
+    file = write_gguf(tmp_path / "model.gguf", fields, tensors_of(fields), more=more)
+
+    model, _ = load(file)
+
+    expected = theirs(tmp_path, gguf_file=file.name)
+    assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
