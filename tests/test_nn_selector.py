@@ -33,7 +33,6 @@ from nsa_jax.nn import IndexerConfig
 LAYERS = {
     "recent, all branches": dict(selector=Recent),
     "random, slc": dict(selector=Random, branches=("slc",)),
-    "loudest, slc": dict(selector=Loudest, branches=("slc",)),
     "loudest, cmp and slc": dict(selector=Loudest, branches=("slc", "cmp")),
     "loudest, slc and win": dict(selector=Loudest, branches=("slc", "win")),
     "loudest, shared slc and win": dict(selector=Loudest, branches=("slc", "win"), share_keys_values=True),
@@ -140,7 +139,7 @@ def test_absent_branches_have_no_parameters_and_no_cache(branches, parameters, f
 
 
 def test_what_a_selector_keeps_is_written_like_keys():
-    layer = layer_of("loudest, slc")
+    layer = layer_of("loudest, slc and win")
     with jax.enable_x64(True):
         x = random(2, 9, WIDTH)
         cache = layer.init_cache(2, 11)
