@@ -59,7 +59,7 @@ USED = {
     "jax.core.Tracer": ("whether values are known: checked where they are", "nsa_jax", "tests"),
     "jax.make_user_context": ("use_implementation reaches what is traced already", "nsa_jax/dispatch.py"),
     "jax.sharding.get_abstract_mesh": ("the platform of a program, and its mesh", "nsa_jax", "tests"),
-    "jax.sharding.get_mesh": ("where abstract parameters are to lie", "nsa_jax/nn", *MESH),
+    "jax.sharding.get_mesh": ("where abstract parameters are to lie", "nsa_jax/nn", "nsa_jax/model", *MESH),
     "jax.set_mesh": ("the mesh in context, which flax wants for sharded parameters", "tests", *MESH),
     "jax.enable_x64": ("float64 in one block", "nsa_jax/doctor", "benchmarks", "tests"),
     "jax.P": ("the short name of PartitionSpec", "tests"),
