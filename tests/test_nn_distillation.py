@@ -15,6 +15,7 @@ from selector_examples import Recent
 from small_layer import CONFIG, LENGTH, ROUNDING, WIDTH, assert_close, make_layer, random
 
 import nsa_jax
+from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import IndexerConfig, distillation
 
@@ -153,7 +154,7 @@ def test_gradients_of_many_queries_stay_in_the_range_of_float16():
     """Each is 1e4, and their mean is, too; their sum is not."""
 
     def scores(queries, held, at, **where):
-        return held.astype(jnp.float32) * jnp.array([1e4, 0.0])[None, None, None]
+        return held.astype(jnp.float32) * jnp.broadcast_to(jnp.array([1e4, 0.0]), (*at.shape, 1, 2))
 
     def loss(held):
         query, blocks = jnp.zeros((1, 64, 1, 4), jnp.float16), jnp.zeros((1, 64, 1, 1), jnp.int32)
@@ -206,10 +207,14 @@ def test_a_selector_with_scores_of_its_own_is_taught():
                 nsa_jax.selected_probabilities(*to, blocks, **settings),
             ),
         }
+
+        def loss_of(target):
+            return nnx.remat(lambda layer: layer(x, distil=target)[1])
+
         assert expected.keys() == set(distillation.TARGETS)
         return [
             (
-                nnx.value_and_grad(nnx.remat(lambda layer, target=target: layer(x, distil=target)[1]))(layer),
+                nnx.value_and_grad(loss_of(target))(layer),
                 nsa_jax.selection_loss(*pair).mean(),
             )
             for target, pair in expected.items()

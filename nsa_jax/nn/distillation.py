@@ -62,7 +62,7 @@ def mean_loss(
     chunks = -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
     tokens = -(-num_queries // chunks)
 
-    weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(jnp.float32)
+    weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(_wide(query))
 
     def of_chunk(asked: Any, held: Any, fixed: Any, whole: Any) -> Array:
         (first, query, blocks, at), (key, segment_ids, weight) = fixed, whole
