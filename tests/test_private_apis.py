@@ -33,7 +33,7 @@ FORMS = f"{MOSAIC}/unstable.py"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
 SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
 FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", "nsa_jax/model/checksums.py"
-ABSTRACT, ADOPT = "nsa_jax/model/abstract.py", "nsa_jax/adopt"
+ADOPT = "nsa_jax/adopt"
 MESH = "examples/train_lm", "benchmarks/devices.py"
 CHECKS = "nsa_jax/debug.py", "nsa_jax/parallel/declared.py"
 # A name, or what its name begins with: why it is used, and where. Of several the longest counts.
@@ -60,7 +60,7 @@ USED = {
     "jax.core.Tracer": ("whether values are known: checked where they are", "nsa_jax", "tests"),
     "jax.make_user_context": ("use_implementation reaches what is traced already", "nsa_jax/dispatch.py"),
     "jax.sharding.get_abstract_mesh": ("the platform of a program, and its mesh", "nsa_jax", "tests"),
-    "jax.sharding.get_mesh": ("where abstract parameters are to lie", "nsa_jax/nn", ABSTRACT, *MESH),
+    "jax.sharding.get_mesh": ("where abstract parameters are to lie", "nsa_jax/nn", "nsa_jax/model", *MESH),
     "jax.set_mesh": ("the mesh in context, which flax wants for sharded parameters", "tests", *MESH),
     "jax.enable_x64": ("float64 in one block", "nsa_jax/doctor", "benchmarks", "tests"),
     "jax.P": ("the short name of PartitionSpec", "tests"),
