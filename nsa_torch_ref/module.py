@@ -166,6 +166,8 @@ class NSAAttention(nn.Module):
     * `compressor(head_dim, config)` makes phi, once for keys and once for values, and
       `gate(in_features, num_heads)` makes the gate, like the classes of this module.
     * With `share_keys_values`, one pair of projections serves all branches.
+    * `initial_gates` are what the gates of `Gate` are at first.
+    * `out_bias` says whether the output projection has a bias, if not what `use_bias` says.
     """
 
     def __init__(

@@ -4,7 +4,6 @@
 """
 
 import functools
-import sys
 
 import fewer_collections  # noqa: F401
 import jax
@@ -32,9 +31,14 @@ def values_and_gradients(config: NSAConfig, positions, segment_ids, cotangents, 
     return results, pull_back(cotangents)
 
 
-def main(axis: str) -> None:
-    shard = {"batch": PartitionSpec("x"), "kv_heads": PartitionSpec(None, None, "x")}[axis]
-    index = {"batch": PartitionSpec("x"), "kv_heads": PartitionSpec()}[axis]
+# How the operands are split, and how the index arrays.
+SPLITS = {
+    "batch": (PartitionSpec("x"), PartitionSpec("x")),
+    "kv_heads": (PartitionSpec(None, None, "x"), PartitionSpec()),
+}
+
+
+def main() -> None:
     operands = tuple(jnp.asarray(x, jnp.float32) for x in CASE.draw())
     rng = CASE.generator("cotangents")
     shapes = ((2, 24, 4, 3), (2, 24, 4, 3), (2, 24, 4))
@@ -43,16 +47,16 @@ def main(axis: str) -> None:
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     whole = functools.partial(values_and_gradients, OVERLAPPING)
-    in_shards = jax.shard_map(
-        whole, mesh=mesh, in_specs=(index, index, shard, *[shard] * len(operands)), out_specs=(shard, shard)
-    )
     expected = jax.jit(whole, compiler_options=FAST_TO_COMPILE)(*arguments)
-    found = jax.jit(in_shards, compiler_options=FAST_TO_COMPILE)(*arguments)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # float32 sums of some 20 terms, in another order: 170 eps
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-    print("shards", len(jax.tree.leaves(found)[0].sharding.device_set))
+    for axis, (shard, index) in SPLITS.items():
+        specs = index, index, shard, *[shard] * len(operands)
+        in_shards = jax.shard_map(whole, mesh=mesh, in_specs=specs, out_specs=(shard, shard))
+        found = jax.jit(in_shards, compiler_options=FAST_TO_COMPILE)(*arguments)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            # float32 sums of some 20 terms, in another order: 170 eps
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+        print(axis, len(jax.tree.leaves(found)[0].sharding.device_set))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

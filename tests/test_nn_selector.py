@@ -31,10 +31,7 @@ from nsa_jax.model.checkpoint import restore, save
 from nsa_jax.nn import IndexerConfig
 
 LAYERS = {
-    "recent, all branches": dict(selector=Recent),
     "random, slc": dict(selector=Random, branches=("slc",)),
-    "loudest, slc": dict(selector=Loudest, branches=("slc",)),
-    "loudest, cmp and slc": dict(selector=Loudest, branches=("slc", "cmp")),
     "loudest, slc and win": dict(selector=Loudest, branches=("slc", "win")),
     "loudest, shared slc and win": dict(selector=Loudest, branches=("slc", "win"), share_keys_values=True),
     "fixed, shared, all": dict(selector=Fixed, share_keys_values=True),
@@ -61,7 +58,7 @@ def test_steps_choose_as_a_whole_row_does(name):
         assert_steps_give(call(layer, x), layer, x)
 
 
-@pytest.mark.parametrize("name", ["random, slc", "loudest, cmp and slc"])
+@pytest.mark.parametrize("name", ["random, slc", "loudest, slc and win"])
 def test_layer_attends_the_blocks_that_inspect_shows(name):
     """And by no others: with another selection the output differs."""
     layer = layer_of(name)
@@ -140,7 +137,7 @@ def test_absent_branches_have_no_parameters_and_no_cache(branches, parameters, f
 
 
 def test_what_a_selector_keeps_is_written_like_keys():
-    layer = layer_of("loudest, slc")
+    layer = layer_of("loudest, slc and win")
     with jax.enable_x64(True):
         x = random(2, 9, WIDTH)
         cache = layer.init_cache(2, 11)

@@ -51,14 +51,14 @@ def twins():
     return shared, separate
 
 
-@pytest.mark.parametrize("segment_ids", [None, PACKED], ids=["plain", "packed"])
-def test_values_and_gradients_are_those_of_three_equal_pairs(segment_ids):
+def test_values_and_gradients_are_those_of_three_equal_pairs():
+    """In packed rows; those of plain ones are compared through the steps of a cache."""
     x, cotangent = random(2, LENGTH, WIDTH), random(2, LENGTH, WIDTH, seed=1)
 
     @nnx.jit
     def evaluate(layer, x):
         graph, state = nnx.split(layer)
-        run = lambda state, x: nnx.merge(graph, state)(x, segment_ids=segment_ids)  # noqa: E731
+        run = lambda state, x: nnx.merge(graph, state)(x, segment_ids=PACKED)  # noqa: E731
         out, pull_back = jax.vjp(run, state, x)
         return out, *pull_back(cotangent)
 
@@ -80,7 +80,8 @@ def named(state):
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-WINDOWS = {"window": 5, "window of one": 1, "window longer than the rows": 64}
+# One of 5 tokens is among the layers of test_nn_selector.
+WINDOWS = {"window of one": 1, "window longer than the rows": 64}
 
 
 @pytest.mark.parametrize("window_size", WINDOWS.values(), ids=WINDOWS.keys())

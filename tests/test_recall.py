@@ -151,7 +151,7 @@ def test_interrupted_run_keeps_the_rows_it_has(tmp_path, monkeypatch):
     results.append(path, first)
 
     def measure(settings, here, seed, attention, steps):
-        if attention == "window":
+        if attention == "indexer":
             raise KeyboardInterrupt
         return second
 

@@ -165,14 +165,18 @@ def test_the_log_sum_exp_of_the_attention_changes_nothing(name):
     case, drawn = CASES[name], operands(name)
     where = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
     dense = dict(where, config=NSAConfig(window_size=case.num_keys))
+
+    @jax.jit
+    def run(query, key, value, blocks):
+        lse = attention.window_attention(query, key, value, **dense).lse
+        of_slots = attention.selected_attention(query, key, value, blocks, **where).lse
+        return (
+            attention.block_probabilities(query, key, lse=lse, **where),
+            attention.selected_probabilities(query, key, blocks, lse=of_slots, **where),
+        )
+
     with jax.enable_x64(True):
-        lse = attention.window_attention(drawn.query, drawn.key_slc, drawn.value_slc, **dense).lse
-        found = attention.block_probabilities(drawn.query, drawn.key_slc, lse=lse, **where)
-        blocks = blocks_of(name)
-        of_slots = attention.selected_attention(
-            drawn.query, drawn.key_slc, drawn.value_slc, blocks, **where
-        ).lse
-        slots = attention.selected_probabilities(drawn.query, drawn.key_slc, blocks, lse=of_slots, **where)
+        found, slots = run(drawn.query, drawn.key_slc, drawn.value_slc, blocks_of(name))
 
     np.testing.assert_allclose(found, cached("xla", name)["blocks sum"], atol=1e-12)
     np.testing.assert_allclose(slots, cached("xla", name)["slots sum"], atol=1e-12)
@@ -206,21 +210,23 @@ def test_chunks_of_runs_joined_are_the_whole():
     """As a loss consumes them: each chunk says with `Runs` where its queries stand."""
     case, drawn, whole = CASES["odd"], operands("odd"), cached("xla", "odd")
     found = {"blocks sum": [], "slots sum": [], "importance": []}
-    shared = dict(config=ODD)
+    key, key_cmp, shared = drawn.key_slc, drawn.key_cmp, dict(config=ODD)
+
+    @functools.partial(jax.jit, static_argnames="first")
+    def run(query, blocks, first):
+        where = dict(shared, query_positions=Runs((Run(query.shape[1], first),)))
+        return (
+            attention.block_probabilities(query, key, **where),
+            attention.selected_probabilities(query, key, blocks, **where),
+            attention.importance_scores(query, key_cmp, **where),
+        )
+
     with jax.enable_x64(True):
         for first, length in ((0, 13), (13, 13), (26, 11)):
             here = slice(first, first + length)
-            query, at = drawn.query[:, here], Runs((Run(length, first),))
-            blocks = blocks_of("odd")[:, here]
-            found["blocks sum"].append(
-                attention.block_probabilities(query, drawn.key_slc, query_positions=at, **shared)
-            )
-            found["slots sum"].append(
-                attention.selected_probabilities(query, drawn.key_slc, blocks, query_positions=at, **shared)
-            )
-            found["importance"].append(
-                attention.importance_scores(query, drawn.key_cmp, query_positions=at, **shared)
-            )
+            chunk = run(drawn.query[:, here], blocks_of("odd")[:, here], first)
+            for parts, part in zip(found.values(), chunk, strict=True):
+                parts.append(part)
     assert case.num_queries is None
     for name, parts in found.items():
         np.testing.assert_allclose(np.concatenate(parts, 1), whole[name], rtol=1e-12, atol=1e-12)
@@ -324,9 +330,9 @@ def test_targets_have_no_gradient():
         return (found**2).sum() + (query**2).sum()
 
     arrays = jnp.asarray(drawn.query, jnp.float32), jnp.asarray(drawn.key_slc, jnp.float32)
-    d_query, d_key = jax.grad(objective, (0, 1))(*arrays)
+    d_query, d_key = map(np.asarray, jax.jit(jax.grad(objective, (0, 1)))(*arrays))
 
-    assert (d_query == 2 * arrays[0]).all()
+    assert (d_query == 2 * np.asarray(arrays[0])).all()
     assert not d_key.any()
 
 
@@ -401,11 +407,9 @@ def test_the_loss_equals_the_loops():
     expected = targets_by_loops.selection_loss(scores, target)
     with jax.enable_x64(True):
         for function in (attention.selection_loss, reference.selection_loss):
-            np.testing.assert_allclose(
-                function(jnp.asarray(scores), jnp.asarray(target)), expected, atol=1e-13
-            )
-    found = attention.selection_loss(jnp.asarray(scores, "bfloat16"), jnp.asarray(target, "float32"))
-    rounded = np.asarray(jnp.asarray(scores, "bfloat16"), np.float64)
+            np.testing.assert_allclose(jax.jit(function)(scores, target), expected, rtol=1e-12, atol=1e-13)
+    found = jax.jit(attention.selection_loss)(scores.astype("bfloat16"), target.astype("float32"))
+    rounded = scores.astype("bfloat16").astype(np.float64)
 
     assert found.dtype == jnp.float32
     assert (expected[0, :3] == 0).all()
@@ -421,7 +425,7 @@ def test_gradients_of_the_loss_are_those_of_finite_differences():
         return (attention.selection_loss(scores, target) * weights).sum()
 
     with jax.enable_x64(True):
-        d_scores, d_target = jax.grad(objective, (0, 1))(jnp.asarray(scores), jnp.asarray(target))
+        d_scores, d_target = map(np.asarray, jax.jit(jax.grad(objective, (0, 1)))(scores, target))
     by_steps = np.zeros_like(scores)
     for index in zip(*np.nonzero(scores > -np.inf), strict=True):
         step = np.zeros_like(scores)
@@ -436,11 +440,16 @@ def test_gradients_of_the_loss_are_those_of_finite_differences():
 
 def test_nan_of_one_row_stays_in_its_loss():
     scores, target = scores_and_target()
-    expected = attention.selection_loss(jnp.asarray(scores), jnp.asarray(target))
+
+    @jax.jit
+    def run(scores, target):
+        found, pull_back = jax.vjp(attention.selection_loss, scores, target)
+        return found, pull_back(jnp.ones_like(found))[0]
+
+    expected = np.asarray(run(scores, target)[0])
     scores[0, 5, 0, 1] = target[0, 6, 1, 1] = np.nan
     scores[0, 6, 1, 1] = 0.0
-    found, pull_back = jax.vjp(attention.selection_loss, jnp.asarray(scores), jnp.asarray(target))
-    gradient, _ = pull_back(jnp.ones_like(found))
+    found, gradient = map(np.asarray, run(scores, target))
     spoilt = np.zeros(found.shape, bool)
     spoilt[0, 5, 0] = spoilt[0, 6, 1] = True
 
@@ -451,6 +460,9 @@ def test_nan_of_one_row_stays_in_its_loss():
 
 def test_the_loss_of_equal_shares_is_0():
     scores, _ = scores_and_target()
-    target = jax.nn.softmax(jnp.asarray(scores[:, 3:]), axis=-1)
 
-    assert np.abs(attention.selection_loss(jnp.asarray(scores[:, 3:]), 3 * target)).max() < 1e-6
+    @jax.jit
+    def loss(scores):
+        return attention.selection_loss(scores, 3 * jax.nn.softmax(scores, axis=-1))
+
+    assert np.abs(loss(scores[:, 3:])).max() < 1e-6

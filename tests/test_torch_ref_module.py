@@ -296,3 +296,11 @@ def test_gradients_of_every_parameter_pass_gradcheck():
 
     leaves = [x, *(p.detach().requires_grad_() for p in module.parameters())]
     assert torch.autograd.gradcheck(forward, leaves, eps=1e-6, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+def test_gates_start_as_told():
+    made = ref.NSAAttention(4, 12, num_kv_heads=2, config=CONFIG, initial_gates=(0.02, 0.96, 0.02))
+
+    gates = made.gate(torch.randn(2, 7, 12))
+
+    torch.testing.assert_close(gates, torch.tensor([0.02, 0.96, 0.02]).expand(2, 7, 4, 3))

@@ -211,10 +211,12 @@ def test_scores_of_their_own_are_ranked_exactly():
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         with jax.enable_x64(dtype == "float64"):
             scores = jnp.asarray(drawn, dtype)
-            wide = np.asarray(scores.astype(jnp.promote_types(dtype, jnp.float32)))
+            wide = np.asarray(scores).astype(jnp.promote_types(dtype, jnp.float32))
             expected = index_cases.best_of(case, wide).tolist()
             for module in (attention, reference):
-                found = module.top_blocks(scores, config=case.config, **where(case))
+                found = jax.jit(functools.partial(module.top_blocks, config=case.config, **where(case)))(
+                    scores
+                )
                 assert found.tolist() == expected, (dtype, module.__name__)
 
 

@@ -3,7 +3,8 @@
 A chunk is every `chunks`-th token of all rows, not consecutive ones: so tokens that are spread over devices
 stay where they are, and all devices have a share of each chunk. The forward pass keeps one number a token,
 the log-sum-exp of its logits; the backward pass computes the logits of a chunk again. On explicit axes of a
-mesh each device takes its own tokens and its own columns of the vocabulary.
+mesh each device takes its own tokens and its own columns of the vocabulary, and the gradient of the kernel is
+added up over the devices once. On auto axes XLA adds it up in each chunk.
 """
 
 import functools

@@ -465,7 +465,7 @@ class IndexSizes(NamedTuple):
 
 
 def index_gradient_tile(float_bytes: int, dim: int) -> tuple[int, int]:
-    """Keys, and query tokens, of a tile of an indexer's key gradients, and the warps of a program."""
+    """Query tokens, and most keys, of a tile of an indexer's key gradients, and the warps of a program."""
     return (64, 4) if float_bytes * dim <= 256 else (32, 4)
 
 

@@ -11,9 +11,9 @@ Source: `nsa_jax.block_scores`. Three kernels, of which each output is written b
   STEP blocks at a time, and adds them up. It writes the gradients of the products, too. Bytes: a key for each
   block in sight, 0.3 GB there, mostly from L2: 0.1 ms.
 * `nsa_index_key_gradients`, grid (tiles of COLUMNS keys, K, B): loops over tiles of TOKENS queries, with
-  index heads inside. A key gave few scores, but sorting would take longer than products with zeros:
-  `2 J T COLUMNS E` flops a program, 34 GFLOP there. Registers: `COLUMNS E / (32 num_warps)` floats a thread,
-  64.
+  index heads inside. Of a block each query chose one token, so the tile of gradients has a number for each
+  query and block, and zeros: `2 J T COLUMNS E` flops a program, 34 GFLOP there.
+  Registers: `COLUMNS E / (32 num_warps)` floats a thread, 64.
 
 Memory: scores, tokens and gradients of products of a call, `(2 + J) B T K M` numbers, and the keys' gradients
 of each KV head in float32. Calls are chunks of queries.
@@ -128,13 +128,14 @@ def score_gradients(
         grid=(num_queries * num_kv_heads * heads, batch), num_warps=1, num_stages=2, scale=float(scale),
         STEP=16, **common,
     )  # fmt: skip
-    tile, num_warps = index_gradient_tile(query.dtype.itemsize, dim)
+    tokens_each, num_warps = index_gradient_tile(query.dtype.itemsize, dim)
+    tile = min(tokens_each, max(1 << (placement.config.selection_block_size.bit_length() - 1), 16))
     d_keys = launch(
         index_key_gradients_kernel, query, tokens, d_products, placement.position,
         placement.selection_start() if placement.packed else None,
         out=jax.ShapeDtypeStruct((batch, keys.shape[1], num_kv_heads, dim), jnp.float32),
         grid=(-(-keys.shape[1] // tile), num_kv_heads, batch), num_warps=num_warps, num_stages=1,
-        COLUMNS=tile, TOKENS=tile, PRECISION=precision(query.dtype), **common,
+        COLUMNS=tile, TOKENS=tokens_each, PRECISION=precision(query.dtype), **common,
     )  # fmt: skip
     return d_query, d_keys, None if weights is None else d_weights
 
@@ -314,7 +315,8 @@ def index_key_gradients_kernel(
     E: tl.constexpr = E0 + E1
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    key = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first_key = tl.program_id(0) * COLUMNS
+    key = first_key + tl.arange(0, COLUMNS)
     dtype: tl.constexpr = query.dtype.element_ty
     total = zeros(COLUMNS, DIM)
     for first in tl.range(0, num_queries, TOKENS):
@@ -326,15 +328,19 @@ def index_key_gradients_kernel(
         else:
             start = tl.load(sequence_start + b * num_queries + token, mask=exists & (at >= 0), other=0)
         last = tl.where(at >= 0, start + at, -1)
-        if tl.max(last, 0) >= tl.program_id(0) * COLUMNS:
-            pair = ((b * num_queries + token) * KV_HEADS + k)[:, None]
-            seen = (key[None, :] >= start[:, None]) & (key[None, :] <= last[:, None])
-            block = tl.where(seen, (key[None, :] - start[:, None]) // BLOCK, 0)
-            chosen = tl.load(tokens + pair * ROW + block, mask=seen, other=-1) == key[None, :]
+        if tl.max(last, 0) >= first_key:
+            pair = (b * num_queries + token) * KV_HEADS + k
+            block = tl.maximum(first_key - start, 0) // BLOCK  # of the first key
             for head in tl.range(0, HEADS):
                 row = pair * HEADS + head
-                given = tl.load(d_products + row * ROW + block, mask=seen & chosen, other=0.0)
-                q = _finite(load_at(query, tl.reshape(row, [TOKENS]) * E, exists, DIM))
-                total = add_product(tl.trans(given.to(dtype)), cast(q, dtype), total, PRECISION)
+                given = tl.zeros([COLUMNS, TOKENS], tl.float32)
+                for later in tl.static_range((COLUMNS + BLOCK - 2) // BLOCK + 1):
+                    place = block + later
+                    source = tl.load(tokens + pair * ROW + place, mask=place * BLOCK <= at, other=-1)
+                    inside = (source >= first_key) & (source < first_key + COLUMNS)
+                    x = tl.load(d_products + row * ROW + place, mask=inside, other=0.0)
+                    given += tl.where(source[None, :] == key[:, None], x[None, :], 0.0)
+                q = _finite(load_at(query, row * E, exists, DIM))
+                total = add_product(given.to(dtype), cast(q, dtype), total, PRECISION)
     row = ((b * num_keys + key) * KV_HEADS + k) * E
     store_at(d_keys, row, total, key < num_keys, DIM)
