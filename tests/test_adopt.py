@@ -90,6 +90,7 @@ def rows(output: pathlib.Path, stage: str) -> list[dict]:
     return [{name: value for name, value in row.items() if name != "ms"} for row in found]
 
 
+@pytest.mark.slow
 def test_distil_changes_what_chooses_alone_and_its_loss_falls(finished, source):
     assert changed_by_distil(finished, source) == {
         f"layers.{layer}.attention.compressor_key.{name}"
@@ -120,6 +121,7 @@ def settings_of(output: pathlib.Path) -> command.Settings:
     return command.Settings(**values)
 
 
+@pytest.mark.slow
 def test_sparse_trains_everything_with_the_selection_loss(finished):
     before, after = (of(finished / "checkpoints" / stage) for stage in ("distil", "sparse"))
 
@@ -128,6 +130,7 @@ def test_sparse_trains_everything_with_the_selection_loss(finished):
     assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection"}] * 3
 
 
+@pytest.mark.slow
 def test_the_model_of_the_run_can_be_loaded(finished):
     model, tokenizer = load(finished / "model")
 
@@ -140,6 +143,7 @@ def test_the_model_of_the_run_can_be_loaded(finished):
     }
 
 
+@pytest.mark.slow
 def test_the_report_has_its_tables(finished):
     page, found = ((finished / name).read_text() for name in ("report.md", "report.json"))
 
@@ -160,6 +164,7 @@ def test_the_report_has_its_tables(finished):
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "step", "number"), [("distil", 3, signal.SIGINT), ("sparse", 1, signal.SIGTERM)]
 )
@@ -195,6 +200,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         assert rows(output, each) == rows(finished, each)
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, capsys):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
@@ -210,6 +216,7 @@ def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, c
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_an_indexer_is_taught_alone(source, files, tmp_path):
     options = SHORT | dict(selector="indexer", branches="slc")
 
@@ -362,9 +369,10 @@ def test_held_out_documents_are_whole_and_not_trained_on():
     assert set(kept.joined()).isdisjoint(held.joined())
     assert held.sizes.min() >= 10
     assert held.sizes.sum() >= 0.2 * 122
-    found = held.rows(10, 3)
-    assert found.shape[1] == 10
+    found = held.rows(10, 100)
+    assert len(found) == sum(held.sizes // 10)
     assert (np.diff(found) == 1).all()  # each in one document
+    assert (held.rows(10, 2) == found[:2]).all()
     again = text.split(documents, length=10, share=0.2, seed=0)[1]
     assert (again.starts == held.starts).all()
 
