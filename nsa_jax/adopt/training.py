@@ -81,6 +81,7 @@ def train(
     if found := folder.load(stage.name, moments):
         model, moments, step, rows = found
         graph, learning, fixed = _divided(model, stage, settings)
+    compiles_in = step
     bar = tqdm(total=stage.steps, initial=step, desc=stage.name, unit="step", dynamic_ncols=True)
     with _delayed_signals() as received, bar:
         while step < stage.steps:
@@ -93,9 +94,8 @@ def train(
                     f"the loss must stay finite, got {told} in step {step + 1} of {stage.name}; "
                     f"{folder.saved}. Use smaller learning rates, in another --output."
                 )
+            ms = None if step == compiles_in else round(1e3 * (time.perf_counter() - started), 1)
             step += 1
-            # The first step of a process also compiles.
-            ms = round(1e3 * (time.perf_counter() - started), 1) if bar.n > bar.initial else None
             rows.append({"step": step, "ms": ms} | told)
             bar.set_postfix_str(", ".join(f"{name} {loss:.4f}" for name, loss in told.items()), refresh=False)
             bar.update()
