@@ -217,7 +217,9 @@ def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, c
 
 
 @pytest.mark.slow
-def test_an_indexer_is_taught_alone(source, files, tmp_path):
+def test_an_indexer_is_taught_alone(source, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
     options = SHORT | dict(selector="indexer", branches="slc")
 
     assert run(source, files, tmp_path / "run", options) == 0
@@ -227,7 +229,6 @@ def test_an_indexer_is_taught_alone(source, files, tmp_path):
         for layer in (0, 1)
         for part in ("query", "key")
     }
-    assert "Needles" not in (tmp_path / "run" / "report.md").read_text()
 
 
 def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_path, monkeypatch, capsys):
