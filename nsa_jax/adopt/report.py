@@ -60,8 +60,8 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
         + "."
     )
     yield (
-        "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the selection "
-        "loss, added up over the layers."
+        "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
+        "selection loss, added up over the layers."
     )
     yield "\n".join(_training(found["stages"]))
     yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."
