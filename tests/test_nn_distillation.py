@@ -15,6 +15,7 @@ from selector_examples import Recent
 from small_layer import CONFIG, LENGTH, ROUNDING, WIDTH, assert_close, make_layer, random
 
 import nsa_jax
+from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import IndexerConfig, distillation
 
@@ -120,6 +121,54 @@ def test_only_the_selector_learns_by_the_loss(name, learns):
         assert not np.any(of_input)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_chunks_add_up(name):
+    """Those of the parameters, of packed rows in small chunks, against those of all queries at once."""
+
+    def gradient(loss, layer, target):
+        return nnx.grad(lambda layer: loss(layer, random(2, LENGTH, WIDTH), target))(layer)
+
+    @nnx.jit
+    def run(layer):
+        return [
+            (
+                gradient(lambda layer, x, target: expected_loss(layer, x, target, PACKED), layer, target),
+                gradient(
+                    lambda layer, x, target: layer(x, distil=target, segment_ids=PACKED)[1], layer, target
+                ),
+            )
+            for target in distillation.TARGETS
+        ]
+
+    with jax.enable_x64(True), small_chunks():
+        for expected, found in run(layer_of(name)):
+            learns = "compressor_key" if name == "importance" else "selector"
+            for right, got in zip(
+                jax.tree.leaves(expected[learns]), jax.tree.leaves(found[learns]), strict=True
+            ):
+                assert_close(got, right, ROUNDING)
+            assert max(float(np.abs(x).max()) for x in jax.tree.leaves(expected[learns])) > 1e-3
+
+
+def test_gradients_of_many_queries_stay_in_the_range_of_float16():
+    """Each is 1e4, and their mean is, too; their sum is not."""
+
+    def scores(queries, held, at, **where):
+        return held.astype(jnp.float32) * jnp.broadcast_to(jnp.array([1e4, 0.0]), (*at.shape, 1, 2))
+
+    def loss(held):
+        query, blocks = jnp.zeros((1, 64, 1, 4), jnp.float16), jnp.zeros((1, 64, 1, 1), jnp.int32)
+        at = jnp.arange(64, dtype=jnp.int32)[None]
+        share = jnp.broadcast_to(jnp.array([0.0, 1.0]), (1, 64, 1, 2))
+        settings = dict(config=NSAConfig(selection_block_size=32), segment_ids=None, scale=1.0)
+        with mock.patch.object(distillation.attention, "block_probabilities", return_value=share):
+            return distillation.mean_loss(
+                scores, (), held, query, query, blocks, at, target="dense", implementation="xla", **settings
+            )
+
+    assert jax.grad(loss)(jnp.ones((), jnp.float16)) == 1e4
+
+
 class Likes(nnx.Module):
     """A selector of a user that can be taught: a learned number for each token, summed over a block."""
 
@@ -127,10 +176,12 @@ class Likes(nnx.Module):
         self.kernel = nnx.Param(rngs.params.normal((in_features, num_kv_heads)))
 
     def project(self, x, query, positions):
-        return jnp.zeros(x.shape[:2], jnp.int32), x @ self.kernel[...]  # integers have no gradient
+        own = jnp.zeros(x.shape[:2], jnp.int32)  # integers have no gradient
+        return own, (x @ self.kernel[...], own)
 
     def scores(self, queries, keys, at, *, config, **where):
-        size = config.selection_block_size
+        size, (keys, own) = config.selection_block_size, keys
+        keys = jnp.where(own[..., None] == 0, keys, 0)
         likes = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % size), (0, 0)))
         likes = likes.reshape(len(keys), -1, size, keys.shape[2]).sum(2).swapaxes(1, 2)
         likes = jnp.broadcast_to(likes[:, None], (*at.shape, *likes.shape[1:]))
@@ -156,10 +207,14 @@ def test_a_selector_with_scores_of_its_own_is_taught():
                 nsa_jax.selected_probabilities(*to, blocks, **settings),
             ),
         }
+
+        def loss_of(target):
+            return nnx.remat(lambda layer: layer(x, distil=target)[1])
+
         assert expected.keys() == set(distillation.TARGETS)
         return [
             (
-                nnx.value_and_grad(lambda layer, target=target: layer(x, distil=target)[1])(layer),
+                nnx.value_and_grad(loss_of(target))(layer),
                 nsa_jax.selection_loss(*pair).mean(),
             )
             for target, pair in expected.items()

@@ -18,7 +18,7 @@ from messages import has_form  # noqa: E402
 
 from nsa_jax import cache, dispatch  # noqa: E402
 from nsa_jax.cache import Compression, ResidualMLP, Rotation, TokenKeysValues  # noqa: E402
-from nsa_jax.config import NSAConfig  # noqa: E402
+from nsa_jax.config import BRANCHES, NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
 CHAIN = ["nsa_step_first", "nsa_step_second"]
@@ -37,6 +37,7 @@ class Shape:
     dtype: str = "bfloat16"
     max_length: int = 65536
     config: NSAConfig = CONFIG
+    branches: tuple[str, ...] = BRANCHES
 
     def operands(self):
         """Cache, query, tokens and gates, of 4 KV heads."""
@@ -45,11 +46,20 @@ class Shape:
             return jax.ShapeDtypeStruct((self.batch, self.num_new, *last), jnp.dtype(self.dtype))
 
         sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim, config=self.config)
+        sizes["branches"] = self.branches
         held = jax.eval_shape(
             lambda: cache.init_cache(self.batch, self.max_length, dtype=self.dtype, **sizes)
         )
         tokens = TokenKeysValues(*(array(4, dim) for dim in (self.key_dim, self.value_dim) * 3))
-        return held, array(4 * self.heads, self.key_dim), tokens, array(4 * self.heads, 3)
+        absent = {f"{x}_{branch}" for x in ("key", "value") for branch in set(BRANCHES) - {*self.branches}}
+        gates = array(4 * self.heads, len(self.branches)) if len(self.branches) > 1 else None
+        tokens = tokens._replace(**dict.fromkeys(absent))
+        return held, array(4 * self.heads, self.key_dim), tokens, gates
+
+    def blocks(self):
+        """What a step without a compressed branch is given; else None."""
+        shape = (self.batch, self.num_new, 4, self.config.num_selected_blocks)
+        return None if "cmp" in self.branches else jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 SHAPES = {
@@ -65,6 +75,8 @@ SHAPES = {
     "1m tokens": Shape(batch=32, max_length=2**20),
     "one row of 192/192": Shape(batch=1, key_dim=192, value_dim=192),
     "one row of 256/256": Shape(batch=1, key_dim=256, value_dim=256),
+    "selected alone": Shape(branches=("slc",), config=NSAConfig(selection_block_size=128)),
+    "selected and window": Shape(branches=("slc", "win"), num_new=3, dtype="float32"),
 }
 # A selection block of 32 compressed keys is more than an L4 can load ahead.
 LARGE = Shape(dtype="float32", key_dim=256, value_dim=256, config=NSAConfig(compression_stride=2))
@@ -110,11 +122,14 @@ def compression(shape):
 def test_step_becomes_machine_code(capability, name):
     shape, with_mlp = SHAPES_OF_ALL[name], (capability, name) in WITH_MLP
     compressions = [Compression(), compression(shape)] if with_mlp else [Compression()]
+    if "cmp" not in shape.branches:
+        compressions = [None]
 
-    def steps(compressions, *operands):
-        return [step(compress, shape.config, *operands) for compress in compressions]
+    def steps(compressions, blocks, *operands):
+        return [step(x, shape.config, *operands, block_indices=blocks) for x in compressions]
 
-    found = triton_kernels.compiled(steps, compressions, *shape.operands(), capability=capability)
+    given = compressions, shape.blocks(), *shape.operands()
+    found = triton_kernels.compiled(steps, *given, capability=capability)
 
     for kernel in found:  # shown if the test fails
         print(name, capability, kernel._replace(ptx=""))
@@ -131,33 +146,35 @@ def test_step_becomes_machine_code(capability, name):
 
 @pytest.mark.parametrize(
     ("compress", "kernels"),
-    [(Compression(), CHAIN), (compression(SHAPES["main"]), BY_MLP), (by_function, CHAIN)],
-    ids=["mean", "mlp", "function"],
+    [(Compression(), CHAIN), (compression(SHAPES["main"]), BY_MLP), (by_function, CHAIN), (None, CHAIN)],
+    ids=["mean", "mlp", "function", "no compressed branch"],
 )
 def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels):
     """As XLA compiles it for an H100: in a body of two layers, nothing of the size of a cache is copied."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}")
-    shape = Shape(batch=2, max_length=4096)
+    shape = Shape(batch=2, max_length=4096, branches=BRANCHES if compress else ("slc", "win"))
     held, query, tokens, gates = shape.operands()
 
     data = compress if isinstance(compress, Compression) else None
 
-    def loop(data, caches, query, tokens, gates):
+    def loop(data, blocks, caches, query, tokens, gates):
         def body(_, carry):
             caches, query = carry
             after = []
             for one in caches:
-                done = step(data or compress, shape.config, one, query, tokens, gates)
+                done = step(data or compress, shape.config, one, query, tokens, gates, block_indices=blocks)
                 after.append(done.cache)
                 query = done.out
             return tuple(after), query
 
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
-    program = triton_compile.compile_for_h100(loop, data, (held, held), query, tokens, gates)
+    given = data, shape.blocks(), (held, held), query, tokens, gates
+    program = triton_compile.compile_for_h100(loop, *given)
     body = program.as_text().split("ENTRY")[0]
 
-    smallest = min(x.size for x in (held.key_cmp, held.key_win_ring, held.key_raw_ring))
+    arrays = held.key_slc, held.key_cmp, held.key_win_ring, held.key_raw_ring
+    smallest = min(x.size for x in arrays if x is not None)
     copied = re.findall(r"(\w+)\[([\d,]*)\]\S* copy\(", body)
     assert all(_elements(dims) < smallest for _, dims in copied), copied
     assert body.count('custom_call_target="triton_kernel_call_ffi"') == 2 * len(kernels)

@@ -174,7 +174,7 @@ def decode_step(
       ValueError: as in `prefill`, but for a row without room, or `T` exceeds the step capacity of the cache.
         Lengths and `num_tokens` out of range are found where the host has their values: outside `jit`, in
         NumPy arrays and in JAX arrays on a CPU. Elsewhere a `num_tokens` counts as the nearest in range.
-      NotImplementedError: as in `prefill`.
+      NotImplementedError: as in `prefill`; the kernels of `triton` take at most 8 tokens.
 
     Numerics:
       As in the operations of `nsa_jax.attention`.

@@ -127,23 +127,28 @@ class Choosing(nnx.Module):
             keys, _ = self._compress_rows(key, value, at if positions is None else positions, segment_ids)
             at = at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
             asked: Any = query
-            scores = functools.partial(_importance, keys=keys, scale=self.scale)
+            held: Any = keys
+            scores: Any = functools.partial(_importance, scale=self.scale)
         else:
             asked, keys, at = self._asked(x, query, positions, segment_ids)
-            scores = functools.partial(_of_selector, keys=keys, selector=self.selector)
+            is_module = isinstance(self.selector, nnx.Module)
+            graph, state = nnx.split(self.selector) if is_module else (self.selector, ())
+            held, scores = (keys, state), functools.partial(_of_selector, graph)
         return mean_loss(
-            scores, asked, query, key_slc, block_indices, at, target=distil, segment_ids=segment_ids,
+            scores, asked, held, query, key_slc, block_indices, at, target=distil, segment_ids=segment_ids,
             **self._operation_settings(),
         )  # fmt: skip
 
 
-def _importance(query: Array, at: Array, *, keys: Array, **where: Any) -> Float32[Array, "B T K M"]:
+def _importance(query: Array, keys: Array, at: Array, **where: Any) -> Float32[Array, "B T K M"]:
     """Scores by importance, with a gradient, which `xla` alone has."""
     return attention.importance_scores(query, keys, **where | dict(implementation="xla"))
 
 
 def _of_selector(
-    queries: Any, at: Array, *, keys: Any, selector: Any, **where: Any
+    selector: Any, queries: Any, held: Any, at: Array, **where: Any
 ) -> Float32[Array, "B T K M"]:
-    """Scores by a selector."""
+    """Scores by a selector, given as the graph of a module, whose state is held beside the keys, or whole."""
+    keys, state = held
+    selector = nnx.merge(selector, state) if isinstance(selector, nnx.GraphDef) else selector
     return selector.scores(queries, keys, at, **where)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import attention, layout
-from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
+from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Run, Runs
+from nsa_jax.sharding.manual import varying_alike
 
 type Target = Literal["dense", "selected"]
 
@@ -24,6 +25,7 @@ SCORES_AT_ONCE = 2**24
 def mean_loss(
     scores: Callable[..., Float32[Array, "B t K M"]],
     queries: Any,
+    held: Any,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     block_indices: Int[Array, "B T K R"],
@@ -38,9 +40,10 @@ def mean_loss(
     """The mean over queries and KV heads of the KL divergence of a selector's shares from the attention's.
 
     Args:
-      scores: called as `scores(queries, at, **where)` with a chunk of what follows; `where` are
+      scores: called as `scores(queries, held, at, **where)` with a chunk of `queries` and `at`; `where` are
         `query_positions`, `segment_ids`, `config` and `implementation`.
       queries: what the selector asks with, a tree of arrays `[B, T, ...]`.
+      held: what it asks, and its parameters: a tree of arrays.
       query: rotated queries of the layer.
       key: rotated keys of the selected branch.
       block_indices: blocks that the layer attends.
@@ -50,37 +53,34 @@ def mean_loss(
       config, segment_ids, scale, implementation: as in the operations.
 
     Returns:
-      The mean, with a gradient through the scores alone: for floats among `queries`, and for what `scores`
-      holds. It is formed beside the loss of each chunk, so the target and the scores are computed once, and
-      no chunk of them is kept.
+      The mean, with a gradient through the scores alone, for the floats among `queries` and `held`. It is
+      formed beside the loss of each chunk, so the target and the scores are computed once, and no chunk of
+      them is kept.
     """
     batch, num_queries, num_kv_heads = block_indices.shape[:3]
     a_query = batch * num_kv_heads * layout.num_selection_blocks(key.shape[1], config)
     chunks = -(-num_queries // max(SCORES_AT_ONCE // a_query, 1))
     tokens = -(-num_queries // chunks)
 
-    def scored(asked: Any, first: Array, at: Array, segment_ids: Array | None) -> Array:
-        return scores(asked, at, **where(first, segment_ids))
+    weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(_wide(query))
 
-    def where(first: Array, segment_ids: Array | None) -> dict[str, Any]:
-        runs = Runs((Run(tokens, first),))
-        return dict(
-            config=config, query_positions=runs, segment_ids=segment_ids, implementation=implementation
-        )
-
-    def of_chunk(learned: Any, fixed: Any, key: Array, segment_ids: Array | None) -> Array:
-        (asked, held), (first, query, blocks, at) = learned, fixed
-        found = converted(asked, first, at, segment_ids, *held)
-        settings = where(first, segment_ids)
+    def of_chunk(asked: Any, held: Any, fixed: Any, whole: Any) -> Array:
+        (first, query, blocks, at), (key, segment_ids, weight) = fixed, whole
+        where: dict[str, Any] = dict(
+            config=config, query_positions=Runs((Run(tokens, first),)), segment_ids=segment_ids,
+            implementation=implementation,
+        )  # fmt: skip
+        found = scores(asked, held, at, **where)
         if target == "dense":
-            share = attention.block_probabilities(query, key, scale=scale, **settings)
+            share = attention.block_probabilities(query, key, scale=scale, **where)
             found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
         else:
             blocks = layout.distinct_blocks(blocks)
-            share = attention.selected_probabilities(query, key, blocks, scale=scale, **settings)
+            share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
             found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
             found = jnp.where(blocks < 0, -jnp.inf, found)
-        return attention.selection_loss(found, share).sum()  # 0 where nothing is attended
+        # Weighed here: gradients that are not would leave the range of float16.
+        return attention.selection_loss(found, share).sum() * weight  # 0 where nothing is attended
 
     def split(x: Array, fill: int = 0) -> Array:
         widths = (0, 0), (0, chunks * tokens - num_queries), *((0, 0),) * (x.ndim - 2)
@@ -89,52 +89,56 @@ def mean_loss(
 
     asked, of_attention = jax.tree.map(split, queries), jax.tree.map(split, (query, block_indices))
     fixed = jnp.arange(chunks, dtype=jnp.int32) * tokens, *of_attention, split(at, fill=-1)
-    first = jax.tree.map(lambda x: x[0], (asked, fixed[0], fixed[3]))
-    converted, held = jax.closure_convert(scored, *first, segment_ids)  # `held` is what `scores` learns by
-    total = _sum_of_chunks(of_chunk, asked, held, fixed, (key, segment_ids))
-    return total / jnp.maximum((at >= 0).sum() * num_kv_heads, 1)
+    asked, held, key = varying_alike((asked, held, key))  # inside of `shard_map` parameters are shared
+    return _sum_of_chunks(of_chunk, asked, held, fixed, (key, segment_ids, weight))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_chunks(
-    loss: Callable[..., Array], asked: Any, held: list[Array], fixed: Any, whole: Any
+    loss: Callable[..., Array], asked: Any, held: Any, fixed: Any, whole: Any
 ) -> Float32[Array, ""]:
-    """The sum of `loss((asked, held), fixed, *whole)` over the chunks of `asked` and `fixed`."""
+    """The sum of `loss(asked, held, fixed, whole)` over the chunks of `asked` and `fixed`."""
 
     def add(total: Array, chunk: Any) -> tuple[Array, None]:
         asked, fixed = chunk
-        return total + loss((asked, held), fixed, *whole), None
+        return total + loss(asked, held, fixed, whole), None
 
     return jax.lax.scan(add, _nothing(whole), (asked, fixed))[0]
 
 
-def _nothing(whole: Any) -> Float32[Array, ""]:
-    return jnp.zeros((), jnp.promote_types(whole[0].dtype, jnp.float32))
-
-
 def _with_gradients(
-    loss: Callable[..., Array], asked: Any, held: list[Array], fixed: Any, whole: Any
+    loss: Callable[..., Array], asked: Any, held: Any, fixed: Any, whole: Any
 ) -> tuple[Array, Any]:
-    """The sum, and its gradients for `asked` and `held`; those for `held` are summed in float32 or wider."""
+    """The sum, and its gradients for the floats in `asked` and `held`; the latter are summed up wide."""
 
-    def add(carry: tuple[Array, list[Array]], chunk: Any) -> tuple[tuple[Array, list[Array]], Any]:
+    def add(carry: tuple[Array, Any], chunk: Any) -> tuple[tuple[Array, Any], Any]:
         (total, sums), (asked, fixed) = carry, chunk
-        found, pull = jax.vjp(lambda *learned: loss(learned, fixed, *whole), asked, held)
+        found, pull = jax.vjp(lambda *learned: loss(*learned, fixed, whole), asked, held)
         d_asked, d_held = pull(jnp.ones_like(found))
-        # Integers have no gradient.
-        d_asked = jax.tree.map(
-            lambda x, d: d if jnp.issubdtype(x.dtype, jnp.inexact) else None, asked, d_asked
-        )
-        return (total + found, [x + d for x, d in zip(sums, d_held, strict=True)]), d_asked
+        sums = jax.tree.map(lambda x, total, d: total + d if _learns(x) else None, held, sums, d_held)
+        return (total + found, sums), jax.tree.map(lambda x, d: d if _learns(x) else None, asked, d_asked)
 
-    sums = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in held]
+    sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=_wide(x)) if _learns(x) else None, held)
     (total, sums), d_asked = jax.lax.scan(add, (_nothing(whole), sums), (asked, fixed))
-    return total, (d_asked, [d.astype(x.dtype) for x, d in zip(held, sums, strict=True)])
+    d_held = jax.tree.map(lambda x, total: total.astype(x.dtype) if _learns(x) else None, held, sums)
+    return total, (d_asked, d_held)
 
 
 def _scaled(loss: Callable[..., Array], gradients: Any, d_total: Array) -> tuple[Any, ...]:
-    d_asked, d_held = jax.tree.map(lambda d: (d * d_total).astype(d.dtype), gradients)
-    return d_asked, d_held, None, None
+    return *jax.tree.map(lambda d: (d * d_total).astype(d.dtype), gradients), None, None
 
 
 _sum_of_chunks.defvjp(_with_gradients, _scaled)
+
+
+def _learns(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _wide(x: Array) -> DType:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _nothing(whole: Any) -> Float32[Array, ""]:
+    """A sum of nothing, which varies over the mesh axes that the keys vary over."""
+    return jnp.zeros_like(whole[0], dtype=_wide(whole[0]), shape=())

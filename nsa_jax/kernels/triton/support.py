@@ -68,7 +68,7 @@ def unsupported_reason(
     if operation == "dense_decode_step":
         return _step_rows(floats)
     if operation in _OF_AN_INDEX:
-        return _index(floats, config)
+        return _index(operation, floats, config)
     if operation == "decode_step":
         return _step(floats, config, scored=len(floats) == len(arrays))
     if reason := _tiles(operation, floats, config):
@@ -148,7 +148,7 @@ def _step_rows(floats: list) -> str | None:
     return None
 
 
-def _index(floats: list, config: NSAConfig | None) -> str | None:
+def _index(operation: str, floats: list, config: NSAConfig | None) -> str | None:
     """Why an indexer cannot select (index queries and keys); None if it can."""
     if config is None:
         return None
@@ -168,7 +168,7 @@ def _index(floats: list, config: NSAConfig | None) -> str | None:
                 f"{block} keys of dim {query.shape[-1]} in {query.dtype.name}. Cast the arrays, or use "
                 "implementation='xla'."
             )
-    return _blocks("select_by_index", config)
+    return None if operation == "block_scores" else _blocks(operation, config)
 
 
 def _tiles(operation: str, floats: list, config: NSAConfig | None) -> str | None:

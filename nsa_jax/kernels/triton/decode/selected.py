@@ -126,7 +126,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
             earlier = tl.load(given + before, mask=before < S.SELECTED, other=-1)
             same = (earlier[:, None] == index[None, :]) & (before[:, None] < rank[None, :])
             repeats += tl.sum(same.to(tl.int32), 0)
-        index = tl.where((index < count) & (repeats == 0), index, -1)
+        index = tl.where((index >= 0) & (index < count) & (repeats == 0), index, -1)
 
     column = tl.arange(0, COLUMNS)
     in_block = column % S.PADDED_BLOCK
