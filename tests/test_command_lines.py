@@ -16,8 +16,11 @@ from messages import has_form
 pytest.importorskip("optax", reason="the examples need the extra `train`")
 pytest.importorskip("tqdm", reason="the examples need the extra `train`")
 pytest.importorskip("matplotlib", reason="the examples need the extra `train`")
+pytest.importorskip("safetensors", reason="adopt needs the extra `pretrained`")
+pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 
 COMMANDS = {
+    "nsa_jax.adopt": "nsa_jax.adopt.__main__",
     "nsa_jax.doctor": "nsa_jax.doctor.__main__",
     "parity": "parity.__main__",
     "benchmarks.attention": "benchmarks.attention",

@@ -33,6 +33,7 @@ FORMS = f"{MOSAIC}/unstable.py"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
 SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
 FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", "nsa_jax/model/checksums.py"
+ADOPT = "nsa_jax/adopt"
 MESH = "examples/train_lm", "benchmarks/devices.py"
 CHECKS = "nsa_jax/debug.py", "nsa_jax/parallel/declared.py"
 # A name, or what its name begins with: why it is used, and where. Of several the longest counts.
@@ -70,7 +71,7 @@ USED = {
     "jax_triton.triton_lib": ("whether it has its compiler, and what it made", TRITON, "tests", DEAD),
     "jax_triton.triton_lib.gpu_info": ("what it compiles for", CHIP),
     "triton.runtime.interpreter": ("runs kernels without a GPU", "tests"),
-    "orbax.checkpoint": ("a new API replaces it", SAVES, READS, FOLDER, "examples", "tests"),
+    "orbax.checkpoint": ("a new API replaces it", SAVES, READS, FOLDER, ADOPT, "examples", "tests"),
     "jax.experimental.multihost_utils": ("adds up the checksums of several processes", SUMS),
     "flax.nnx.nn.dtypes.promote_dtype": ("promotes as nnx.Linear does", "nsa_jax/nn"),
     "flax.nnx.to_flat_state": ("parameters by path", "nsa_jax/nn", "tests"),

@@ -1,0 +1,203 @@
+"""`python -m nsa_jax.adopt SOURCE --text FILES... --output RUN`: from a dense model to one of NSA.
+
+Converts the model, teaches its selection (distil), trains all of it on the text (sparse), and measures each
+of these against the dense model. Stopped at any time, the same command goes on. Exit code 0: all is done;
+2: bad input, or no room; 130 or 143: Ctrl-C or SIGTERM.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+from nsa_jax.adopt import command_line
+from nsa_jax.adopt.command_line import PROGRAM, InputError, complain
+
+try:  # said at once, not after minutes
+    import optax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+    import safetensors  # noqa: F401
+    import tokenizers  # noqa: F401
+    import tqdm  # noqa: F401
+except ImportError as missing:
+    raise SystemExit(
+        complain(
+            f'this command needs the packages of the extras "pretrained" and "train", got {missing}. Install '
+            "them with: pip install 'nsa_jax[pretrained,train]'."
+        )
+    ) from missing
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nsa_jax.adopt import text
+from nsa_jax.adopt.measure import Measurements
+from nsa_jax.adopt.report import write_report
+from nsa_jax.adopt.run_folder import RunFolder
+from nsa_jax.adopt.settings import Settings
+from nsa_jax.adopt.training import Interrupted, stages, train
+from nsa_jax.config import BRANCHES
+from nsa_jax.model import Transformer
+from nsa_jax.pretrained import load, save, to_nsa
+
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    folder = RunFolder(options.output)
+    try:
+        names = {field.name for field in dataclasses.fields(Settings)}
+        given = {name: value for name, value in vars(options).items() if name in names}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        run(Settings(**given), options.text, folder)
+    except (InputError, ImportError) as error:
+        return complain(error)
+    except OSError as error:
+        told = f"the error {str(error).rstrip('.')!r}; {folder.saved}"
+        return complain(
+            f"--output must be a folder that takes the run, got {told}. Make room, or name another."
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = f"{str(error).splitlines()[0]!r}; {folder.saved}"
+        return complain(
+            f"the device must have memory for the run, got {told}. Use a smaller --batch or --length, or "
+            "--remat layer, in another --output."
+        )
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"\n{PROGRAM}: interrupted; {folder.saved}; the same command goes on", file=sys.stderr)
+        return 128 + error.number if isinstance(error, Interrupted) else INTERRUPTED
+    return 0
+
+
+def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> None:
+    """Does what is not done yet: tokenises, converts, trains, measures, and writes the page."""
+    settings.nsa  # noqa: B018 (raises for sizes that do not fit)
+    identity = settings.identity(files)
+    folder.check(identity)
+    dense, tokenizer = _load(settings)
+    if tokenizer is None:
+        raise InputError(
+            f"SOURCE must have a tokenizer, got {settings.source!r} with none that is known. Pass the folder "
+            "or repository that its tokenizer.json is in."
+        )
+    model = _convert(dense, settings)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    documents = text.read(folder.path, files, tokenizer, identity)
+    training, held_out = text.split(
+        documents, length=settings.length, share=settings.held_out, seed=settings.seed
+    )
+    packed = text.Packed(training, settings.length, settings.seed)
+    folder.begin(identity)
+
+    measurements = Measurements(folder, settings, held_out, tokenizer)
+    measurements.measure("dense", dense, dense)
+    measurements.measure("converted", model, dense)
+    trained = stages(settings)
+    for stage in trained:
+        if stage.name == "dense":
+            twin, _ = _load(settings)
+            twin = train(stage, twin, packed, folder, settings)
+            measurements.measure("dense_trained", twin, dense)
+            _save(twin, folder.path / "dense", tokenizer)
+        else:
+            model = train(stage, model, packed, folder, settings)
+            measurements.measure(stage.name, model, dense)
+    _save(model, folder.path / "model", tokenizer)
+    counted = dict(
+        tokens=len(documents.tokens),
+        documents=len(documents.sizes),
+        held_out_tokens=int(held_out.sizes.sum()),
+        held_out_documents=len(held_out.sizes),
+    )
+    write_report(folder, settings, trained, counted)
+    print(f"the model is in {folder.path / 'model'}, what was measured in {folder.path / 'report.md'}")
+
+
+def _load(settings: Settings) -> tuple[Transformer, Any]:
+    try:
+        model, tokenizer = load(settings.source, dtype=settings.dtype)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+    model.config = dataclasses.replace(model.config, **settings.training)
+    return _bound(model), tokenizer
+
+
+def _convert(dense: Transformer, settings: Settings) -> Transformer:
+    try:
+        return _bound(to_nsa(dense, **settings.conversion, rngs=nnx.Rngs(settings.seed)))
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+
+
+def _bound(model: Transformer) -> Transformer:
+    """Binds the arrays to a device, as those that a step returns are: else JAX compiles for them again."""
+    nnx.update(model, jax.device_put(nnx.state(model), jax.local_devices()[0]))
+    return model
+
+
+def _save(model: Transformer, path: pathlib.Path, tokenizer: Any) -> None:
+    """Saves a model for use, unless it is there."""
+    if not (path / "config.json").exists():
+        for part in path.glob("*"):  # of a save that was killed
+            part.unlink()
+        model.config = dataclasses.replace(model.config, remat=False, scan_layers=False)
+        save(model, path, tokenizer=tokenizer)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_line.Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n\n")[1])
+    add, of, files = parser.add_argument, Settings, "files of UTF-8, .jsonl with a document in each line"
+    add(
+        "source", metavar="SOURCE", help="dense model: a folder or repository of Hugging Face, or a GGUF file"
+    )
+    add("--text", type=pathlib.Path, nargs="+", required=True, metavar="FILE", help=f"{files}; no default")
+    told = "folder of the run, new or to go on with; no default"
+    add("--output", type=pathlib.Path, required=True, metavar="RUN", help=told)
+    add("--field", default=of.field, help="field of a .jsonl file that holds the text; default: %(default)s")
+    add("--branches", choices=BRANCHES, nargs="+", default=BRANCHES, help="of NSA layers; default: all")
+    told = "tokens of prompts with a needle; default: --length"
+    positive, count, rate = command_line.positive, command_line.count, command_line.rate
+    add("--needle-lengths", type=positive, nargs="+", default=(), metavar="T", help=told)
+    told = "also train the dense model on the text of the sparse stage, to compare with"
+    add("--train-dense", action="store_true", help=told)
+    choices = {
+        "selector": (("importance", "indexer"), "what chooses the blocks"),
+        "compression": (("mlp", "mean"), "how blocks are compressed; the mean learns nothing"),
+        "dtype": (("bfloat16", "float32"), "of the computation; parameters are float32"),
+        "remat": (("attention", "layer", "none"), "what is computed again: all but attention, all, nothing"),
+    }  # fmt: skip
+    numbers = {
+        "l": (positive, "tokens of a compression block"),
+        "d": (positive, "tokens from one compression block to the next"),
+        "block": (positive, "tokens of a selection block"),
+        "n": (positive, "selected blocks of a query"),
+        "w": (positive, "tokens of the window"),
+        "length": (positive, "tokens of a row"),
+        "batch": (positive, "rows of a step"),
+        "distil-steps": (count, "steps that teach the choice of blocks alone"),
+        "sparse-steps": (count, "steps that train everything"),
+        "learning-rate": (rate, "peak for parameters of the dense model"),
+        "new-learning-rate": (rate, "peak for new parameters"),
+        "warmup": (count, "steps in which the rates rise"),
+        "selection-weight": (command_line.weight, "of the selection loss while everything trains"),
+        "held-out": (command_line.share, "share of the text that is not trained on"),
+        "rows": (positive, "held-out rows to measure losses on, at most"),
+        "needles": (count, "questions at each of 16 depths, 0 for none"),
+        "seed": (count, "of new parameters and of the order of the text"),
+    }
+    for name, (words, meaning) in choices.items():
+        add(f"--{name}", choices=words, default=getattr(of, name), help=f"{meaning}; default: %(default)s")
+    for name, (kind, meaning) in numbers.items():
+        default = getattr(of, name.replace("-", "_"))
+        add(f"--{name}", type=kind, default=default, help=f"{meaning}; default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The page at the end of a run, and the same as JSON."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import nsa_jax
+from nsa_jax.adopt.run_folder import RunFolder, write
+from nsa_jax.adopt.settings import Settings
+from nsa_jax.adopt.training import Stage
+from nsa_jax.evaluate import Needles
+
+# Models of a run by the names under which they are measured, in the order of the columns.
+MODELS = {
+    "dense": "dense, as loaded",
+    "converted": "NSA, converted",
+    "distil": "NSA after distil",
+    "sparse": "NSA after sparse",
+    "dense_trained": "dense, trained",
+}
+
+
+def write_report(
+    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int]
+) -> None:
+    """Writes `report.md` and `report.json`.
+
+    Args:
+      folder: of the run, which has its measurements and steps.
+      settings: of the run.
+      stages: those that trained.
+      text: what its text consists of, by name.
+    """
+    found = dict(
+        settings=dataclasses.asdict(settings),
+        text=text,
+        versions=_versions(),
+        device=jax.devices()[0].device_kind,
+        stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
+        measured=folder.results(),
+    )
+    write(folder.path / "report.json", json.dumps(found, indent=1) + "\n")
+    write(folder.path / "report.md", "\n\n".join(_sections(found)) + "\n")
+
+
+def _sections(found: dict[str, Any]) -> Iterable[str]:
+    measured, settings, text = found["measured"], found["settings"], found["text"]
+    yield f"# {settings['source']} with NSA"
+    yield (
+        f"{text['tokens']} tokens in {text['documents']} documents, held out {text['held_out_tokens']} in "
+        f"{text['held_out_documents']}. {found['device']}, "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        + "."
+    )
+    yield (
+        "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
+        "selection loss, added up over the layers."
+    )
+    yield "\n".join(_training(found["stages"]))
+    yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."
+    yield "\n".join(_losses(measured))
+    if settings["needles"]:
+        yield "## Needles\n\nA number to find in a text, by its depth. The question follows 100%."
+        for name in MODELS:
+            if "needles" in measured.get(name, {}):
+                yield f"**{MODELS[name]}**\n\n{needles(measured[name]['needles']).merged(4)}"
+    yield (
+        "## Recall of blocks\n\nHow often the block that dense attention likes best, of those that are not "
+        "always selected, is selected: a number for each KV head."
+    )
+    yield "\n".join(_recall(measured))
+    yield "## Settings"
+    yield "\n".join(_table(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()]))
+
+
+def needles(plain: dict[str, Any]) -> Needles:
+    """The counts as they were before they were noted as JSON."""
+    arrays = dict(
+        found=np.array(plain["found"]), lengths=tuple(plain["lengths"]), depths=tuple(plain["depths"])
+    )
+    return Needles(**plain | arrays)
+
+
+def _training(stages: dict[str, dict[str, Any]]) -> list[str]:
+    heads = "stage", "steps", "tokens", "ms a step", "first losses", "last losses"
+    rows = []
+    for name, of in stages.items():
+        ms = "" if of["ms_per_step"] is None else of["ms_per_step"]
+        told = [
+            ", ".join(f"{loss} {of[which][loss]:.4f}" for loss in of[which]) for which in ("first", "last")
+        ]
+        rows.append((name, of["steps"], of["tokens"], ms, *told))
+    return _table(heads, rows)
+
+
+def _losses(measured: dict[str, Any]) -> list[str]:
+    compared = {name: measured[name]["losses"] for name in MODELS if "losses" in measured.get(name, {})}
+    first = next(iter(compared.values()))
+    columns = {"dense": (first["dense_losses"], first["dense_loss"], 1.0)}
+    columns |= {name: (of["losses"], of["loss"], of["agreement"]) for name, of in compared.items()}
+    rows = [
+        (start, *(f"{column[0][i]:.4f}" for column in columns.values()))
+        for i, start in enumerate(first["starts"])
+    ]
+    rows.append(("all", *(f"{column[1]:.4f}" for column in columns.values())))
+    rows.append(("over dense", *(f"{column[1] - first['dense_loss']:+.4f}" for column in columns.values())))
+    rows.append(("same first choice as dense", *(f"{column[2]:.1%}" for column in columns.values())))
+    return _table(("from position", *(MODELS[name] for name in columns)), rows)
+
+
+def _recall(measured: dict[str, Any]) -> list[str]:
+    found = {name: measured[name]["recall"] for name in MODELS if "recall" in measured.get(name, {})}
+    first = next(iter(found.values()))
+    rows = [
+        (
+            layer,
+            *(
+                " ".join(f"{head:.2f}" for head in of["best_free"][i])
+                for of in (*found.values(), _chance(first))
+            ),
+        )
+        for i, layer in enumerate(first["layers"])
+    ]
+    means = [np.mean(of["best_free"]) for of in (*found.values(), _chance(first))]
+    rows.append(("all", *(f"{mean:.3f}" for mean in means)))
+    mass = [f"{np.mean(of['mass']):.3f}" for of in found.values()]
+    rows.append(("probability in the selected blocks", *mass, ""))
+    return _table(("layer", *(MODELS[name] for name in found), "chance"), rows)
+
+
+def _chance(of: dict[str, Any]) -> dict[str, Any]:
+    return {"best_free": of["chance"]}
+
+
+def _of_stage(stage: Stage, rows: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    times = [row["ms"] for row in rows if row["ms"] is not None]
+    kept = [{name: row[name] for name in row if name not in ("step", "ms")} for row in rows]
+    return dict(
+        steps=stage.steps,
+        tokens=stage.steps * settings.batch * settings.length,
+        ms_per_step=round(statistics.median(times), 1) if times else None,
+        seconds=round(sum(times) / 1e3, 1),
+        first=_mean(kept[:10]),
+        last=_mean(kept[-10:]),
+    )
+
+
+def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means over a few steps, because single batches differ."""
+    return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+
+
+def _versions() -> dict[str, str]:
+    others = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    return {"nsa_jax": nsa_jax.__version__, "Python": platform.python_version()} | others
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]

@@ -1,0 +1,133 @@
+"""The settings of a run: everything that decides its numbers."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from nsa_jax.adopt.command_line import InputError
+from nsa_jax.config import BRANCHES, NSAConfig
+from nsa_jax.nn import IndexerConfig
+from nsa_jax.nn.selector import SelectorOption
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Model, data order and schedule of one run.
+
+    Attributes:
+      source: what `nsa_jax.pretrained.load` reads.
+      field: of a JSONL file, which holds the text.
+      selector: "importance" or "indexer".
+      branches: of NSA layers.
+      compression: "mlp" or "mean".
+      l, d, block, n, w: sizes of the compression blocks, their stride, size and number of selected blocks,
+        and the window.
+      length: tokens of a row.
+      batch: rows of a step.
+      distil_steps: optimizer steps of the first stage.
+      sparse_steps: of the second.
+      train_dense: whether the dense model is trained on the text of the second stage, too.
+      learning_rate: peak for parameters of the dense model.
+      new_learning_rate: peak for new parameters.
+      warmup: steps in which the rates rise.
+      selection_weight: of the selection loss in the second stage.
+      dtype: of the computation. Parameters are float32.
+      remat: "none", "attention" or "layer".
+      held_out: share of the text that is not trained on.
+      rows: most held-out rows to measure losses on.
+      needles: questions for each depth, 0 for none.
+      needle_lengths: tokens of their prompts.
+      seed: of new parameters and the order of the text.
+    """
+
+    source: str
+    field: str = "text"
+    selector: str = "importance"
+    branches: tuple[str, ...] = BRANCHES
+    compression: str = "mlp"
+    l: int = NSAConfig().compression_block_size  # noqa: E741 (the paper's name)
+    d: int = NSAConfig().compression_stride
+    block: int = NSAConfig().selection_block_size
+    n: int = NSAConfig().num_selected_blocks
+    w: int = NSAConfig().window_size
+    length: int = 8192
+    batch: int = 4
+    distil_steps: int = 150
+    sparse_steps: int = 1500
+    train_dense: bool = False
+    learning_rate: float = 1e-4
+    new_learning_rate: float = 1e-3
+    warmup: int = 20
+    selection_weight: float = 1.0
+    dtype: str = "bfloat16"
+    remat: str = "attention"
+    held_out: float = 0.05
+    rows: int = 16
+    needles: int = 8
+    needle_lengths: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.length <= self.n * self.block:
+            raise InputError(
+                f"--length must be longer than the selected blocks, got {self.length} for {self.n} blocks of "
+                f"{self.block} tokens. Pass longer rows, or smaller or fewer blocks."
+            )
+        if self.distil_steps and not self.can_be_taught:
+            raise InputError(
+                "--distil-steps must be 0 where no parameter chooses the blocks, got "
+                f"{self.distil_steps} for --compression mean. Pass --compression mlp or --selector indexer."
+            )
+
+    @property
+    def nsa(self) -> NSAConfig:
+        """The block structure. Raises InputError where there is none of these sizes."""
+        try:
+            return NSAConfig(
+                compression_block_size=self.l,
+                compression_stride=self.d,
+                selection_block_size=self.block,
+                num_selected_blocks=self.n,
+                window_size=self.w,
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    @property
+    def can_be_taught(self) -> bool:
+        """Whether the choice of blocks has parameters."""
+        return self.selector == "indexer" or self.compression == "mlp"
+
+    @property
+    def conversion(self) -> dict[str, Any]:
+        """Arguments of `to_nsa`."""
+        selector: SelectorOption = IndexerConfig() if self.selector == "indexer" else "importance"
+        return dict(nsa=self.nsa, selector=selector, branches=self.branches, compression=self.compression)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Fields of a `TransformerConfig` that say how it is trained."""
+        remat = {"none": False, "layer": True, "attention": "attention"}[self.remat]
+        return dict(remat=remat, scan_layers=True)
+
+    def identity(self, files: Sequence[pathlib.Path]) -> dict[str, Any]:
+        """What two runs must share to be the same run, as JSON reads it back."""
+        return json.loads(json.dumps(dataclasses.asdict(self) | {"files": digests(files)}))
+
+
+def digests(files: Sequence[pathlib.Path]) -> list[list[str]]:
+    """Name and SHA-256 of each file. Raises InputError if one cannot be read."""
+    found = []
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
+        except OSError as error:
+            raise InputError(
+                f"--text must be files that can be read, got {str(path)!r} ({error.strerror}). Check "
+                "the path."
+            ) from error
+    return found

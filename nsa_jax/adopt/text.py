@@ -1,0 +1,202 @@
+"""The text of a run: tokenised once to a file, held-out documents split off, the others packed into rows."""
+
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from nsa_jax.adopt.command_line import InputError
+from nsa_jax.array_typing import Int
+
+CHARACTERS_AT_ONCE = 2**20  # of short documents, which are tokenised together, in several threads
+FILES = "tokens.bin", "documents.npy", "tokens.json"  # in the folder of a run
+
+
+class Documents(NamedTuple):
+    """Documents of a text: where each begins in `tokens`, and how many tokens it has."""
+
+    tokens: Int[np.ndarray, " tokens"]
+    starts: Int[np.ndarray, " documents"]
+    sizes: Int[np.ndarray, " documents"]
+
+    def rows(self, length: int, most: int) -> Int[np.ndarray, "rows length"]:
+        """Rows that each lie in one document: the first of each document, then their second, and so on."""
+        first = [
+            (number, start + number * length)
+            for start, size in zip(self.starts, self.sizes, strict=True)
+            for number in range(size // length)
+        ]
+        chosen = sorted(first, key=lambda each: each[0])[:most]
+        return np.stack([self.tokens[at : at + length] for _, at in chosen]).astype(np.int32)
+
+    def joined(self) -> Int[np.ndarray, " tokens"]:
+        """All tokens, one document after the other."""
+        pieces = zip(self.starts, self.sizes, strict=True)
+        return np.concatenate([self.tokens[start : start + size] for start, size in pieces]).astype(np.int32)
+
+
+class Packed:
+    """Rows of documents, one after the other; what does not fit goes on in another row.
+
+    An epoch has the documents in random order, is cut from a random token on, and gives its rows in random
+    order. A row is a pure function of its number.
+    """
+
+    def __init__(self, documents: Documents, length: int, seed: int):
+        self.documents, self.length, self.seed = documents, length, seed
+        self.total = int(documents.sizes.sum())
+        self.rows_per_epoch = self.total // length
+        self._order = functools.lru_cache(maxsize=2)(self._drawn)
+
+    def batch(self, step: int, rows: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+        """Token ids and segment ids of a step."""
+        found = [self._row(number) for number in range(step * rows, (step + 1) * rows)]
+        tokens, segment_ids = (np.stack(each).astype(np.int32) for each in zip(*found, strict=True))
+        return tokens, segment_ids
+
+    def _drawn(self, epoch: int) -> tuple[Any, ...]:
+        rng = np.random.default_rng((self.seed, epoch))
+        order = rng.permutation(len(self.documents.sizes))
+        first = int(rng.integers(self.total))
+        return order, np.cumsum(self.documents.sizes[order]), first, rng.permutation(self.rows_per_epoch)
+
+    def _row(self, number: int) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
+        epoch, place = divmod(number, self.rows_per_epoch)
+        order, ends, first, rows = self._order(epoch)
+        at = (first + rows[place] * self.length + np.arange(self.length)) % self.total
+        which = np.searchsorted(ends, at, side="right")
+        document = order[which]
+        within = at - ends[which] + self.documents.sizes[document]
+        begins = within == 0
+        begins[0] = False
+        return self.documents.tokens[self.documents.starts[document] + within], 1 + np.cumsum(begins)
+
+
+def read(
+    folder: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Any, identity: dict[str, Any]
+) -> Documents:
+    """Documents of the files, from the folder if they were tokenised before.
+
+    A file that ends in `.jsonl` has a document in each line, under the field of the settings. Any other one
+    is a document.
+
+    Raises:
+      InputError: a file cannot be read, or there is no text.
+      OSError: the tokens cannot be written.
+    """
+    paths = tokens, documents, done = [folder / name for name in FILES]
+    known = {name: identity[name] for name in ("source", "field", "files")}
+    try:
+        fresh = json.loads(done.read_text(encoding="utf-8")) == known
+    except (OSError, ValueError):
+        fresh = False
+    if not fresh:
+        for path in paths[::-1]:
+            path.unlink(missing_ok=True)
+        sizes = _tokenise(tokens, files, tokenizer, known["field"])
+        np.save(documents, np.array(sizes, np.int64))
+        done.write_text(
+            json.dumps(known), encoding="utf-8"
+        )  # last, because without it the others do not count
+    sizes = np.load(documents)
+    return Documents(np.memmap(tokens, np.uint32, mode="r"), np.cumsum(sizes) - sizes, sizes)
+
+
+def split(documents: Documents, *, length: int, share: float, seed: int) -> tuple[Documents, Documents]:
+    """Documents to train on, and held-out ones of at least a row each, together about `share` of the tokens.
+
+    Of a single document its end is held out.
+
+    Raises:
+      InputError: either part would have no whole row.
+    """
+    tokens, starts, sizes = documents
+    total, longest = int(sizes.sum()), int(sizes.max())
+    if len(sizes) == 1:
+        kept = total - max(round(share * total), length)
+        starts, sizes = np.array([0, kept]), np.array([kept, total - kept])
+        held = np.array([1])
+    else:
+        long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
+        enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
+        held = np.sort(long[: max(min(enough, len(long) - 1), 1)])
+    rest = np.setdiff1d(np.arange(len(sizes)), held)
+    if not len(held) or sizes[rest].sum() < length:
+        raise InputError(
+            "--text must have a document of at least --length tokens to hold out, and as many to train on, "
+            f"got {total} tokens, {longest} in the longest document, for rows of {length}. Pass more "
+            "text or a smaller --length."
+        )
+    return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
+
+
+def _tokenise(target: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Any, field: str) -> list[int]:
+    """Writes all tokens; returns how many each document has."""
+    sizes = []
+    total = sum(path.stat().st_size for path in files)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", dynamic_ncols=True)
+    with target.open("wb") as file, bar:
+        for texts in _batches(files, field):
+            for encoded in tokenizer.encode_batch(texts):
+                if encoded.ids:
+                    file.write(np.array(encoded.ids, np.uint32).tobytes())
+                    sizes.append(len(encoded.ids))
+            bar.update(sum(len(text.encode()) for text in texts))
+        file.flush()
+        os.fsync(file.fileno())
+    if not sizes:
+        raise InputError(
+            f"--text must hold text, got none in {', '.join(path.name for path in files)}. Pass other files."
+        )
+    return sizes
+
+
+def _batches(files: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:
+    batch: list[str] = []
+    held = 0
+    for path in files:
+        for text in _documents(path, field):
+            batch.append(text)
+            held += len(text)
+            if held >= CHARACTERS_AT_ONCE:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _documents(path: pathlib.Path, field: str) -> Iterator[str]:
+    """The documents of a file that are not blank."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix != ".jsonl":
+                texts: Any = [file.read()]
+            else:
+                texts = (
+                    _of_line(path, number, line, field) for number, line in enumerate(file) if line.strip()
+                )
+            for text in texts:
+                if text.strip():
+                    yield text
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"--text must be files of UTF-8, got {path.name!r} ({error.reason}). Convert it."
+        ) from error
+
+
+def _of_line(path: pathlib.Path, number: int, line: str, field: str) -> str:
+    try:
+        text = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError) as error:
+        text = error
+    if not isinstance(text, str):
+        raise InputError(
+            f"a line of a JSONL file must be an object with a string in {field!r}, got another in line "
+            f"{number + 1} of {path.name!r}. Name its field by --field, or leave the line out."
+        )
+    return text

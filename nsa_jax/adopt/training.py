@@ -1,0 +1,212 @@
+"""The stages that train: what learns in each, by which loss, and the loop that can be interrupted."""
+
+import contextlib
+import functools
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from nsa_jax.adopt.command_line import InputError
+from nsa_jax.adopt.run_folder import RunFolder
+from nsa_jax.adopt.settings import Settings
+from nsa_jax.adopt.text import Packed
+from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.model import Transformer
+
+SAVE_EVERY = 100
+FINAL_RATE_SHARE = 0.1
+
+# Groups of parameters, each with its learning rate, its clipping and its optimizer state.
+GROUPS = "choosing", "new", "pretrained"
+_NEW = ("compressor_key", "compressor_value", "gate", "selector")
+
+
+class Stage(NamedTuple):
+    """A part of the training.
+
+    Attributes:
+      name: "distil", "sparse" or "dense".
+      steps: optimizer steps.
+      first: number of the first batch.
+      learns: the groups of parameters that learn.
+    """
+
+    name: str
+    steps: int
+    first: int
+    learns: tuple[str, ...]
+
+
+class Interrupted(Exception):
+    """A signal asked to stop, and what was trained is saved."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def stages(settings: Settings) -> list[Stage]:
+    """The stages of a run. The dense model gets the batches of the sparse stage."""
+    first = settings.distil_steps
+    found = [Stage("distil", first, 0, ("choosing",)), Stage("sparse", settings.sparse_steps, first, GROUPS)]
+    if settings.train_dense:
+        found.append(Stage("dense", settings.sparse_steps, first, ("pretrained",)))
+    return [stage for stage in found if stage.steps]
+
+
+def train(
+    stage: Stage, model: Transformer, text: Packed, folder: RunFolder, settings: Settings
+) -> Transformer:
+    """Trains the model from the last checkpoint of the stage on to its last step; its arrays are donated.
+
+    The state is saved every `SAVE_EVERY` steps, at the end, and after a signal.
+
+    Raises:
+      Interrupted: after Ctrl-C or SIGTERM, once the step under way is finished and saved.
+      InputError: the loss is not finite.
+    """
+    graph, learning, fixed = _divided(model, stage, settings)
+    moments = {name: _optimizer(settings, stage, name).init(group) for name, group in learning.items()}
+    moments = jax.device_put(moments, jax.local_devices()[0])  # as the parameters are
+    step, rows = 0, list[dict[str, Any]]()
+    if found := folder.load(stage.name, moments):
+        model, moments, step, rows = found
+        graph, learning, fixed = _divided(model, stage, settings)
+    compiles_in = step
+    bar = tqdm(total=stage.steps, initial=step, desc=stage.name, unit="step", dynamic_ncols=True)
+    with _delayed_signals() as received, bar:
+        while step < stage.steps:
+            started = time.perf_counter()
+            batch = text.batch(stage.first + step, settings.batch)
+            learning, moments, losses = _update(graph, stage, settings, learning, fixed, moments, *batch)
+            told = {name: float(loss) for name, loss in losses.items()}
+            if not all(map(math.isfinite, told.values())):
+                raise InputError(
+                    f"the loss must stay finite, got {told} in step {step + 1} of {stage.name}; "
+                    f"{folder.saved}. Use smaller learning rates, in another --output."
+                )
+            ms = None if step == compiles_in else round(1e3 * (time.perf_counter() - started), 1)
+            step += 1
+            rows.append({"step": step, "ms": ms} | told)
+            bar.set_postfix_str(", ".join(f"{name} {loss:.4f}" for name, loss in told.items()), refresh=False)
+            bar.update()
+            if received or step % SAVE_EVERY == 0 or step == stage.steps:
+                folder.save(stage.name, _whole(graph, learning, fixed), moments, step, rows)
+            if received:
+                raise Interrupted(received[0])
+    return _whole(graph, learning, fixed)
+
+
+def _divided(
+    model: Transformer, stage: Stage, settings: Settings
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The structure of a model; its parameters that learn, by group; and all others."""
+    choosing = "selector" if settings.selector == "indexer" else "compressor_key"
+    graph, *states = nnx.split(
+        model,
+        lambda path, value: choosing in path,
+        lambda path, value: any(name in path for name in _NEW),
+        nnx.Param,
+        ...,
+    )
+    named = dict(zip((*GROUPS, "rest"), states, strict=True))
+    learning = {name: named.pop(name) for name in stage.learns if jax.tree.leaves(named[name])}
+    return graph, learning, named
+
+
+def _whole(graph: Any, learning: dict[str, Any], fixed: dict[str, Any]) -> Transformer:
+    groups = learning | fixed
+    return nnx.merge(graph, *(groups[name] for name in (*GROUPS, "rest")))
+
+
+def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTransformation:
+    """AdamW on the clipped gradient of a group; matrices decay, biases and norms do not."""
+    peak = settings.learning_rate if group == "pretrained" else settings.new_learning_rate
+    warmup = min(settings.warmup, stage.steps // 2)
+    rate = optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, stage.steps, FINAL_RATE_SHARE * peak
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            rate,
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.01,
+            mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+        ),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "stage", "settings"), donate_argnames=("learning", "moments")
+)
+def _update(
+    graph: Any,
+    stage: Stage,
+    settings: Settings,
+    learning: dict[str, Any],
+    fixed: dict[str, Any],
+    moments: dict[str, Any],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Float[Array, ""]]]:
+    """A step. The gradient and the optimizer state are those of what learns alone."""
+
+    def objective(learning: dict[str, Any]) -> tuple[Array, dict[str, Array]]:
+        return _losses(_whole(graph, learning, fixed), stage, settings, tokens, segment_ids)
+
+    gradients, losses = jax.grad(objective, has_aux=True)(learning)
+    learning, moments = dict(learning), dict(moments)
+    for name, gradient in gradients.items():
+        optimizer = _optimizer(settings, stage, name)
+        updates, moments[name] = optimizer.update(gradient, moments[name], learning[name])
+        learning[name] = optax.apply_updates(learning[name], updates)
+    return learning, moments, losses
+
+
+def _losses(
+    model: Transformer, stage: Stage, settings: Settings, tokens: Array, segment_ids: Array
+) -> tuple[Array, dict[str, Array]]:
+    """What a stage minimises, and its parts to tell."""
+    weight = settings.selection_weight
+    if stage.name == "distil":
+        _, loss = model(tokens, segment_ids=segment_ids, distil="dense")
+        return loss, {"selection": loss}
+    if stage.name == "dense" or not (weight and settings.can_be_taught):
+        loss = model.loss(tokens, segment_ids=segment_ids)
+        return loss, {"loss": loss}
+    loss, selection = model.loss(tokens, segment_ids=segment_ids, distil="selected")
+    return loss + weight * selection, {"loss": loss, "selection": selection}
+
+
+@contextlib.contextmanager
+def _delayed_signals() -> Iterator[list[int]]:
+    """The list to which the first Ctrl-C or SIGTERM adds its number; a second one ends at once."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        for each, handler in (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL):
+            signal.signal(each, handler)
+        # Not `print`: a signal may arrive inside another write to the same stream, which Python refuses.
+        os.write(2, b"\nthis step is finished and saved first; the same signal again ends at once\n")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,385 @@
+"""`python -m nsa_jax.adopt`: what its stages train, how they are resumed, what is measured and refused."""
+
+import builtins
+import json
+import os
+import pathlib
+import random
+import re
+import runpy
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+from messages import has_form, refused
+from pretrained_files import fields_of, tensors_of, write_folder
+
+pytest.importorskip("optax", reason="adopt needs the extra `train`")
+pytest.importorskip("orbax.checkpoint", reason="adopt needs the extra `train`")
+pytest.importorskip("tqdm", reason="adopt needs the extra `train`")
+pytest.importorskip("safetensors", reason="adopt needs the extra `pretrained`")
+pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
+
+import jax
+import tokenizers
+
+from nsa_jax.adopt import __main__ as command
+from nsa_jax.adopt import text, training
+from nsa_jax.adopt.text import Documents, Packed
+from nsa_jax.model import restore
+from nsa_jax.model.abstract import parameters
+from nsa_jax.pretrained import load
+
+SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
+STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2}
+WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
+SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> pathlib.Path:
+    """A dense model with two layers, whose tokens are bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fields = fields_of("llama", vocab_size=len(alphabet))
+    folder = write_folder(tmp_path_factory.mktemp("models") / "dense", fields, tensors_of(fields))
+    vocabulary = {token: number for number, token in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[pathlib.Path]:
+    """A book, and a file of short documents."""
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+
+    def words(number: int) -> str:
+        return " ".join(rng.choice(["sparse", "and", "naïve", "dense", "a"]) for _ in range(number))
+
+    (folder / "book.txt").write_text(words(60))
+    rows = [json.dumps({"text": words(rng.randint(1, 40))}) for _ in range(30)]
+    (folder / "pages.jsonl").write_text("\n".join([*rows, "", json.dumps({"text": " "})]))
+    return [folder / "book.txt", folder / "pages.jsonl"]
+
+
+def run(source, files, output, options, *arguments) -> int:
+    given = [source, "--text", *files, "--output", output]
+    given += [*(f"--{name}={value}" for name, value in options.items()), *arguments]
+    try:
+        return command.main(list(map(str, given)))
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, source, files) -> pathlib.Path:
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    assert run(source, files, output, WHOLE, "--train-dense") == 0
+    return output
+
+
+def of(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in parameters(restore(folder)).items()}
+
+
+def rows(output: pathlib.Path, stage: str) -> list[dict]:
+    found = [json.loads(line) for line in (output / f"{stage}.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "ms"} for row in found]
+
+
+@pytest.mark.slow
+def test_distil_changes_what_chooses_alone_and_its_loss_falls(finished, source):
+    assert changed_by_distil(finished, source) == {
+        f"layers.{layer}.attention.compressor_key.{name}"
+        for layer in (0, 1)
+        for name in ("bias_in", "bias_out", "kernel_in", "kernel_out", "position_embedding")
+    }
+    losses = [row["selection"] for row in rows(finished, "distil")]
+    assert len(losses) == 60
+    assert np.mean(losses[-20:]) < np.mean(losses[:20])
+    measured = json.loads((finished / "measured.json").read_text())
+    before, after = (np.mean(measured[name]["recall"]["best_free"]) for name in ("converted", "distil"))
+    assert after > before
+
+
+def changed_by_distil(output: pathlib.Path, source: pathlib.Path) -> set[str]:
+    """Names of parameters that are not, bit for bit, those of the converted model."""
+    converted = parameters(command._convert(load(source)[0], settings_of(output)))
+    distilled = of(output / "checkpoints" / "distil")
+    return {
+        name for name, value in distilled.items() if value.tobytes() != np.asarray(converted[name]).tobytes()
+    }
+
+
+def settings_of(output: pathlib.Path) -> command.Settings:
+    values = json.loads((output / "settings.json").read_text())
+    del values["files"]
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return command.Settings(**values)
+
+
+@pytest.mark.slow
+def test_sparse_trains_everything_with_the_selection_loss(finished):
+    before, after = (of(finished / "checkpoints" / stage) for stage in ("distil", "sparse"))
+
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before)
+    assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection"}] * 3
+
+
+@pytest.mark.slow
+def test_the_model_of_the_run_can_be_loaded(finished):
+    model, tokenizer = load(finished / "model")
+
+    assert tokenizer.encode("a").ids
+    assert not model.config.remat
+    assert not model.config.scan_layers
+    trained = of(finished / "checkpoints" / "sparse")
+    assert {name: np.asarray(value).tobytes() for name, value in parameters(model).items()} == {
+        name: value.tobytes() for name, value in trained.items()
+    }
+
+
+@pytest.mark.slow
+def test_the_report_has_its_tables(finished):
+    page, found = ((finished / name).read_text() for name in ("report.md", "report.json"))
+
+    for line in (
+        "| stage | steps | tokens | ms a step | first losses | last losses |",
+        "| from position | dense, as loaded | NSA, converted | NSA after distil | NSA after sparse | dense, ",
+        "| layer | NSA, converted | NSA after distil | NSA after sparse | chance |",
+    ):
+        assert line in page
+    assert page.count("| 160 | ") == 5  # needles of two dense models, and of three of NSA
+    found = json.loads(found)
+    assert found["settings"]["length"] == 64
+    assert found["stages"]["distil"]["tokens"] == 60 * 2 * 64
+    assert found["stages"]["sparse"]["ms_per_step"] > 0
+    for model in ("converted", "distil", "sparse"):
+        assert np.shape(found["measured"][model]["recall"]["best_free"]) == (2, 2)  # layers, KV heads
+        assert len(found["measured"][model]["losses"]["losses"]) == 8
+    assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "step", "number"), [("distil", 3, signal.SIGINT), ("sparse", 1, signal.SIGTERM)]
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    finished, source, files, tmp_path, monkeypatch, capsys, stage, step, number
+):
+    output, right = tmp_path / "run", training._update
+    shutil.copytree(finished, output)  # a run that has measured, and not trained yet
+    shutil.rmtree(output / "checkpoints")
+    done = 0
+
+    def interrupted(graph, which, *arguments):
+        nonlocal done
+        done += which.name == stage
+        if which.name == stage and done == step:
+            os.kill(os.getpid(), number)
+        return right(graph, which, *arguments)
+
+    monkeypatch.setattr(training, "_update", interrupted)
+    assert run(source, files, output, WHOLE, "--train-dense") == 128 + number
+    assert (
+        f"interrupted; step {step} of {stage} is saved; the same command goes on" in capsys.readouterr().err
+    )
+    assert len(rows(output, stage)) == step
+
+    monkeypatch.setattr(training, "_update", right)
+    assert run(source, files, output, WHOLE, "--train-dense") == 0
+    for each in ("distil", "sparse", "dense"):
+        mine, theirs = (of(folder / "checkpoints" / each) for folder in (output, finished))
+        assert {name: value.tobytes() for name, value in mine.items()} == {
+            name: value.tobytes() for name, value in theirs.items()
+        }
+        assert rows(output, each) == rows(finished, each)
+
+
+@pytest.mark.slow
+def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+
+    assert run(source, files, finished, WHOLE | dict(seed=1, w=16), "--train-dense") == 2
+    told = capsys.readouterr().err
+    assert "got w=16, seed=1 where" in told
+    assert has_form(told.strip())
+
+    changed = tmp_path / files[0].name
+    changed.write_text("another text")
+    assert run(source, [changed, files[1]], finished, WHOLE, "--train-dense") == 2
+    assert "files=" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_an_indexer_is_taught_alone(source, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    options = SHORT | dict(selector="indexer", branches="slc")
+
+    assert run(source, files, tmp_path / "run", options) == 0
+
+    assert changed_by_distil(tmp_path / "run", source) == {
+        f"layers.{layer}.attention.selector.{part}_proj.kernel"
+        for layer in (0, 1)
+        for part in ("query", "key")
+    }
+
+
+def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    for fail, told in (
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
+            "a smaller --batch or --length",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "No space left on device'; nothing is trained yet. Make room",
+        ),
+    ):
+
+        def update(*_, fail=fail):
+            raise fail
+
+        monkeypatch.setattr(training, "_update", update)
+        assert run(source, files, tmp_path / "run", SHORT) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert told in line
+        assert has_form(line)
+
+    def update(graph, stage, settings, learning, fixed, moments, *_):
+        return learning, moments, {"selection": np.float32("nan")}
+
+    monkeypatch.setattr(training, "_update", update)
+    assert run(source, files, tmp_path / "run", SHORT) == 2
+    assert "the loss must stay finite, got {'selection': nan} in step 1" in capsys.readouterr().err
+
+
+REFUSED = {
+    "no text": ([], "", "--text must be files that can be read, got .*none.txt"),
+    "empty text": ([], " \n", "--text must hold text, got none in text.txt"),
+    "short text": ([], "a few words", "for rows of 64. Pass more text or a smaller --length"),
+    "not UTF-8": ([], b"\xff", "--text must be files of UTF-8, got 'text.txt'"),
+    "no source": ([], "words", "source must be a folder, a .gguf file or the name of a repository"),
+    "no tokenizer": ([], "words", "SOURCE must have a tokenizer, got"),
+    "a file": ([], "words", "--output must be a folder that is new or holds a run, got .* Name another"),
+    "another folder": ([], "words", "holds a run, got 'mine' in .* Name another"),
+    "covered": (["--length=32"], "words", "--length must be longer than the selected blocks, got 32 for 4"),
+    "untaught": (["--compression=mean"], "words", "--distil-steps must be 0 where no parameter chooses"),
+    "blocks": (["--d=3"], "words", "compression_stride"),
+    "branches": (["--branches=slc"], "words", "branches"),
+    "zero": (["--batch=0"], "words", "argument --batch: must be a whole number of at least 1, got 0"),
+    "share": (["--held-out=1"], "words", "argument --held-out: must be a number between 0 and 1, got 1"),
+    "choice": (["--selector=given"], "words", "the options must be as --help says, got the error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_one_line(what, source, tmp_path, capsys):
+    arguments, content, told = REFUSED[what]
+    file, output = tmp_path / "text.txt", tmp_path / "run"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    match what:
+        case "no text":
+            file = tmp_path / "none.txt"
+        case "no source":
+            source = tmp_path / "nowhere"
+        case "no tokenizer":
+            source = shutil.copytree(source, tmp_path / "source")
+            (source / "tokenizer.json").unlink()
+        case "a file":
+            output = file
+        case "another folder":
+            output.mkdir()
+            (output / "mine").touch()
+
+    assert run(source, [file], output, SIZES, *arguments) == 2
+
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("nsa_jax.adopt: ")
+    assert re.search(told, line), line
+    assert has_form(line), line
+    assert not (tmp_path / "run" / "settings.json").exists()
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])
+def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
+    file = tmp_path / "pages.jsonl"
+    file.write_text('{"text": "fine"}\n' + line)
+
+    told = "with a string in 'text', got another in line 2 of 'pages.jsonl'"
+    with refused(command.InputError, told):
+        list(text._documents(file, "text"))
+
+
+@pytest.mark.parametrize("package", ["optax", "tqdm", "tokenizers"])
+def test_a_missing_package_says_what_to_install(monkeypatch, capsys, package):
+    found = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return found(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delitem(sys.modules, "nsa_jax.adopt.__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("nsa_jax.adopt.__main__", run_name="not the module itself")
+
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("Install them with: pip install 'nsa_jax[pretrained,train]'.")
+    assert has_form(line)
+
+
+def documents_of(sizes: list[int]) -> Documents:
+    """Documents whose tokens say 1000 times their document and their place in it."""
+    tokens = np.concatenate([1000 * number + np.arange(size) for number, size in enumerate(sizes)])
+    return Documents(tokens, np.cumsum(sizes) - sizes, np.array(sizes))
+
+
+def test_an_epoch_packs_each_token_once_and_never_joins_documents():
+    documents = documents_of([7, 1, 40, 13, 19])  # 80 tokens: 10 rows of 8
+    packed = Packed(documents, 8, seed=3)
+    tokens, segments = (
+        np.concatenate(each) for each in zip(*(packed.batch(i, 2) for i in range(5)), strict=True)
+    )
+
+    assert sorted(tokens.ravel()) == sorted(documents.tokens)
+    for row, ids in zip(tokens, segments, strict=True):
+        follows = np.diff(row) == 1
+        assert (np.diff(ids) == ~follows).all()
+        assert ids[0] == 1
+    again, _ = Packed(documents, 8, seed=3).batch(7, 2)  # in the second epoch
+    assert (again == packed.batch(7, 2)[0]).all()
+    assert (again != packed.batch(2, 2)[0]).any()
+    assert (Packed(documents, 8, seed=4).batch(0, 2)[0] != tokens[:2]).any()
+
+
+def test_held_out_documents_are_whole_and_not_trained_on():
+    documents = documents_of([30, 5, 20, 8, 50, 9])
+    kept, held = text.split(documents, length=10, share=0.2, seed=0)
+
+    assert sorted([*kept.sizes, *held.sizes]) == sorted(documents.sizes)
+    assert set(kept.joined()).isdisjoint(held.joined())
+    assert held.sizes.min() >= 10
+    assert held.sizes.sum() >= 0.2 * 122
+    found = held.rows(10, 100)
+    assert len(found) == sum(held.sizes // 10)
+    assert (np.diff(found) == 1).all()  # each in one document
+    assert (held.rows(10, 2) == found[:2]).all()
+    again = text.split(documents, length=10, share=0.2, seed=0)[1]
+    assert (again.starts == held.starts).all()
+
+
+def test_the_end_of_a_single_document_is_held_out():
+    kept, held = text.split(documents_of([100]), length=10, share=0.2, seed=0)
+
+    assert kept.joined().tolist() == list(range(80))
+    assert held.joined().tolist() == list(range(80, 100))
