@@ -67,9 +67,9 @@ class Layer:
     """What a layer would hand to the cache for all tokens of a sequence."""
 
     config: NSAConfig
-    query: jax.Array
+    query: np.ndarray
     tokens: TokenKeysValues
-    gates: jax.Array
+    gates: np.ndarray
     blocks: np.ndarray | None = None  # a selection to use; None if scores choose
 
     @classmethod
@@ -80,10 +80,11 @@ class Layer:
         rng = np.random.default_rng(seed)
 
         def draw(heads, dim):
-            return jnp.asarray(rng.standard_normal((batch, length, heads, dim)), dtype)
+            return rng.standard_normal((batch, length, heads, dim)).astype(jnp.dtype(dtype))
 
         tokens = TokenKeysValues(*(draw(num_kv_heads, dim) for dim in (key_dim, value_dim) * 3))
-        return cls(config, draw(num_heads, key_dim), tokens, jax.nn.sigmoid(draw(num_heads, 3)))
+        query, logits = draw(num_heads, key_dim), draw(num_heads, 3).astype(np.float32)
+        return cls(config, query, tokens, (1 / (1 + np.exp(-logits))).astype(query.dtype))
 
     @property
     def arrays(self):

@@ -191,17 +191,22 @@ RECALLED = dataclasses.replace(
 )
 
 
-def recall_by_loops(model, tokens, segment_ids, counted):
-    """Number of queries, and the means of best, best_free, mass and chance for each KV head."""
+@nnx.jit
+def query_key_and_blocks(model, tokens, segment_ids):
+    """What the second layer attends with."""
     layer = model.layers[1]
     x = model.layers[0](model.embed(tokens), None, segment_ids)[0]
     operands, selection = (
         getattr(layer.attention, name)(layer.attention_norm(x), segment_ids=segment_ids)
         for name in ("operands", "inspect")
     )
-    query, key, blocks = (
-        np.asarray(each) for each in (operands.query, operands.key_slc, selection.block_indices)
-    )
+    return operands.query, operands.key_slc, selection.block_indices
+
+
+def recall_by_loops(model, tokens, segment_ids, counted):
+    """Number of queries, and the means of best, best_free, mass and chance for each KV head."""
+    layer = model.layers[1]
+    query, key, blocks = map(np.asarray, query_key_and_blocks(model, tokens, segment_ids))
     measured = [[] for _ in range(2)]
     for b, t, kv in np.ndindex(*tokens.shape, 2):
         begin = int((segment_ids[b] == segment_ids[b, t]).argmax())

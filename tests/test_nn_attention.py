@@ -146,7 +146,7 @@ def test_values_and_gradients_are_those_of_the_plain_computation(length, own_par
 def test_bfloat16_computation_is_within_the_budget():
     """Error against float32 at most twice that of the plain computation in bfloat16, plus 8 eps."""
     half = make_layer(dtype=jnp.bfloat16)
-    x, weights = jnp.asarray(random(2, LENGTH, WIDTH), jnp.bfloat16), named(nnx.state(half))
+    x, weights = random(2, LENGTH, WIDTH).astype(jnp.bfloat16), named(nnx.state(half))
     positions, current = (
         np.arange(LENGTH)[None].repeat(2, 0),
         np.arange(LENGTH) // CONFIG.selection_block_size,
@@ -155,12 +155,12 @@ def test_bfloat16_computation_is_within_the_budget():
     blocks = np.stack(
         [np.where(current, current - 1, 0), np.where(current, current, -1), np.full(LENGTH, -1)], -1
     )
-    blocks = jnp.asarray(np.broadcast_to(blocks[None, :, None], (2, LENGTH, KV_HEADS, 3)))
+    blocks = np.broadcast_to(blocks[None, :, None], (2, LENGTH, KV_HEADS, 3)).astype(np.int32)
 
     out = nnx.jit(lambda layer, x: layer(x, block_indices=blocks))(half, x)
     plain = jax.jit(functools.partial(plain_layer, positions=positions, block_indices=blocks))
-    expected = np.asarray(plain(weights, x.astype(jnp.float32)))
-    plain_half = plain(jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights), x)
+    expected = np.asarray(plain(weights, x.astype(np.float32)))
+    plain_half = plain(jax.tree.map(lambda weight: np.asarray(weight).astype(jnp.bfloat16), weights), x)
 
     assert out.dtype == jnp.bfloat16
     error, plain_error = (np.abs(np.asarray(y, np.float32) - expected).max() for y in (out, plain_half))
@@ -185,6 +185,7 @@ def test_packed_rows_equal_each_sequence_alone():
     with jax.enable_x64(True):
         out, _, state_gradient, x_gradient = evaluate(state, x, cotangent, segment_ids=ids)
         alone, _, alone_state, alone_gradient = evaluate(state, alone_x, alone_cotangent, positions)
+    out, x_gradient, alone, alone_gradient = map(np.asarray, (out, x_gradient, alone, alone_gradient))
 
     for row, place in enumerate(places):
         assert_close(out[0, place], alone[row, : len(place)], ROUNDING)
@@ -193,7 +194,7 @@ def test_packed_rows_equal_each_sequence_alone():
         assert_close(named(state_gradient)[name], gradient, 2 * ROUNDING, name)
     padding = ids[0] == 0
     np.testing.assert_array_equal(x_gradient[0, padding], 0)
-    np.testing.assert_array_equal(out[0, padding] - named(state)["out_proj.bias"], 0)
+    np.testing.assert_array_equal(out[0, padding] - np.asarray(named(state)["out_proj.bias"]), 0)
 
 
 def test_shifting_all_positions_leaves_every_output_unchanged():
@@ -210,7 +211,7 @@ def test_shifting_all_positions_leaves_every_output_unchanged():
     np.testing.assert_array_equal(selection.block_indices, shifted_selection.block_indices)
     for gradient, expected in zip(*map(jax.tree.leaves, (shifted_gradients, gradients)), strict=True):
         assert_close(gradient, expected, 2 * ROUNDING)
-    assert np.abs(stretched - out).max() > 1e-3
+    assert np.abs(np.asarray(stretched) - np.asarray(out)).max() > 1e-3
 
 
 def test_the_future_changes_no_past_output_or_selection():
@@ -220,7 +221,7 @@ def test_the_future_changes_no_past_output_or_selection():
     positions, unused = np.arange(LENGTH)[None].repeat(ROWS, 0), np.zeros_like(x)
 
     with jax.enable_x64(True):
-        before, after = ((out, *selection) for out, selection, *_ in (
+        before, after = (jax.tree.map(np.asarray, (out, *selection)) for out, selection, *_ in (
             evaluate(state, x, unused, positions), evaluate(state, changed, unused, positions)
         ))  # fmt: skip
 

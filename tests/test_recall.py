@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from flax import nnx
+from modules import abstract, randomised
 
 pytest.importorskip("optax", reason="the example needs the extra `train`")
 pytest.importorskip("tqdm", reason="the example needs the extra `train`")
@@ -32,6 +33,14 @@ TINY = dict(length=64, num_pairs=7, num_queries=10, num_keys=9, num_values=10, w
 TINY |= dict(compression_block_size=4, selection_block_size=4, num_selected_blocks=3, mlp_dim=8, batch=2)
 TINY |= dict(test_sequences=1, validate_every=2, steps=5, stop_at=0)
 TINY_RUN = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+
+
+# Compiled as a whole: run step by step, each small operation would be compiled by itself.
+forward, inspect = nnx.jit(Transformer.__call__), nnx.jit(Transformer.inspect)
+
+
+def model_of(attention: str) -> Transformer:
+    return randomised(abstract(Transformer, dataclasses.replace(MODEL, attention=attention)), 0.3)
 
 
 def batch(size: int = 50, reach: int = 8) -> task.Batch:
@@ -89,12 +98,11 @@ def test_training_validation_and_test_sequences_differ():
 @pytest.mark.parametrize(("attention", "sees_the_front"), [("nsa", True), ("window", False)])
 def test_only_nsa_sees_the_front_from_a_query(attention, sees_the_front):
     """Given two sequences that differ in the values of the front alone, then a window model answers alike."""
-    model = Transformer(dataclasses.replace(MODEL, attention=attention), rngs=nnx.Rngs(0))
+    model = model_of(attention)
     first = batch(1, reach=task.window_reach(NSA, MODEL.num_layers))
     second = first.tokens.copy()
     second[:, 1:14:2] = 9 + (second[:, 1:14:2] - 9 + 1) % SMALL.num_values
 
-    forward = nnx.jit(Transformer.__call__)
     one, other = (np.asarray(forward(model, tokens)) for tokens in (first.tokens, second))
     scored = first.answers >= 0
 
@@ -112,16 +120,19 @@ def test_answer_block_selected_counts_the_block_of_the_value():
 
 @pytest.mark.parametrize("branch", inspection.BRANCHES)
 def test_without_closes_one_gate_of_all_layers(branch):
-    model = Transformer(MODEL, rngs=nnx.Rngs(0))
-    before = model.inspect(batch(1).tokens)
+    model = model_of("nsa")
 
-    closed = inspection.without(model, branch).inspect(batch(1).tokens)
+    def gates(model):
+        return [np.asarray(layer.gates) for layer in inspect(model, batch(1).tokens)]
+
+    before = gates(model)
+    closed = gates(inspection.without(model, branch))
 
     index = inspection.BRANCHES.index(branch)
-    assert all((np.asarray(layer.gates)[..., index] == 0).all() for layer in closed)
-    assert all((np.asarray(layer.gates).sum(axis=(0, 1, 2)) == 0).sum() == 1 for layer in closed)
-    assert all((np.asarray(layer.gates) > 0).all() for layer in before)
-    assert all((np.asarray(layer.gates) > 0).all() for layer in model.inspect(batch(1).tokens))
+    assert all((layer[..., index] == 0).all() for layer in closed)
+    assert all((layer.sum(axis=(0, 1, 2)) == 0).sum() == 1 for layer in closed)
+    assert all((layer > 0).all() for layer in before)
+    assert all((layer > 0).all() for layer in gates(model))
 
 
 def test_command_gives_the_window_as_many_steps_and_writes_what_it_prints(tmp_path, capsys, monkeypatch):

@@ -353,6 +353,7 @@ def test_resumed_run_equals_the_whole_run_bit_for_bit(finished, data, tmp_path):
 
 INTERRUPTED = """
 import os, signal, sys
+import tests.fewer_collections
 from examples.train_lm import __main__ as command, training
 
 right = training._compile_update
@@ -363,44 +364,53 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def compiled(settings, mesh):
     graph, update = right(settings, mesh)
+    step, times = runs[-1]
     done = 0
 
     def interrupted(*arguments):
         nonlocal done
         done += 1
-        for _ in range({times} if done == {step} else 0):
+        for _ in range(times if done == step else 0):
             os.kill(os.getpid(), signal.SIGINT)
         return update(*arguments)
 
-    if {step} == 0:
+    if step == 0:
         os.kill(os.getpid(), signal.SIGINT)
     return graph, interrupted
 
 training._compile_update = compiled
-sys.exit(command.main(sys.argv[1:]))
+runs = []
+for folder, *run in {runs}:
+    runs.append(run)
+    print("code", command.main([*sys.argv[1:], "--output", folder]))
+    print("end of a run", file=sys.stderr)
 """
 
 
-def interrupted(folder: RunFolder, data, *, step: int, times: int = 1) -> subprocess.CompletedProcess[str]:
-    """A run that gets SIGINT while it takes the step, before the first one for `step=0`."""
-    arguments = [*TINY, "--data", str(data), "--output", str(folder.path)]
-    program = INTERRUPTED.format(step=step, times=times)
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(scope="module")
+def interrupted(data, tmp_path_factory) -> dict[tuple[int, int], tuple[RunFolder, list[str]]]:
+    """Runs that got SIGINT: folder and stderr by the step under way, 0 before the first one, and how often.
+
+    One process: most of the time would go into starting it.
+    """
+    folders = {
+        run: RunFolder(tmp_path_factory.mktemp("interrupted") / "run") for run in ((2, 1), (0, 1), (2, 2))
+    }
+    program = INTERRUPTED.format(runs=[(str(folder.path), *run) for run, folder in folders.items()])
+    command_line = [sys.executable, "-c", program, *TINY, "--data", str(data)]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("code ")] == ["code 130"] * 3
+    assert "Traceback" not in done.stderr
+    told = [part.splitlines() for part in done.stderr.split("end of a run\n")]
+    return {run: (folder, lines) for (run, folder), lines in zip(folders.items(), told[:3], strict=True)}
 
 
 @pytest.mark.slow
-def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finished, data, tmp_path):
-    folder = RunFolder(tmp_path / "run")
+def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finished, data, interrupted):
+    folder, told = interrupted[2, 1]
 
-    done = interrupted(folder, data, step=2)
-
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        "examples.train_lm: interrupted; step 2 is saved; --resume goes on from there"
-    )
+    assert told[-1] == ("examples.train_lm: interrupted; step 2 is saved; --resume goes on from there")
     assert state(folder)[-1] == 2
     assert run("--data", data, "--output", folder.path, "--resume") == 0
     for mine, theirs in zip(state(folder), state(finished), strict=True):
@@ -409,15 +419,11 @@ def test_interrupt_saves_the_step_under_way_and_resume_gives_the_same_bits(finis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "times"), [(0, 1), (2, 2)], ids=["before the first step", "twice"])
-def test_interrupt_that_saves_nothing_says_so(data, tmp_path, step, times):
-    folder = RunFolder(tmp_path / "run")
+@pytest.mark.parametrize("when", [(0, 1), (2, 2)], ids=["before the first step", "twice"])
+def test_interrupt_that_saves_nothing_says_so(interrupted, when):
+    folder, told = interrupted[when]
 
-    done = interrupted(folder, data, step=step, times=times)
-
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == (
+    assert told[-1] == (
         "examples.train_lm: interrupted; no step was saved yet; --resume starts from the first step"
     )
     assert not folder.checkpoint.exists()
