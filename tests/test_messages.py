@@ -10,12 +10,16 @@ from messages import has_form
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples")
-# Not errors of a caller: the exit status, and why a benchmark row is not measured.
-NOT_ERRORS = ("SystemExit", "Refused")
+# Not errors of a caller: the exit status, why a benchmark row is not measured, and a signal.
+NOT_ERRORS = ("SystemExit", "Refused", "Interrupted")
 # What these end in has the form itself.
 END_IN_A_MESSAGE = [
     "examples/train_lm/run_folder.py: --resume must find a whole checkpoint of this run: {error}",
     "examples/train_lm/settings.py: the sizes must make a model, got one that cannot be: {error}",
+    *["nsa_jax/adopt/__main__.py: str(error)"] * 2,  # what the library says of the source, and of sizes
+    "nsa_jax/adopt/measure.py: --needle-lengths must suit the needles: {error}",
+    "nsa_jax/adopt/run_folder.py: str(error)",
+    "nsa_jax/adopt/settings.py: str(error)",
     "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}",
 ]
 
