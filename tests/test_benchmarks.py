@@ -71,6 +71,32 @@ def _quick_ceiling(monkeypatch):
     )
 
 
+@pytest.fixture(autouse=True)
+def _quick_draws(monkeypatch, request):
+    """Random arrays from NumPy: JAX compiles a program for each shape. Tests of the draws take JAX's."""
+    if "jax_draws" in request.fixturenames:
+        return
+    by_jax = jax.random.normal
+
+    def drawn(key, uniform, size, dtype):
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        numbers = (rng.random if uniform else rng.standard_normal)(size)
+        return jax.device_put(numbers.astype(jnp.dtype(dtype)))
+
+    def normal(key, shape=(), dtype=jnp.float32, **sharding):
+        if isinstance(key, jax.core.Tracer) or sharding:
+            return by_jax(key, shape, dtype, **sharding)
+        return drawn(key, False, shape, dtype)
+
+    monkeypatch.setattr(inputs, "_drawn", drawn)
+    monkeypatch.setattr(jax.random, "normal", normal)
+
+
+@pytest.fixture
+def jax_draws():
+    """Names what a test takes from JAX instead of `_quick_draws`."""
+
+
 def test_attention_writes_rows_of_one_run(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     # What remains is the gate at the timed length: compiling the whole operation twice is most of the time.
@@ -135,7 +161,7 @@ def test_overlap_by_hand():
 
 
 @pytest.mark.parametrize("distribution", inputs.DISTRIBUTIONS)
-def test_drawn_blocks_are_selections(distribution):
+def test_drawn_blocks_are_selections(distribution, jax_draws):
     shape = Shape(length=4100, kv_heads=2)
 
     draw = inputs.draw_blocks(shape, distribution)
@@ -151,7 +177,7 @@ def test_drawn_blocks_are_selections(distribution):
         assert (blocks == forced[..., None]).any(-1).all()
 
 
-def test_random_blocks_overlap_by_chance_only():
+def test_random_blocks_overlap_by_chance_only(jax_draws):
     draw = inputs.draw_blocks(Shape(length=8192), "random")
     late = inputs.overlap(draw.block_indices[:, 4096:])
 
@@ -164,7 +190,7 @@ def test_random_blocks_overlap_by_chance_only():
     assert late.adjacent_share == pytest.approx(share, abs=0.01)
 
 
-def test_coherent_queries_give_a_coherent_selection():
+def test_coherent_queries_give_a_coherent_selection(jax_draws):
     shape = Shape(length=4096, query_heads=2, key_dim=32)
     choose = jax.jit(lambda query, key: operations.select_blocks(query, key, config=shape.config))
 
@@ -180,7 +206,7 @@ def test_coherent_queries_give_a_coherent_selection():
 
 
 @pytest.mark.parametrize("operation", inputs.OPERATIONS)
-def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation):
+def test_arguments_have_the_shapes_and_dtypes_that_floors_count(operation, jax_draws):
     shape = Shape(length=150, query_heads=2, key_dim=8, value_dim=8, dtype="bfloat16", config=SMALL)
     draw = inputs.draw_blocks(shape, "random")
 
@@ -726,9 +752,9 @@ def test_an_indexer_takes_turns_with_dense_attention(tmp_path, capsys):
 def test_a_wrong_selection_by_an_indexer_has_no_speed(monkeypatch, capsys):
     right = operations.select_by_index
     monkeypatch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
-    command = ["--lengths", "300", "--key-dim", "8", "--budget-s", "0.01", "--distributions", "random"]
+    command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]  # as above
 
-    status = indexer.main(command, SMALL)
+    status = indexer.main([*command, "--distributions", "random"], SMALL)
 
     _, summary = last_line(capsys)
     assert status == 1
@@ -754,7 +780,9 @@ def test_wrong_targets_have_no_speed(monkeypatch, capsys):
     right = operations.block_probabilities
     monkeypatch.setattr(operations, "block_probabilities", lambda *x, **more: 1.001 * right(*x, **more))
 
-    status = targets.main(["--lengths", "300", "--key-dim", "8", "--budget-s", "0.01"], SMALL)
+    command = ["--lengths", "300", "--heads", "2", "--key-dim", "8", "--budget-s", "0.01"]  # as above
+
+    status = targets.main(command, SMALL)
 
     printed, summary = last_line(capsys)
     assert status == 1

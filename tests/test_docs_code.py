@@ -295,4 +295,6 @@ def test_commands_that_exist_are_accepted(tmp_path, monkeypatch):
 
 
 if __name__ == "__main__":
+    import fewer_collections  # noqa: F401
+
     run_python(ROOT / sys.argv[1])

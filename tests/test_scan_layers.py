@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from modules import abstract, randomised
 
 pytest.importorskip("optax", reason="the example needs the extra `train`")
 
@@ -39,11 +40,14 @@ def test_scanned_layers_compute_what_a_loop_over_them_does():
 
     x, target = drawn()
     with jax.enable_x64(True):
-        scanned = {remat: ScannedLayers(DEPTH, remat=remat, rngs=nnx.Rngs(0)) for remat in (False, True)}
+        scanned = {
+            remat: randomised(abstract(ScannedLayers, DEPTH, remat=remat), 0.3) for remat in (False, True)
+        }
         one_by_one = nnx.List(scanned[True].unstacked())
         out, of_layers, of_x = with_gradients(one_by_one, loop, x, target)
         expected = jax.tree.map(lambda *each: np.stack(each), *(of_layers[n] for n in range(DEPTH)))
         results = [with_gradients(layers, ScannedLayers.__call__, x, target) for layers in scanned.values()]
+        out, of_x, expected, results = jax.tree.map(np.asarray, (out, of_x, expected, results))
 
     for scanned_out, of_stacked, scanned_of_x in results:
         # 5000 eps of float64, for sums of some 50 terms one after the other.
