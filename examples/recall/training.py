@@ -140,7 +140,7 @@ def _loss(logits: Float[Array, "B T vocab"], answers: Int[Array | np.ndarray, "B
 def _update(graph, state, moments, batch: Batch, schedule: Schedule):
     def objective(state):
         model = nnx.merge(graph, state)
-        if model.config.attention == "window" or model.config.selector == "importance":
+        if model.config.selector == "importance":  # also the model of windows
             return _loss(model(batch.tokens), batch.answers)
         logits, distance = model(batch.tokens, distil="dense")
         loss, accuracy = _loss(logits, batch.answers)

@@ -16,6 +16,7 @@ from nsa_jax.adopt.run_folder import RunFolder, write
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Stage
 from nsa_jax.evaluate import Needles
+from nsa_jax.evaluate.table import markdown
 
 # Models of a run by the names under which they are measured, in the order of the columns.
 MODELS = {
@@ -63,9 +64,9 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
         "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
         "selection loss, added up over the layers."
     )
-    yield "\n".join(_training(found["stages"]))
+    yield _training(found["stages"])
     yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."
-    yield "\n".join(_losses(measured))
+    yield _losses(measured)
     if settings["needles"]:
         yield "## Needles\n\nA number to find in a text, by its depth. The question follows 100%."
         for name in MODELS:
@@ -75,9 +76,9 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
         "## Recall of blocks\n\nHow often the block that dense attention likes best, of those that are not "
         "always selected, is selected: a number for each KV head."
     )
-    yield "\n".join(_recall(measured))
+    yield _recall(measured)
     yield "## Settings"
-    yield "\n".join(_table(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()]))
+    yield markdown(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()])
 
 
 def needles(plain: dict[str, Any]) -> Needles:
@@ -88,7 +89,7 @@ def needles(plain: dict[str, Any]) -> Needles:
     return Needles(**plain | arrays)
 
 
-def _training(stages: dict[str, dict[str, Any]]) -> list[str]:
+def _training(stages: dict[str, dict[str, Any]]) -> str:
     heads = "stage", "steps", "tokens", "ms a step", "first losses", "last losses"
     rows = []
     for name, of in stages.items():
@@ -97,10 +98,10 @@ def _training(stages: dict[str, dict[str, Any]]) -> list[str]:
             ", ".join(f"{loss} {of[which][loss]:.4f}" for loss in of[which]) for which in ("first", "last")
         ]
         rows.append((name, of["steps"], of["tokens"], ms, *told))
-    return _table(heads, rows)
+    return markdown(heads, rows)
 
 
-def _losses(measured: dict[str, Any]) -> list[str]:
+def _losses(measured: dict[str, Any]) -> str:
     compared = {name: measured[name]["losses"] for name in MODELS if "losses" in measured.get(name, {})}
     first = next(iter(compared.values()))
     columns = {"dense": (first["dense_losses"], first["dense_loss"], 1.0)}
@@ -112,10 +113,10 @@ def _losses(measured: dict[str, Any]) -> list[str]:
     rows.append(("all", *(f"{column[1]:.4f}" for column in columns.values())))
     rows.append(("over dense", *(f"{column[1] - first['dense_loss']:+.4f}" for column in columns.values())))
     rows.append(("same first choice as dense", *(f"{column[2]:.1%}" for column in columns.values())))
-    return _table(("from position", *(MODELS[name] for name in columns)), rows)
+    return markdown(("from position", *(MODELS[name] for name in columns)), rows)
 
 
-def _recall(measured: dict[str, Any]) -> list[str]:
+def _recall(measured: dict[str, Any]) -> str:
     found = {name: measured[name]["recall"] for name in MODELS if "recall" in measured.get(name, {})}
     first = next(iter(found.values()))
     rows = [
@@ -132,7 +133,7 @@ def _recall(measured: dict[str, Any]) -> list[str]:
     rows.append(("all", *(f"{mean:.3f}" for mean in means)))
     mass = [f"{np.mean(of['mass']):.3f}" for of in found.values()]
     rows.append(("probability in the selected blocks", *mass, ""))
-    return _table(("layer", *(MODELS[name] for name in found), "chance"), rows)
+    return markdown(("layer", *(MODELS[name] for name in found), "chance"), rows)
 
 
 def _chance(of: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +161,3 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
 def _versions() -> dict[str, str]:
     others = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
     return {"nsa_jax": nsa_jax.__version__, "Python": platform.python_version()} | others
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]

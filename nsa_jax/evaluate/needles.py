@@ -7,6 +7,7 @@ import numpy as np
 
 from nsa_jax.array_checks import check_integers
 from nsa_jax.array_typing import Array, Int
+from nsa_jax.evaluate.table import markdown
 from nsa_jax.evaluate.tasks import Question, Task
 from nsa_jax.generate import Decoder, generate
 from nsa_jax.option_checks import check_int, check_number
@@ -36,7 +37,12 @@ class Needles:
         return float(self.found.sum()) / (self.asked * self.found.size)
 
     def merged(self, parts: int) -> "Needles":
-        """Adds up neighbouring depths, so that `parts` of them are left, which must divide their number."""
+        """Adds up neighbouring depths, so that `parts` of them are left.
+
+        Raises:
+          TypeError: `parts` is not an int.
+          ValueError: it is below 1, or does not divide the number of depths.
+        """
         check_int(low=1, parts=parts)
         if len(self.depths) % parts:
             raise ValueError(
@@ -50,14 +56,13 @@ class Needles:
     def __str__(self) -> str:
         """A row for each length, a column for each depth, then the sum and the chance."""
         heads = "length", *(f"{depth:.0%}" for depth in self.depths), "all", "chance"
-        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        rows = []
         for length, found in zip(self.lengths, self.found, strict=True):
-            counts = (
-                *(f"{each} of {self.asked}" for each in found),
-                f"{found.sum()} of {self.asked * found.size}",
+            counts = [f"{each} of {self.asked}" for each in found]
+            rows.append(
+                (length, *counts, f"{found.sum()} of {self.asked * found.size}", f"{self.chance:.2g}")
             )
-            lines.append("| " + " | ".join((str(length), *counts, f"{self.chance:.2g}")) + " |")
-        return "\n".join(lines)
+        return markdown(heads, rows)
 
 
 def find_needles(

@@ -12,6 +12,7 @@ from flax import nnx
 from nsa_jax import attention, layout
 from nsa_jax.array_checks import check_arrays
 from nsa_jax.array_typing import Array, Bool, Float, Int
+from nsa_jax.evaluate.table import markdown
 from nsa_jax.layout import Run, Runs
 from nsa_jax.model import Transformer
 from nsa_jax.nn import products
@@ -49,11 +50,9 @@ class BlockRecall:
     def __str__(self) -> str:
         """A row for each layer and for the mean of all."""
         heads = "layer", "best block", "best free block", "probability", "chance"
-        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         means = np.stack([getattr(self, name).mean(1) for name in _MEASURES], axis=1)
-        for layer, row in zip((*self.layers, "all"), (*means, means.mean(0)), strict=True):
-            lines.append(f"| {layer} | " + " | ".join(f"{each:.3f}" for each in row) + " |")
-        return "\n".join(lines)
+        rows = zip((*self.layers, "all"), (*means, means.mean(0)), strict=True)
+        return markdown(heads, [(layer, *(f"{each:.3f}" for each in row)) for layer, row in rows])
 
 
 def block_recall(

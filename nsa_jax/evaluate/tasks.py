@@ -52,6 +52,10 @@ class MagicNumber:
       encode: turns a text into token ids, without adding any for its beginning or end.
       digits: digits of a number, at least 1 and at most 9.
       keys: facts in a text, each about another word: 1 to 30.
+
+    Raises:
+      TypeError: an argument is of the wrong kind.
+      ValueError: a number is out of range.
     """
 
     encode: Encode
@@ -89,6 +93,10 @@ class PassKey:
     Attributes:
       encode: turns a text into token ids, see `MagicNumber`.
       digits: digits of the key, at least 1 and at most 9.
+
+    Raises:
+      TypeError: an argument is of the wrong kind.
+      ValueError: a number is out of range.
     """
 
     encode: Encode
@@ -122,6 +130,11 @@ class TokenPairs:
       values: token ids of which answers consist.
       length: tokens of an answer.
       keys: facts in a text.
+
+    Raises:
+      TypeError: an argument is of the wrong kind.
+      ValueError: a number is out of range, an id is there twice, or there are fewer names than keys or fewer
+        than two values.
     """
 
     names: Sequence[int]

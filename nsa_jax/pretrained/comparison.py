@@ -1,6 +1,6 @@
 """How far an NSA model is from the dense one that it came from: losses by position, and first choices."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +114,8 @@ def _compare_row(
     return tuple(each.reshape(-1)[:length] for each in found)
 
 
-def _hidden(model: Any, tokens: Int[Array, "1 T"]) -> Float[Array, "1 T D"]:
+def _hidden(model: Transformer, tokens: Int[Array, "1 T"]) -> Float[Array, "1 T D"]:
     """What comes out of the last layer. Dropout is off."""
-    x = model._embed(tokens)
-    for layer in model.layers:
-        x, _ = layer(x, None, None, deterministic=True)
-    return x
+    quiet = nnx.clone(model)
+    quiet.eval()
+    return quiet._layers(tokens, None, None, None, None)[0]

@@ -152,7 +152,7 @@ def _head_dim(fields: Mapping[str, Any]) -> int:
 
 
 def _in_halves(read: Any, heads: int) -> np.ndarray:
-    """Undoes the order of rows that GGUF has for Llama: there pairs of a rotation lie side by side."""
+    """Undoes the order of rows that GGUF has for Llama: interleaved, the pairs of a rotation side by side."""
     rows = read()
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 

