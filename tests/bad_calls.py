@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
-from nsa_jax.generate import generate, sample, truncate
+from nsa_jax.generate import generate, sample, start, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -460,6 +460,14 @@ CALLS = {
     "generate": Call(
         lambda model, **given: generate(model.make() if model is TRANSFORMER else model, **given),
         like=generate,
+        free="P",
+        model=TRANSFORMER,
+        lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
+        key=(0, Kind(NO_KEY)),
+    ),
+    "start": Call(
+        lambda model, **given: start(model.make() if model is TRANSFORMER else model, **given).rows.logits,
+        like=start,
         free="P",
         model=TRANSFORMER,
         lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate` before anything runs; values only if they are concrete."""
+"""Checks of the arguments of `generate` and of sessions before anything runs; values only if concrete."""
 
 import inspect
 import numbers
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nsa_jax.array_checks import check_ids, check_integers
+from nsa_jax.array_checks import check_ids, check_integers, check_values, on_host
 from nsa_jax.array_typing import Array, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate.keys import is_keys, mappable
@@ -89,6 +89,65 @@ def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int
         raise ValueError(
             f"prompt and new tokens must fit the cache, got {longest} + {max_new_tokens} tokens and "
             f"{max_length=}. Raise max_length, or lower max_new_tokens."
+        )
+
+
+def check_parts(prefill_chunk: Any) -> None:
+    """Raises TypeError or ValueError unless it is None or a positive int."""
+    if prefill_chunk is not None:
+        check_counts(prefill_chunk=prefill_chunk)
+
+
+def check_turn(
+    tokens: Any, lengths: Any, batch: int, vocab_size: int | None
+) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+    """Returns the tokens of `extend` and their numbers as int32. Raises TypeError or ValueError."""
+    tokens = _integers("tokens", tokens, "Pad to one length and call np.array")
+    if tokens.ndim != 2 or len(tokens) != batch or not tokens.size:
+        raise ValueError(
+            f"tokens must be [batch, T] with T at least 1, got shape {tokens.shape} and {batch=}. Pass a row "
+            "for each of the session, and lengths of 0 for those that get none."
+        )
+    lengths = np.full(batch, tokens.shape[1]) if lengths is None else lengths
+    lengths = _integers("lengths", lengths, "Call np.array")
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"lengths must be one number per row, got {lengths.shape=} and {batch=}. Pass an array [B]."
+        )
+    check_values(0, tokens.shape[1], lengths=lengths)
+    if vocab_size is not None:
+        check_ids("tokens", tokens, lengths, vocab_size)
+    return tokens, lengths
+
+
+def check_turn_fits(held: Array, pending: Array, counts: Array | np.ndarray, max_length: int) -> None:
+    """Raises ValueError if the host knows that a row has no room for its tokens."""
+    before, waiting, more = (on_host(x) for x in (held, pending, counts))
+    if before is None or waiting is None or more is None:
+        return
+    after = np.where(more > 0, before + waiting + more, 0)
+    if after.max() > max_length:
+        raise ValueError(
+            f"the tokens of a row must fit the cache, got {after.tolist()} with the new ones and "
+            f"{max_length=}. Call start with a larger max_length, or shorten them."
+        )
+
+
+def check_index(rows: Any, batch: int) -> Array | np.ndarray:
+    """Returns numbers of rows as int32. Raises TypeError or ValueError."""
+    rows = _integers("rows", rows, "Call np.array")
+    if rows.ndim != 1 or not rows.size:
+        raise ValueError(f"rows must be a vector of at least one number, got {rows.shape=}. Pass [M].")
+    check_values(0, batch - 1, rows=rows)
+    return rows
+
+
+def check_rows_first(cache: Any, batch: int) -> None:
+    """Raises ValueError unless the first axis of every array of the cache is that of the rows."""
+    if strange := [x.shape for x in jax.tree.leaves(cache) if x.shape[:1] != (batch,)]:
+        raise ValueError(
+            f"the arrays of a cache must have the rows first, got {strange} and {batch=}. Make init_cache of "
+            "the model give such arrays."
         )
 
 
