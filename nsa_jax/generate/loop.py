@@ -5,6 +5,7 @@ of steps computes beyond the end is cut off.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     pad_id: int = 0,
     key: int | PRNGKeyArray = 0,
     chunk_size: int = 8,
@@ -75,8 +76,8 @@ def generate(
       temperature: divides the logits before drawing; 0 takes the most likely token instead.
       top_k: draws only from the `k` most likely tokens. Needs a temperature above 0, and so does `top_p`.
       top_p: draws only from the smallest set of most likely tokens with at least this probability together.
-      eos_id: token that ends a row, and is its last one; None for no such token. An id that the vocabulary
-        does not have ends no row.
+      eos_id: token that ends a row, and is its last one, or several such tokens; None for none. An id that
+        the vocabulary does not have ends no row.
       pad_id: token that fills a row after its end.
       key: a seed, a typed key of `jax.random.key`, or one such key for each row. From a seed or a single key,
         each row gets its own key by its index. A row depends only on its own prompt and key, so two calls
@@ -119,7 +120,9 @@ def generate(
         buckets.widened(tokens, -(-width // part) * part),
         counts,
         checks.check_key(key, len(tokens)),
-        *options,
+        options.sampling,
+        options.eos_id,
+        options.pad_id,
         max_new_tokens,
         max_length=capacity,
         chunk_size=min(int(chunk_size), capacity),
@@ -146,7 +149,8 @@ def _run(
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model, options = nnx.merge(graphdef, state), Options(sampling, eos_id, pad_id)
-    start = rows.begin(model, prompts, lengths, keys, max_length=max_length, prefill_chunk=prefill_chunk)
+    sizes = dict(max_length=max_length, prefill_chunk=prefill_chunk)
+    start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)
     _, new = rows.advance(model, start, options, max_new_tokens, **sizes)
-    return Generation(rows.padded(new.tokens, new.lengths, pad_id), new.lengths)
+    return Generation(rows.padded(new, pad_id).tokens, new.lengths)

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32, PRNGKeyArray
+from nsa_jax.generate import checks, ends, logprobs, penalties
 from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.sampling import sample
 from nsa_jax.sharding import explicit
@@ -55,6 +57,9 @@ class Rows(NamedTuple):
       drawn: number of tokens drawn so far, in all turns. It numbers the keys.
       ended: why it writes no more, see `Ended`.
       keys: key of the row. Its token number `n` is drawn by `fold_in(key, n)`.
+      recent: newest tokens drawn in this turn, for stop sequences; None without them.
+      seen: tokens that the row has had, given or drawn; None without a repetition penalty.
+      written: tokens that were drawn; None without a presence penalty.
     """
 
     cache: Any
@@ -65,13 +70,17 @@ class Rows(NamedTuple):
     drawn: Int32[Array, " B"]
     ended: Int32[Array, " B"]
     keys: PRNGKeyArray
+    recent: Int32[Array, "B L"] | None
+    seen: Bool[Array, "B vocab"] | None
+    written: Bool[Array, "B vocab"] | None
 
 
 class New(NamedTuple):
-    """Tokens that were added to the rows, in a buffer, and their number."""
+    """Tokens that were added to the rows, in a buffer, their number, and their log-probabilities or None."""
 
     tokens: Int32[Array, "B columns"]
     lengths: Int32[Array, " B"]
+    logprobs: Logprobs | None
 
 
 class _Loop(NamedTuple):
@@ -87,6 +96,7 @@ def begin(
     prompts: Int32[Array, "B P"],
     lengths: Int32[Array, " B"],
     keys: PRNGKeyArray,
+    options: Options,
     *,
     max_length: int,
     prefill_chunk: int,
@@ -97,15 +107,22 @@ def begin(
     logits, cache = _prefill(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
+    logits, sampling, recent = explicit.by_rows(logits), options.sampling, None
+    if options.stop is not None:
+        recent = jnp.broadcast_to(none[:, None] + ends.NOT_YET, (none.size, options.stop.shape[1]))
+    had = jnp.zeros_like(logits, bool)
     return Rows(
         cache=cache,
-        logits=explicit.by_rows(logits),
+        logits=logits,
         token=last.astype(jnp.int32),
         pending=none > 0,
         held=lengths.astype(jnp.int32),
         drawn=none,
         ended=none,
         keys=keys,
+        recent=recent,
+        seen=None if sampling.repetition_penalty is None else penalties.marked(had, prompts, lengths),
+        written=None if sampling.presence_penalty is None else had,
     )
 
 
@@ -132,6 +149,10 @@ def append(
     given = wanted > 0
     logits, cache = _prefill(model, text, wanted, rows.cache, prefill_chunk)
     last = jnp.take_along_axis(text, jnp.maximum(wanted - 1, 0)[:, None], axis=1)[:, 0]
+    if rows.recent is not None:
+        rows = rows._replace(recent=jnp.where(given[:, None], ends.NOT_YET, rows.recent))
+    if rows.seen is not None:
+        rows = rows._replace(seen=penalties.marked(rows.seen, text, wanted))
     return rows._replace(
         cache=cache,
         logits=jnp.where(given[:, None], explicit.by_rows(logits), rows.logits),
@@ -162,21 +183,20 @@ def advance(
         """Draws the next token from `logits` and adds it to the rows that are `asked` for one."""
         rows, new, logits = loop.rows, loop.new, explicit.by_rows(logits)
         keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.drawn)
-        token = sample(logits, keys, **options.sampling._asdict())
-        finite = jnp.isfinite(logits.max(axis=-1))
+        token, finite = _chosen(rows, options, logits, keys)
         drawn = asked & finite
-        ended = jnp.where(drawn & (rows.held >= max_length), Ended.FULL, rows.ended)
-        if options.eos_id is not None:
-            ended = jnp.where(drawn & (token == options.eos_id), Ended.END_TOKEN, ended)
-        rows = rows._replace(
-            token=jnp.where(drawn, token, rows.token),
-            pending=rows.pending | drawn,
-            drawn=rows.drawn + drawn,
-            ended=jnp.where(asked & ~finite, Ended.NOT_FINITE, ended),
-        )
+        rows = _taken(rows, options, token, drawn)
+        full = drawn & (rows.held >= max_length) & (rows.ended == Ended.NO)
+        ended = jnp.where(full, Ended.FULL, rows.ended)
+        rows = rows._replace(ended=jnp.where(asked & ~finite, Ended.NOT_FINITE, ended))
+        found = None if options.logprobs is None else logprobs.of_token(logits, token, options.logprobs)
         # The last chunk may run beyond the last column.
-        tokens = new.tokens.at[:, loop.column].set(token, mode="drop")
-        return _Loop(rows, New(tokens, new.lengths + drawn), loop.column + 1)
+        tokens, reports = jax.tree.map(
+            lambda buffer, x: buffer.at[:, loop.column].set(x, mode="drop"),
+            (new.tokens, new.logprobs),
+            (token, found),
+        )
+        return _Loop(rows, New(tokens, new.lengths + drawn, reports), loop.column + 1)
 
     def going(loop: _Loop) -> Bool[Array, " B"]:
         return (loop.rows.ended == Ended.NO) & (loop.new.lengths < limit)
@@ -189,7 +209,9 @@ def advance(
         return draw(loop._replace(rows=rows), logits[:, -1], real)
 
     none = jnp.zeros_like(rows.held)
-    new = New(jnp.broadcast_to(none[:, None], (none.size, columns)), none)
+    tokens = jnp.broadcast_to(none[:, None], (none.size, columns))
+    reports = None if options.logprobs is None else _empty_reports(rows, columns, options.logprobs)
+    new = New(tokens, none, reports)
     start = _Loop(rows, new, jnp.zeros((), jnp.int32))
     end = jax.lax.while_loop(
         lambda loop: going(loop).any(),
@@ -199,10 +221,64 @@ def advance(
     return end.rows, end.new
 
 
-def padded(tokens: Int32[Array, "B columns"], lengths: Int32[Array, " B"], pad_id: Int32[Array, ""]) -> Array:
-    """Writes `pad_id` behind the tokens of each row."""
-    written = jnp.arange(tokens.shape[1], dtype=jnp.int32) < lengths[:, None]
-    return jnp.where(written, tokens, pad_id)
+def padded(new: New, pad_id: Int32[Array, ""] | int) -> New:
+    """Writes `pad_id` behind the tokens of each row, and 0 behind what belongs to them."""
+    real = jnp.arange(new.tokens.shape[1], dtype=jnp.int32) < new.lengths[:, None]
+
+    def masked(x: Array, fill: Array | int) -> Array:
+        return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, fill)
+
+    reports = jax.tree.map(lambda x: masked(x, 0), new.logprobs)
+    return New(masked(new.tokens, pad_id), new.lengths, reports)
+
+
+def _chosen(
+    rows: Rows, options: Options, logits: Array, keys: PRNGKeyArray
+) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """A token for each row, and whether it means anything: whether there is a finite largest logit."""
+    if options.logits_hook is not None:
+        hooked = options.logits_hook(logits, rows.token, rows.drawn)
+        checks.check_hooked(hooked, logits)
+        logits = hooked
+    parameters = options.sampling._asdict()
+    repetition, presence = (parameters.pop(f"{name}_penalty") for name in ("repetition", "presence"))
+    if rows.seen is not None:
+        logits = penalties.repetition(logits, rows.seen, repetition)
+    if rows.written is not None:
+        logits = penalties.presence(logits, rows.written, presence)
+    return sample(logits, keys, **parameters), jnp.isfinite(logits.max(axis=-1))
+
+
+def _taken(rows: Rows, options: Options, token: Int32[Array, " B"], drawn: Bool[Array, " B"]) -> Rows:
+    """Makes `token` the newest one of the rows where it was `drawn`, and ends those that it ends."""
+    ended, recent = rows.ended, rows.recent
+    if recent is not None:
+        recent = jnp.where(drawn[:, None], ends.pushed(recent, token), recent)
+        ended = jnp.where(drawn & ends.is_stopped(recent, options.stop), Ended.STOP, ended)
+    if options.eos_id is not None:
+        ended = jnp.where(drawn & ends.is_end(token, options.eos_id), Ended.END_TOKEN, ended)
+    seen, written = (
+        None if had is None else penalties.marked(had, token[:, None], drawn)
+        for had in (rows.seen, rows.written)
+    )
+    return rows._replace(
+        token=jnp.where(drawn, token, rows.token),
+        pending=rows.pending | drawn,
+        drawn=rows.drawn + drawn,
+        ended=ended,
+        recent=recent,
+        seen=seen,
+        written=written,
+    )
+
+
+def _empty_reports(rows: Rows, columns: int, count: int) -> Logprobs:
+    """Buffers for the log-probabilities of new tokens, on the devices of the rows."""
+
+    def empty(x: Array) -> Array:
+        return jnp.broadcast_to(jnp.zeros_like(x)[:, None], (len(x), columns, *x.shape[1:]))
+
+    return jax.tree.map(empty, logprobs.of_token(rows.logits, rows.token, count))
 
 
 def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:

@@ -6,6 +6,7 @@ program. They take the place of the session that they are given: its caches are 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,11 @@ from flax import nnx
 from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
-from nsa_jax.generate.options import Options, Sampling
+from nsa_jax.generate.logprobs import Logprobs
+from nsa_jax.generate.options import LogitsHook, Options, Sampling
 from nsa_jax.generate.rows import Decoder, Rows
-from nsa_jax.option_checks import LARGEST_INT, check_int
-from nsa_jax.sharding import explicit
+from nsa_jax.generate.sampling import Count, Number
+from nsa_jax.option_checks import check_int
 
 
 @jax.tree_util.register_dataclass
@@ -66,14 +68,28 @@ class Continuation(NamedTuple):
     """What a call of `advance` added to each row.
 
     Attributes:
-      tokens: new tokens of each row, then `pad_id`.
+      tokens: new tokens of each row, with those that ended it, then `pad_id`.
       lengths: number of new tokens of each row.
       ended: why the row has ended, as a number of `Ended`; 0 for a row that has not.
+      logprobs: log-probabilities of the new tokens, where `start` was asked for them.
     """
 
     tokens: Int32[Array, "B new"]
     lengths: Int32[Array, " B"]
     ended: Int32[Array, " B"]
+    logprobs: Logprobs | None = None
+
+
+def check_session(session: Any) -> None:
+    """Raises TypeError unless it is a session, ValueError if a call has used up its arrays."""
+    if not isinstance(session, Session):
+        raise TypeError(f"session must be a Session, got {type(session).__name__}. Call start.")
+    token = session.rows.token
+    if isinstance(token, jax.Array) and not isinstance(token, jax.core.Tracer) and token.is_deleted():
+        raise ValueError(
+            "session must be the newest one, got one that extend, advance or stream has used up. Pass what "
+            "they gave, or a copy that repeat or gather made before."
+        )
 
 
 def start(
@@ -82,10 +98,16 @@ def start(
     *,
     lengths: Int[Array | np.ndarray, " B"] | None = None,
     max_length: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    eos_id: int | None = None,
+    temperature: Number = 0.0,
+    top_k: Count | None = None,
+    top_p: Number | None = None,
+    min_p: Number | None = None,
+    repetition_penalty: Number | None = None,
+    presence_penalty: Number | None = None,
+    logits_hook: LogitsHook | None = None,
+    logprobs: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
+    stop: Sequence[Sequence[int]] | None = None,
     pad_id: int = 0,
     key: int | PRNGKeyArray = 0,
     prefill_chunk: int | None = None,
@@ -93,17 +115,34 @@ def start(
     """Begins a session: reads the prompts. `advance` then draws the first token.
 
     What a session writes is, token for token, what `generate` writes with the same arguments, however the
-    steps are divided. Programs are compiled as for `generate`: widths of prompts share them by buckets.
+    steps are divided. Programs are compiled as for `generate`: widths of prompts share them by buckets. Which
+    options are given needs other programs, and so does another `logits_hook` or number of `logprobs`; the
+    values of others do not, but for numbers of `eos_id`, and of stop sequences and their tokens in powers of
+    two.
+
+    `temperature` and the five parameters after it are one number for all rows, or an array with one for each.
+    They apply in this order: hook, repetition, presence, temperature, `top_k`, `top_p`, `min_p`.
 
     Args:
       model: see `generate`.
       prompts: token ids, padded on the right with any ids.
       lengths: number of tokens of each prompt, 1 .. `P`; `P` by default.
       max_length: capacity of a row in tokens: prompt, turns and new tokens together.
-      temperature: see `generate`, as for all that follow.
-      top_k: draws only from the `k` most likely tokens.
+      temperature: divides the logits before drawing. 0 takes the most likely token instead, also in an array.
+      top_k: draws only from the `k` most likely tokens. If the temperature is the number 0, this and the next
+        two are refused.
       top_p: draws only from the smallest set of most likely tokens with at least this probability.
-      eos_id: token that ends a row, until `extend` gives it more tokens.
+      min_p: does not draw tokens that have less than this share of the largest probability; 0 .. 1.
+      repetition_penalty: divides positive logits of the tokens that the row has had, in prompt, turns and
+        text, and multiplies negative ones; above 0, and 1 changes nothing (arXiv:1909.05858).
+      presence_penalty: is subtracted from the logits of the tokens that the row has written, in all turns.
+      logits_hook: a pure function from the logits `[B, vocab]`, the newest token of each row `[B]` and the
+        number of tokens drawn before `[B]`, to logits; `-inf` excludes a token. It is traced, and must be the
+        same object each time.
+      logprobs: asks for the log-probabilities of the new tokens and of so many of the likeliest in their
+        places; 0 for those of the new tokens alone.
+      eos_id: token that ends a row, or several such tokens, until `extend` gives it more tokens.
+      stop: sequences of tokens that end a row as soon as it has written one of them in this turn.
       pad_id: token that fills a row of `Continuation.tokens` after its new tokens.
       key: a seed, a typed key, or one for each row. Token number `n` of a row, counted from 0 through all its
         turns, is drawn by `jax.random.fold_in(key, n)` of the row's key.
@@ -113,7 +152,8 @@ def start(
       The session, in which nothing is drawn yet.
 
     Raises:
-      TypeError, ValueError: as in `generate`.
+      TypeError, ValueError: as in `generate`; or an array of a parameter has not one number for each row,
+        `stop` is not a sequence of sequences of ids, or `logits_hook` is not a function to logits.
 
     Examples:
       >>> session = start(model, prompts, max_length=4096)
@@ -123,7 +163,12 @@ def start(
     checks.check_model(model)
     vocab_size = getattr(model, "vocab_size", None)
     tokens, counts = checks.check_prompts(prompts, lengths, vocab_size)
-    options = Options.make(Sampling.make(temperature, top_k, top_p), eos_id, pad_id)
+    sampling = Sampling.of_rows(
+        len(tokens), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+    )  # fmt: skip
+    more = dict(stop=stop, logprobs=logprobs, logits_hook=logits_hook)
+    options = Options.make(sampling, eos_id, pad_id, **more)
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
@@ -136,6 +181,7 @@ def start(
         buckets.widened(tokens, -(-width // part) * part),
         counts,
         checks.check_key(key, len(tokens)),
+        options,
         max_length=int(max_length),
         prefill_chunk=part,
     )
@@ -168,7 +214,7 @@ def extend(
       ValueError: shapes do not fit, a length is out of range, or the session is used up; or, where the host
         has the values, an id is not in the vocabulary, or a row has no room.
     """
-    _check_session(session)
+    check_session(session)
     batch, held = len(session.rows.token), session.rows.held
     tokens, counts = checks.check_turn(tokens, lengths, batch, session.vocab_size)
     checks.check_parts(prefill_chunk)
@@ -199,19 +245,20 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
       chunk_size: see `generate`.
 
     Returns:
-      The session after these tokens, and `Continuation(tokens, lengths, ended)`, with `steps` columns of
-      tokens. The newest token of a row is not in its cache yet; the next call appends it.
+      The session after these tokens, and `Continuation(tokens, lengths, ended, logprobs)`, with `steps`
+      columns of tokens. The newest token of a row is not in its cache yet; the next call appends it.
 
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: a number is out of range, or the session is used up.
     """
-    _check_session(session)
+    check_session(session)
     checks.check_counts(steps=steps, chunk_size=chunk_size)
     check_int(high=LONGEST // 2, steps=steps)
     until = session.rows.drawn + int(steps)
     session, new = dispatch(session, until, int(steps), buckets.bucketed(int(steps)), int(chunk_size))
-    return session, new._replace(tokens=new.tokens[:, : int(steps)])
+    tokens, reports = jax.tree.map(lambda x: x[:, : int(steps)], (new.tokens, new.logprobs))
+    return session, new._replace(tokens=tokens, logprobs=reports)
 
 
 def dispatch(
@@ -228,71 +275,10 @@ def dispatch(
     return dataclasses.replace(session, rows=advanced), new
 
 
-def repeat(session: Session, count: int) -> Session:
-    """Takes each row `count` times, one behind the other: row `r` becomes the rows from `r * count` on.
-
-    The first keeps the key of the row, the others get keys of their own, so they draw different texts.
-    Prompts that begin alike are thus read once: `repeat` what they begin with, then `extend` each by its own
-    rest.
-
-    Args:
-      session: the newest session. It is copied, and can still be used.
-      count: number of times.
-
-    Returns:
-      The session of `B * count` rows. It has caches of its own, of `session.row_bytes` for each row.
-
-    Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: `count` is not positive, the session is used up, or its cache has an array without an axis
-        of rows.
-    """
-    _check_session(session)
-    checks.check_counts(count=count)
-    index = np.arange(len(session.rows.token) * count, dtype=np.int32)
-    checks.check_rows_first(session.rows.cache, len(session.rows.token))
-    return dataclasses.replace(session, rows=_gather(session.rows, index // count, index % count))
-
-
-def gather(session: Session, rows: Int[Array | np.ndarray, " M"]) -> Session:
-    """Takes some rows, in any order, to drop or move them.
-
-    A row keeps its key. One that is taken twice draws the same text twice; `repeat` gives new keys.
-
-    Args:
-      session: the newest session. It is copied, and can still be used.
-      rows: numbers of the rows to take.
-
-    Returns:
-      The session of `M` rows. It has caches of its own, of `session.row_bytes` for each row.
-
-    Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: `rows` is not a vector, or has a number that is no row, where the host has its values; the
-        session is used up, or its cache has an array without an axis of rows.
-    """
-    _check_session(session)
-    index = checks.check_index(rows, len(session.rows.token))
-    checks.check_rows_first(session.rows.cache, len(session.rows.token))
-    return dataclasses.replace(session, rows=_gather(session.rows, index, None))
-
-
-def _check_session(session: Any) -> None:
-    """Raises TypeError unless it is a session, ValueError if a call has used up its arrays."""
-    if not isinstance(session, Session):
-        raise TypeError(f"session must be a Session, got {type(session).__name__}. Call start.")
-    token = session.rows.token
-    if isinstance(token, jax.Array) and not isinstance(token, jax.core.Tracer) and token.is_deleted():
-        raise ValueError(
-            "session must be the newest one, got one that extend, advance or stream has used up. Pass what "
-            "they gave, or a copy that repeat or gather made before."
-        )
-
-
 @functools.partial(jax.jit, static_argnames=("graphdef", "max_length", "prefill_chunk"))
-def _start(graphdef, parameters, prompts, lengths, keys, *, max_length, prefill_chunk) -> Rows:
-    model = nnx.merge(graphdef, parameters)
-    return rows.begin(model, prompts, lengths, keys, max_length=max_length, prefill_chunk=prefill_chunk)
+def _start(graphdef, parameters, prompts, lengths, keys, options, *, max_length, prefill_chunk) -> Rows:
+    model, sizes = nnx.merge(graphdef, parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
+    return rows.begin(model, prompts, lengths, keys, options, **sizes)
 
 
 @functools.partial(
@@ -311,28 +297,13 @@ def _advance(
 ) -> tuple[Rows, Continuation]:
     model = nnx.merge(graphdef, parameters)
     limit = jnp.minimum(until - held.drawn, steps + ~held.pending)
-    # A row with a pending token has none in the first column.
     sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size)
     advanced, new = rows.advance(model, held, options, limit, **sizes)
-    tokens = jnp.where(held.pending[:, None], new.tokens[:, 1:], new.tokens[:, :-1])
-    tokens = rows.padded(tokens, new.lengths, options.pad_id)
-    return advanced, Continuation(tokens, new.lengths, advanced.ended)
 
+    # A row with a pending token has none in the first column.
+    def aligned(x: Array) -> Array:
+        return jnp.where(held.pending.reshape(-1, *[1] * (x.ndim - 1)), x[:, 1:], x[:, :-1])
 
-@jax.jit
-def _gather(held: Rows, index, copy) -> Rows:
-    """The rows of these numbers. Those that are a copy, number 1 and more, get keys of their own."""
-
-    def take(x: Array) -> Array:
-        sharding = jax.typeof(x).sharding
-        how = dict(out_sharding=sharding) if sharding.mesh.explicit_axes else {}
-        return x.at[index].get(mode="clip", **how)
-
-    taken = jax.tree.map(take, held)
-    if copy is None:
-        return taken
-    # No token has this number, so no draw uses the key that the copies' keys are made of.
-    families = jax.vmap(jax.random.fold_in, (0, None))(taken.keys, LARGEST_INT)
-    families, copy = explicit.alike(families=families, copy=copy)
-    own = jax.vmap(jax.random.fold_in)(families, copy)
-    return taken._replace(keys=jnp.where(copy > 0, own, taken.keys))
+    new = new._replace(tokens=aligned(new.tokens), logprobs=jax.tree.map(aligned, new.logprobs))
+    new = rows.padded(new, options.pad_id)
+    return advanced, Continuation(new.tokens, new.lengths, advanced.ended, new.logprobs)
