@@ -7,6 +7,8 @@ from nsa_jax.generate.loop import Generation, generate
 from nsa_jax.generate.rows import Decoder
 from nsa_jax.generate.sampling import sample, truncate
 from nsa_jax.generate.session import Continuation, Session, advance, extend, start
+from nsa_jax.generate.streaming import Piece, Stream, stream
+from nsa_jax.generate.text import Tokenizer
 
 __all__ = [
     "Continuation",
@@ -14,7 +16,10 @@ __all__ = [
     "Ended",
     "Generation",
     "Logprobs",
+    "Piece",
     "Session",
+    "Stream",
+    "Tokenizer",
     "advance",
     "extend",
     "gather",
@@ -22,5 +27,6 @@ __all__ = [
     "repeat",
     "sample",
     "start",
+    "stream",
     "truncate",
 ]
