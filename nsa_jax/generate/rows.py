@@ -9,16 +9,18 @@ The first token after a prompt is drawn from the logits of the prompt. Each step
 drawn before, so the newest token of a row is not in the cache.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32, PRNGKeyArray
 from nsa_jax.generate import checks, ends, logprobs, penalties
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
-from nsa_jax.generate.options import Options
+from nsa_jax.generate.options import Options, Sampling
 from nsa_jax.generate.sampling import sample
 from nsa_jax.sharding import explicit
 
@@ -208,6 +210,7 @@ def advance(
         rows = rows._replace(cache=cache, held=rows.held + count, pending=rows.pending & ~real)
         return draw(loop._replace(rows=rows), logits[:, -1], real)
 
+    options = dataclasses.replace(options, sampling=_beside(rows, options.sampling))
     none = jnp.zeros_like(rows.held)
     tokens = jnp.broadcast_to(none[:, None], (none.size, columns))
     reports = None if options.logprobs is None else _empty_reports(rows, columns, options.logprobs)
@@ -230,6 +233,13 @@ def padded(new: New, pad_id: Int32[Array, ""] | int) -> New:
 
     reports = jax.tree.map(lambda x: masked(x, 0), new.logprobs)
     return New(masked(new.tokens, pad_id), new.lengths, reports)
+
+
+def _beside(rows: Rows, sampling: Sampling) -> Sampling:
+    """Sampling parameters of which those of each row are on the device of the row."""
+    each = {name: jnp.asarray(x) for name, x in sampling._asdict().items() if np.ndim(x)}
+    *placed, _ = explicit.alike(**each, held=rows.held)
+    return sampling._replace(**dict(zip(each, placed, strict=True)))
 
 
 def _chosen(
