@@ -299,6 +299,8 @@ def test_ids_outside_the_vocabulary_are_refused(model):
 
     with refused(ValueError, r"tokens must be within 0 \.\. 16, got values from .* to 17"):
         extend(state, np.full((3, 2), VOCAB))
+    with refused(ValueError, "logprobs must be at most 17, got 18"):
+        begun(model, logprobs=VOCAB + 1)
     padding = dict(lengths=np.zeros(3, int), prefill_chunk=4)
     assert extend(state, np.full((3, 9), VOCAB), **padding).lengths.tolist() == LENGTHS.tolist()
 

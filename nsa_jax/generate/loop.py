@@ -15,9 +15,9 @@ from flax import nnx
 from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
+from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.options import Sampling as _Sampling
-from nsa_jax.generate.rows import Decoder
 from nsa_jax.option_checks import check_int
 
 

@@ -10,41 +10,20 @@ drawn before, so the newest token of a row is not in the cache.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.array_typing import Array, Bool, Float, Int, Int32, PRNGKeyArray
+from nsa_jax.array_typing import Array, Bool, Float, Int32, PRNGKeyArray
 from nsa_jax.generate import checks, ends, logprobs, penalties
+from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Options, Sampling
 from nsa_jax.generate.sampling import sample
 from nsa_jax.sharding import explicit
-
-
-class Decoder(Protocol):
-    """The methods that `generate` and sessions need of a model, such as `nsa_jax.model.Transformer`.
-
-    The model must also be an `nnx.Module`. `num_tokens` is passed by its name, all other arguments by
-    position. If the model has an int `vocab_size`, ids that are not below it are refused where the host has
-    their values.
-    """
-
-    def init_cache(self, batch: int, max_length: int) -> Any:
-        """Makes an empty cache for `batch` rows of at most `max_length` tokens."""
-
-    def prefill(
-        self, tokens: Int[Array, "B T"], cache: Any, num_tokens: Int[Array, " B"]
-    ) -> tuple[Array, Any]:
-        """Appends prompts; returns the logits `[B, vocab]` after the last real token, and the cache."""
-
-    def decode_step(
-        self, tokens: Int[Array, "B 1"], cache: Any, num_tokens: Int[Array, " B"]
-    ) -> tuple[Array, Any]:
-        """Appends a token to the rows with `num_tokens` 1; returns logits `[B, 1, vocab]` and the cache."""
 
 
 class Rows(NamedTuple):

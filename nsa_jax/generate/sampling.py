@@ -73,6 +73,8 @@ def truncate(
 ) -> Float[Array, "B vocab"]:
     """Excludes unlikely tokens by setting their logits to `-inf`.
 
+    Parameters are one number for all rows, or an array with one for each.
+
     Args:
       logits: logits of the next token.
       top_k: keeps the `k` most likely tokens, `k` at least 1; of equally likely tokens the lower ids.

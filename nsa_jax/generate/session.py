@@ -17,9 +17,10 @@ from flax import nnx
 from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
+from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
-from nsa_jax.generate.rows import Decoder, Rows
+from nsa_jax.generate.rows import Rows
 from nsa_jax.generate.sampling import Count, Number
 from nsa_jax.option_checks import check_int
 
@@ -169,6 +170,8 @@ def start(
     )  # fmt: skip
     more = dict(stop=stop, logprobs=logprobs, logits_hook=logits_hook)
     options = Options.make(sampling, eos_id, pad_id, **more)
+    if logprobs is not None and vocab_size is not None:
+        check_int(high=vocab_size, logprobs=logprobs)
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
