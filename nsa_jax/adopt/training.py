@@ -185,7 +185,7 @@ def _losses(
     if stage.name == "dense" or not (weight and settings.can_be_taught):
         loss = model.loss(tokens, segment_ids=segment_ids)
         return loss, {"loss": loss}
-    loss, selection = model.loss(tokens, segment_ids=segment_ids, distil="selected")
+    loss, selection = model.loss(tokens, segment_ids=segment_ids, distil=settings.selection_target)
     return loss + weight * selection, {"loss": loss, "selection": selection}
 
 
