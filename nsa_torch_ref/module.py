@@ -123,12 +123,14 @@ class IndexerConfig:
       dim: `E`, width of index queries and keys.
       weighted: whether a token scores a weighted sum over its index heads, see `block_scores`.
       normalize: whether index queries and keys pass an RMSNorm each before rotation.
+      slow_dim: width of the parts of `dim` that are rotated as the slower half of a head twice as wide.
     """
 
     num_heads: int = 1
     dim: int = 128
     weighted: bool = False
     normalize: bool = False
+    slow_dim: int | None = None
 
 
 class Indexer(nn.Module):
@@ -139,7 +141,7 @@ class Indexer(nn.Module):
     ):
         super().__init__()
         heads = (num_kv_heads, options.num_heads)
-        self.rotary = rotary
+        self.rotary, self.slow_dim = rotary, options.slow_dim
         self.query_proj = Projection((in_features,), (*heads, options.dim), False)
         self.key_proj = Projection((in_features,), (options.dim,), False)
         self.weight_proj = Projection((in_features,), heads, False) if options.weighted else None
@@ -149,9 +151,21 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Index queries `[B, S, K, J, E]` and keys `[B, S, E]`, rotated, and weights `[B, S, K, J]`."""
         query = self.query_norm(self.query_proj(x))
-        query = self.rotary(query.flatten(2, 3), positions).view_as(query)
-        key = self.rotary(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        query = self.rotated(query.flatten(2, 3), positions).view_as(query)
+        key = self.rotated(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
         return query, key, None if self.weight_proj is None else self.weight_proj(x)
+
+    def rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Heads `[B, S, N, E]`, rotated whole or in parts."""
+        if self.slow_dim is None:
+            return self.rotary(heads, positions)
+        half, parts = self.slow_dim // 2, []
+        for part in heads.split(self.slow_dim, dim=-1):
+            zeros = torch.zeros_like(part[..., :half])
+            wide = torch.cat([zeros, part[..., :half], zeros, part[..., half:]], dim=-1)
+            _, first, _, second = self.rotary(wide, positions).split(half, dim=-1)
+            parts += [first, second]
+        return torch.cat(parts, dim=-1)
 
 
 class NSAAttention(nn.Module):

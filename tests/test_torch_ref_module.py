@@ -165,8 +165,20 @@ INDEXERS = {
     "cmp and slc, shared": dict(
         branches=("cmp", "slc"), selector=ref.IndexerConfig(dim=6), share_keys_values=True
     ),
-    "all": dict(selector=ref.IndexerConfig(num_heads=2, dim=6)),
+    "all, in parts": dict(selector=ref.IndexerConfig(num_heads=2, dim=8, slow_dim=4)),
 }
+
+
+def turned(heads, positions, options):
+    """Whole, or in parts of four: their pairs are the last two of the four of a head of eight."""
+    if options.slow_dim is None:
+        return rotate(heads, positions, 10000.0)
+    parts = heads.unflatten(-1, (-1, 2, 2))
+    frequencies = torch.tensor([10000.0 ** (-i / 4) for i in (2, 3)], dtype=torch.float64)
+    angles = positions[..., None] * frequencies
+    turns = torch.polar(torch.ones_like(angles), angles)[:, :, None, None]
+    found = torch.complex(parts[..., 0, :], parts[..., 1, :]) * turns
+    return torch.stack([found.real, found.imag], dim=-2).flatten(-3)
 
 
 @pytest.mark.parametrize("options", INDEXERS.values(), ids=INDEXERS.keys())
@@ -182,14 +194,11 @@ def test_branches_and_an_indexer_are_their_operations(options):
     if options.normalize:
         asked = norm(asked, (6,), part.query_norm.scale, 1e-6)
         key = norm(key, (6,), part.key_norm.scale, 1e-6)
-    asked = torch.stack(
-        [rotate(asked[:, :, :, j], positions, 10000.0) for j in range(options.num_heads)], dim=3
-    )
+    asked = torch.stack([turned(asked[:, :, :, j], positions, options) for j in range(options.num_heads)], 3)
     weights = torch.einsum("btd,dkj->btkj", x, part.weight_proj.kernel) if options.weighted else None
     where = dict(config=ONE_LOCAL, segment_ids=segment_ids)
-    scores = ref.block_scores(
-        asked, rotate(key[:, :, None], positions, 10000.0)[:, :, 0], weights=weights, **where
-    )
+    key = turned(key[:, :, None], positions, options)[:, :, 0]
+    scores = ref.block_scores(asked, key, weights=weights, **where)
     torch.testing.assert_close(module.block_scores(x, segment_ids), scores, atol=1e-12, rtol=1e-12)
 
     blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)

@@ -9,9 +9,7 @@ from typing import Any
 from nsa_jax.adopt.command_line import InputError
 from nsa_jax.adopt.files import digests
 from nsa_jax.config import BRANCHES, NSAConfig
-from nsa_jax.nn import IndexerConfig
 from nsa_jax.nn.distillation import Target
-from nsa_jax.nn.selector import SelectorOption
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +105,9 @@ class Settings:
     @property
     def conversion(self) -> dict[str, Any]:
         """Arguments of `to_nsa`."""
-        selector: SelectorOption = IndexerConfig() if self.selector == "indexer" else "importance"
-        return dict(nsa=self.nsa, selector=selector, branches=self.branches, compression=self.compression)
+        return dict(
+            nsa=self.nsa, selector=self.selector, branches=self.branches, compression=self.compression
+        )
 
     @property
     def training(self) -> dict[str, Any]:
