@@ -1,6 +1,7 @@
 """`python -m nsa_jax.adopt`: what its stages train, how they are resumed, what is measured and refused."""
 
 import builtins
+import dataclasses
 import json
 import os
 import pathlib
@@ -33,7 +34,7 @@ from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import load
 
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
-STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2}
+STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
 WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
@@ -122,12 +123,34 @@ def settings_of(output: pathlib.Path) -> command.Settings:
 
 
 @pytest.mark.slow
-def test_sparse_trains_everything_with_the_selection_loss(finished):
+def test_sparse_trains_everything_with_the_selection_loss_and_the_dense_model(finished):
     before, after = (of(finished / "checkpoints" / stage) for stage in ("distil", "sparse"))
 
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before)
-    assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection"}] * 3
+    assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection", "divergence"}] * 3
+    assert [set(row) for row in rows(finished, "dense")] == [{"step", "loss"}] * 3
+
+
+def test_losses_are_added_up_by_their_weights():
+    class Model:
+        def loss(self, tokens, segment_ids, **asked):
+            found = dict(loss=1.0, distil=10.0, teacher=100.0)
+            found = [found[name] for name in found if name == "loss" or name in asked]
+            return found if asked else found[0]
+
+    settings = command.Settings(source="", selection_weight=2, logit_weight=3)
+    by_name = {
+        stage.name: stage for stage in training.stages(dataclasses.replace(settings, train_dense=True))
+    }
+    for stage, teacher, weight, total in (
+        ("sparse", None, 2, 21),
+        ("sparse", "dense", 2, 321),
+        ("sparse", "dense", 0, 301),
+        ("dense", None, 2, 1),
+    ):
+        of = dataclasses.replace(settings, selection_weight=weight)
+        assert training._losses(Model(), by_name[stage], of, None, None, teacher)[0] == total
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> Non
             measurements.measure("dense_trained", twin, dense)
             _save(twin, folder.path / "dense", tokenizer)
         else:
-            model = train(stage, model, packed, folder, settings)
+            teacher = dense if stage.name == "sparse" and settings.logit_weight else None
+            model = train(stage, model, packed, folder, settings, teacher)
             measurements.measure(stage.name, model, dense)
     _save(model, folder.path / "model", tokenizer)
     counted = dict(
@@ -186,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "new-learning-rate": (rate, "peak for new parameters"),
         "warmup": (count, "steps in which the rates rise"),
         "selection-weight": (command_line.weight, "of the selection loss while everything trains"),
+        "logit-weight": (command_line.weight, "of the divergence from the dense model's logits there"),
         "held-out": (command_line.share, "share of the text that is not trained on"),
         "rows": (positive, "held-out rows to measure losses on, at most"),
         "needles": (count, "questions at each of 16 depths, 0 for none"),

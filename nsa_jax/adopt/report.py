@@ -62,7 +62,7 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
     )
     yield (
         "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
-        "selection loss, added up over the layers."
+        "selection loss, added up over the layers; `divergence` is that from the dense model's distributions."
     )
     yield _training(found["stages"])
     yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."

@@ -34,6 +34,7 @@ class Settings:
       new_learning_rate: peak for new parameters.
       warmup: steps in which the rates rise.
       selection_weight: of the selection loss in the second stage.
+      logit_weight: of the divergence from the dense model's distributions there; 0 for none.
       dtype: of the computation. Parameters are float32.
       remat: "none", "attention" or "layer".
       held_out: share of the text that is not trained on.
@@ -62,6 +63,7 @@ class Settings:
     new_learning_rate: float = 1e-3
     warmup: int = 20
     selection_weight: float = 1.0
+    logit_weight: float = 0.0
     dtype: str = "bfloat16"
     remat: str = "attention"
     held_out: float = 0.05
