@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 
+import host_devices
 import numpy as np
 import pytest
 from messages import has_form, refused
@@ -224,6 +225,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
+def test_a_mesh_trains_as_one_device_does(source, files, tmp_path):
+    printed = host_devices.run("adopt_mesh_program.py", str(source), str(files[0]), str(tmp_path), devices=4)
+
+    for check in (
+        "equal to one device",
+        "resumed bit for bit",
+        "a mesh that does not divide the model is refused",
+    ):
+        assert check in printed
+
+
+@pytest.mark.slow
 def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, capsys):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
@@ -299,6 +312,10 @@ REFUSED = {
     "branches": (["--branches=slc"], "words", "branches"),
     "zero": (["--batch=0"], "words", "argument --batch: must be a whole number of at least 1, got 0"),
     "share": (["--held-out=1"], "words", "argument --held-out: must be a number between 0 and 1, got 1"),
+    "axes": (["--mesh=rows=2"], "words", "argument --mesh: must be AXIS=SIZE pairs .* got 'rows=2'"),
+    "twice": (["--mesh=data=2,data=2"], "words", "argument --mesh: must be AXIS=SIZE pairs of different"),
+    "rows": (["--mesh=data=2,fsdp=2"], "words", "--batch must be a multiple of data x fsdp = 4, got 2. Pass"),
+    "devices": (["--mesh=tensor=512"], "words", "--mesh must not have more devices than there are, got 512"),
     "choice": (["--selector=given"], "words", "the options must be as --help says, got the error"),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from nsa_jax.adopt.command_line import InputError
+from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.text import Packed
@@ -70,23 +71,40 @@ def train(
     text: Packed,
     folder: RunFolder,
     settings: Settings,
+    *,
+    mesh: Mesh = ONE_DEVICE,
     dense: Transformer | None = None,
 ) -> Transformer:
     """Trains the model from the last checkpoint of the stage on to its last step; its arrays are donated.
 
-    The `dense` model teaches it, if it is given. The state is saved every `SAVE_EVERY` steps, at the end, and
-    after a signal.
+    Models lie on the first device before and after, and on the `mesh` while they train. The `dense` model
+    teaches, if it is given. The state is saved every `SAVE_EVERY` steps, at the end, and after a signal.
 
     Raises:
       Interrupted: after Ctrl-C or SIGTERM, once the step under way is finished and saved.
-      InputError: the loss is not finite.
+      InputError: the loss is not finite, or a model does not divide among the devices.
     """
+    with mesh.in_context():
+        teacher = None if dense is None else mesh.spread(dense)
+        trained = _train(stage, mesh.spread(model), text, folder, settings, mesh, teacher)
+    return mesh.gathered(trained)
+
+
+def _train(
+    stage: Stage,
+    model: Transformer,
+    text: Packed,
+    folder: RunFolder,
+    settings: Settings,
+    mesh: Mesh,
+    dense: Transformer | None,
+) -> Transformer:
     graph, learning, fixed = _divided(model, stage, settings)
     moments = {name: _optimizer(settings, stage, name).init(group) for name, group in learning.items()}
-    moments = jax.device_put(moments, jax.local_devices()[0])  # as the parameters are
+    moments = mesh.share(moments)
     of_dense, dense_state = (None, None) if dense is None else nnx.split(dense)
     step, rows = 0, list[dict[str, Any]]()
-    if found := folder.load(stage.name, moments):
+    if found := folder.load(stage.name, moments, mesh):
         model, moments, step, rows = found
         graph, learning, fixed = _divided(model, stage, settings)
     compiles_in = step
@@ -94,7 +112,7 @@ def train(
     with _delayed_signals() as received, bar:
         while step < stage.steps:
             started = time.perf_counter()
-            batch = text.batch(stage.first + step, settings.batch)
+            batch = map(mesh.place, text.batch(stage.first + step, settings.batch))
             learning, moments, losses = _update(
                 graph, stage, settings, learning, fixed, moments, *batch, of_dense, dense_state
             )
