@@ -16,7 +16,7 @@ import host_devices
 import numpy as np
 import pytest
 from messages import has_form, refused
-from pretrained_files import fields_of, tensors_of, write_folder
+from pretrained_files import fields_of, tensors_of, write_folder, write_gguf
 
 pytest.importorskip("optax", reason="adopt needs the extra `train`")
 pytest.importorskip("orbax.checkpoint", reason="adopt needs the extra `train`")
@@ -27,6 +27,7 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 import jax
 import tokenizers
 
+from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import text, training
 from nsa_jax.adopt.text import Documents, Packed
@@ -40,14 +41,17 @@ WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
 
+# Tokens are bytes, and the word "a".
+TOKENS = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "Ġa"]
+FIELDS = fields_of("llama", vocab_size=len(TOKENS))
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> pathlib.Path:
-    """A dense model with two layers, whose tokens are bytes."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    fields = fields_of("llama", vocab_size=len(alphabet))
-    folder = write_folder(tmp_path_factory.mktemp("models") / "dense", fields, tensors_of(fields))
-    vocabulary = {token: number for number, token in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    """A dense model of SmolLM2's architecture, with two layers."""
+    folder = write_folder(tmp_path_factory.mktemp("models") / "dense", FIELDS, tensors_of(FIELDS))
+    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -67,19 +71,21 @@ def files(tmp_path_factory) -> list[pathlib.Path]:
     return [folder / "book.txt", folder / "pages.jsonl"]
 
 
-def run(source, files, output, options, *arguments) -> int:
+def run(source, files, output, options, *arguments, main=command.main) -> int:
     given = [source, "--text", *files, "--output", output]
     given += [*(f"--{name}={value}" for name, value in options.items()), *arguments]
     try:
-        return command.main(list(map(str, given)))
+        return main(list(map(str, given)))
     except SystemExit as end:
         return end.code
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, source, files) -> pathlib.Path:
+    """Of the example, whose computation is in float32."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    assert run(source, files, output, WHOLE, "--train-dense") == 0
+    options = {name: value for name, value in WHOLE.items() if name != "dtype"}
+    assert run(source, files, output, options, "--train-dense", main=example.main) == 0
     return output
 
 
@@ -253,12 +259,14 @@ def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, c
 
 
 @pytest.mark.slow
-def test_an_indexer_is_taught_alone(source, files, tmp_path, monkeypatch):
+def test_the_example_teaches_an_indexer_alone_from_a_gguf_file(source, files, tmp_path, monkeypatch):
     monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
     monkeypatch.setattr(command, "write_report", lambda *_: None)
     options = SHORT | dict(selector="indexer", branches="slc")
+    bpe = TOKENS, ["Ġ a"], [1] * len(TOKENS), "smollm"
+    file = write_gguf(tmp_path / "dense.gguf", FIELDS, tensors_of(FIELDS), bpe=bpe)
 
-    assert run(source, files, tmp_path / "run", options) == 0
+    assert run(file, files, tmp_path / "run", options, main=example.main) == 0
 
     assert changed_by_distil(tmp_path / "run", source) == {
         f"layers.{layer}.attention.selector.{part}_proj.kernel"

@@ -46,9 +46,11 @@ from nsa_jax.pretrained import load, save, to_nsa
 INTERRUPTED = 130
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    options = _parser().parse_args(arguments)
+def main(arguments: list[str] | None = None, **defaults: Any) -> int:
+    """Runs the command, whose options may have other defaults, and returns its exit code."""
+    parser = _parser()
+    parser.set_defaults(**defaults)
+    options = parser.parse_args(arguments)
     folder = RunFolder(options.output)
     try:
         names = {field.name for field in dataclasses.fields(Settings)}

@@ -82,7 +82,7 @@ def train(
 
     Raises:
       Interrupted: after Ctrl-C or SIGTERM, once the step under way is finished and saved.
-      InputError: the loss is not finite, or a model does not divide among the devices.
+      InputError: the loss is not finite.
     """
     with mesh.in_context():
         teacher = None if dense is None else mesh.spread(dense)
