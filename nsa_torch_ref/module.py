@@ -306,7 +306,8 @@ class NSAAttention(nn.Module):
         """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default.
 
         With `distil` "dense" or "selected", the pair of it and the mean selection loss of an indexer: with
-        the probabilities of dense attention, or of the selected branch, as the target.
+        the probabilities of dense attention, or of the selected branch, as the target. Blocks that are always
+        selected do not count.
         """
         if distil is not None and self.selector is None:
             raise ValueError(
@@ -318,14 +319,16 @@ class NSAAttention(nn.Module):
         where = dict(config=self.config, segment_ids=segment_ids, scale=self.scale)
         if distil is not None or block_indices is None:
             scores = self.block_scores(x, segment_ids, positions, queries)
+        _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
         if block_indices is None:
-            _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
             block_indices = masks.top_blocks(scores.detach(), segment_ids, at, self.config)
         out = attention.native_sparse_attention(*operands, block_indices=block_indices, **where)
         out = self.dropout(self.out_proj(out))
         if distil is None:
             return out
         query, key = operands[0].detach(), operands[3].detach()
+        _, forced = masks.block_kinds(segment_ids, at, self.config)
+        scores = scores.masked_fill(forced[:, :, None], -torch.inf)
         if distil == "dense":
             target = distillation.block_probabilities(query, key, **where)
         else:

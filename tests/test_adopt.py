@@ -30,6 +30,7 @@ import tokenizers
 from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import text, training
+from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.model import restore
 from nsa_jax.model.abstract import parameters
@@ -361,9 +362,35 @@ def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
     file = tmp_path / "pages.jsonl"
     file.write_text('{"text": "fine"}\n' + line)
 
-    told = "with a string in 'text', got another in line 2 of 'pages.jsonl'"
+    told = "must be a string in the field 'text', got another in line 2 of 'pages.jsonl'"
     with refused(command.InputError, told):
-        list(text._documents(file, "text"))
+        list(documents(file, "text"))
+
+
+def test_a_dataset_on_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="tox -e adopt has it")
+    rows = datasets.Dataset.from_dict({"body": ["one", " ", "two"], "size": [1, 2, 3]})
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "parts")
+
+    assert list(documents(tmp_path / "rows", "body")) == ["one", "two"]
+    assert list(documents(tmp_path / "parts" / "train", "body")) == ["one", "two"]
+    bad = {"rows": ("text", "the column 'text', got body, size"), "parts": ("body", "with train"),
+           "rows/..": ("body", "what Dataset.save_to_disk wrote")}  # fmt: skip
+    for name, (field, told) in bad.items():
+        with refused(command.InputError, told):
+            list(documents(tmp_path / name, field))
+    with refused(command.InputError, "in the field 'size', got another in row 0"):
+        list(documents(tmp_path / "rows", "size"))
+    before = digests([tmp_path / "rows"])
+    datasets.Dataset.from_dict({"body": ["one", " ", "too"]}).save_to_disk(tmp_path / "rows")
+    assert digests([tmp_path / "rows"]) != before
+
+
+def test_a_folder_needs_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with refused(command.InputError, "a folder of text needs the package datasets"):
+        list(documents(tmp_path, "text"))
 
 
 @pytest.mark.parametrize("package", ["optax", "tqdm", "tokenizers"])

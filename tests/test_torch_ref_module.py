@@ -21,6 +21,7 @@ CONFIG = ref.NSAConfig(
     window_size=5,
 )
 ONE_LOCAL = dataclasses.replace(CONFIG, num_local_blocks=1)  # so that there is a choice
+TWO_FREE = dataclasses.replace(ONE_LOCAL, selection_block_size=4, num_selected_blocks=4)
 
 
 def randomised(module, seed=0):
@@ -219,7 +220,7 @@ def test_absent_branches_have_no_parameters():
 @pytest.mark.parametrize("distil", ["dense", "selected"])
 def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
     """The mean over queries and KV heads, padding left out; the output is that without a loss."""
-    module = layer(config=ONE_LOCAL, **INDEXERS["slc and win, weighted"])
+    module = layer(config=TWO_FREE, **INDEXERS["slc and win, weighted"])
     row = [0, 0] + [5] * 25 + [3] * 3
     x, segment_ids = tokens(1, 30, 12).requires_grad_(), torch.tensor([row])
     out, loss = module(x, segment_ids=segment_ids, distil=distil)
@@ -232,19 +233,22 @@ def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
     assert all(g.abs().max() > 1e-4 for g in gradients if g is not None)
 
     query, _, _, key, *_ = module.operands(x, segment_ids)
-    scores, where = module.block_scores(x, segment_ids), dict(config=ONE_LOCAL, segment_ids=segment_ids)
-    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)
+    scores, where = module.block_scores(x, segment_ids), dict(config=TWO_FREE, segment_ids=segment_ids)
+    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], TWO_FREE)
     total = 0.0
     for t in range(2, 30):
+        own = (t - 2 if t < 27 else t - 27) // TWO_FREE.selection_block_size
         for head in range(2):
-            chosen = [block for block in blocks[0, t, head].tolist() if block >= 0]
+            chosen = blocks[0, t, head].tolist()
+            free = range(1, own) if distil == "dense" else sorted({*chosen} - {-1, 0, own})
+            if not free:
+                continue
             if distil == "dense":
-                seen = [block for block in range(4) if scores[0, t, head, block].isfinite()]
-                target = ref.block_probabilities(query, key, **where)[0, t, head, seen]
+                target = ref.block_probabilities(query, key, **where)[0, t, head, free]
             else:
-                seen = chosen
-                target = ref.selected_probabilities(query, key, blocks, **where)[0, t, head, : len(seen)]
-            share, log_softmax = target / target.sum(), scores[0, t, head, seen].log_softmax(0)
+                of_slots = ref.selected_probabilities(query, key, blocks, **where)[0, t, head]
+                target = of_slots[[chosen.index(block) for block in free]]
+            share, log_softmax = target / target.sum(), scores[0, t, head, list(free)].log_softmax(0)
             total += (share * (share.log() - log_softmax)).sum().item()
     assert loss.item() == pytest.approx(total / 28 / 2, abs=1e-12)
     with refused(ValueError, "a selection loss needs an indexer, got distil='dense'"):

@@ -41,6 +41,7 @@ from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Interrupted, stages, train
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import Transformer
+from nsa_jax.nn.distillation import TARGETS
 from nsa_jax.pretrained import load, save, to_nsa
 
 INTERRUPTED = 130
@@ -152,7 +153,8 @@ def _save(model: Transformer, path: pathlib.Path, tokenizer: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n\n")[1])
-    add, of, files = parser.add_argument, Settings, "files of UTF-8, .jsonl with a document in each line"
+    add, of = parser.add_argument, Settings
+    files = "files of UTF-8, .jsonl with a document in each line, or datasets of Hugging Face on disk"
     add(
         "source", metavar="SOURCE", help="dense model: a folder or repository of Hugging Face, or a GGUF file"
     )
@@ -177,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     choices = {
         "selector": (("importance", "indexer"), "what chooses the blocks"),
         "compression": (("mlp", "mean"), "how blocks are compressed; the mean learns nothing"),
+        "selection-target": (TARGETS, "of that loss: attention in the chosen blocks, or all of it"),
         "dtype": (("bfloat16", "float32"), "of the computation; parameters are float32"),
         "remat": (("attention", "layer", "none"), "what is computed again: all but attention, all, nothing"),
     }  # fmt: skip
@@ -201,7 +204,8 @@ def _parser() -> argparse.ArgumentParser:
         "seed": (count, "of new parameters and of the order of the text"),
     }
     for name, (words, meaning) in choices.items():
-        add(f"--{name}", choices=words, default=getattr(of, name), help=f"{meaning}; default: %(default)s")
+        default = getattr(of, name.replace("-", "_"))
+        add(f"--{name}", choices=words, default=default, help=f"{meaning}; default: %(default)s")
     for name, (kind, meaning) in numbers.items():
         default = getattr(of, name.replace("-", "_"))
         add(f"--{name}", type=kind, default=default, help=f"{meaning}; default: %(default)s")

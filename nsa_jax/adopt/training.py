@@ -221,7 +221,7 @@ def _losses(
         return loss, {"selection": loss}
     weights, asked = {"loss": 1.0}, dict[str, Any]()
     if stage.name == "sparse" and settings.selection_weight and settings.can_be_taught:
-        weights["selection"], asked["distil"] = settings.selection_weight, "selected"
+        weights["selection"], asked["distil"] = settings.selection_weight, settings.selection_target
     if teacher is not None:
         weights["divergence"], asked["teacher"] = settings.logit_weight, teacher
     found = model.loss(tokens, segment_ids=segment_ids, **asked)
