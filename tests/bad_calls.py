@@ -445,11 +445,17 @@ CALLS = {
     ),
     "Transformer": making(model.Transformer, config=MODEL),
     "Transformer()": TRANSFORMER.call("__call__", block_indices=(None, OF_LAYERS)),
-    "Transformer.loss": TRANSFORMER.call("loss", block_indices=(None, OF_LAYERS), reduce=("mean", Name())),
+    "Transformer.loss": TRANSFORMER.call(
+        "loss",
+        block_indices=(None, OF_LAYERS),
+        reduce=("mean", Name()),
+        teacher=(None, Kind({"str": "a", "int": 3})),
+    ),
     "next_tokens": Call(
         model.next_tokens, tokens=(np.zeros((2, 10), np.int32), Integers(axes=("B", "T"), free=("B", "T")))
     ),
     "token_losses": Call(model.token_losses, free="vocab"),
+    "token_divergences": Call(model.token_divergences, sizes={"E": 3}),
     "Transformer.inspect": TRANSFORMER.call("inspect"),
     "Transformer.init_cache": TRANSFORMER.call("init_cache"),
     "Transformer.prefill": TRANSFORMER.call(

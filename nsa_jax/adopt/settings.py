@@ -34,6 +34,7 @@ class Settings:
       warmup: steps in which the rates rise.
       selection_weight: of the selection loss in the second stage.
       selection_target: of the same: "selected", attention in the chosen blocks, or "dense", all of it.
+      logit_weight: of the divergence from the dense model's distributions there; 0 for none.
       dtype: of the computation. Parameters are float32.
       remat: "none", "attention" or "layer".
       held_out: share of the text that is not trained on.
@@ -63,6 +64,7 @@ class Settings:
     warmup: int = 20
     selection_weight: float = 1.0
     selection_target: Target = "selected"
+    logit_weight: float = 0.0
     dtype: str = "bfloat16"
     remat: str = "attention"
     held_out: float = 0.05
