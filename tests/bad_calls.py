@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
-from nsa_jax.generate import generate, sample, truncate
+from nsa_jax.generate import generate, sample, start, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -58,6 +58,12 @@ SIZES = dict(
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
 SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
 TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
+ENDS = Kind(
+    {"str": "3", "float": 2.5, "nan": math.nan, "bool": True, "negative": -1, "empty": [], "large": 2**40}
+)
+STOPS = Kind(
+    {"str": "ab", "int": 3, "list": [3], "empty": [], "no token": [[1], []], "negative": [[1], [-1]]}
+)
 NO_BRANCHES = dict(
     **dict(str="slc", int=3, none=(), unknown=("slc", "mid"), twice=("slc", "slc"), no_slc=("cmp", "win")),
     numbers=(0, 1, 2), nan=math.nan,
@@ -79,7 +85,12 @@ VALUES = dict(
     **dict(batch=2, max_length=ROOM, step_capacity=8, max_new_tokens=2, prefill_chunk=10, original_length=64),
     **dict(num_initial_blocks=(1, Whole(low=0)), length=(10, Whole(low=0)), num_keys=(10, Whole(low=0))),
     **dict(first_key=(0, Whole(low=None)), first_key_win=(0, Whole(low=None)), pad_id=(0, Whole(low=None))),
-    **dict(eos_id=(1, Whole(low=0)), temperature=(1.0, Kind(TOO_HOT)), top_p=(0.5, SHARE)),
+    **dict(eos_id=(1, ENDS), logprobs=(2, Whole(low=0)), stop=([[1, 2], [3]], STOPS)),
+    **dict(
+        min_p=(0.1, Kind(NO_FLOAT | {"negative": -0.1, "above 1": 1.5})), repetition_penalty=(1.1, Real())
+    ),
+    **dict(presence_penalty=(0.5, Real(positive=False)), logits_hook=(None, Function())),
+    **dict(temperature=(1.0, Kind(TOO_HOT)), top_p=(0.5, SHARE)),
     **dict(rope_base=10000.0, base=10000.0, factor=2.0, low_frequency_factor=1.0, high_frequency_factor=4.0),
     **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
     **dict(scale=(None, Scale()), dropout_rate=(0.5, RATE)),
@@ -467,6 +478,14 @@ CALLS = {
     "generate": Call(
         lambda model, **given: generate(model.make() if model is TRANSFORMER else model, **given),
         like=generate,
+        free="P",
+        model=TRANSFORMER,
+        lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
+        key=(0, Kind(NO_KEY)),
+    ),
+    "start": Call(
+        lambda model, **given: start(model.make() if model is TRANSFORMER else model, **given).rows.logits,
+        like=start,
         free="P",
         model=TRANSFORMER,
         lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),

@@ -21,7 +21,7 @@ from modules import MODEL, abstract, randomised
 from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, random
 
 from nsa_jax import attention, reference
-from nsa_jax.generate import generate
+from nsa_jax.generate import advance, extend, gather, generate, repeat, start
 from nsa_jax.model import Transformer, token_chunks, token_divergences, token_losses
 from nsa_jax.nn import DenseAttention, IndexerConfig
 
@@ -360,6 +360,27 @@ def decoding() -> None:
     assert [x.shape for x in anywhere] == [x.shape for x in found]
 
 
+def sessions() -> None:
+    """All options of a session, a turn and copied rows give the same tokens where rows are sharded."""
+    tokens, turn = np.random.default_rng(0).integers(0, 12, (2, 4, 9)).astype(np.int32)
+    options = dict(max_length=40, lengths=np.array([7, 2, 9, 5]), temperature=np.array([0, 1, 2, 1.5]))
+    options |= dict(min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, stop=[[1, 2], [3]], logprobs=2)
+
+    def written(model, place):
+        session = start(model, place(tokens), **options)
+        session, first = advance(session, 5)
+        copies = repeat(gather(session, np.array([1, 3])), 2)
+        session = extend(session, place(turn), lengths=np.array([2, 0, 9, 1]))
+        return first, advance(session, 4)[1], advance(copies, 3)[1]
+
+    plain, sharded = model(attention="dense", num_layers=1)
+    expected = written(plain, lambda x: x)
+    with jax.set_mesh(mesh):
+        found = written(sharded, lambda x: put(x, "data"))
+    agree(found, expected)
+    assert found[0].tokens.sharding.spec[0] == "data"
+
+
 def empty_caches() -> None:
     """A program makes each part of an empty cache where it belongs, and a step leaves it there.
 
@@ -419,7 +440,7 @@ def without_the_mesh() -> None:
 
 CHECKS = (
     *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, losses),
-    *(decoding, empty_caches, without_the_mesh),
+    *(decoding, sessions, empty_caches, without_the_mesh),
 )
 
 

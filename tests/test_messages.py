@@ -10,8 +10,9 @@ from messages import has_form
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("nsa_jax", "nsa_torch_ref", "parity", "benchmarks", "examples")
-# Not errors of a caller: the exit status, why a benchmark row is not measured, and a signal.
-NOT_ERRORS = ("SystemExit", "Refused", "Interrupted")
+# Not errors of a caller: the exit status, why a benchmark row is not measured, a signal, and the end of an
+# iterator.
+NOT_ERRORS = ("SystemExit", "Refused", "Interrupted", "StopIteration")
 # What these end in has the form itself.
 END_IN_A_MESSAGE = [
     "examples/train_lm/run_folder.py: --resume must find a whole checkpoint of this run: {error}",
@@ -70,7 +71,7 @@ def messages(source: str) -> Iterator[str]:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=arguments)):
                 if kind not in NOT_ERRORS:
                     yield from texts(arguments[0], scope) if arguments else [f"{kind}()"]
-            case ast.Raise(exc=ast.Name(id=name)):
+            case ast.Raise(exc=ast.Name(id=name)) if name not in NOT_ERRORS:
                 yield name
             case ast.Call(func=ast.Attribute(value=ast.Name(id="checkify"), attr="check"), args=[_, text]):
                 yield from texts(text, scope)

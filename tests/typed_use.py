@@ -19,7 +19,20 @@ from nsa_jax.array_typing import Attended
 from nsa_jax.cache import DenseCache, NSACache, Reads, count_reads
 from nsa_jax.dispatch import Choice
 from nsa_jax.evaluate import BlockRecall, Needles, TokenPairs, block_recall, find_needles
-from nsa_jax.generate import Generation, generate, sample, truncate
+from nsa_jax.generate import (
+    Continuation,
+    Generation,
+    Piece,
+    Session,
+    advance,
+    extend,
+    generate,
+    repeat,
+    sample,
+    start,
+    stream,
+    truncate,
+)
 from nsa_jax.model import Transformer, TransformerConfig, next_tokens, token_divergences, token_losses
 from nsa_jax.nn import DenseAttention, NSAAttention, Operands, Selection, rotate
 
@@ -165,6 +178,12 @@ def language_model() -> None:
     text = generate(model, prompts, max_new_tokens=3)
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)
+    session = start(model, prompts, max_length=64, temperature=jnp.ones(1), stop=[[1, 2]], eos_id=[3, 4])
+    assert_type(session, Session)
+    assert_type(advance(repeat(session, 1), 4), tuple[Session, Continuation])
+    for piece in stream(extend(session, prompts), 4):
+        assert_type(piece, Piece)
+        assert_type(piece.text, tuple[str, ...] | None)
     assert_type(truncate(logits, top_k=3), jax.Array)
     keys = jax.random.split(jax.random.key(0), logits.shape[0])
     assert_type(sample(logits, keys), jax.Array)

@@ -1,6 +1,32 @@
-"""Text generation in one compiled program, and the choice of the next token."""
+"""Text generation in one compiled program or in a session, and the choice of the next token."""
 
-from nsa_jax.generate.loop import Decoder, Generation, generate
+from nsa_jax.generate.copies import gather, repeat
+from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.logprobs import Logprobs
+from nsa_jax.generate.loop import Generation, generate
+from nsa_jax.generate.rows import Decoder
 from nsa_jax.generate.sampling import sample, truncate
+from nsa_jax.generate.session import Continuation, Session, advance, extend, start
+from nsa_jax.generate.streaming import Piece, Stream, stream
+from nsa_jax.generate.text import Tokenizer
 
-__all__ = ["Decoder", "Generation", "generate", "sample", "truncate"]
+__all__ = [
+    "Continuation",
+    "Decoder",
+    "Ended",
+    "Generation",
+    "Logprobs",
+    "Piece",
+    "Session",
+    "Stream",
+    "Tokenizer",
+    "advance",
+    "extend",
+    "gather",
+    "generate",
+    "repeat",
+    "sample",
+    "start",
+    "stream",
+    "truncate",
+]

@@ -1,4 +1,10 @@
-"""The sizes for which programs of `generate` are compiled. Calls of similar sizes share a program."""
+"""The sizes for which programs of generation are compiled. Calls of similar sizes share a program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.array_typing import Array
 
 SMALLEST = 64
 STEPS = 8  # number of buckets from one power of two to the next
@@ -20,3 +26,20 @@ def prefill_chunk(batch: int, width: int) -> int:
     """Number of tokens per row to prefill at once: all or equal parts, so that the last one is full, too."""
     most = max(PREFILL_TOKENS // batch, FEWEST_OF_A_ROW)
     return -(-width // -(-width // most))
+
+
+def width(num_tokens: int, max_length: int | None) -> int:
+    """The bucket of prompts of `num_tokens`, no wider than prompts and cache require."""
+    most = bucketed(num_tokens)
+    return most if max_length is None else min(most, max(num_tokens, int(max_length)))
+
+
+def part(batch: int, width: int, given: int | None) -> int:
+    """Number of tokens per row to prefill at once, as `given` or by default."""
+    return int(min(given or prefill_chunk(batch, width), width))
+
+
+def widened(tokens: Array | np.ndarray, width: int) -> Array | np.ndarray:
+    """Pads token ids with zeros on the right. NumPy arrays stay on the host and need no program."""
+    pad = jnp.pad if isinstance(tokens, jax.Array) else np.pad
+    return pad(tokens, ((0, 0), (0, width - tokens.shape[1])))

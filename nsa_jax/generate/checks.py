@@ -1,7 +1,8 @@
-"""Checks of the arguments of `generate` before anything runs; values only if they are concrete."""
+"""Checks of the arguments of `generate` and of sessions before anything runs; values only if concrete."""
 
 import inspect
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nsa_jax.array_checks import check_ids, check_integers
+from nsa_jax.array_checks import check_ids, check_integers, check_values, on_host
 from nsa_jax.array_typing import Array, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate.keys import is_keys, mappable
-from nsa_jax.option_checks import LARGEST_INT, check_int
-
-LARGEST_FLOAT = float(np.finfo(np.float32).max)
+from nsa_jax.option_checks import LARGEST_INT, check_function, check_int
 
 
 def check_model(model: Any) -> None:
@@ -92,60 +91,124 @@ def check_room(lengths: Array | np.ndarray, max_new_tokens: int, max_length: int
         )
 
 
+def check_parts(prefill_chunk: Any) -> None:
+    """Raises TypeError or ValueError unless it is None or a positive int."""
+    if prefill_chunk is not None:
+        check_counts(prefill_chunk=prefill_chunk)
+
+
+def check_turn(
+    tokens: Any, lengths: Any, batch: int, vocab_size: int | None
+) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+    """Returns the tokens of `extend` and their numbers as int32. Raises TypeError or ValueError."""
+    tokens = _integers("tokens", tokens, "Pad to one length and call np.array")
+    if tokens.ndim != 2 or len(tokens) != batch or not tokens.size:
+        raise ValueError(
+            f"tokens must be [batch, T] with T at least 1, got shape {tokens.shape} and {batch=}. Pass a row "
+            "for each of the session, and lengths of 0 for those that get none."
+        )
+    lengths = np.full(batch, tokens.shape[1]) if lengths is None else lengths
+    lengths = _integers("lengths", lengths, "Call np.array")
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"lengths must be one number per row, got {lengths.shape=} and {batch=}. Pass an array [B]."
+        )
+    check_values(0, tokens.shape[1], lengths=lengths)
+    if vocab_size is not None:
+        check_ids("tokens", tokens, lengths, vocab_size)
+    return tokens, lengths
+
+
+def check_turn_fits(held: Array, pending: Array, counts: Array | np.ndarray, max_length: int) -> None:
+    """Raises ValueError if the host knows that a row has no room for its tokens."""
+    before, waiting, more = (on_host(x) for x in (held, pending, counts))
+    if before is None or waiting is None or more is None:
+        return
+    after = np.where(more > 0, before + waiting + more, 0)
+    if after.max() > max_length:
+        raise ValueError(
+            f"the tokens of a row must fit the cache, got {after.tolist()} with the new ones and "
+            f"{max_length=}. Call start with a larger max_length, or shorten them."
+        )
+
+
+def check_index(rows: Any, batch: int) -> Array | np.ndarray:
+    """Returns numbers of rows as int32. Raises TypeError or ValueError."""
+    rows = _integers("rows", rows, "Call np.array")
+    if rows.ndim != 1 or not rows.size:
+        raise ValueError(f"rows must be a vector of at least one number, got {rows.shape=}. Pass [M].")
+    check_values(0, batch - 1, rows=rows)
+    return rows
+
+
+def check_rows_first(cache: Any, batch: int) -> None:
+    """Raises ValueError unless the first axis of every array of the cache is that of the rows."""
+    if strange := [x.shape for x in jax.tree.leaves(cache) if x.shape[:1] != (batch,)]:
+        raise ValueError(
+            f"the arrays of a cache must have the rows first, got {strange} and {batch=}. Make init_cache of "
+            "the model give such arrays."
+        )
+
+
 def check_counts(**counts: Any) -> None:
     """Raises TypeError or ValueError unless all are positive ints."""
     check_int(low=1, **counts)
 
 
-def check_tokens(eos_id: Any, pad_id: Any) -> None:
-    """Raises TypeError unless both are ints; `eos_id` may be None. ValueError if `eos_id` is negative."""
-    if eos_id is not None:
-        check_int(eos_id=eos_id)
-        if eos_id < 0:
-            raise ValueError(f"eos_id must be at least 0, got {eos_id}. Pass None for no end token.")
+def check_tokens(eos_id: Any, pad_id: Any) -> int | np.ndarray | None:
+    """Returns `eos_id` as an int, an array if it is a sequence, or None.
+
+    Raises TypeError unless `pad_id` and all of `eos_id` are ints. ValueError if an `eos_id` is negative.
+    """
+    several = isinstance(eos_id, Sequence | np.ndarray) and not isinstance(eos_id, str) and np.ndim(eos_id)
+    for each in eos_id if several else [] if eos_id is None else [eos_id]:
+        check_int(eos_id=each)
+        if each < 0:
+            raise ValueError(f"eos_id must be at least 0, got {each}. Pass None for no end token.")
     check_int(low=-LARGEST_INT - 1, pad_id=pad_id)
+    if not several:
+        return None if eos_id is None else int(eos_id)
+    if not len(eos_id):
+        raise ValueError(f"a sequence of eos_id must have at least one id, got {eos_id}. Pass None for none.")
+    return np.asarray(eos_id, np.int32)
 
 
-def check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raises TypeError or ValueError unless the parameters are in range and have a use."""
-    for name, number in (("temperature", temperature), ("top_p", 1.0 if top_p is None else top_p)):
-        if isinstance(number, bool) or not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} must be a number, got {type(number).__name__}. Pass a float.")
-    if not 0 <= temperature <= LARGEST_FLOAT:
-        raise ValueError(f"temperature must be finite and at least 0, got {temperature}. Pass 0 for greedy.")
-    if top_k is not None:
-        check_counts(top_k=top_k)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}. Pass None to keep all tokens.")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        raise ValueError(
-            f"top_k and top_p must come with a temperature above 0, got {temperature=}, {top_k=} and "
-            f"{top_p=}. Set a temperature, or leave them out."
+def check_stop(stop: Any) -> Sequence[Sequence[int]]:
+    """Returns stop sequences. Raises TypeError or ValueError unless each is a sequence of some ids."""
+    is_sequence = [isinstance(x, Sequence) and not isinstance(x, str) for x in (stop, *_listed(stop))]
+    if not all(is_sequence):
+        raise TypeError(
+            f"stop must be a sequence of sequences of token ids, got {stop!r}. Pass lists of ids."
         )
+    if not stop or not all(stop):
+        raise ValueError(f"stop must have no empty sequence, got {stop!r}. Pass None for no stop sequence.")
+    for tokens in stop:
+        for token in tokens:
+            check_int(low=0, stop=token)
+    return stop
 
 
-def check_draw(*, temperature: Any = None, top_k: Any = None, top_p: Any = None) -> None:
-    """Raises TypeError or ValueError unless each is None, a scalar array, or a number in its range."""
-    floats: dict[str, tuple[Any, float]] = dict(temperature=(temperature, LARGEST_FLOAT), top_p=(top_p, 1))
-    for name, (number, most) in floats.items():
-        if number is None or _is_scalar(number, jnp.floating):
-            continue
-        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-        if not is_number:
-            raise TypeError(
-                f"{name} must be a number or a scalar array, got {type(number).__name__}. Pass a float."
-            )
-        if not 0 < number <= most:
-            raise ValueError(
-                f"{name} must be above 0 and at most {most:.3g}, got {number}. Pass None to leave it out."
-            )
-    if top_k is not None and not _is_scalar(top_k, jnp.integer):
-        check_counts(top_k=top_k)
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, Sequence) and not isinstance(x, str) else []
 
 
-def _is_scalar(number: Any, kind: Any) -> bool:
-    is_array = isinstance(number, jax.Array | np.ndarray)
-    return is_array and number.ndim == 0 and jnp.issubdtype(number.dtype, kind)
+def check_reports(logprobs: Any, logits_hook: Any) -> None:
+    """Raises TypeError or ValueError unless each is None or of its kind."""
+    if logprobs is not None:
+        check_int(low=0, logprobs=logprobs)
+    if logits_hook is not None:
+        check_function(logits_hook=logits_hook)
+
+
+def check_hooked(hooked: Any, logits: Array) -> None:
+    """Raises TypeError or ValueError unless a hook gave logits for those that it was given."""
+    if not isinstance(hooked, jax.Array):
+        raise TypeError(f"logits_hook must return logits, got {type(hooked).__name__}. Give back an array.")
+    if hooked.shape != logits.shape:
+        raise ValueError(
+            f"logits_hook must return logits of shape {logits.shape}, got {hooked.shape}. Set the logits "
+            "of tokens to exclude to -inf."
+        )
 
 
 def check_keys(keys: Any, batch: int) -> None:

@@ -1,0 +1,64 @@
+"""Which token or sequence of tokens ends a row, and why a row has ended."""
+
+import enum
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.array_typing import Array, Bool, Int, Int32
+
+
+class Ended(enum.IntEnum):
+    """Why a row of a session has ended; the values of `Continuation.ended`.
+
+    Attributes:
+      NO: it has not; `advance` adds tokens to it.
+      END_TOKEN: its newest token is an end token.
+      FULL: the cache has no room for its newest token, or had none for those of `extend`.
+      NOT_FINITE: its logits hold NaN or infinity, or all tokens are excluded, so no token could be chosen.
+        `extend` may give it more tokens, but what is in the cache stays there.
+      STOP: its newest tokens are a stop sequence.
+    """
+
+    NO = 0
+    END_TOKEN = 1
+    FULL = 2
+    NOT_FINITE = 3
+    STOP = 4
+
+
+NOT_YET, ANY, NEVER = -1, -1, -2  # no token has these ids
+
+
+def stop_table(stop: Sequence[Sequence[int]]) -> np.ndarray:
+    """Stop sequences as one array, to which those of similar sizes have the same shape.
+
+    Number and length are rounded up to powers of two: a sequence begins with `ANY` token, and those that are
+    not there have tokens that `NEVER` come.
+    """
+    rows, columns = _power_of_two(len(stop)), _power_of_two(max(map(len, stop)))
+    table = np.full((rows, columns), NEVER, np.int32)
+    for row, tokens in zip(table, stop, strict=False):
+        row[:] = [ANY] * (columns - len(tokens)) + [int(token) for token in tokens]
+    return table
+
+
+def is_end(token: Int32[Array, " B"], eos_id: Int[Array, ""] | Int[Array, " E"] | int) -> Bool[Array, " B"]:
+    """Whether a token is the end token, or one of several."""
+    return token == eos_id if jnp.ndim(eos_id) == 0 else (token[:, None] == jnp.asarray(eos_id)).any(axis=1)
+
+
+def pushed(recent: Int32[Array, "B L"], token: Int32[Array, " B"]) -> Int32[Array, "B L"]:
+    """The newest tokens with one more, the oldest first."""
+    return jnp.concatenate([recent[:, 1:], token[:, None]], axis=1)
+
+
+def is_stopped(recent: Int32[Array, "B L"], stop: Int32[Array, "S L"]) -> Bool[Array, " B"]:
+    """Whether the newest tokens are a stop sequence."""
+    same = (recent[:, None] == stop[None]) | (stop == ANY)[None]
+    return same.all(axis=2).any(axis=1)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,132 @@
+"""New tokens and their text while they are written, one chunk behind the device, so that it never waits."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from nsa_jax.config import LONGEST
+from nsa_jax.generate import buckets, checks
+from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.logprobs import Logprobs
+from nsa_jax.generate.session import Continuation, Session, check_session, dispatch
+from nsa_jax.generate.text import TextPieces, Tokenizer
+from nsa_jax.option_checks import check_int
+
+
+class Piece(NamedTuple):
+    """What a stream gives at a time, on the host.
+
+    Attributes:
+      tokens: new tokens of each row, then `pad_id`.
+      lengths: number of new tokens of each row.
+      ended: why the row has ended, as a number of `Ended`; 0 for a row that has not.
+      logprobs: log-probabilities of the new tokens, where `start` was asked for them.
+      text: new text of each row; None without a tokenizer.
+    """
+
+    tokens: Int32[np.ndarray, "B new"]
+    lengths: Int32[np.ndarray, " B"]
+    ended: Int32[np.ndarray, " B"]
+    logprobs: Logprobs | None
+    text: tuple[str, ...] | None
+
+
+class Stream(Iterator[Piece]):
+    """The iterator that `stream` returns.
+
+    Attributes:
+      session: the session after all that the device was asked for. When the iterator has ended, that is what
+        it has given; before, the session is a chunk ahead.
+    """
+
+    session: Session
+
+    def __init__(
+        self, session: Session, max_new_tokens: int, chunk_size: int, tokenizer: Tokenizer | None
+    ) -> None:
+        self.session = session
+        self._until = session.rows.drawn + max_new_tokens
+        self._left = np.full(len(session.rows.token), max_new_tokens)
+        self._chunk_size = chunk_size
+        self._texts = None if tokenizer is None else [TextPieces(tokenizer) for _ in self._left]
+        self._stopped = False
+        # The first tokens need no step if they follow a prompt or a turn, and are given alone.
+        self._in_flight: Continuation | None = self._ask(0)
+
+    def stop(self) -> None:
+        """Asks the device for no more. What it was asked for already is still given."""
+        self._stopped = True
+
+    def __next__(self) -> Piece:
+        while (now := self._in_flight) is not None:
+            self._in_flight = None if self._stopped else self._ask(self._chunk_size)
+            piece = self._read(now)
+            if ((piece.ended != Ended.NO) | (self._left == 0)).all():
+                self._in_flight = None  # nothing is left to do in that chunk
+            if piece.lengths.any():
+                return piece
+        raise StopIteration
+
+    def _ask(self, steps: int) -> Continuation:
+        """Starts so many steps, without waiting for those that run."""
+        columns = buckets.bucketed(self._chunk_size + 1)
+        self.session, new = dispatch(self.session, self._until, steps, columns, self._chunk_size)
+        return new
+
+    def _read(self, new: Continuation) -> Piece:
+        """Waits for the tokens of a chunk."""
+        tokens, lengths, ended, reports = jax.device_get(new)
+        self._left -= lengths
+        most = int(lengths.max())
+        tokens, reports = jax.tree.map(lambda x: x[:, :most], (tokens, reports))
+        text = None
+        if self._texts is not None:
+            is_last = (ended != Ended.NO) | (self._left == 0)
+            text = tuple(
+                pieces.add(row[:length].tolist(), last=bool(last))
+                for pieces, row, length, last in zip(self._texts, tokens, lengths, is_last, strict=True)
+            )
+        return Piece(tokens, lengths, ended, reports, text)
+
+
+def stream(
+    session: Session, max_new_tokens: int, *, chunk_size: int = 8, tokenizer: Tokenizer | None = None
+) -> Stream:
+    """Writes up to `max_new_tokens` tokens a row and gives them while the next ones are computed.
+
+    The tokens are those of `generate` and `advance`. The first piece has one token of each row, as soon as it
+    is drawn, and each other one those of a chunk of steps. While you use a piece, the device is at work on
+    the next. The session that is passed is used up; go on with that of the stream.
+
+    Args:
+      session: the newest session, of `start`, `extend`, `advance`, or of a stream that has ended.
+      max_new_tokens: largest number of tokens to add to a row, at most 2^29.
+      chunk_size: number of steps of a chunk. Fewer give tokens sooner; more cost less between chunks.
+      tokenizer: object with a method `decode(ids) -> str`, for pieces of text. No piece ends within a
+        character: its bytes are held back until they are complete, or the row ends.
+
+    Returns:
+      An iterator of `Piece(tokens, lengths, ended, logprobs, text)`. It ends when all rows have ended or have
+      `max_new_tokens`. It has a `session`, to go on with, and a method `stop()`, which ends it early: after
+      the piece that is computed already.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: a number is out of range, or the session is used up.
+
+    Examples:
+      >>> for piece in stream(start(model, prompt, max_length=4096), 200, tokenizer=tokenizer):
+      ...     print(piece.text[0], end="", flush=True)
+    """
+    check_session(session)
+    checks.check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    check_int(high=LONGEST // 2, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(
+            f"tokenizer must have a method decode(ids), got {type(tokenizer).__name__}. Pass a "
+            "tokenizers.Tokenizer, or leave it out."
+        )
+    return Stream(session, int(max_new_tokens), int(chunk_size), tokenizer)

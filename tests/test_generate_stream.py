@@ -1,0 +1,209 @@
+"""Streams give the tokens of `generate`, a chunk behind the device, and text of whole characters."""
+
+import jax
+import numpy as np
+import pytest
+from messages import refused
+from test_generate import LENGTHS, PROMPTS, Stub
+
+from nsa_jax.generate import Ended, advance, extend, generate, start, stream, streaming
+from nsa_jax.generate.text import TextPieces
+
+ROOM, PAD = 64, 99
+HOT = dict(temperature=2.0, key=3)
+
+
+class Bytes:
+    """A tokenizer whose tokens are single bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class Letters:
+    """A tokenizer with the first bytes of characters, with others, with pairs, and one that shows nothing."""
+
+    BYTES = (b"a", b" b", b"\xc3", b"\xa9", b"\xe4\xbd", b"\xa0", b"", b"\xf0", b"\x9f", b"\x98", b"\x80z")
+
+    def decode(self, ids):
+        return (
+            b"".join(self.BYTES[token] for token in ids).decode("utf-8", errors="replace").removeprefix(" ")
+        )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Stub()
+
+
+def begun(model, **options):
+    return start(model, PROMPTS, lengths=LENGTHS, max_length=ROOM, pad_id=PAD, **(HOT | options))
+
+
+def joined(pieces):
+    rows = [[] for _ in LENGTHS]
+    for piece in pieces:
+        for row, tokens, length in zip(rows, piece.tokens.tolist(), piece.lengths, strict=True):
+            assert set(tokens[length:]) <= {PAD}
+            row += tokens[:length]
+    return rows
+
+
+@pytest.mark.parametrize(("count", "chunk_size"), [(1, 8), (21, 8), (17, 8), (20, 1), (6, 50)])
+def test_a_stream_gives_the_tokens_of_generate(model, count, chunk_size):
+    whole = generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=count, max_length=ROOM, **HOT)
+
+    pieces = list(stream(begun(model), count, chunk_size=chunk_size))
+
+    assert joined(pieces) == whole.tokens.tolist()
+    assert pieces[0].tokens.shape == (3, 1)
+    assert all(piece.tokens.shape[1] == chunk_size for piece in pieces[1:-1])
+
+
+def test_rows_end_and_the_stream_with_the_last_of_them(model):
+    free = joined(stream(begun(model), 20))
+    eos = [free[0][6], free[1][3], free[2][9]]
+    whole = generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=40, max_length=ROOM, eos_id=eos, **HOT)
+    assert whole.lengths.max() < 20
+
+    pieces = list(stream(begun(model, eos_id=eos), 40))
+
+    rows = zip(whole.tokens.tolist(), whole.lengths, strict=True)
+    assert joined(pieces) == [row[:length] for row, length in rows]
+    assert pieces[-1].ended.tolist() == [Ended.END_TOKEN] * 3
+
+
+def test_what_comes_after_a_stream_goes_on_with_its_session(model):
+    expected = joined([advance(begun(model), 30)[1]])
+    first = stream(begun(model), 11)
+    rows = joined(first)
+    assert first.session.lengths.tolist() == (LENGTHS + 11).tolist()
+
+    second = stream(first.session, 7)
+    rows = [[*row, *more] for row, more in zip(rows, joined(second), strict=True)]
+    assert rows == [row[:18] for row in expected]
+
+    third = stream(second.session, 12)
+    next(third)
+    third.stop()
+    more = joined(third)
+    assert [len(row) for row in more] == [4] * 3  # the chunk that was on its way; the first piece had 8
+    assert third.session.lengths.tolist() == (LENGTHS + 30).tolist()
+
+
+def test_a_turn_of_some_rows_is_streamed(model):
+    """Rows with a turn have their first token at once, the others one step later, and all have seven."""
+    turn, turned = np.array([[1, 2], [3, 4], [5, 6]]), np.array([2, 0, 1])
+    expected = joined([advance(extend(advance(begun(model), 5)[0], turn, lengths=turned), 7)[1]])
+
+    pieces = list(stream(extend(advance(begun(model), 5)[0], turn, lengths=turned), 7, chunk_size=3))
+
+    assert joined(pieces) == expected
+    assert [piece.lengths.tolist() for piece in pieces] == [[1, 0, 1], [3, 3, 3], [3, 3, 3], [0, 1, 0]]
+
+
+def test_a_chunk_is_on_its_way_before_the_one_before_is_read(model, monkeypatch):
+    """And no step runs when there is nothing to do."""
+    events = []
+    ask, read = streaming.dispatch, jax.device_get
+    monkeypatch.setattr(streaming, "dispatch", lambda *x: events.append("ask") or ask(*x))
+    monkeypatch.setattr(jax, "device_get", lambda x: events.append("read") or read(x))
+    model.log.steps.clear()
+
+    pieces = stream(begun(model), 17)
+    assert events == ["ask"]
+    for _ in pieces:
+        events.append("use")
+    jax.effects_barrier()
+
+    assert events == ["ask", *("ask", "read", "use") * 3]
+    assert len(model.log.steps) == 16
+
+
+def test_log_probabilities_come_with_their_tokens(model):
+    _, new = advance(begun(model, logprobs=2), 12)
+
+    pieces = list(stream(begun(model, logprobs=2), 12))
+
+    for name in new.logprobs._fields:
+        found = np.concatenate([getattr(piece.logprobs, name) for piece in pieces], axis=1)
+        np.testing.assert_array_equal(found, getattr(new.logprobs, name))
+
+
+def test_text_is_that_of_all_tokens(model):
+    pieces = list(stream(begun(model), 40, tokenizer=Letters(), chunk_size=3))
+
+    for row, tokens in enumerate(joined(pieces)):
+        assert "".join(piece.text[row] for piece in pieces) == Letters().decode(tokens)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7])
+def test_no_piece_splits_a_character(cut):
+    text = "naïve 你好 🙂👩‍🚀 e\u0301 \ufffd!"
+    ids, pieces = list(text.encode()), TextPieces(Bytes())
+
+    found = [pieces.add(ids[at : at + cut], last=at + cut >= len(ids)) for at in range(0, len(ids), cut)]
+
+    assert "".join(found) == text
+    assert "\ufffd" not in "".join(found[: len(found) - 1 - 4 // cut])
+    assert sum(map(bool, found)) > len(ids) // cut // 5  # nothing waits for the end
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_that_are_no_text_are_given_as_the_tokenizer_gives_them(seed):
+    """Without waiting for a character that cannot come."""
+    some = np.frombuffer("a é你🙂".encode(), np.uint8)
+    ids, pieces = np.random.default_rng(seed).choice(some, 200).tolist(), TextPieces(Bytes())
+
+    found = [pieces.add([token], last=place == 199) for place, token in enumerate(ids)]
+
+    assert "".join(found) == Bytes().decode(ids)
+    held = [len(Bytes().decode(ids[: place + 1])) - len("".join(found[: place + 1])) for place in range(200)]
+    assert max(held) <= 3
+    assert len(pieces._ids) < 30
+
+
+def test_spaces_before_words_and_tokens_without_text_are_kept():
+    """Decoders leave out the first space, and special tokens."""
+
+    class Words:
+        def decode(self, ids):
+            words = {1: " one", 2: " two", 3: "", 4: "s"}
+            return "".join(words[token] for token in ids).removeprefix(" ")
+
+    pieces = TextPieces(Words())
+
+    assert [pieces.add([token], last=False) for token in (1, 3, 2, 3, 3, 2, 4, 1)] == [
+        *("one", "", " two", "", "", " two", "s", " one")
+    ]
+
+
+def test_bytes_of_sentencepiece_are_held_back():
+    """Its decoder makes a whole run of bytes invalid while the last of them are missing."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `pretrained`")
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "<unk>": 257}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids = [256, *"你好🙂".encode(), 256, *"é".encode()]
+    pieces = TextPieces(tokenizer)
+
+    found = [pieces.add([token], last=False) for token in ids]
+
+    assert [piece for piece in found if piece] == ["a", "你", "好", "🙂", " a", "é"]
+
+
+def test_bad_calls_leave_the_session_as_it_was(model):
+    session = begun(model)
+    with refused(TypeError, r"tokenizer must have a method decode\(ids\), got str"):
+        stream(session, 3, tokenizer="gpt2")
+    with refused(ValueError, "max_new_tokens must be at least 1, got 0"):
+        stream(session, 0)
+    with refused(ValueError, "chunk_size must be at least 1, got 0"):
+        stream(session, 3, chunk_size=0)
+
+    assert joined(stream(session, 2)) == joined([advance(begun(model), 2)[1]])
+    with refused(ValueError, "session must be the newest one, got one that extend, adv"):
+        stream(session, 2)
