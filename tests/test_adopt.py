@@ -32,11 +32,13 @@ from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import text, training
 from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.text import Documents, Packed
+from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import load
 
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
+SIZES |= dict(selector="importance", branches=BRANCHES)
 STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
 WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
@@ -74,7 +76,9 @@ def files(tmp_path_factory) -> list[pathlib.Path]:
 
 def run(source, files, output, options, *arguments, main=command.main) -> int:
     given = [source, "--text", *files, "--output", output]
-    given += [*(f"--{name}={value}" for name, value in options.items()), *arguments]
+    for name, value in options.items():
+        given += [f"--{name}", *value] if isinstance(value, tuple) else [f"--{name}={value}"]
+    given += arguments
     try:
         return main(list(map(str, given)))
     except SystemExit as end:
@@ -143,6 +147,7 @@ def test_sparse_trains_everything_with_the_selection_loss_and_the_dense_model(fi
 def test_losses_are_added_up_by_their_weights():
     class Model:
         def loss(self, tokens, segment_ids, **asked):
+            assert asked.get("distil", "selected") == "selected"
             found = dict(loss=1.0, distil=10.0, teacher=100.0)
             found = [found[name] for name in found if name == "loss" or name in asked]
             return found if asked else found[0]
@@ -157,7 +162,7 @@ def test_losses_are_added_up_by_their_weights():
         ("sparse", "dense", 0, 301),
         ("dense", None, 2, 1),
     ):
-        of = dataclasses.replace(settings, selection_weight=weight)
+        of = dataclasses.replace(settings, selection_weight=weight, selection_target="selected")
         assert training._losses(Model(), by_name[stage], of, None, None, teacher)[0] == total
 
 

@@ -162,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     told = "folder of the run, new or to go on with; no default"
     add("--output", type=pathlib.Path, required=True, metavar="RUN", help=told)
     add("--field", default=of.field, help="field of a .jsonl file that holds the text; default: %(default)s")
-    add("--branches", choices=BRANCHES, nargs="+", default=BRANCHES, help="of NSA layers; default: all")
+    told = f"of NSA layers; default: {' '.join(of.branches)}"
+    add("--branches", choices=BRANCHES, nargs="+", default=of.branches, metavar="BRANCH", help=told)
     told = "tokens of prompts with a needle; default: --length"
     positive, count, rate = command_line.positive, command_line.count, command_line.rate
     add("--needle-lengths", type=positive, nargs="+", default=(), metavar="T", help=told)
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     choices = {
         "selector": (("importance", "indexer"), "what chooses the blocks"),
         "compression": (("mlp", "mean"), "how blocks are compressed; the mean learns nothing"),
-        "selection-target": (TARGETS, "of that loss: attention in the chosen blocks, or all of it"),
+        "selection-target": (TARGETS, "attention that teaches it beside the next token: all, or its blocks"),
         "dtype": (("bfloat16", "float32"), "of the computation; parameters are float32"),
         "remat": (("attention", "layer", "none"), "what is computed again: all but attention, all, nothing"),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from nsa_jax.adopt.command_line import InputError
 from nsa_jax.adopt.files import digests
-from nsa_jax.config import BRANCHES, NSAConfig
+from nsa_jax.config import NSAConfig
 from nsa_jax.nn.distillation import Target
 
 
@@ -46,24 +46,24 @@ class Settings:
 
     source: str
     field: str = "text"
-    selector: str = "importance"
-    branches: tuple[str, ...] = BRANCHES
+    selector: str = "indexer"
+    branches: tuple[str, ...] = ("slc",)
     compression: str = "mlp"
     l: int = NSAConfig().compression_block_size  # noqa: E741 (the paper's name)
     d: int = NSAConfig().compression_stride
-    block: int = NSAConfig().selection_block_size
+    block: int = 128
     n: int = NSAConfig().num_selected_blocks
     w: int = NSAConfig().window_size
     length: int = 8192
     batch: int = 4
-    distil_steps: int = 150
+    distil_steps: int = 60
     sparse_steps: int = 1500
     train_dense: bool = False
     learning_rate: float = 1e-4
-    new_learning_rate: float = 1e-3
+    new_learning_rate: float = 3e-4
     warmup: int = 20
     selection_weight: float = 1.0
-    selection_target: Target = "selected"
+    selection_target: Target = "dense"
     logit_weight: float = 0.0
     dtype: str = "bfloat16"
     remat: str = "attention"

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -150,9 +151,10 @@ class Indexer(nnx.Module):
         if self.options.slow_dim is None:
             return turn(self.rotary, heads, positions)
         half = self.options.slow_dim // 2
-        pairs = heads.reshape(*heads.shape[:2], -1, 2, half)
-        whole = jnp.pad(pairs, ((0, 0),) * 4 + ((half, 0),))
-        turned = turn(self.rotary, whole.reshape(*heads.shape[:2], -1, 4 * half), positions)
+        pairs = heads.reshape(*heads.shape[:3], -1, 2, half)
+        whole = jnp.pad(pairs, ((0, 0),) * 5 + ((half, 0),))
+        parts = whole.reshape(*whole.shape[:4], 4 * half)
+        turned = jax.vmap(lambda part: turn(self.rotary, part, positions), in_axes=3, out_axes=3)(parts)
         return turned.reshape(whole.shape)[..., half:].reshape(heads.shape)
 
     def choose(
