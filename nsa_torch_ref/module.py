@@ -123,12 +123,14 @@ class IndexerConfig:
       dim: `E`, width of index queries and keys.
       weighted: whether a token scores a weighted sum over its index heads, see `block_scores`.
       normalize: whether index queries and keys pass an RMSNorm each before rotation.
+      slow_dim: width of the parts of `dim` that are rotated as the slower half of a head twice as wide.
     """
 
     num_heads: int = 1
     dim: int = 128
     weighted: bool = False
     normalize: bool = False
+    slow_dim: int | None = None
 
 
 class Indexer(nn.Module):
@@ -139,7 +141,7 @@ class Indexer(nn.Module):
     ):
         super().__init__()
         heads = (num_kv_heads, options.num_heads)
-        self.rotary = rotary
+        self.rotary, self.slow_dim = rotary, options.slow_dim
         self.query_proj = Projection((in_features,), (*heads, options.dim), False)
         self.key_proj = Projection((in_features,), (options.dim,), False)
         self.weight_proj = Projection((in_features,), heads, False) if options.weighted else None
@@ -149,9 +151,21 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Index queries `[B, S, K, J, E]` and keys `[B, S, E]`, rotated, and weights `[B, S, K, J]`."""
         query = self.query_norm(self.query_proj(x))
-        query = self.rotary(query.flatten(2, 3), positions).view_as(query)
-        key = self.rotary(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        query = self.rotated(query.flatten(2, 3), positions).view_as(query)
+        key = self.rotated(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
         return query, key, None if self.weight_proj is None else self.weight_proj(x)
+
+    def rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Heads `[B, S, N, E]`, rotated whole or in parts."""
+        if self.slow_dim is None:
+            return self.rotary(heads, positions)
+        half, parts = self.slow_dim // 2, []
+        for part in heads.split(self.slow_dim, dim=-1):
+            zeros = torch.zeros_like(part[..., :half])
+            wide = torch.cat([zeros, part[..., :half], zeros, part[..., half:]], dim=-1)
+            _, first, _, second = self.rotary(wide, positions).split(half, dim=-1)
+            parts += [first, second]
+        return torch.cat(parts, dim=-1)
 
 
 class NSAAttention(nn.Module):
@@ -306,7 +320,8 @@ class NSAAttention(nn.Module):
         """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default.
 
         With `distil` "dense" or "selected", the pair of it and the mean selection loss of an indexer: with
-        the probabilities of dense attention, or of the selected branch, as the target.
+        the probabilities of dense attention, or of the selected branch, as the target. Blocks that are always
+        selected do not count.
         """
         if distil is not None and self.selector is None:
             raise ValueError(
@@ -318,14 +333,16 @@ class NSAAttention(nn.Module):
         where = dict(config=self.config, segment_ids=segment_ids, scale=self.scale)
         if distil is not None or block_indices is None:
             scores = self.block_scores(x, segment_ids, positions, queries)
+        _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
         if block_indices is None:
-            _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
             block_indices = masks.top_blocks(scores.detach(), segment_ids, at, self.config)
         out = attention.native_sparse_attention(*operands, block_indices=block_indices, **where)
         out = self.dropout(self.out_proj(out))
         if distil is None:
             return out
         query, key = operands[0].detach(), operands[3].detach()
+        _, forced = masks.block_kinds(segment_ids, at, self.config)
+        scores = scores.masked_fill(forced[:, :, None], -torch.inf)
         if distil == "dense":
             target = distillation.block_probabilities(query, key, **where)
         else:

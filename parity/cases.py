@@ -62,7 +62,9 @@ MSA: dict[str, Any] = dict(branches=("slc",), selector=IndexerConfig(dim=6))
 WEIGHTED = dict(
     branches=("slc", "win"), selector=IndexerConfig(num_heads=2, dim=6, weighted=True, normalize=True)
 )
-INDEXED = dict(selector=IndexerConfig(num_heads=2, dim=5))
+INDEXED = dict(selector=IndexerConfig(num_heads=2, dim=8, slow_dim=4))
+# Two selected blocks of choice, because a selection loss of one is 0.
+TWO_FREE = dataclasses.replace(OVERLAPPING, num_local_blocks=1)
 
 # Runs of (segment id, tokens): padding at either end and between, a sequence shorter than l, a single token.
 SPARSE_AND_SHORT = ((0, 3), (7, 11), (2, 5), (0, 4), (9, 80), (1, 1))
@@ -222,9 +224,11 @@ LAYER_CASES = (
         options=dict(share_keys_values=True),
     ),
     LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
-    LayerCase(name="layer_msa", options=MSA),
-    LayerCase(name="layer_weighted_packed", length=104, options=WEIGHTED, runs=SPARSE_AND_SHORT),
-    LayerCase(name="layer_indexed", options=INDEXED),
+    LayerCase(name="layer_msa", config=TWO_FREE, options=MSA),
+    LayerCase(
+        name="layer_weighted_packed", config=TWO_FREE, length=104, options=WEIGHTED, runs=SPARSE_AND_SHORT
+    ),
+    LayerCase(name="layer_indexed", config=TWO_FREE, options=INDEXED),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),

@@ -104,6 +104,7 @@ VALUES = dict(
     **dict(branches=(("cmp", "slc", "win"), Kind(NO_BRANCHES, error=(TypeError, ValueError)))),
     **dict(selector=("importance", Kind(dict(str="a", int=3, list=[]), error=(TypeError, ValueError)))),
     **dict(distil=(None, Name()), options=(nn.IndexerConfig(), Of()), num_branches=3, dim=4, weighted=False),
+    **dict(slow_dim=(2, Whole())),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
@@ -455,11 +456,17 @@ CALLS = {
     ),
     "Transformer": making(model.Transformer, config=MODEL),
     "Transformer()": TRANSFORMER.call("__call__", block_indices=(None, OF_LAYERS)),
-    "Transformer.loss": TRANSFORMER.call("loss", block_indices=(None, OF_LAYERS), reduce=("mean", Name())),
+    "Transformer.loss": TRANSFORMER.call(
+        "loss",
+        block_indices=(None, OF_LAYERS),
+        reduce=("mean", Name()),
+        teacher=(None, Kind({"str": "a", "int": 3})),
+    ),
     "next_tokens": Call(
         model.next_tokens, tokens=(np.zeros((2, 10), np.int32), Integers(axes=("B", "T"), free=("B", "T")))
     ),
     "token_losses": Call(model.token_losses, free="vocab"),
+    "token_divergences": Call(model.token_divergences, sizes={"E": 3}),
     "Transformer.inspect": TRANSFORMER.call("inspect"),
     "Transformer.init_cache": TRANSFORMER.call("init_cache"),
     "Transformer.prefill": TRANSFORMER.call(

@@ -22,7 +22,7 @@ from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, r
 
 from nsa_jax import attention, reference
 from nsa_jax.generate import advance, extend, gather, generate, repeat, start
-from nsa_jax.model import Transformer, token_loss, token_losses
+from nsa_jax.model import Transformer, token_chunks, token_divergences, token_losses
 from nsa_jax.nn import DenseAttention, IndexerConfig
 
 RUNS = (((0, 2), (7, 13), (2, 3), (9, 6)), ((3, 8), (4, 1), (8, 15)))
@@ -295,15 +295,18 @@ def training() -> None:
 
 def losses() -> None:
     """The loss in chunks: tokens over one axis or two, the vocabulary over another; also on auto axes."""
-    token_loss.LOGITS_AT_ONCE = 2 * 12 * 3
+    token_chunks.LOGITS_AT_ONCE = 2 * 12 * 3
     rng = np.random.default_rng(0)
     x, kernel, cotangent = rng.standard_normal((4, 14, 8)), rng.standard_normal((8, 12)), rng.random((4, 14))
-    targets = rng.integers(-1, 12, (4, 14))
+    targets, teacher = rng.integers(-1, 12, (4, 14)), rng.standard_normal((8, 12))
 
     @jit
     def values_and_gradients(x, kernel, targets, cotangent):
-        found, pull_back = jax.vjp(lambda *given: token_losses(*given, targets), x, kernel)
-        return found, *pull_back(cotangent)
+        def both(x, kernel):
+            return token_losses(x, kernel, targets), token_divergences(x, kernel, jnp.sin(x), teacher)
+
+        found, pull_back = jax.vjp(both, x, kernel)
+        return *pull_back((cotangent, 2 * cotangent)), found
 
     expected = values_and_gradients(x, kernel, targets, cotangent)
     auto = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * 3)
@@ -319,7 +322,7 @@ def losses() -> None:
         found = values_and_gradients(*put_there)
         agree(found, expected)
         if axes == mesh:
-            assert specs(found[1:]) == specs(put_there[:2])
+            assert specs(found[:2]) == specs(put_there[:2])
 
     tokens, ids = rng.integers(0, 12, (4, 17)), np.array([[1] * 5 + [2] * 9 + [0] * 3] * 4)
 

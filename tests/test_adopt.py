@@ -1,6 +1,7 @@
 """`python -m nsa_jax.adopt`: what its stages train, how they are resumed, what is measured and refused."""
 
 import builtins
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,10 +12,11 @@ import shutil
 import signal
 import sys
 
+import host_devices
 import numpy as np
 import pytest
 from messages import has_form, refused
-from pretrained_files import fields_of, tensors_of, write_folder
+from pretrained_files import fields_of, tensors_of, write_folder, write_gguf
 
 pytest.importorskip("optax", reason="adopt needs the extra `train`")
 pytest.importorskip("orbax.checkpoint", reason="adopt needs the extra `train`")
@@ -25,27 +27,34 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 import jax
 import tokenizers
 
+from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import text, training
+from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.text import Documents, Packed
+from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import load
 
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
-STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2}
+SIZES |= dict(selector="importance", branches=BRANCHES)
+STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
 WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
 
+# Tokens are bytes, and the word "a".
+TOKENS = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "Ġa"]
+FIELDS = fields_of("llama", vocab_size=len(TOKENS))
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> pathlib.Path:
-    """A dense model with two layers, whose tokens are bytes."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    fields = fields_of("llama", vocab_size=len(alphabet))
-    folder = write_folder(tmp_path_factory.mktemp("models") / "dense", fields, tensors_of(fields))
-    vocabulary = {token: number for number, token in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    """A dense model of SmolLM2's architecture, with two layers."""
+    folder = write_folder(tmp_path_factory.mktemp("models") / "dense", FIELDS, tensors_of(FIELDS))
+    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -65,19 +74,23 @@ def files(tmp_path_factory) -> list[pathlib.Path]:
     return [folder / "book.txt", folder / "pages.jsonl"]
 
 
-def run(source, files, output, options, *arguments) -> int:
+def run(source, files, output, options, *arguments, main=command.main) -> int:
     given = [source, "--text", *files, "--output", output]
-    given += [*(f"--{name}={value}" for name, value in options.items()), *arguments]
+    for name, value in options.items():
+        given += [f"--{name}", *value] if isinstance(value, tuple) else [f"--{name}={value}"]
+    given += arguments
     try:
-        return command.main(list(map(str, given)))
+        return main(list(map(str, given)))
     except SystemExit as end:
         return end.code
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, source, files) -> pathlib.Path:
+    """Of the example, whose computation is in float32."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    assert run(source, files, output, WHOLE, "--train-dense") == 0
+    options = {name: value for name, value in WHOLE.items() if name != "dtype"}
+    assert run(source, files, output, options, "--train-dense", main=example.main) == 0
     return output
 
 
@@ -122,12 +135,35 @@ def settings_of(output: pathlib.Path) -> command.Settings:
 
 
 @pytest.mark.slow
-def test_sparse_trains_everything_with_the_selection_loss(finished):
+def test_sparse_trains_everything_with_the_selection_loss_and_the_dense_model(finished):
     before, after = (of(finished / "checkpoints" / stage) for stage in ("distil", "sparse"))
 
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before)
-    assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection"}] * 3
+    assert [set(row) for row in rows(finished, "sparse")] == [{"step", "loss", "selection", "divergence"}] * 3
+    assert [set(row) for row in rows(finished, "dense")] == [{"step", "loss"}] * 3
+
+
+def test_losses_are_added_up_by_their_weights():
+    class Model:
+        def loss(self, tokens, segment_ids, **asked):
+            assert asked.get("distil", "selected") == "selected"
+            found = dict(loss=1.0, distil=10.0, teacher=100.0)
+            found = [found[name] for name in found if name == "loss" or name in asked]
+            return found if asked else found[0]
+
+    settings = command.Settings(source="", selection_weight=2, logit_weight=3)
+    by_name = {
+        stage.name: stage for stage in training.stages(dataclasses.replace(settings, train_dense=True))
+    }
+    for stage, teacher, weight, total in (
+        ("sparse", None, 2, 21),
+        ("sparse", "dense", 2, 321),
+        ("sparse", "dense", 0, 301),
+        ("dense", None, 2, 1),
+    ):
+        of = dataclasses.replace(settings, selection_weight=weight, selection_target="selected")
+        assert training._losses(Model(), by_name[stage], of, None, None, teacher)[0] == total
 
 
 @pytest.mark.slow
@@ -201,6 +237,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
+def test_a_mesh_trains_as_one_device_does(source, files, tmp_path):
+    printed = host_devices.run("adopt_mesh_program.py", str(source), str(files[0]), str(tmp_path), devices=4)
+
+    for check in (
+        "equal to one device",
+        "resumed bit for bit",
+        "a mesh that does not divide the model is refused",
+    ):
+        assert check in printed
+
+
+@pytest.mark.slow
 def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, capsys):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
@@ -217,12 +265,14 @@ def test_other_settings_are_refused_by_name(finished, source, files, tmp_path, c
 
 
 @pytest.mark.slow
-def test_an_indexer_is_taught_alone(source, files, tmp_path, monkeypatch):
+def test_the_example_teaches_an_indexer_alone_from_a_gguf_file(source, files, tmp_path, monkeypatch):
     monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
     monkeypatch.setattr(command, "write_report", lambda *_: None)
     options = SHORT | dict(selector="indexer", branches="slc")
+    bpe = TOKENS, ["Ġ a"], [1] * len(TOKENS), "smollm"
+    file = write_gguf(tmp_path / "dense.gguf", FIELDS, tensors_of(FIELDS), bpe=bpe)
 
-    assert run(source, files, tmp_path / "run", options) == 0
+    assert run(file, files, tmp_path / "run", options, main=example.main) == 0
 
     assert changed_by_distil(tmp_path / "run", source) == {
         f"layers.{layer}.attention.selector.{part}_proj.kernel"
@@ -276,6 +326,10 @@ REFUSED = {
     "branches": (["--branches=slc"], "words", "branches"),
     "zero": (["--batch=0"], "words", "argument --batch: must be a whole number of at least 1, got 0"),
     "share": (["--held-out=1"], "words", "argument --held-out: must be a number between 0 and 1, got 1"),
+    "axes": (["--mesh=rows=2"], "words", "argument --mesh: must be AXIS=SIZE pairs .* got 'rows=2'"),
+    "twice": (["--mesh=data=2,data=2"], "words", "argument --mesh: must be AXIS=SIZE pairs of different"),
+    "rows": (["--mesh=data=2,fsdp=2"], "words", "--batch must be a multiple of data x fsdp = 4, got 2. Pass"),
+    "devices": (["--mesh=tensor=512"], "words", "--mesh must not have more devices than there are, got 512"),
     "choice": (["--selector=given"], "words", "the options must be as --help says, got the error"),
 }  # fmt: skip
 
@@ -313,9 +367,35 @@ def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
     file = tmp_path / "pages.jsonl"
     file.write_text('{"text": "fine"}\n' + line)
 
-    told = "with a string in 'text', got another in line 2 of 'pages.jsonl'"
+    told = "must be a string in the field 'text', got another in line 2 of 'pages.jsonl'"
     with refused(command.InputError, told):
-        list(text._documents(file, "text"))
+        list(documents(file, "text"))
+
+
+def test_a_dataset_on_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="tox -e adopt has it")
+    rows = datasets.Dataset.from_dict({"body": ["one", " ", "two"], "size": [1, 2, 3]})
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "parts")
+
+    assert list(documents(tmp_path / "rows", "body")) == ["one", "two"]
+    assert list(documents(tmp_path / "parts" / "train", "body")) == ["one", "two"]
+    bad = {"rows": ("text", "the column 'text', got body, size"), "parts": ("body", "with train"),
+           "rows/..": ("body", "what Dataset.save_to_disk wrote")}  # fmt: skip
+    for name, (field, told) in bad.items():
+        with refused(command.InputError, told):
+            list(documents(tmp_path / name, field))
+    with refused(command.InputError, "in the field 'size', got another in row 0"):
+        list(documents(tmp_path / "rows", "size"))
+    before = digests([tmp_path / "rows"])
+    datasets.Dataset.from_dict({"body": ["one", " ", "too"]}).save_to_disk(tmp_path / "rows")
+    assert digests([tmp_path / "rows"]) != before
+
+
+def test_a_folder_needs_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with refused(command.InputError, "a folder of text needs the package datasets"):
+        list(documents(tmp_path, "text"))
 
 
 @pytest.mark.parametrize("package", ["optax", "tqdm", "tokenizers"])

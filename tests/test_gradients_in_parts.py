@@ -155,15 +155,13 @@ def found_in(jaxpr, inside=()):
 def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
     """`lax.cond` would run both under `vmap`, if the mapped axis were not part of the batch."""
     monkeypatch.setattr(gradients_in_parts, "FEWEST_PAIRS", 0)
-    function, arrays = program(64, 4, 128, 64, length=512)
+    function, arrays = program(64, 4, 128, 64, length=528)  # which no other test has traced, or will
     if mapped:
         function = jax.vmap(function)
         arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
 
-    jax.clear_caches()
     with triton_compile.device(90):
         launches = list(found_in(jax.make_jaxpr(function)(*arrays).jaxpr))
-    jax.clear_caches()
 
     assert len(launches) == 1
     assert launches[0].count("cond") == 1

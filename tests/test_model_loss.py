@@ -12,7 +12,7 @@ from flax import nnx
 from messages import refused
 from modules import MODEL, abstract, named, randomised
 
-from nsa_jax.model import Transformer, next_tokens, token_loss, token_losses
+from nsa_jax.model import Transformer, next_tokens, token_chunks, token_divergences, token_losses
 
 LENGTH, VOCAB = 17, MODEL.vocab_size
 # Two documents and padding; one document.
@@ -23,7 +23,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 @pytest.fixture
 def _in_chunks(monkeypatch):
-    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 2 * VOCAB * CHUNK)
+    monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", 2 * VOCAB * CHUNK)
 
 
 def make_model(**changes):
@@ -177,6 +177,60 @@ def test_what_a_token_without_a_target_holds_reaches_nothing():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15), found, expected)
 
 
+def by_all_logits(x, kernel, teacher_x, teacher_kernel):
+    own, taught = jax.nn.log_softmax(x @ kernel), jax.nn.log_softmax(teacher_x @ teacher_kernel)
+    return (jnp.exp(taught) * (taught - own)).sum(-1)
+
+
+@pytest.mark.parametrize("at_once", [2**20, 2 * 2 * 7 * 3], ids=["whole", "chunks"])
+def test_divergences_and_gradients_are_those_of_all_logits(at_once, monkeypatch):
+    """The teacher is wider, surer, and gets no gradient."""
+    monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", at_once)
+    rng = np.random.default_rng(0)
+    shapes = (2, 11, 4), (4, 7), (2, 11, 6), (6, 7)
+    x, kernel, teacher_x, teacher_kernel = map(rng.standard_normal, shapes)
+    weights = rng.standard_normal((2, 11))
+
+    def run(of):
+        values, pull_back = jax.vjp(of, x, kernel, 20 * teacher_x, teacher_kernel)
+        return values, pull_back(weights)
+
+    with jax.enable_x64(True):
+        (found, gradients), (expected, by_logits) = jit(
+            lambda: (run(token_divergences), run(by_all_logits))
+        )()
+
+    assert found.min() > 1e-3
+    np.testing.assert_allclose(found, expected, rtol=1e-11)
+    for gradient, wanted in zip(gradients[:2], by_logits[:2], strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-10, atol=1e-12)
+    assert not any(np.any(gradient) for gradient in gradients[2:])
+
+
+@pytest.mark.usefixtures("_in_chunks")
+def test_a_model_learns_from_a_teacher_where_it_has_a_target():
+    """In packed rows, beside the loss and the selection loss."""
+    ids, given = tokens(), dict(segment_ids=SEGMENTS, distil="selected")
+    with jax.enable_x64(True):
+        models = make_model(), make_model(attention="dense", model_dim=8, tie_embeddings=False)
+
+        @jit
+        def run(states):
+            model, teacher = (
+                nnx.merge(nnx.graphdef(x), state) for x, state in zip(models, states, strict=True)
+            )
+            by_logits = model(ids, **given), teacher(ids, segment_ids=SEGMENTS)
+            return model.loss(ids, **given, teacher=teacher), by_logits
+
+        found, ((logits, selection), taught) = jax.device_get(run([nnx.state(each) for each in models]))
+
+    losses, has_target = losses_by_loops(logits, ids, SEGMENTS)
+    own, taught = (np.log(np.exp(x) / np.exp(x).sum(-1, keepdims=True)) for x in (logits, taught))
+    apart = (np.exp(taught) * (taught - own)).sum(-1)[has_target].mean()
+    np.testing.assert_allclose(found, (losses.sum() / has_target.sum(), selection, apart), rtol=1e-11)
+    assert apart > 0.1
+
+
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 11])
 def test_chunks_of_any_length(length, monkeypatch):
     rng = np.random.default_rng(length)
@@ -184,14 +238,14 @@ def test_chunks_of_any_length(length, monkeypatch):
     targets = rng.integers(-1, 7, (1, length))
     with jax.enable_x64(True):
         whole = token_losses(jnp.asarray(x), jnp.asarray(kernel), targets)
-        monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 7 * 2)
+        monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", 7 * 2)
         found = token_losses(jnp.asarray(x), jnp.asarray(kernel), targets)
     np.testing.assert_allclose(found, whole, rtol=1e-12)
 
 
 def test_sums_are_float32_where_the_model_computes_in_bfloat16(monkeypatch):
     """The gradient of the kernel, which many chunks add up, is rounded once."""
-    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", 1)
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((1, 600, 4), (4, 5)))
     targets = np.zeros((1, 600), np.int32)
@@ -212,25 +266,24 @@ def test_sums_are_float32_where_the_model_computes_in_bfloat16(monkeypatch):
 def temporary_bytes(vocab, length, run):
     shapes = (1, length, 8), (8, vocab)
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    targets = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    others = (x, kernel) if run is token_divergences else (jax.ShapeDtypeStruct((1, length), jnp.int32),)
 
-    def loss(x, kernel, targets):
-        return run(x, kernel, targets).mean()
+    def loss(*given):
+        return run(*given).mean()
 
-    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, kernel, targets).compile()
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(x, kernel, *others).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
-    monkeypatch.setattr(token_loss, "LOGITS_AT_ONCE", at_once := 2**16)
+@pytest.mark.parametrize("run", [token_losses, token_divergences])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch, run):
+    monkeypatch.setattr(token_chunks, "LOGITS_AT_ONCE", at_once := 2**16)
 
     def by_logits(x, kernel, targets):
         shares = jax.nn.log_softmax(x @ kernel)
         return -jnp.take_along_axis(shares, targets[..., None], axis=-1)
 
-    small, large = (
-        temporary_bytes(vocab, length, token_losses) for vocab, length in ((512, 512), (2048, 2048))
-    )
+    small, large = (temporary_bytes(vocab, length, run) for vocab, length in ((512, 512), (2048, 2048)))
 
     # At most four arrays of a chunk, and what grows with the tokens or with the vocabulary alone.
     assert large - small <= 4 * 3 * 8 * (2048 + 2048)
@@ -257,8 +310,25 @@ def test_refused(given, message):
         nnx.eval_shape(lambda model: model.loss(tokens(), **given), model)
 
 
-def test_a_model_whose_devices_have_parts_of_the_rows_needs_targets():
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(vocab_size=12), "a teacher must have the vocabulary of the model, got 12 and 11 tokens"),
+        (None, "teacher must be a Transformer, got Linear"),
+    ],
+    ids=["vocabulary", "type"],
+)
+def test_a_teacher_that_does_not_fit_is_refused(changes, message):
+    changed = dataclasses.replace(MODEL, **changes or {})
+    other = abstract(Transformer, changed) if changes else nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    with refused((TypeError, ValueError), message):
+        abstract(Transformer, MODEL).loss(tokens(), teacher=other)
+
+
+def test_a_model_whose_devices_have_parts_of_the_rows_needs_targets_and_has_no_teacher():
     model = abstract(Transformer, MODEL, context_axis="context")
 
     with refused(ValueError, "targets of a model with a context_axis must be given, got None"):
         model.loss(tokens())
+    with refused(ValueError, "a model with a context_axis must learn without a teacher, got one"):
+        model.loss(tokens(), targets=tokens(), teacher=model)

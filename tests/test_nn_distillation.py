@@ -1,6 +1,7 @@
 """The selection loss of a layer: its value from the public operations, and who learns by it."""
 
 import contextlib
+import dataclasses
 import functools
 from unittest import mock
 
@@ -12,13 +13,17 @@ from flax import nnx
 from messages import refused
 from modules import abstract, randomised
 from selector_examples import Recent
-from small_layer import CONFIG, LENGTH, ROUNDING, WIDTH, assert_close, make_layer, random
+from small_layer import CONFIG as ONE_FREE
+from small_layer import LENGTH, ROUNDING, WIDTH, assert_close, random
+from small_layer import make_layer as make
 
 import nsa_jax
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import IndexerConfig, distillation
 
+CONFIG = dataclasses.replace(ONE_FREE, num_selected_blocks=4)  # one selected block of choice has no loss
+make_layer = functools.partial(make, config=CONFIG)
 PACKED = np.array([[0, 0] + [3] * 9 + [1] * 12, [5] * 3 + [0] + [2] * 19])
 LAYERS = {
     "importance": {},
@@ -33,6 +38,21 @@ LAYERS = {
 def layer_of(name):
     with jax.enable_x64(True):
         return make_layer(jnp.float64, **LAYERS[name])
+
+
+def without_fixed(scores, segment_ids=None):
+    """Scores, with -inf for the first block of a sequence and for that of the query."""
+    index = np.broadcast_to(np.arange(scores.shape[1]), scores.shape[:2])
+    if segment_ids is not None:
+        begins = np.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        index = index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+    fixed = (index // 4)[:, :, None, None] == np.arange(scores.shape[3])
+    return jnp.where(fixed | (np.arange(scores.shape[3]) == 0), -jnp.inf, scores)
+
+
+def at_slots(scores, blocks):
+    """Scores of the selected blocks."""
+    return jnp.where(blocks < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3))
 
 
 def expected_loss(layer, x, target, segment_ids):
@@ -51,12 +71,13 @@ def expected_loss(layer, x, target, segment_ids):
             positions = nsa_jax.layout.sequence_positions(segment_ids)
         (query, weights), key = layer.selector.project(x, operands.query, positions)
         scores = nsa_jax.block_scores(query, key, weights=weights, **where)
+    scores = without_fixed(scores, segment_ids)
     to = operands.query, operands.key_slc
     if target == "dense":
         share = nsa_jax.block_probabilities(*to, scale=layer.scale, **where)
     else:
         share = nsa_jax.selected_probabilities(*to, blocks, scale=layer.scale, **where)
-        scores = jnp.where(blocks < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3))
+        scores = at_slots(scores, blocks)
     real = np.ones(x.shape[:2], bool) if segment_ids is None else np.asarray(segment_ids) != 0
     return nsa_jax.selection_loss(scores, share)[real].mean()
 
@@ -158,9 +179,10 @@ def test_gradients_of_many_queries_stay_in_the_range_of_float16():
 
     def loss(held):
         query, blocks = jnp.zeros((1, 64, 1, 4), jnp.float16), jnp.zeros((1, 64, 1, 1), jnp.int32)
-        at = jnp.arange(64, dtype=jnp.int32)[None]
+        at = 64 + jnp.arange(64, dtype=jnp.int32)[None]
         share = jnp.broadcast_to(jnp.array([0.0, 1.0]), (1, 64, 1, 2))
-        settings = dict(config=NSAConfig(selection_block_size=32), segment_ids=None, scale=1.0)
+        config = NSAConfig(selection_block_size=32, num_initial_blocks=0, num_local_blocks=1)
+        settings = dict(config=config, segment_ids=None, scale=1.0)
         with mock.patch.object(distillation.attention, "block_probabilities", return_value=share):
             return distillation.mean_loss(
                 scores, (), held, query, query, blocks, at, target="dense", implementation="xla", **settings
@@ -198,12 +220,12 @@ def test_a_selector_with_scores_of_its_own_is_taught():
         operands, blocks = layer.operands(x), layer.inspect(x).block_indices
         at = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
         scores = layer.selector.scores((), layer.selector.project(x, None, None)[1], at, config=CONFIG)
+        scores = without_fixed(scores)
         to, settings = (operands.query, operands.key_slc), dict(config=CONFIG, scale=layer.scale)
-        chosen = jnp.take_along_axis(scores, jnp.maximum(blocks, 0), axis=3)
         expected = {
             "dense": (scores, nsa_jax.block_probabilities(*to, **settings)),
             "selected": (
-                jnp.where(blocks < 0, -jnp.inf, chosen),
+                at_slots(scores, blocks),
                 nsa_jax.selected_probabilities(*to, blocks, **settings),
             ),
         }

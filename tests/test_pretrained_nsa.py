@@ -13,7 +13,7 @@ from flax import nnx
 from messages import refused
 from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder
 
-from nsa_jax import NSAConfig, nn
+from nsa_jax import NSAConfig, block_scores, nn
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.model.abstract import abstract_transformer, fill, parameters
 from nsa_jax.nn import IndexerConfig, LinearScaling
@@ -106,6 +106,39 @@ def test_weights_are_those_of_the_dense_model_and_new_ones_are_drawn():
     assert model.config == dataclasses.replace(dense.config, **changed)
     other = nn.weights(to_nsa(dense, rngs=nnx.Rngs(8)))
     assert np.any(other["layers.0.attention.gate.kernel_in"] != held["layers.0.attention.gate.kernel_in"])
+
+
+@pytest.mark.parametrize("options", [dict(branches=("slc",)), {}], ids=["alone", "all"])
+def test_an_indexer_begins_as_the_heads_of_the_dense_model(options):
+    """A block has the largest product of a slow half of a query head and of a key, in the layer's scale."""
+    dense = dense_model(6, 2, head_dim=8, rope_base=100.0, rope_scaling=LinearScaling(2.0), scale=0.7)
+    model = to_nsa(dense, nsa=SPARSE, selector="indexer", implementation="xla", rngs=nnx.Rngs(0), **options)
+    assert model.config.selector == IndexerConfig(num_heads=3, dim=8, slow_dim=4)
+
+    @nnx.jit
+    def of_layer(layer, x):
+        (query, _), key = layer.selector.project(x, None, jnp.broadcast_to(jnp.arange(21), x.shape[:2]))
+        operands = layer.operands(x)
+        return block_scores(query, key, config=SPARSE), operands.query, operands.key_slc
+
+    x = np.random.default_rng(2).standard_normal((2, 21, 16)).astype(np.float32)
+    for layer in model.layers:
+        found, query, key = map(np.asarray, of_layer(layer.attention, x))
+        slow = [2, 3, 6, 7]  # of pairs (0, 4), (1, 5), (2, 6), (3, 7)
+        expected = np.full(found.shape, -np.inf)
+        for b, t, kv, block in np.ndindex(found.shape):
+            heads, tokens = (
+                query[b, t, 3 * kv : 3 * kv + 3],
+                key[b, 4 * block : min(4 * block + 4, t + 1), kv],
+            )
+            if len(tokens):
+                expected[b, t, kv, block] = 0.7 * (heads[:, slow] @ tokens[:, slow].T).max()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_whose_pairs_cannot_be_halved_has_no_copy():
+    with refused(ValueError, 'selector="indexer" needs heads whose width is a multiple of 4, got 6'):
+        to_nsa(dense_model(head_dim=6), nsa=SPARSE, selector="indexer", rngs=nnx.Rngs(0))
 
 
 def test_weights_are_copied_so_that_a_step_may_donate_them():

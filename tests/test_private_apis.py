@@ -34,7 +34,7 @@ PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
 SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
 FOLDER, SUMS = "nsa_jax/model/checkpoint_folder.py", "nsa_jax/model/checksums.py"
 ADOPT = "nsa_jax/adopt"
-MESH = "examples/train_lm", "benchmarks/devices.py"
+MESH = "examples/train_lm", "benchmarks/devices.py", f"{ADOPT}/mesh.py"
 CHECKS = "nsa_jax/debug.py", "nsa_jax/parallel/declared.py"
 # A name, or what its name begins with: why it is used, and where. Of several the longest counts.
 USED = {

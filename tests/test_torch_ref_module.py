@@ -21,6 +21,7 @@ CONFIG = ref.NSAConfig(
     window_size=5,
 )
 ONE_LOCAL = dataclasses.replace(CONFIG, num_local_blocks=1)  # so that there is a choice
+TWO_FREE = dataclasses.replace(ONE_LOCAL, selection_block_size=4, num_selected_blocks=4)
 
 
 def randomised(module, seed=0):
@@ -164,8 +165,20 @@ INDEXERS = {
     "cmp and slc, shared": dict(
         branches=("cmp", "slc"), selector=ref.IndexerConfig(dim=6), share_keys_values=True
     ),
-    "all": dict(selector=ref.IndexerConfig(num_heads=2, dim=6)),
+    "all, in parts": dict(selector=ref.IndexerConfig(num_heads=2, dim=8, slow_dim=4)),
 }
+
+
+def turned(heads, positions, options):
+    """Whole, or in parts of four: their pairs are the last two of the four of a head of eight."""
+    if options.slow_dim is None:
+        return rotate(heads, positions, 10000.0)
+    parts = heads.unflatten(-1, (-1, 2, 2))
+    frequencies = torch.tensor([10000.0 ** (-i / 4) for i in (2, 3)], dtype=torch.float64)
+    angles = positions[..., None] * frequencies
+    turns = torch.polar(torch.ones_like(angles), angles)[:, :, None, None]
+    found = torch.complex(parts[..., 0, :], parts[..., 1, :]) * turns
+    return torch.stack([found.real, found.imag], dim=-2).flatten(-3)
 
 
 @pytest.mark.parametrize("options", INDEXERS.values(), ids=INDEXERS.keys())
@@ -181,14 +194,11 @@ def test_branches_and_an_indexer_are_their_operations(options):
     if options.normalize:
         asked = norm(asked, (6,), part.query_norm.scale, 1e-6)
         key = norm(key, (6,), part.key_norm.scale, 1e-6)
-    asked = torch.stack(
-        [rotate(asked[:, :, :, j], positions, 10000.0) for j in range(options.num_heads)], dim=3
-    )
+    asked = torch.stack([turned(asked[:, :, :, j], positions, options) for j in range(options.num_heads)], 3)
     weights = torch.einsum("btd,dkj->btkj", x, part.weight_proj.kernel) if options.weighted else None
     where = dict(config=ONE_LOCAL, segment_ids=segment_ids)
-    scores = ref.block_scores(
-        asked, rotate(key[:, :, None], positions, 10000.0)[:, :, 0], weights=weights, **where
-    )
+    key = turned(key[:, :, None], positions, options)[:, :, 0]
+    scores = ref.block_scores(asked, key, weights=weights, **where)
     torch.testing.assert_close(module.block_scores(x, segment_ids), scores, atol=1e-12, rtol=1e-12)
 
     blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)
@@ -219,7 +229,7 @@ def test_absent_branches_have_no_parameters():
 @pytest.mark.parametrize("distil", ["dense", "selected"])
 def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
     """The mean over queries and KV heads, padding left out; the output is that without a loss."""
-    module = layer(config=ONE_LOCAL, **INDEXERS["slc and win, weighted"])
+    module = layer(config=TWO_FREE, **INDEXERS["slc and win, weighted"])
     row = [0, 0] + [5] * 25 + [3] * 3
     x, segment_ids = tokens(1, 30, 12).requires_grad_(), torch.tensor([row])
     out, loss = module(x, segment_ids=segment_ids, distil=distil)
@@ -232,19 +242,22 @@ def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
     assert all(g.abs().max() > 1e-4 for g in gradients if g is not None)
 
     query, _, _, key, *_ = module.operands(x, segment_ids)
-    scores, where = module.block_scores(x, segment_ids), dict(config=ONE_LOCAL, segment_ids=segment_ids)
-    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], ONE_LOCAL)
+    scores, where = module.block_scores(x, segment_ids), dict(config=TWO_FREE, segment_ids=segment_ids)
+    blocks = masks.top_blocks(scores, segment_ids, torch.arange(30)[None], TWO_FREE)
     total = 0.0
     for t in range(2, 30):
+        own = (t - 2 if t < 27 else t - 27) // TWO_FREE.selection_block_size
         for head in range(2):
-            chosen = [block for block in blocks[0, t, head].tolist() if block >= 0]
+            chosen = blocks[0, t, head].tolist()
+            free = range(1, own) if distil == "dense" else sorted({*chosen} - {-1, 0, own})
+            if not free:
+                continue
             if distil == "dense":
-                seen = [block for block in range(4) if scores[0, t, head, block].isfinite()]
-                target = ref.block_probabilities(query, key, **where)[0, t, head, seen]
+                target = ref.block_probabilities(query, key, **where)[0, t, head, free]
             else:
-                seen = chosen
-                target = ref.selected_probabilities(query, key, blocks, **where)[0, t, head, : len(seen)]
-            share, log_softmax = target / target.sum(), scores[0, t, head, seen].log_softmax(0)
+                of_slots = ref.selected_probabilities(query, key, blocks, **where)[0, t, head]
+                target = of_slots[[chosen.index(block) for block in free]]
+            share, log_softmax = target / target.sum(), scores[0, t, head, list(free)].log_softmax(0)
             total += (share * (share.log() - log_softmax)).sum().item()
     assert loss.item() == pytest.approx(total / 28 / 2, abs=1e-12)
     with refused(ValueError, "a selection loss needs an indexer, got distil='dense'"):

@@ -318,8 +318,7 @@ def test_no_two_functions_share_a_name():
     """So a profile and a traceback point to one place; and every kernel has a name for profiles."""
     names = collections.Counter(name.rpartition(".")[2] for name in triton_kernels.jit_functions().values())
 
-    # To be renamed when the GPU tests of `block_scores` run again: a name is a part of their proof.
-    assert [name for name, count in names.items() if count > 1] == ["_score_sequence"]
+    assert [name for name, count in names.items() if count > 1] == []
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
                for branch in ("compressed", "window", "selected")}  # fmt: skip

@@ -54,7 +54,8 @@ def compiled(num_devices: int) -> str:
         return out, pull_back(d_out)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(run).lower(tokens(1, VALUE_DIM), *operands).compile().as_text()
+        lowered = jax.jit(run).lower(tokens(1, VALUE_DIM), *operands)
+    return lowered.compile(compiler_options=triton_compile.FAST_TO_COMPILE).as_text()
 
 
 def messages(text: str) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import OVERLAPPING, PACKED_ROWS, PLAIN
+from cases import OVERLAPPING, PACKED_ROWS, PLAIN, Operands
 from programs import disagreements
 
 from nsa_jax import attention, layout
@@ -46,9 +46,12 @@ def results(case, positions, explicit):
         return *cmp, blocks, *slc, *win, out, *pull_back(cotangent)
 
     with jax.enable_x64(True):
-        operands = case.draw()
-        cotangent = case.generator("cotangent").standard_normal((*operands.query.shape[:3], case.value_dim))
-        return program(case, positions, everything)(operands, explicit, cotangent)
+        return program(case, positions, everything)(case.draw(), explicit, cotangent_of(case))
+
+
+def cotangent_of(case):
+    shape = (*case.query_positions.shape, case.num_heads, case.value_dim)
+    return case.generator("cotangent").standard_normal(shape)
 
 
 EXPLICIT = "explicit"
@@ -102,20 +105,40 @@ def test_runs_equal_their_positions(row, name):
     agree(results(case, runs, positions), results(case, EXPLICIT, positions))
 
 
-def with_gradients(operation, case, arrays, **settings):
-    """The output and the gradients by the name of their operand, in float64."""
-    cotangent = case.generator("cotangent").standard_normal((*arrays["query"].shape[:3], case.value_dim))
+def with_gradients(operation, arrays, cotangent, **settings):
+    """The output and the gradients by the name of their operand."""
 
-    def run(arrays, cotangent):
-        def attend(arrays):
-            result = operation(**arrays, config=case.config, segment_ids=case.segment_ids, **settings)
-            return result if operation is attention.native_sparse_attention else result.out
+    def attend(arrays):
+        result = getattr(attention, operation)(**arrays, **settings)
+        return result if operation == "native_sparse_attention" else result.out
 
-        out, pull_back = jax.vjp(attend, arrays)
-        return pull_back(cotangent)[0] | dict(out=out)
+    out, pull_back = jax.vjp(attend, arrays)
+    return pull_back(cotangent)[0] | dict(out=out)
 
+
+def of_runs(operation, case, arrays, runs, **more):
+    """What `with_gradients` gives in float64 where runs say which queries these are."""
+    settings = more | dict(config=case.config, segment_ids=case.segment_ids, query_positions=runs)
     with jax.enable_x64(True):
-        return {name: np.asarray(x) for name, x in jax.jit(run)(arrays, cotangent).items()}
+        found = jax.jit(functools.partial(with_gradients, operation, **settings))(arrays, cotangent_of(case))
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+of_whole_rows = jax.jit(with_gradients, static_argnames=("operation", "config"))
+
+
+def of_the_row(operation, case, runs):
+    """The same of explicit positions and the keys of the whole row, by programs that all tests share."""
+    positions = np.asarray(layout.positions_of(runs, case.batch))
+    if operation == "native_sparse_attention":
+        names = "out", *Operands._fields
+        found = dict(zip(names, results(case, EXPLICIT, positions)[-len(names) :], strict=True))
+    else:
+        arrays = {name: x for name, x in case.draw()._asdict().items() if name in WINDOW}
+        settings = dict(config=case.config, segment_ids=case.segment_ids, query_positions=positions)
+        with jax.enable_x64(True):
+            found = of_whole_rows(operation, arrays, cotangent_of(case), **settings)
+    return {name: np.asarray(x) for name, x in found.items()}
 
 
 WINDOW = ("query", "key_win", "value_win")
@@ -147,9 +170,9 @@ def test_window_keys_that_begin_anywhere_are_those_of_the_row(operation, row, ru
         return np.where(inside, np.take_along_axis(x, at, axis=1), elsewhere)
 
     name = "first_key" if operation == "window_attention" else "first_key_win"
-    attend = functools.partial(with_gradients, getattr(attention, operation), case, query_positions=runs)
     part = {name: held(operands[name], 1e6) for name in WINDOW[1:]}
-    found, expected = attend(arrays=operands | part, **{name: first}), attend(arrays=operands)
+    found = of_runs(operation, case, operands | part, runs, **{name: first})
+    expected = of_the_row(operation, case, runs)
     expected |= {name: held(expected[name], 0) for name in WINDOW[1:]}
 
     assert disagreements(found, expected) == {}
@@ -173,9 +196,8 @@ def test_a_stretch_of_window_keys_for_each_run_is_as_good_as_all_keys(operation,
         name: np.where(inside, np.take_along_axis(operands[name], at, axis=1), 1e6) for name in WINDOW[1:]
     }
 
-    attend = functools.partial(with_gradients, getattr(attention, operation), case)
-    found = attend(arrays=operands | stretches, query_positions=runs)
-    expected = attend(arrays=operands, query_positions=dataclasses.replace(runs, halo=None))
+    found = of_runs(operation, case, operands | stretches, runs)
+    expected = of_the_row(operation, case, runs)
 
     for name in WINDOW[1:]:  # a token may be in both stretches: its gradient is their sum
         total = np.zeros_like(expected[name])

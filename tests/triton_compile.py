@@ -18,6 +18,8 @@ DEVICE_KINDS = {
     100: "NVIDIA B200",
     120: "NVIDIA RTX PRO 6000 Blackwell",
 }
+# XLA optimises the program as always, but not the machine code of its own kernels, at which no test looks.
+FAST_TO_COMPILE = {"xla_gpu_disable_gpuasm_optimizations": True}
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 H100 = """
 gpu_device_info {
@@ -60,7 +62,7 @@ def compile_for_h100(function, *arguments, **options):
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*arguments)
-    return lowered.compile(compiler_options=options)
+    return lowered.compile(compiler_options=FAST_TO_COMPILE | options)
 
 
 def compile_on(mesh, function, *arguments, **options):
@@ -69,7 +71,7 @@ def compile_on(mesh, function, *arguments, **options):
     The arguments are `jax.ShapeDtypeStruct`s with their shardings.
     """
     with jax.set_mesh(mesh):  # XLA asks for kernels while it compiles, and these for the kind of device
-        return jax.jit(function, **options).lower(*arguments).compile()
+        return jax.jit(function, **options).lower(*arguments).compile(compiler_options=FAST_TO_COMPILE)
 
 
 @functools.cache

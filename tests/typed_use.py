@@ -33,7 +33,7 @@ from nsa_jax.generate import (
     stream,
     truncate,
 )
-from nsa_jax.model import Transformer, TransformerConfig, next_tokens, token_losses
+from nsa_jax.model import Transformer, TransformerConfig, next_tokens, token_divergences, token_losses
 from nsa_jax.nn import DenseAttention, NSAAttention, Operands, Selection, rotate
 
 CONFIG = NSAConfig(
@@ -158,9 +158,11 @@ def language_model() -> None:
     assert_type(model(prompts, distil="selected"), tuple[jax.Array, jax.Array])
     assert_type(model.loss(prompts), jax.Array)
     assert_type(model.loss(prompts, distil="dense", reduce=None), tuple[jax.Array, jax.Array])
-    targets = next_tokens(prompts)
+    assert_type(model.loss(prompts, distil="dense", teacher=model), tuple[jax.Array, ...])
+    targets, outputs = next_tokens(prompts), (jnp.ones((1, 5, 64)), jnp.ones((64, 32)))
     assert_type(targets, jax.Array)
-    assert_type(token_losses(jnp.ones((1, 5, 64)), jnp.ones((64, 32)), targets), jax.Array)
+    assert_type(token_losses(*outputs, targets), jax.Array)
+    assert_type(token_divergences(*outputs, *outputs), jax.Array)
     assert_type(model.inspect(prompts), list[Selection])
     recall = block_recall(model, prompts)
     assert_type(recall, BlockRecall)

@@ -73,9 +73,9 @@ def _check_nsa(program: Program, setting: Setting) -> Verdict:
         return cache.TokenKeysValues(*(raw[name][:, now] for name in TOKEN_NAMES)), raw["gates"][:, now]
 
     settings: dict[str, Any] = {"config": config, "implementation": setting.implementation}
-    prefill = jax.jit(functools.partial(cache.prefill, compress=compress, **settings))
+    prefill = jax.jit(lambda *operands: cache.prefill(*operands, compress=compress, **settings)[1])
     held = slice(0, setting.shape.length)
-    _, state = prefill(_empty(program), raw["query"][:, held], *part(held))
+    state = prefill(_empty(program), raw["query"][:, held], *part(held))
     rows, state = _decode(program, state, raw["query"], lambda now: (*part(now), compress), setting)
 
     num_blocks = layout.num_compression_blocks(shape.length, config)
@@ -103,22 +103,24 @@ def _check_layer(program: Program, setting: Setting) -> Verdict:
         assert isinstance(own, NSAAttention)
         return own
 
+    # The queries come from the program of a step, so that XLA projects them as in the step. A forward rounds
+    # otherwise, and may select other blocks.
     @jax.jit
-    def query(state: Any, x: Array, values: Any) -> tuple[Array, Array]:
-        own, at = merged(values), state.lengths[:, None] + jnp.arange(x.shape[1])
-        return rotate(own.query_proj(x), at), own.decode_step(x, state)[0]
+    def step(state: Any, x: Array, values: Any) -> tuple[Array, Array, Any]:
+        at = state.lengths[:, None] + jnp.arange(x.shape[1])
+        out, after = program.step(state, x, values)
+        return rotate(merged(values).query_proj(x), at), out, after
 
-    prefill = jax.jit(lambda state, x, values: merged(values).prefill(x, state))
-    _, state = prefill(_empty(program), x[:, : setting.shape.length], values)
-    rows, after = _decode(program, state, x, lambda now: values, setting)
-    # The queries are computed in one program with a step, so that XLA projects them as in the step. A forward
-    # rounds otherwise, and may select other blocks.
-    queries = []
+    prefill = jax.jit(lambda state, x, values: merged(values).prefill(x, state)[1])
+    state = prefill(_empty(program), x[:, : setting.shape.length], values)
+    queries, rows = [], []
     for now in _steps(setting):
-        before = state._replace(lengths=jnp.full_like(state.lengths, now.start))
-        queries.append(query(before, x[:, now], values)[0])
-    chosen = _selected(jnp.concatenate(queries, axis=1), after, setting)
-    return _compare(program, rows, Draw("random", x, _spread(chosen, setting)), setting)
+        query, out, state = step(state, x[:, now], values)
+        queries.append(query)
+        rows.append(out)
+    chosen = _selected(jnp.concatenate(queries, axis=1), state, setting)
+    draw = Draw("random", x, _spread(chosen, setting))
+    return _compare(program, jnp.concatenate(rows, axis=1), draw, setting)
 
 
 def _check_dense(program: Program, setting: Setting) -> Verdict:

@@ -34,26 +34,30 @@ from flax import nnx
 
 from nsa_jax.adopt import text
 from nsa_jax.adopt.measure import Measurements
+from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh, bound
 from nsa_jax.adopt.report import write_report
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Interrupted, stages, train
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import Transformer
+from nsa_jax.nn.distillation import TARGETS
 from nsa_jax.pretrained import load, save, to_nsa
 
 INTERRUPTED = 130
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    options = _parser().parse_args(arguments)
+def main(arguments: list[str] | None = None, **defaults: Any) -> int:
+    """Runs the command, whose options may have other defaults, and returns its exit code."""
+    parser = _parser()
+    parser.set_defaults(**defaults)
+    options = parser.parse_args(arguments)
     folder = RunFolder(options.output)
     try:
         names = {field.name for field in dataclasses.fields(Settings)}
         given = {name: value for name, value in vars(options).items() if name in names}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        run(Settings(**given), options.text, folder)
+        run(Settings(**given), options.text, folder, options.mesh)
     except (InputError, ImportError) as error:
         return complain(error)
     except OSError as error:
@@ -75,9 +79,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> None:
+def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: Mesh = ONE_DEVICE) -> None:
     """Does what is not done yet: tokenises, converts, trains, measures, and writes the page."""
     settings.nsa  # noqa: B018 (raises for sizes that do not fit)
+    mesh.check(settings.batch)
     identity = settings.identity(files)
     folder.check(identity)
     dense, tokenizer = _load(settings)
@@ -87,6 +92,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> Non
             "or repository that its tokenizer.json is in."
         )
     model = _convert(dense, settings)
+    mesh.check_model(model.config)
     folder.path.mkdir(parents=True, exist_ok=True)
     documents = text.read(folder.path, files, tokenizer, identity)
     training, held_out = text.split(
@@ -102,11 +108,12 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> Non
     for stage in trained:
         if stage.name == "dense":
             twin, _ = _load(settings)
-            twin = train(stage, twin, packed, folder, settings)
+            twin = train(stage, twin, packed, folder, settings, mesh=mesh)
             measurements.measure("dense_trained", twin, dense)
             _save(twin, folder.path / "dense", tokenizer)
         else:
-            model = train(stage, model, packed, folder, settings)
+            teacher = dense if stage.name == "sparse" and settings.logit_weight else None
+            model = train(stage, model, packed, folder, settings, mesh=mesh, dense=teacher)
             measurements.measure(stage.name, model, dense)
     _save(model, folder.path / "model", tokenizer)
     counted = dict(
@@ -115,7 +122,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder) -> Non
         held_out_tokens=int(held_out.sizes.sum()),
         held_out_documents=len(held_out.sizes),
     )
-    write_report(folder, settings, trained, counted)
+    write_report(folder, settings, trained, counted, mesh.devices)
     print(f"the model is in {folder.path / 'model'}, what was measured in {folder.path / 'report.md'}")
 
 
@@ -125,20 +132,14 @@ def _load(settings: Settings) -> tuple[Transformer, Any]:
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
     model.config = dataclasses.replace(model.config, **settings.training)
-    return _bound(model), tokenizer
+    return bound(model), tokenizer
 
 
 def _convert(dense: Transformer, settings: Settings) -> Transformer:
     try:
-        return _bound(to_nsa(dense, **settings.conversion, rngs=nnx.Rngs(settings.seed)))
+        return bound(to_nsa(dense, **settings.conversion, rngs=nnx.Rngs(settings.seed)))
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
-
-
-def _bound(model: Transformer) -> Transformer:
-    """Binds the arrays to a device, as those that a step returns are: else JAX compiles for them again."""
-    nnx.update(model, jax.device_put(nnx.state(model), jax.local_devices()[0]))
-    return model
 
 
 def _save(model: Transformer, path: pathlib.Path, tokenizer: Any) -> None:
@@ -152,7 +153,8 @@ def _save(model: Transformer, path: pathlib.Path, tokenizer: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").split("\n\n")[1])
-    add, of, files = parser.add_argument, Settings, "files of UTF-8, .jsonl with a document in each line"
+    add, of = parser.add_argument, Settings
+    files = "files of UTF-8, .jsonl with a document in each line, or datasets of Hugging Face on disk"
     add(
         "source", metavar="SOURCE", help="dense model: a folder or repository of Hugging Face, or a GGUF file"
     )
@@ -160,15 +162,25 @@ def _parser() -> argparse.ArgumentParser:
     told = "folder of the run, new or to go on with; no default"
     add("--output", type=pathlib.Path, required=True, metavar="RUN", help=told)
     add("--field", default=of.field, help="field of a .jsonl file that holds the text; default: %(default)s")
-    add("--branches", choices=BRANCHES, nargs="+", default=BRANCHES, help="of NSA layers; default: all")
+    told = f"of NSA layers; default: {' '.join(of.branches)}"
+    add("--branches", choices=BRANCHES, nargs="+", default=of.branches, metavar="BRANCH", help=told)
     told = "tokens of prompts with a needle; default: --length"
     positive, count, rate = command_line.positive, command_line.count, command_line.rate
     add("--needle-lengths", type=positive, nargs="+", default=(), metavar="T", help=told)
     told = "also train the dense model on the text of the sparse stage, to compare with"
     add("--train-dense", action="store_true", help=told)
+    told = "devices to train on, such as data=2,fsdp=2: rows, and parameters, and with tensor=2 heads"
+    add(
+        "--mesh",
+        type=Mesh.parse,
+        default=ONE_DEVICE,
+        metavar="AXIS=SIZE",
+        help=f"{told}; default: one device",
+    )
     choices = {
         "selector": (("importance", "indexer"), "what chooses the blocks"),
         "compression": (("mlp", "mean"), "how blocks are compressed; the mean learns nothing"),
+        "selection-target": (TARGETS, "attention that teaches it beside the next token: all, or its blocks"),
         "dtype": (("bfloat16", "float32"), "of the computation; parameters are float32"),
         "remat": (("attention", "layer", "none"), "what is computed again: all but attention, all, nothing"),
     }  # fmt: skip
@@ -186,13 +198,15 @@ def _parser() -> argparse.ArgumentParser:
         "new-learning-rate": (rate, "peak for new parameters"),
         "warmup": (count, "steps in which the rates rise"),
         "selection-weight": (command_line.weight, "of the selection loss while everything trains"),
+        "logit-weight": (command_line.weight, "of the divergence from the dense model's logits there"),
         "held-out": (command_line.share, "share of the text that is not trained on"),
         "rows": (positive, "held-out rows to measure losses on, at most"),
         "needles": (count, "questions at each of 16 depths, 0 for none"),
         "seed": (count, "of new parameters and of the order of the text"),
     }
     for name, (words, meaning) in choices.items():
-        add(f"--{name}", choices=words, default=getattr(of, name), help=f"{meaning}; default: %(default)s")
+        default = getattr(of, name.replace("-", "_"))
+        add(f"--{name}", choices=words, default=default, help=f"{meaning}; default: %(default)s")
     for name, (kind, meaning) in numbers.items():
         default = getattr(of, name.replace("-", "_"))
         add(f"--{name}", type=kind, default=default, help=f"{meaning}; default: %(default)s")

@@ -29,7 +29,7 @@ MODELS = {
 
 
 def write_report(
-    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int]
+    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int], devices: int
 ) -> None:
     """Writes `report.md` and `report.json`.
 
@@ -38,12 +38,14 @@ def write_report(
       settings: of the run.
       stages: those that trained.
       text: what its text consists of, by name.
+      devices: how many trained it.
     """
     found = dict(
         settings=dataclasses.asdict(settings),
         text=text,
         versions=_versions(),
         device=jax.devices()[0].device_kind,
+        devices=devices,
         stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
         measured=folder.results(),
     )
@@ -56,13 +58,13 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
     yield f"# {settings['source']} with NSA"
     yield (
         f"{text['tokens']} tokens in {text['documents']} documents, held out {text['held_out_tokens']} in "
-        f"{text['held_out_documents']}. {found['device']}, "
+        f"{text['held_out_documents']}. {found['devices']} x {found['device']}, "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         + "."
     )
     yield (
         "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
-        "selection loss, added up over the layers."
+        "selection loss, added up over the layers; `divergence` is that from the dense model's distributions."
     )
     yield _training(found["stages"])
     yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."

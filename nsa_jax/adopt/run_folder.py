@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from nsa_jax.adopt.command_line import InputError
+from nsa_jax.adopt.mesh import Mesh
 from nsa_jax.adopt.text import FILES
 from nsa_jax.model import Transformer, restore, restore_training, save
 
@@ -72,15 +73,17 @@ class RunFolder:
             raise InputError(str(error)) from error
         self.saved = f"step {step} of {stage} is saved"
 
-    def load(self, stage: str, moments: Any) -> tuple[Transformer, Any, int, list[dict[str, Any]]] | None:
-        """What `save` wrote last, if anything.
+    def load(
+        self, stage: str, moments: Any, mesh: Mesh
+    ) -> tuple[Transformer, Any, int, list[dict[str, Any]]] | None:
+        """What `save` wrote last, if anything, on the devices of the mesh in context.
 
         Raises:
           InputError: it was damaged.
         """
         path = self.path / "checkpoints" / stage
         try:
-            model = restore(path)
+            model = restore(path, **mesh.of_model)
             training = restore_training(path, {"moments": moments, "step": 0})
             rows = self.rows(stage)
         except FileNotFoundError:

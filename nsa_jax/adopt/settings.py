@@ -1,16 +1,15 @@
 """The settings of a run: everything that decides its numbers."""
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from nsa_jax.adopt.command_line import InputError
-from nsa_jax.config import BRANCHES, NSAConfig
-from nsa_jax.nn import IndexerConfig
-from nsa_jax.nn.selector import SelectorOption
+from nsa_jax.adopt.files import digests
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn.distillation import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,7 @@ class Settings:
 
     Attributes:
       source: what `nsa_jax.pretrained.load` reads.
-      field: of a JSONL file, which holds the text.
+      field: of a JSONL file or dataset, which holds the text.
       selector: "importance" or "indexer".
       branches: of NSA layers.
       compression: "mlp" or "mean".
@@ -34,6 +33,8 @@ class Settings:
       new_learning_rate: peak for new parameters.
       warmup: steps in which the rates rise.
       selection_weight: of the selection loss in the second stage.
+      selection_target: of the same: "selected", attention in the chosen blocks, or "dense", all of it.
+      logit_weight: of the divergence from the dense model's distributions there; 0 for none.
       dtype: of the computation. Parameters are float32.
       remat: "none", "attention" or "layer".
       held_out: share of the text that is not trained on.
@@ -45,23 +46,25 @@ class Settings:
 
     source: str
     field: str = "text"
-    selector: str = "importance"
-    branches: tuple[str, ...] = BRANCHES
+    selector: str = "indexer"
+    branches: tuple[str, ...] = ("slc",)
     compression: str = "mlp"
     l: int = NSAConfig().compression_block_size  # noqa: E741 (the paper's name)
     d: int = NSAConfig().compression_stride
-    block: int = NSAConfig().selection_block_size
+    block: int = 128
     n: int = NSAConfig().num_selected_blocks
     w: int = NSAConfig().window_size
     length: int = 8192
     batch: int = 4
-    distil_steps: int = 150
+    distil_steps: int = 60
     sparse_steps: int = 1500
     train_dense: bool = False
     learning_rate: float = 1e-4
-    new_learning_rate: float = 1e-3
+    new_learning_rate: float = 3e-4
     warmup: int = 20
     selection_weight: float = 1.0
+    selection_target: Target = "dense"
+    logit_weight: float = 0.0
     dtype: str = "bfloat16"
     remat: str = "attention"
     held_out: float = 0.05
@@ -104,8 +107,9 @@ class Settings:
     @property
     def conversion(self) -> dict[str, Any]:
         """Arguments of `to_nsa`."""
-        selector: SelectorOption = IndexerConfig() if self.selector == "indexer" else "importance"
-        return dict(nsa=self.nsa, selector=selector, branches=self.branches, compression=self.compression)
+        return dict(
+            nsa=self.nsa, selector=self.selector, branches=self.branches, compression=self.compression
+        )
 
     @property
     def training(self) -> dict[str, Any]:
@@ -116,18 +120,3 @@ class Settings:
     def identity(self, files: Sequence[pathlib.Path]) -> dict[str, Any]:
         """What two runs must share to be the same run, as JSON reads it back."""
         return json.loads(json.dumps(dataclasses.asdict(self) | {"files": digests(files)}))
-
-
-def digests(files: Sequence[pathlib.Path]) -> list[list[str]]:
-    """Name and SHA-256 of each file. Raises InputError if one cannot be read."""
-    found = []
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
-        except OSError as error:
-            raise InputError(
-                f"--text must be files that can be read, got {str(path)!r} ({error.strerror}). Check "
-                "the path."
-            ) from error
-    return found

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from nsa_jax.adopt import files
 from nsa_jax.adopt.command_line import InputError
 from nsa_jax.array_typing import Int
 
-CHARACTERS_AT_ONCE = 2**20  # of short documents, which are tokenised together, in several threads
+CHARACTERS_AT_ONCE = 2**24  # of documents that are tokenised together, each in one thread
 FILES = "tokens.bin", "documents.npy", "tokens.json"  # in the folder of a run
 
 
@@ -78,12 +79,9 @@ class Packed:
 
 
 def read(
-    folder: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Any, identity: dict[str, Any]
+    folder: pathlib.Path, sources: Sequence[pathlib.Path], tokenizer: Any, identity: dict[str, Any]
 ) -> Documents:
     """Documents of the files, from the folder if they were tokenised before.
-
-    A file that ends in `.jsonl` has a document in each line, under the field of the settings. Any other one
-    is a document.
 
     Raises:
       InputError: a file cannot be read, or there is no text.
@@ -98,7 +96,7 @@ def read(
     if not fresh:
         for path in paths[::-1]:
             path.unlink(missing_ok=True)
-        sizes = _tokenise(tokens, files, tokenizer, known["field"])
+        sizes = _tokenise(tokens, sources, tokenizer, known["field"])
         np.save(documents, np.array(sizes, np.int64))
         done.write_text(
             json.dumps(known), encoding="utf-8"
@@ -135,14 +133,14 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
 
 
-def _tokenise(target: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Any, field: str) -> list[int]:
+def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: Any, field: str) -> list[int]:
     """Writes all tokens; returns how many each document has."""
     sizes = []
-    total = sum(path.stat().st_size for path in files)
+    total = sum(part.stat().st_size for path in paths for part in files.parts(path))
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", dynamic_ncols=True)
     with target.open("wb") as file, bar:
-        for texts in _batches(files, field):
-            for encoded in tokenizer.encode_batch(texts):
+        for texts in _batches(paths, field):
+            for encoded in tokenizer.encode_batch_fast(texts):
                 if encoded.ids:
                     file.write(np.array(encoded.ids, np.uint32).tobytes())
                     sizes.append(len(encoded.ids))
@@ -151,16 +149,16 @@ def _tokenise(target: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: An
         os.fsync(file.fileno())
     if not sizes:
         raise InputError(
-            f"--text must hold text, got none in {', '.join(path.name for path in files)}. Pass other files."
+            f"--text must hold text, got none in {', '.join(path.name for path in paths)}. Pass other files."
         )
     return sizes
 
 
-def _batches(files: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:
+def _batches(paths: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:
     batch: list[str] = []
     held = 0
-    for path in files:
-        for text in _documents(path, field):
+    for path in paths:
+        for text in files.documents(path, field):
             batch.append(text)
             held += len(text)
             if held >= CHARACTERS_AT_ONCE:
@@ -168,35 +166,3 @@ def _batches(files: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:
                 batch, held = [], 0
     if batch:
         yield batch
-
-
-def _documents(path: pathlib.Path, field: str) -> Iterator[str]:
-    """The documents of a file that are not blank."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            if path.suffix != ".jsonl":
-                texts: Any = [file.read()]
-            else:
-                texts = (
-                    _of_line(path, number, line, field) for number, line in enumerate(file) if line.strip()
-                )
-            for text in texts:
-                if text.strip():
-                    yield text
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"--text must be files of UTF-8, got {path.name!r} ({error.reason}). Convert it."
-        ) from error
-
-
-def _of_line(path: pathlib.Path, number: int, line: str, field: str) -> str:
-    try:
-        text = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError) as error:
-        text = error
-    if not isinstance(text, str):
-        raise InputError(
-            f"a line of a JSONL file must be an object with a string in {field!r}, got another in line "
-            f"{number + 1} of {path.name!r}. Name its field by --field, or leave the line out."
-        )
-    return text

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from tqdm import tqdm
 
 from nsa_jax.adopt.command_line import InputError
+from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.text import Packed
@@ -64,21 +66,45 @@ def stages(settings: Settings) -> list[Stage]:
 
 
 def train(
-    stage: Stage, model: Transformer, text: Packed, folder: RunFolder, settings: Settings
+    stage: Stage,
+    model: Transformer,
+    text: Packed,
+    folder: RunFolder,
+    settings: Settings,
+    *,
+    mesh: Mesh = ONE_DEVICE,
+    dense: Transformer | None = None,
 ) -> Transformer:
     """Trains the model from the last checkpoint of the stage on to its last step; its arrays are donated.
 
-    The state is saved every `SAVE_EVERY` steps, at the end, and after a signal.
+    Models lie on the first device before and after, and on the `mesh` while they train. The `dense` model
+    teaches, if it is given. The state is saved every `SAVE_EVERY` steps, at the end, and after a signal.
 
     Raises:
       Interrupted: after Ctrl-C or SIGTERM, once the step under way is finished and saved.
       InputError: the loss is not finite.
     """
+    with mesh.in_context():
+        teacher = None if dense is None else mesh.spread(dense)
+        trained = _train(stage, mesh.spread(model), text, folder, settings, mesh, teacher)
+    return mesh.gathered(trained)
+
+
+def _train(
+    stage: Stage,
+    model: Transformer,
+    text: Packed,
+    folder: RunFolder,
+    settings: Settings,
+    mesh: Mesh,
+    dense: Transformer | None,
+) -> Transformer:
     graph, learning, fixed = _divided(model, stage, settings)
     moments = {name: _optimizer(settings, stage, name).init(group) for name, group in learning.items()}
-    moments = jax.device_put(moments, jax.local_devices()[0])  # as the parameters are
+    moments = mesh.share(moments)
+    of_dense, dense_state = (None, None) if dense is None else nnx.split(dense)
     step, rows = 0, list[dict[str, Any]]()
-    if found := folder.load(stage.name, moments):
+    if found := folder.load(stage.name, moments, mesh):
         model, moments, step, rows = found
         graph, learning, fixed = _divided(model, stage, settings)
     compiles_in = step
@@ -86,8 +112,10 @@ def train(
     with _delayed_signals() as received, bar:
         while step < stage.steps:
             started = time.perf_counter()
-            batch = text.batch(stage.first + step, settings.batch)
-            learning, moments, losses = _update(graph, stage, settings, learning, fixed, moments, *batch)
+            batch = map(mesh.place, text.batch(stage.first + step, settings.batch))
+            learning, moments, losses = _update(
+                graph, stage, settings, learning, fixed, moments, *batch, of_dense, dense_state
+            )
             told = {name: float(loss) for name, loss in losses.items()}
             if not all(map(math.isfinite, told.values())):
                 raise InputError(
@@ -148,7 +176,9 @@ def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTr
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "stage", "settings"), donate_argnames=("learning", "moments")
+    jax.jit,
+    static_argnames=("graph", "stage", "settings", "of_dense"),
+    donate_argnames=("learning", "moments"),
 )
 def _update(
     graph: Any,
@@ -159,11 +189,14 @@ def _update(
     moments: dict[str, Any],
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
+    of_dense: Any,
+    dense: Any,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Float[Array, ""]]]:
     """A step. The gradient and the optimizer state are those of what learns alone."""
+    teacher = None if of_dense is None else nnx.merge(of_dense, dense)
 
     def objective(learning: dict[str, Any]) -> tuple[Array, dict[str, Array]]:
-        return _losses(_whole(graph, learning, fixed), stage, settings, tokens, segment_ids)
+        return _losses(_whole(graph, learning, fixed), stage, settings, tokens, segment_ids, teacher)
 
     gradients, losses = jax.grad(objective, has_aux=True)(learning)
     learning, moments = dict(learning), dict(moments)
@@ -175,18 +208,25 @@ def _update(
 
 
 def _losses(
-    model: Transformer, stage: Stage, settings: Settings, tokens: Array, segment_ids: Array
+    model: Transformer,
+    stage: Stage,
+    settings: Settings,
+    tokens: Array,
+    segment_ids: Array,
+    teacher: Transformer | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """What a stage minimises, and its parts to tell."""
-    weight = settings.selection_weight
     if stage.name == "distil":
         _, loss = model(tokens, segment_ids=segment_ids, distil="dense")
         return loss, {"selection": loss}
-    if stage.name == "dense" or not (weight and settings.can_be_taught):
-        loss = model.loss(tokens, segment_ids=segment_ids)
-        return loss, {"loss": loss}
-    loss, selection = model.loss(tokens, segment_ids=segment_ids, distil="selected")
-    return loss + weight * selection, {"loss": loss, "selection": selection}
+    weights, asked = {"loss": 1.0}, dict[str, Any]()
+    if stage.name == "sparse" and settings.selection_weight and settings.can_be_taught:
+        weights["selection"], asked["distil"] = settings.selection_weight, settings.selection_target
+    if teacher is not None:
+        weights["divergence"], asked["teacher"] = settings.logit_weight, teacher
+    found = model.loss(tokens, segment_ids=segment_ids, **asked)
+    told = dict(zip(weights, found if asked else (found,), strict=True))
+    return jnp.stack([weights[name] * loss for name, loss in told.items()]).sum(), told
 
 
 @contextlib.contextmanager

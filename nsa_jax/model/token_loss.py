@@ -1,29 +1,32 @@
 """The loss of next tokens, computed for a chunk of tokens at a time: never are there logits of all tokens.
 
-A chunk is every `chunks`-th token of all rows, not consecutive ones: so tokens that are spread over devices
-stay where they are, and all devices have a share of each chunk. The forward pass keeps one number a token,
-the log-sum-exp of its logits; the backward pass computes the logits of a chunk again. On explicit axes of a
-mesh each device takes its own tokens and its own columns of the vocabulary, and the gradient of the kernel is
-added up over the devices once. On auto axes XLA adds it up in each chunk.
+The forward pass keeps one number a token, the log-sum-exp of its logits; the backward pass computes the
+logits of a chunk again.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from nsa_jax.array_checks import check_arrays, check_values
 from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.model.token_chunks import (
+    cut,
+    joined,
+    log_sum_exp,
+    logits,
+    num_chunks,
+    on_devices,
+    product,
+    summed,
+)
 from nsa_jax.nn import products
 from nsa_jax.sharding.explicit import alike
-from nsa_jax.sharding.manual import vary, varying_alike, varying_axes
+from nsa_jax.sharding.manual import vary, varying_axes
 
 NO_TARGET = -1
-
-# Logits that exist at a time on a device: 512 MiB in float32. Each chunk also reads and writes the gradient
-# of the kernel, so few are better than many.
-LOGITS_AT_ONCE = 2**27
 
 
 def next_tokens(
@@ -87,19 +90,12 @@ def token_losses(
     check_values(-(2**31), sizes["vocab"] - 1, targets=targets)
     kernel, _ = products.columns(x, jnp.asarray(kernel).astype(x.dtype))
     targets = jnp.asarray(targets, jnp.int32)
-    mesh, (rows, tokens, _) = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-    if not mesh.explicit_axes:
-        return _losses(x, kernel, targets, ())
-    by_tokens, columns = PartitionSpec(rows, tokens), jax.typeof(kernel).sharding.spec[1]
-    of_columns = columns if isinstance(columns, tuple) else () if columns is None else (columns,)
-    run = jax.shard_map(
-        lambda x, kernel, targets: _losses(*varying_alike((x, kernel)), targets, of_columns),
-        mesh=mesh,
-        in_specs=(PartitionSpec(rows, tokens, None), PartitionSpec(None, columns), by_tokens),
-        out_specs=by_tokens,
-        axis_names=set(mesh.explicit_axes),
-    )
-    return run(x, kernel, jax.reshard(targets, jax.sharding.NamedSharding(mesh, by_tokens)))
+
+    def run(tokens: Sequence[Array], kernels: Sequence[Array], axes: tuple[str, ...]) -> Array:
+        (x, targets), (kernel,) = tokens, kernels
+        return _losses(x, kernel, targets, axes)
+
+    return on_devices(run, (x, targets), (kernel,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -116,16 +112,13 @@ def _losses(
 def _forward(x, kernel, targets, axes):
     def of_chunk(chunk):
         x, targets = chunk
-        logits = _logits(x, kernel)
-        most = jax.lax.pmax(logits.max(-1), axes) if axes else logits.max(-1)
-        sums = jnp.exp(logits - most[..., None]).sum(-1)
-        own = jnp.where(_is_target(targets, kernel, axes), logits, 0).sum(-1)
-        sums, own = jax.lax.psum((sums, own), axes) if axes else (sums, own)
-        return jnp.log(sums) + most, own
+        found = logits(x, kernel)
+        own = jnp.where(_is_target(targets, kernel, axes), found, 0)
+        return log_sum_exp(found, axes), summed(own, axes)
 
-    chunks = _num_chunks(x, kernel)
-    found = jax.lax.map(of_chunk, (_cut(x, chunks), _cut(targets, chunks)))
-    lse, own = (_joined(each, x.shape[1]) for each in found)
+    chunks = num_chunks(x, kernel)
+    found = jax.lax.map(of_chunk, (cut(x, chunks), cut(targets, chunks)))
+    lse, own = (joined(each, x.shape[1]) for each in found)
     return jnp.where(targets < 0, 0, lse - own), (x, kernel, targets, lse)
 
 
@@ -134,55 +127,26 @@ def _backward(axes, residuals, d_losses):
 
     def of_chunk(d_kernel, chunk):
         x, targets, lse, d_losses = chunk
-        share = jnp.exp(_logits(x, kernel) - lse[..., None])
+        share = jnp.exp(logits(x, kernel) - lse[..., None])
         has_target = (targets >= 0)[..., None]
         d_logits = (share - _is_target(targets, kernel, axes)) * d_losses[..., None]
         d_logits = jnp.where(has_target, d_logits, 0).astype(x.dtype)
-        d_x = _product("btv,dv->btd", d_logits, kernel)
+        d_x = product("btv,dv->btd", d_logits, kernel)
         # NaN times 0 is NaN: the product is also kept from seeing tokens without a target.
-        d_kernel += _product("btd,btv->dv", jnp.where(has_target, x, 0), d_logits)
+        d_kernel += product("btd,btv->dv", jnp.where(has_target, x, 0), d_logits)
         return d_kernel, d_x.astype(x.dtype)
 
-    chunks = _num_chunks(x, kernel)
-    given = _cut(x, chunks), _cut(targets, chunks), _cut(lse, chunks), _cut(d_losses, chunks)
+    chunks = num_chunks(x, kernel)
+    given = [cut(each, chunks) for each in (x, targets, lse, d_losses)]
     zeros = vary(jnp.zeros(kernel.shape, lse.dtype), varying_axes(kernel))
     d_kernel, d_x = jax.lax.scan(of_chunk, zeros, given)
-    return _joined(d_x, x.shape[1]), d_kernel.astype(kernel.dtype), None
+    return joined(d_x, x.shape[1]), d_kernel.astype(kernel.dtype), None
 
 
 _losses.defvjp(_forward, _backward)
-
-
-def _product(subscripts: str, left: Array, right: Array) -> Array:
-    wide = jnp.promote_types(left.dtype, jnp.float32)
-    return jnp.einsum(subscripts, left, right, preferred_element_type=wide)
-
-
-def _logits(x: Float[Array, "B t D"], kernel: Float[Array, "D vocab"]) -> Float[Array, "B t vocab"]:
-    return _product("btd,dv->btv", x, kernel)
 
 
 def _is_target(targets: Int32[Array, "B t"], kernel: Float[Array, "D vocab"], axes: tuple[str, ...]) -> Array:
     """Which columns of the kernel are the targets, `[B, t, vocab]`: a mask, because XLA divides a mask."""
     first = jax.lax.axis_index(axes) * kernel.shape[1] if axes else 0
     return first + jnp.arange(kernel.shape[1], dtype=jnp.int32) == targets[..., None]
-
-
-def _num_chunks(x: Float[Array, "B T D"], kernel: Float[Array, "D vocab"]) -> int:
-    """Into how many chunks the tokens are divided: few, but with few logits in each."""
-    at_once = max(LOGITS_AT_ONCE // max(x.shape[0] * kernel.shape[1], 1), 1)
-    return max(-(-x.shape[1] // at_once), 1)
-
-
-def _cut(x: Array, chunks: int) -> Array:
-    """`[B, T, ...]` as `[chunks, B, t, ...]`: chunk `c` has the tokens `c`, `c + chunks`, and so on."""
-    tokens = -(-x.shape[1] // chunks)
-    widths = (0, 0), (0, chunks * tokens - x.shape[1]), *((0, 0),) * (x.ndim - 2)
-    x = jnp.pad(x, widths)
-    return jnp.moveaxis(x.reshape(x.shape[0], tokens, chunks, *x.shape[2:]), 2, 0)
-
-
-def _joined(x: Array, length: int) -> Array:
-    """The tokens of all chunks in their order, `[B, T, ...]`, without what filled the chunks up."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]

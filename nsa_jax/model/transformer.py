@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -13,6 +14,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.layer import DecoderLayer, LayerCache, norm
 from nsa_jax.model.stack import Step, run_layers
+from nsa_jax.model.token_divergence import token_divergences
 from nsa_jax.model.token_loss import next_tokens, token_losses
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
@@ -175,6 +177,7 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         distil: None = None,
+        teacher: None = None,
     ) -> Array: ...
 
     @overload
@@ -188,7 +191,22 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         distil: Target,
+        teacher: None = None,
     ) -> tuple[Array, Float[Array, ""]]: ...
+
+    @overload
+    def loss(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        targets: Int[Array, "B T"] | None = None,
+        reduce: Literal["mean"] | None = "mean",
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
+        distil: Target | None = None,
+        teacher: "Transformer",
+    ) -> tuple[Array, ...]: ...
 
     def loss(
         self,
@@ -200,6 +218,7 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         block_indices: Sequence[Int[Array, "B T K R"]] | None = None,
         distil: Target | None = None,
+        teacher: "Transformer | None" = None,
     ) -> Any:
         """Computes the cross entropy of the next token, in nats, without ever holding all logits.
 
@@ -216,35 +235,53 @@ class Transformer(nnx.Module):
           block_indices: a selection for each NSA layer, see `__call__`.
           distil: whether to return the sum of the selection losses of the NSA layers, too, see `__call__`.
             Both come from one pass through the layers.
+          teacher: a model of the same vocabulary, such as the dense one that this one was made of, to return
+            the divergence from its distributions of the next token, too, see
+            `nsa_jax.model.token_divergences`. It gets no gradient, and has no dropout.
 
         Returns:
           The mean, in float32, or in float64 for a float64 computation; 0 if no token has a target. With
-          `reduce=None` losses `[B, T]`, 0 for tokens without a target. With `distil`, the pair of that and
-          the selection loss.
+          `reduce=None` losses `[B, T]`, 0 for tokens without a target. With `distil` or a `teacher` a tuple
+          of that, the selection loss, and the divergence, reduced as the loss is; each if it is asked for.
 
         Raises:
           NotImplementedError, TypeError: as in `__call__`.
           ValueError: as in `__call__`; or `reduce` is unknown; or there are no `targets`, and the model has a
-            `context_axis`, whose devices do not have the next token of each.
+            `context_axis`, whose devices do not have the next token of each; or the `teacher` has another
+            vocabulary, or there is one and a `context_axis`.
         """
         if reduce is not None:
             check_choice(("mean",), reduce=reduce)
         self._check_tokens(tokens)
-        if targets is None and any(getattr(layer.attention, "context", None) for layer in self.layers):
+        in_context = any(getattr(layer.attention, "context", None) for layer in self.layers)
+        if targets is None and in_context:
             raise ValueError(
                 "targets of a model with a context_axis must be given, got None. Pass next_tokens(...), in "
                 "the order of the tokens."
             )
+        self._check_teacher(teacher, in_context)
         targets = next_tokens(tokens, segment_ids) if targets is None else targets
         check_arrays(Transformer.loss, tokens=tokens, targets=targets)
         x, selection_loss = self._layers(tokens, positions, segment_ids, block_indices, distil)
         has_target = targets >= 0
-        # The norm has a gradient, too, which NaN of a token without a target would reach.
-        x = self.final_norm(jnp.where(has_target[..., None], x, 0))
-        losses = token_losses(x, self._output_kernel(), targets)
+
+        def hidden(model: Transformer, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            # The norm has a gradient, too, which NaN of a token without a target would reach.
+            return model.final_norm(jnp.where(has_target[..., None], x, 0))
+
+        x, kernel = hidden(self, x), self._output_kernel()
+        found = [token_losses(x, kernel, targets)]
+        if teacher is not None:
+            quiet = nnx.clone(teacher)
+            quiet.eval()
+            taught = hidden(quiet, quiet._layers(tokens, positions, segment_ids, None, None)[0])
+            fixed = jax.lax.stop_gradient((taught, quiet._output_kernel()))
+            found.append(token_divergences(x, kernel, *fixed))  # 0 where both are 0, without a target
         if reduce == "mean":
-            losses = losses.sum() / jnp.maximum(has_target.sum(), 1)
-        return losses if distil is None else (losses, selection_loss)
+            found = [each.sum() / jnp.maximum(has_target.sum(), 1) for each in found]
+        if distil is not None:
+            found.insert(1, selection_loss)
+        return found[0] if len(found) == 1 else tuple(found)
 
     def inspect(
         self,
@@ -432,6 +469,22 @@ class Transformer(nnx.Module):
             )
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.attention.check_cache(cache, tokens.shape[0])
+
+    def _check_teacher(self, teacher: Any, in_context: bool) -> None:
+        if teacher is None:
+            return
+        if not isinstance(teacher, Transformer):
+            raise TypeError(f"teacher must be a Transformer, got {type(teacher).__name__}. Pass a model.")
+        if teacher.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"a teacher must have the vocabulary of the model, got {teacher.vocab_size} and "
+                f"{self.vocab_size} tokens. Pass the model that this one was made of."
+            )
+        if in_context:
+            raise ValueError(
+                "a model with a context_axis must learn without a teacher, got one. Leave it out: the "
+                "tokens are not in their order there."
+            )
 
     def _embed(
         self, tokens: Int[Array, "B T"], num_tokens: Int[Array, " B"] | None = None

@@ -323,7 +323,7 @@ class NSAAttention(NSACacheSteps):
             gives to blocks from those that attention gives to them, the mean over queries and KV heads, see
             `nsa_jax.selection_loss`. The attention is that of the layer's queries to its keys of the selected
             branch: "dense", to all tokens that a query sees, or "selected", to those in the blocks that it
-            attends.
+            attends. Blocks that are always selected do not count.
           deterministic: whether dropout is off; by default what `train()` or `eval()` has set.
           rngs: source of the random numbers for dropout, by default the layer's own.
 

@@ -39,6 +39,8 @@ def mean_loss(
 ) -> Float32[Array, ""]:
     """The mean over queries and KV heads of the KL divergence of a selector's shares from the attention's.
 
+    Shares are those among the blocks that are not always selected, because there is no choice of the others.
+
     Args:
       scores: called as `scores(queries, held, at, **where)` with a chunk of `queries` and `at`; `where` are
         `query_positions`, `segment_ids`, `config` and `implementation`.
@@ -74,11 +76,13 @@ def mean_loss(
         if target == "dense":
             share = attention.block_probabilities(query, key, scale=scale, **where)
             found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
+            blocks = jnp.arange(share.shape[3], dtype=jnp.int32)
         else:
             blocks = layout.distinct_blocks(blocks)
             share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
             found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
-            found = jnp.where(blocks < 0, -jnp.inf, found)
+        fixed_or_none = (blocks < 0) | layout.is_forced(blocks, at[:, :, None, None], config)
+        found = jnp.where(fixed_or_none, -jnp.inf, found)
         # Weighed here: gradients that are not would leave the range of float16.
         return attention.selection_loss(found, share).sum() * weight  # 0 where nothing is attended
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -26,22 +27,31 @@ class IndexerConfig:
         the layer input, as in the lightning indexer of DeepSeek V3.2; by default it is the largest `q.k`, as
         in MSA (arXiv:2606.13392).
       normalize: whether index queries and keys pass an RMSNorm each before rotation.
+      slow_dim: width of the parts that `dim` consists of, each rotated as the slower half of the pairs of a
+        head twice as wide; None to rotate the whole. Over long distances faster pairs tell little, so that
+        the heads of a dense model can be cut to half of their width, see `nsa_jax.pretrained.to_nsa`.
 
     Raises:
       TypeError: a number is not an int, or a switch not a bool.
-      ValueError: a number is below 1.
+      ValueError: a number is below 1, or `slow_dim` is odd or does not divide `dim`.
     """
 
     num_heads: int = 1
     dim: int = 128
     weighted: bool = False
     normalize: bool = False
+    slow_dim: int | None = None
 
     def __post_init__(self):
-        for name in ("num_heads", "dim"):
+        for name in ("num_heads", "dim", *(() if self.slow_dim is None else ("slow_dim",))):
             check_int(low=1, **{name: getattr(self, name)})
             object.__setattr__(self, name, int(getattr(self, name)))
         check_flag(weighted=self.weighted, normalize=self.normalize)
+        if self.slow_dim is not None and (self.slow_dim % 2 or self.dim % self.slow_dim):
+            raise ValueError(
+                f"slow_dim must be even and divide dim, got {self.slow_dim} for {self.dim}. Pass the width "
+                "of a part."
+            )
 
 
 class Indexer(nnx.Module):
@@ -129,10 +139,23 @@ class Indexer(nnx.Module):
         check_inputs(x, self.in_features)
         queries = self.query_norm(self.query_proj(x))
         flat = queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
-        queries = turn(self.rotary, flat, positions).reshape(queries.shape)
-        keys = turn(self.rotary, self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        queries = self._turned(flat, positions).reshape(queries.shape)
+        keys = self._turned(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
         weights = self.weight_proj(x).astype(queries.dtype) if self.options.weighted else None
         return (queries, weights), keys.astype(queries.dtype)
+
+    def _turned(
+        self, heads: Float[Array, "B T N E"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T N E"]:
+        """The rotated heads; of parts, the faster pairs of the head twice as wide are 0."""
+        if self.options.slow_dim is None:
+            return turn(self.rotary, heads, positions)
+        half = self.options.slow_dim // 2
+        pairs = heads.reshape(*heads.shape[:3], -1, 2, half)
+        whole = jnp.pad(pairs, ((0, 0),) * 5 + ((half, 0),))
+        parts = whole.reshape(*whole.shape[:4], 4 * half)
+        turned = jax.vmap(lambda part: turn(self.rotary, part, positions), in_axes=3, out_axes=3)(parts)
+        return turned.reshape(whole.shape)[..., half:].reshape(heads.shape)
 
     def choose(
         self, queries: tuple[Array, Array | None], keys: Float[Array, "B S E"], at: Int32[Array, "B T"],

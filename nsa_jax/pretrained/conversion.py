@@ -21,6 +21,7 @@ from nsa_jax.nn.projections import Sharding
 from nsa_jax.nn.selector import SelectorOption
 from nsa_jax.option_checks import check_flag
 from nsa_jax.parallel import Order
+from nsa_jax.pretrained import indexer
 
 _OF_A_BRANCH = re.compile(r"(?<=\.attention\.)(key|value)_(?:cmp|slc|win)_(proj|norm)(?=\.)")
 
@@ -30,7 +31,7 @@ def to_nsa(
     *,
     nsa: NSAConfig = NSAConfig(),  # noqa: B008 (frozen)
     attention: AttentionKind | Sequence[AttentionKind] | None = None,
-    selector: SelectorOption = "importance",
+    selector: SelectorOption | Literal["indexer"] = "importance",
     branches: Sequence[Branch] = BRANCHES,
     compression: Literal["mlp", "mean"] = "mean",
     initial_gates: Sequence[float] | None = (0.02, 0.96, 0.02),
@@ -52,7 +53,9 @@ def to_nsa(
       nsa: block structure.
       attention: kind of each layer of the new model, see `nsa_jax.model.TransformerConfig`. By default dense
         layers become "nsa", and window layers stay.
-      selector: chooses the blocks, see `nsa_jax.nn.NSAAttention`.
+      selector: chooses the blocks, see `nsa_jax.nn.NSAAttention`. Or "indexer": an `nsa_jax.nn.Indexer` that
+        starts as the queries and keys of the dense model, in the slower half of their rotation and without
+        biases and norms, so that it ranks first the block with the largest product.
       branches: branches of an NSA layer. With one alone, it has no gates.
       compression: "mean", or "mlp", which starts as the mean and learns, see `nsa_jax.nn.Compressor`.
       initial_gates: what the gates of cmp, slc and win are at first; those of absent branches do not matter.
@@ -85,6 +88,9 @@ def to_nsa(
     branches = check_branches(branches)
     gates = check_initial_gates(initial_gates, len(BRANCHES))
     several = len(branches) > 1
+    copies = isinstance(selector, str) and selector == "indexer"
+    if copies:
+        selector = indexer.options_of(model.config)
     if gates is not None:
         gates = tuple(gate for branch, gate in zip(BRANCHES, gates, strict=True) if branch in branches)
     config = dataclasses.replace(
@@ -104,11 +110,13 @@ def to_nsa(
     converted = abstract_transformer(config, **options)
     wanted = parameters(converted)
     origin = {name: _OF_A_BRANCH.sub(r"\1_\2", name) for name in wanted}
-    new = _initial(config, options, rngs, [name for name in wanted if origin[name] not in old])
-    for name, value in wanted.items():
-        if name not in new:
-            place = sharding_of(value) or old[origin[name]].sharding
-            new[name] = jax.device_put(old[origin[name]], place, may_alias=False)
+    known = {name: old[source] for name, source in origin.items() if source in old}
+    if copies:
+        known |= indexer.copied(old, wanted, model.config)
+    new = _initial(config, options, rngs, [name for name in wanted if name not in known])
+    for name, value in known.items():
+        place = sharding_of(wanted[name]) or value.sharding
+        new[name] = jax.device_put(value, place, may_alias=False)
     fill(converted, new)
     return converted
 

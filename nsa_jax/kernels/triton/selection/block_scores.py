@@ -34,7 +34,7 @@ from nsa_jax.kernels.triton.dims import padded_heads as power_of_two
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import has_tma
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_at, load_chosen_keys, load_keys, store_at
+from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_at, store_at
 from nsa_jax.kernels.triton.pieces import (
     LARGEST_INT,
     Dim,
@@ -50,8 +50,8 @@ from nsa_jax.kernels.triton.selection.index_scores import (
     IndexBlocks,
     IndexQueries,
     Pairs,
-    load_head,
-    part_of_head,
+    hold_queries,
+    score_tokens,
 )
 from nsa_jax.kernels.triton.sizes import INDEX_PROGRAMS, IndexSizes, index_gradient_tile
 from nsa_jax.layout import Placement
@@ -143,32 +143,20 @@ def score_gradients(
 
 
 @triton.jit
-def _score_sequence(
+def _score_seen_blocks(
     queries, keys, pairs, at, start, here, first_tile, scores, tokens, scale, blocks, TILES_EACH: tl.constexpr
 ):
     """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
     column = tl.arange(0, blocks.COLUMNS)
     inside = column % blocks.PADDED
-    NOTHING: tl.constexpr = float("-inf") if queries.weights is None else 0.0
     highest = tl.max(tl.where(here, pairs.current, -1), 0)
     last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
     if first_tile < last_tile:
-        if queries.HEADS == 1:
-            q = load_head(queries, pairs, 0)
+        held = hold_queries(queries, pairs)
         for tile in range(first_tile, last_tile):
             local = (tile * BLOCKS + column // blocks.PADDED) * blocks.BLOCK + inside
-            if blocks.PADDED == blocks.BLOCK:
-                k = load_keys(keys, start + tile * blocks.COLUMNS)
-            else:
-                k = load_chosen_keys(keys, start + local, inside < blocks.BLOCK)
-            if queries.HEADS == 1:
-                total = part_of_head(queries, pairs, 0, q, k)
-            else:
-                total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
-                for head in range(queries.HEADS):
-                    part = part_of_head(queries, pairs, head, load_head(queries, pairs, head), k)
-                    total = tl.maximum(total, part) if queries.weights is None else total + part
+            total = score_tokens(queries, keys, pairs, held, start, tile, blocks)
             seen = (inside < blocks.BLOCK)[None, :] & (local[None, :] <= at[:, None])
             total = tl.where(seen & (total == total), total, float("-inf"))  # NaN is not itself
             total = total.reshape(pairs.PAIRS, BLOCKS, blocks.PADDED)
@@ -208,14 +196,14 @@ def block_scores_kernel(
     keys: tl.constexpr = Keys(keys0, keys1, b, 0, num_keys, 1, COLUMNS, DIM, TMA)
     sees = at >= 0
     if sequence_start is None:
-        _score_sequence(
+        _score_seen_blocks(
             queries, keys, pairs, at, 0, sees, first_tile, scores, tokens, scale, blocks, TILES_EACH
         )
     else:
         begin = tl.where(sees, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
         while start < LARGEST_INT:
-            _score_sequence(
+            _score_seen_blocks(
                 queries, keys, pairs, at, start, begin == start, first_tile, scores, tokens, scale, blocks,
                 TILES_EACH,
             )  # fmt: skip

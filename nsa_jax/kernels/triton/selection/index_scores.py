@@ -118,6 +118,37 @@ def part_of_head(queries, pairs, head, q, k):
 
 
 @triton.jit
+def hold_queries(queries, pairs):
+    """The tile of queries, where there is but one index head; those of several are loaded for each tile."""
+    if queries.HEADS == 1:
+        held = load_head(queries, pairs, 0)
+    else:
+        held = None
+    return held
+
+
+@triton.jit
+def score_tokens(queries, keys, pairs, held, start, tile, blocks):
+    """What all index heads give each token of a tile of keys, `[PAIRS, COLUMNS]`, yet without the scale."""
+    if blocks.PADDED == blocks.BLOCK:
+        k = load_keys(keys, start + tile * blocks.COLUMNS)
+    else:
+        column = tl.arange(0, blocks.COLUMNS)
+        block = tile * (blocks.COLUMNS // blocks.PADDED) + column // blocks.PADDED
+        inside = column % blocks.PADDED
+        k = load_chosen_keys(keys, start + block * blocks.BLOCK + inside, inside < blocks.BLOCK)
+    if queries.HEADS == 1:
+        total = part_of_head(queries, pairs, 0, held, k)
+    else:
+        NOTHING: tl.constexpr = float("-inf") if queries.weights is None else 0.0
+        total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
+        for head in range(queries.HEADS):
+            part = part_of_head(queries, pairs, head, load_head(queries, pairs, head), k)
+            total = tl.maximum(total, part) if queries.weights is None else total + part
+    return total
+
+
+@triton.jit
 def _score_index_sequence(
     queries, keys, pairs, start, here, first_tile, scores, scale, blocks, TILES_EACH: tl.constexpr
 ):
@@ -125,25 +156,12 @@ def _score_index_sequence(
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
     column = tl.arange(0, blocks.COLUMNS)
     of_block = tl.arange(0, BLOCKS)
-    NOTHING: tl.constexpr = float("-inf") if queries.weights is None else 0.0
     highest = tl.max(tl.where(here, pairs.current, -1), 0) - blocks.LOCAL
     last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
     if first_tile < last_tile:
-        if queries.HEADS == 1:
-            q = load_head(queries, pairs, 0)
+        held = hold_queries(queries, pairs)
         for tile in range(first_tile, last_tile):
-            if blocks.PADDED == blocks.BLOCK:
-                k = load_keys(keys, start + tile * blocks.COLUMNS)
-            else:
-                local = (tile * BLOCKS + column // blocks.PADDED) * blocks.BLOCK + column % blocks.PADDED
-                k = load_chosen_keys(keys, start + local, column % blocks.PADDED < blocks.BLOCK)
-            if queries.HEADS == 1:
-                total = part_of_head(queries, pairs, 0, q, k)
-            else:
-                total = tl.full([pairs.PAIRS, blocks.COLUMNS], NOTHING, tl.float32)
-                for head in range(queries.HEADS):
-                    part = part_of_head(queries, pairs, head, load_head(queries, pairs, head), k)
-                    total = tl.maximum(total, part) if queries.weights is None else total + part
+            total = score_tokens(queries, keys, pairs, held, start, tile, blocks)
             if blocks.PADDED != blocks.BLOCK:
                 total = tl.where((column % blocks.PADDED < blocks.BLOCK)[None, :], total, float("-inf"))
             # The maximum drops NaN, unless all are; then the top-n kernel takes it for the lowest score.

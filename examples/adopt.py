@@ -1,0 +1,24 @@
+"""From a dense model to one of NSA on a CPU: `nsa_jax.adopt` with short rows, small blocks and few steps.
+
+    python -m examples.adopt SOURCE --text FILES... --output RUN
+
+It takes the options of that command; only the defaults differ.
+"""
+
+import sys
+
+from nsa_jax.adopt import __main__ as adopt
+
+# A query attends 96 of 512 tokens in blocks, and a window of 64.
+BLOCKS = dict(l=16, d=8, block=16, n=6, w=64)
+STEPS = dict(length=512, batch=2, distil_steps=20, sparse_steps=6, warmup=3)
+MEASURED = dict(rows=4, needles=1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return adopt.main(arguments, dtype="float32", **BLOCKS, **STEPS, **MEASURED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

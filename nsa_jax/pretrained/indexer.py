@@ -1,0 +1,70 @@
+"""An indexer that begins as the queries and keys of a dense model."""
+
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.array_typing import Array
+from nsa_jax.model import TransformerConfig
+from nsa_jax.nn import IndexerConfig
+
+
+def options_of(config: TransformerConfig) -> IndexerConfig:
+    """An index head for each query head, and an index key that joins those of all KV heads.
+
+    Of each head the pairs that turn slowly, half of them, are kept.
+
+    Raises:
+      ValueError: the pairs of a head cannot be halved.
+    """
+    dim = _head_dim(config)
+    if dim % 4:
+        raise ValueError(
+            f'selector="indexer" needs heads whose width is a multiple of 4, got {dim}. Pass an '
+            "IndexerConfig."
+        )
+    heads = config.num_heads // config.num_kv_heads
+    return IndexerConfig(num_heads=heads, dim=config.num_kv_heads * dim // 2, slow_dim=dim // 2)
+
+
+def copied(old: Mapping[str, Array], names: Iterable[str], config: TransformerConfig) -> dict[str, Array]:
+    """Parameters of the indexers among `names`, from those of the dense model.
+
+    A product of an index query and an index key is that of the slower half of a query head and the key of its
+    KV head, with the same scale: an index query is 0 where the keys of other KV heads stand.
+    """
+    return {
+        name: _query(old, name, config) if name.endswith("query_proj.kernel") else _key(old, name, config)
+        for name in names
+        if ".attention.selector." in name
+    }
+
+
+def _key(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
+    kernel = _slow(old, name.replace(".selector", ""), config)
+    return kernel.reshape(kernel.shape[0], -1)
+
+
+def _query(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
+    kernel = _slow(old, name.replace(".selector", ""), config)
+    num_kv_heads, (width, _, dim) = config.num_kv_heads, kernel.shape
+    scale = _head_dim(config) ** -0.5 if config.scale is None else config.scale
+    kernel = kernel * (scale * (num_kv_heads * dim) ** 0.5)
+    own = kernel.reshape(width, num_kv_heads, -1, 1, dim)
+    same = jnp.eye(num_kv_heads, dtype=kernel.dtype)[:, None, :, None]
+    return (own * same).reshape(width, num_kv_heads, -1, num_kv_heads * dim)
+
+
+def _slow(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
+    """Kernel `[D, heads, H / 2]` of the pairs of each head that turn slowly, times the scale of its norm."""
+    quarter = _head_dim(config) // 4
+    kernel = old[name]
+    norm = name.replace("_proj.kernel", "_norm.scale")
+    if norm in old:
+        kernel = kernel * old[norm]
+    return kernel[..., np.r_[quarter : 2 * quarter, 3 * quarter : 4 * quarter]]
+
+
+def _head_dim(config: TransformerConfig) -> int:
+    return config.head_dim or config.model_dim // config.num_heads
