@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from flax import nnx
@@ -89,15 +89,14 @@ def to_nsa(
     gates = check_initial_gates(initial_gates, len(BRANCHES))
     several = len(branches) > 1
     copies = isinstance(selector, str) and selector == "indexer"
-    if copies:
-        selector = indexer.options_of(model.config)
+    chooses = indexer.options_of(model.config) if copies else cast(SelectorOption, selector)
     if gates is not None:
         gates = tuple(gate for branch, gate in zip(BRANCHES, gates, strict=True) if branch in branches)
     config = dataclasses.replace(
         model.config,
         **_kinds(model.config, attention),
         nsa=nsa,
-        selector=selector,
+        selector=chooses,
         branches=branches,
         compression=compression if "cmp" in branches else "mlp",
         initial_gates=gates if several else None,
