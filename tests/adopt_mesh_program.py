@@ -19,7 +19,7 @@ from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import training
 from nsa_jax.adopt.run_folder import RunFolder
 
-OPTIONS = dict(l=8, d=4, block=8, n=4, w=8, length=64, dtype="float32", selector="indexer", branches="slc")
+OPTIONS = dict(l=8, d=4, block=8, n=6, w=8, length=64, dtype="float32", selector="indexer", branches="slc")
 OPTIONS |= {
     "batch": 4,
     "distil-steps": 1,
@@ -65,7 +65,7 @@ def main(source: str, text: str, root: pathlib.Path) -> None:
     for stage in ("distil", "sparse"):
         for alone, spread in zip(losses(one, stage), losses(whole, stage), strict=True):
             assert alone.keys() == spread.keys()
-            np.testing.assert_allclose([*spread.values()], [*alone.values()], rtol=2e-6)
+            np.testing.assert_allclose([*spread.values()], [*alone.values()], rtol=2e-6, atol=1e-7)
     print("equal to one device")
 
     stopped = run("stopped", MESH)
