@@ -3,8 +3,29 @@
 A process that has traced hundreds of programs holds millions of objects, and a tenth of its time would go
 into looking at them. Programs that tests run import it themselves. This is not in `conftest.py`, on which
 the proof of each GPU test rests.
+
+What JAX has compiled goes before a process has as many memory maps as Linux allows, 65530: XLA ends with a
+segmentation fault then. Each program has some, and a worker of pytest runs thousands.
 """
 
 import gc
+import pathlib
+
+MOST_MAPS = 30_000  # looked at after each file of tests; one adds less than as many again
+
+_MAPS = pathlib.Path("/proc/self/maps")
 
 gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Drops all programs after a file of tests, if there are too many."""
+    if (nextitem is not None and nextitem.path == item.path) or not _MAPS.exists():
+        return
+    with _MAPS.open("rb") as maps:
+        many = sum(1 for _ in maps) > MOST_MAPS
+    if many:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

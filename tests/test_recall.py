@@ -15,6 +15,7 @@ from examples.recall import inspection, results, task, training
 from examples.recall.task import RecallTask
 from nsa_jax.config import NSAConfig
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import IndexerConfig
 
 SMALL = RecallTask(length=64, num_pairs=7, num_queries=10, num_keys=9, num_values=10, num_fillers=3)
 NSA = NSAConfig(
@@ -228,8 +229,8 @@ def test_committed_results_show_what_is_claimed():
         # What was no field yet when the row was written has its default.
         parts = dict(nsa=NSAConfig(**row.model["nsa"]))
         if row.attention == "indexer":
-            parts["selector"] = recall.INDEXER
-            assert row.model["selector"] == dataclasses.asdict(recall.INDEXER)
+            parts["selector"] = IndexerConfig(**row.model["selector"])
+            assert parts["selector"] == recall.INDEXER
         model = TransformerConfig(**row.model | parts)
         kind = "window" if row.attention == "window" else "nsa"
         assert model == dataclasses.replace(default.model, attention=kind, selector=model.selector)
