@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", type=pathlib.Path, nargs="+", required=True, metavar="FILE", help=f"{files}; no default")
     told = "folder of the run, new or to go on with; no default"
     add("--output", type=pathlib.Path, required=True, metavar="RUN", help=told)
-    add("--field", default=of.field, help="field of a .jsonl file that holds the text; default: %(default)s")
+    add("--field", default=of.field, help="field or column that holds the text; default: %(default)s")
     told = f"of NSA layers; default: {' '.join(of.branches)}"
     add("--branches", choices=BRANCHES, nargs="+", default=of.branches, metavar="BRANCH", help=told)
     told = "tokens of prompts with a needle; default: --length"
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     choices = {
         "selector": (("importance", "indexer"), "what chooses the blocks"),
         "compression": (("mlp", "mean"), "how blocks are compressed; the mean learns nothing"),
-        "selection-target": (TARGETS, "attention that teaches it beside the next token: all, or its blocks"),
+        "selection-target": (TARGETS, "of the later selection loss: all attention, or that in the blocks"),
         "dtype": (("bfloat16", "float32"), "of the computation; parameters are float32"),
         "remat": (("attention", "layer", "none"), "what is computed again: all but attention, all, nothing"),
     }  # fmt: skip
