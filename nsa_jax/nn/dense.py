@@ -36,11 +36,11 @@ class DenseAttention(DenseCacheSteps):
     """Causal self-attention with rotary embedding and grouped queries, for comparison with `NSAAttention`.
 
     Without `window_size` it is full attention by `jax.nn.dot_product_attention`, which uses cuDNN where it
-    can; but in float64 by `nsa_jax.window_attention`, because the former has a softmax in float32. It also
-    lets NaN and infinity of padding and later tokens into other outputs, which nothing else here does. With
-    `window_size`, a query sees that many of the most recent tokens, its own included, by
-    `nsa_jax.window_attention`. Both have the same parameters: `query_proj`, `key_proj`, `value_proj` and
-    `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.
+    can. It lets NaN and infinity of later tokens into other outputs, which nothing else here does. For packed
+    rows it would store the logits of all pairs of tokens, and in float64 its softmax is in float32; both are
+    left to `nsa_jax.window_attention`. With `window_size`, a query sees that many of the most recent tokens,
+    its own included, by `nsa_jax.window_attention` always. Both have the same parameters: `query_proj`,
+    `key_proj`, `value_proj` and `out_proj`, with `normalize_qk` also `query_norm` and `key_norm`.
 
     Args:
       num_heads: number of query heads, a multiple of `num_kv_heads`.
@@ -66,7 +66,7 @@ class DenseAttention(DenseCacheSteps):
       bias_init: initializer of the biases of the projections.
       sharding: mesh axes of named dimensions, see `NSAAttention`.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `NSAAttention`. It chooses what attends with
-        a window or through a cache; full attention of whole sequences does not use it.
+        a window, in packed rows or through a cache; full attention of other rows does not use it.
       rngs: source of the initial parameters.
 
     Raises:
@@ -192,8 +192,9 @@ class DenseAttention(DenseCacheSteps):
             positions = token_positions(x, segment_ids)
         query, key, value = self._project(x, positions)
         window, implementation = self.window, self.implementation
-        if window is None and query.dtype == jnp.float64:
-            window, implementation = NSAConfig(window_size=x.shape[1]), EVERYWHERE
+        if window is None and (segment_ids is not None or query.dtype == jnp.float64):
+            window = NSAConfig(window_size=x.shape[1])
+            implementation = EVERYWHERE if query.dtype == jnp.float64 else implementation
         if window is not None:
             out, _ = attention.window_attention(
                 query,
@@ -205,7 +206,7 @@ class DenseAttention(DenseCacheSteps):
                 implementation=implementation,
             )
         else:
-            operands = dict(query=query, key=key, value=value, segment_ids=segment_ids, scale=self.scale)
+            operands = dict(query=query, key=key, value=value, scale=self.scale)
             out = per_shard(_attend, BY_TOKENS, **operands)
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
@@ -214,18 +215,11 @@ class DenseAttention(DenseCacheSteps):
         return query, turn(self.rotary, self.key_norm(self.key_proj(x)), positions), self.value_proj(x)
 
 
-def _attend(
-    query: Array, key: Array, value: Array, segment_ids: Int[Array, "B T"] | None, scale: float
-) -> Float[Array, "B T N V"]:
-    if segment_ids is None:
-        implementation = choose_implementation(query)
-        return jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, implementation=implementation
-        )
-    same_sequence = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    out = jax.nn.dot_product_attention(query, key, value, mask=same_sequence, is_causal=True, scale=scale)
-    # Padding attends to padding here, so that no row is empty. The result is dropped.
-    return jnp.where((segment_ids != 0)[:, :, None, None], out, 0)
+def _attend(query: Array, key: Array, value: Array, scale: float) -> Float[Array, "B T N V"]:
+    implementation = choose_implementation(query)
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, implementation=implementation
+    )
 
 
 def choose_implementation(query: Array | jax.ShapeDtypeStruct) -> Literal["cudnn"] | None:
