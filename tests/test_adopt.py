@@ -40,7 +40,7 @@ from nsa_jax.pretrained import load
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
 SIZES |= dict(selector="importance", branches=BRANCHES)
 STEPS = {"distil-steps": 60, "sparse-steps": 3, "warmup": 1, "new-learning-rate": 1e-2, "logit-weight": 0.5}
-WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160}
+WHOLE = SIZES | STEPS | {"needles": 1, "needle-lengths": 160, "rope-base": 400.0}
 SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 
 
@@ -169,6 +169,7 @@ def test_losses_are_added_up_by_their_weights():
 @pytest.mark.slow
 def test_the_model_of_the_run_can_be_loaded(finished):
     model, tokenizer = load(finished / "model")
+    assert model.config.rope_base == WHOLE["rope-base"]
 
     assert tokenizer.encode("a").ids
     assert not model.config.remat

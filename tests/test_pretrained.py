@@ -67,6 +67,18 @@ def test_logits_are_those_of_the_family(tmp_path, family):
     assert tokenizer is None
 
 
+def test_the_rotary_base_may_be_another(tmp_path):
+    folder, fields = made(tmp_path)
+
+    model, _ = load(folder, rope_base=400.0, implementation="xla")
+
+    expected = logits(fields | {"rope_theta": 400.0}, tensors_of(fields), IDS)
+    error = np.abs(np.asarray(jax.jit(lambda ids: model(ids))(IDS)) - expected).max()
+    assert error < 2e-5 * np.abs(expected).max()
+    with refused(ValueError, "rope_base"):
+        load(folder, rope_base=-1.0)
+
+
 def test_shards_are_read_in_the_dtype_asked_for(tmp_path):
     folder, fields = made(tmp_path)
     tensors = tensors_of(fields)

@@ -128,7 +128,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
 
 def _load(settings: Settings) -> tuple[Transformer, Any]:
     try:
-        model, tokenizer = load(settings.source, dtype=settings.dtype)
+        model, tokenizer = load(settings.source, dtype=settings.dtype, rope_base=settings.rope_base)
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
     model.config = dataclasses.replace(model.config, **settings.training)
@@ -166,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--branches", choices=BRANCHES, nargs="+", default=of.branches, metavar="BRANCH", help=told)
     told = "tokens of prompts with a needle; default: --length"
     positive, count, rate = command_line.positive, command_line.count, command_line.rate
+    base = "base of the rotary embedding, larger for rows that are longer than the model's; default: its own"
+    add("--rope-base", type=rate, metavar="BASE", help=base)
     add("--needle-lengths", type=positive, nargs="+", default=(), metavar="T", help=told)
     told = "also train the dense model on the text of the sparse stage, to compare with"
     add("--train-dense", action="store_true", help=told)

@@ -25,6 +25,7 @@ class Settings:
       l, d, block, n, w: sizes of the compression blocks, their stride, size and number of selected blocks,
         and the window.
       length: tokens of a row.
+      rope_base: base of the rotary embedding; None for that of the source.
       batch: rows of a step.
       distil_steps: optimizer steps of the first stage.
       sparse_steps: of the second.
@@ -62,6 +63,7 @@ class Settings:
     learning_rate: float = 1e-4
     new_learning_rate: float = 3e-4
     warmup: int = 20
+    rope_base: float | None = None
     selection_weight: float = 1.0
     selection_target: Target = "dense"
     logit_weight: float = 0.0

@@ -1,5 +1,6 @@
 """Loads a dense model of others, or an NSA model that `save` wrote."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -36,6 +37,7 @@ def load(
     *,
     dtype: str = "float32",
     param_dtype: str = "float32",
+    rope_base: float | None = None,
     sharding: Sharding | None = None,
     implementation: Implementation | None = None,
     ignore: Collection[str] = (),
@@ -55,6 +57,8 @@ def load(
         `nsa_jax.pretrained.save` wrote.
       dtype: name of the dtype of the computation, see `nsa_jax.model.TransformerConfig`.
       param_dtype: name of the dtype of the parameters.
+      rope_base: base of the rotary embedding instead of the source's. One that is larger, and some training,
+        prepare a model for longer rows than it was made for.
       sharding: mesh axes of named dimensions, see `nsa_jax.model.Transformer`. The parameters are read into
         this sharding of the mesh in context.
       implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.model.Transformer`.
@@ -86,6 +90,8 @@ def load(
     understand = functools.partial(_understand, dtype=dtype, param_dtype=param_dtype, ignore=ignore)
     found = _open(source, ignore, understand)
     config = understand(found.fields)
+    if rope_base is not None:
+        config = dataclasses.replace(config, rope_base=rope_base)
     model = abstract_transformer(config, sharding=sharding, implementation=implementation)
     wanted = parameters(model)
     if found.fields.get("model_type") == NATIVE:
