@@ -35,9 +35,9 @@ SAMPLED = 32  # queries whose scores the gate computes in float64
 
 
 def draw_index(shape: Shape, distribution: str, implementation: Implementation) -> tuple[Draw, Array]:
-    """Index queries `[B, T, K, E]` of a distribution with the blocks that they choose, and index keys."""
+    """Index queries `[B, T, K, E]` of a distribution, the blocks that they choose, and one head of keys."""
     of_index = dataclasses.replace(shape, query_heads=shape.kv_heads)
-    keys = normal("key_index", (shape.batch, shape.length, shape.key_dim), shape.dtype)
+    keys = normal("key_index", (shape.batch, shape.length, 1, shape.key_dim), shape.dtype)
     choose = jax.jit(
         lambda query, _: attention.select_by_index(
             query[:, :, :, None], keys, config=shape.config, implementation=implementation
@@ -48,7 +48,9 @@ def draw_index(shape: Shape, distribution: str, implementation: Implementation) 
 
 def block_maxima(query: Array, keys: Array, positions: Array, config: NSAConfig) -> Float[Array, "B t K M"]:
     """The largest product of each block in sight for the queries at `positions`; 0 for all others."""
-    products = jnp.einsum("btke,bse->btks", query, keys, precision="highest") * query.shape[-1] ** -0.5
+    products = (
+        jnp.einsum("btke,bse->btks", query, keys[:, :, 0], precision="highest") * query.shape[-1] ** -0.5
+    )
     seen = jnp.arange(keys.shape[1]) <= positions[:, None, None]
     size = config.selection_block_size
     products = jnp.pad(

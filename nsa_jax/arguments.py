@@ -62,6 +62,7 @@ def check(
     if "N" in sizes:
         check_heads(sizes)
     check_selection(sizes, config)
+    check_index_heads(sizes)
     if isinstance(query_positions, layout.Runs):
         check_runs(query_positions, sizes)
         check_halo(query_positions, first_key_win, sizes, config)
@@ -83,7 +84,7 @@ def check(
     return Call(placement, resolve_scale(scale, key_dim, next(iter(arrays.values())).dtype))
 
 
-def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHVJEM") -> None:
+def check_not_empty(sizes: Mapping[str, int], axes: str = "BTSWHVJIEM") -> None:
     """Raises ValueError if one of `axes` is empty. There may be no compressed keys yet, so C is not one."""
     if "N" not in sizes:  # else `check_heads` says what is wrong with the KV heads
         axes += "K"
@@ -106,6 +107,15 @@ def check_selection(sizes: Mapping[str, int], config: NSAConfig) -> None:
         raise ValueError(
             f"block_indices must have num_selected_blocks = {config.num_selected_blocks} slots per query, "
             f"got {sizes['R']}. Pad unused slots with -1."
+        )
+
+
+def check_index_heads(sizes: Mapping[str, int]) -> None:
+    """Raises ValueError unless index keys have a head for each KV head, or one for all."""
+    if "I" in sizes and sizes["I"] not in (1, sizes["K"]):
+        raise ValueError(
+            f"index keys must have one head, or one for each of K = {sizes['K']} KV heads, got "
+            f"I = {sizes['I']}. Reshape them to [B, S, I, E]."
         )
 
 

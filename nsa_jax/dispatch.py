@@ -165,8 +165,8 @@ class _Operation(NamedTuple):
 _OPERATIONS = {
     "compressed_attention": _Operation(BY_TOKENS, lambda offered: offered.compressed_attention),
     "select_blocks": _Operation(BY_TOKENS, lambda offered: offered.select_blocks),
-    "block_scores": _Operation(BY_INDEX, lambda offered: offered.block_scores, (5, 3)),
-    "select_by_index": _Operation(BY_INDEX, lambda offered: offered.select_by_index, (5, 3)),
+    "block_scores": _Operation(BY_INDEX, lambda offered: offered.block_scores, (5,)),
+    "select_by_index": _Operation(BY_INDEX, lambda offered: offered.select_by_index, (5,)),
     "top_blocks": _Operation(BY_TOKENS, lambda offered: offered.top_blocks),
     "selected_attention": _Operation(BY_TOKENS, lambda offered: offered.selected_attention),
     "window_attention": _Operation(BY_TOKENS, lambda offered: offered.window_attention),

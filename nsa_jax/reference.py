@@ -129,7 +129,7 @@ def _best(scores: Float[Array, "B T K M"], placed: Placement) -> Int32[Array, "B
 
 def block_scores(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     *,
     weights: Float[Array, "B T K J"] | None = None,
     config: NSAConfig,
@@ -138,14 +138,15 @@ def block_scores(
     scale: float | None = None,
 ) -> Float[Array, "B T K M"]:
     """Scores of the blocks by an indexer: of each block those of the first of its best tokens."""
-    num_keys, dim = key_index.shape[1:]
+    num_keys, dim = key_index.shape[1], key_index.shape[3]
     placed = _place(query_index, num_keys, config, query_positions, segment_ids)
     key_position = jnp.arange(num_keys, dtype=jnp.int32)[None, None] - placed.sequence_start[:, :, None]
     visible = (key_position >= 0) & (key_position <= placed.position[:, :, None])
     accumulate = jnp.promote_types(query_index.dtype, jnp.float32)
-    seen = jnp.where(visible[..., None], key_index[:, None], 0)
+    keys = jnp.broadcast_to(key_index, (*key_index.shape[:2], query_index.shape[2], dim))
+    seen = jnp.where(visible[..., None, None], keys[:, None], 0)
     products = jnp.einsum(
-        "btkje,btse->btksj", query_index, seen, precision="highest", preferred_element_type=accumulate
+        "btkje,btske->btksj", query_index, seen, precision="highest", preferred_element_type=accumulate
     ) * (dim**-0.5 if scale is None else scale)
     if weights is None:
         scores = _first_largest(products)
@@ -166,7 +167,7 @@ def _first_largest(x: Float[Array, "*rows X"]) -> Float[Array, "*rows"]:
 
 def select_by_index(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     *,
     weights: Float[Array, "B T K J"] | None = None,
     config: NSAConfig,

@@ -20,15 +20,17 @@ def block_scores(
 ) -> Tensor:
     """Scores `[B, T, K, M]`: of each block the largest score of its tokens `s <= t`, -inf without any.
 
-    A token scores the largest `scale q.k` of the J index queries `[B, T, K, J, E]` and its key `[B, S, E]`
-    (arXiv:2606.13392) or, with `weights` `[B, T, K, J]`, the sum of `w relu(scale q.k)` (DeepSeek V3.2).
+    A token scores the largest `scale q.k` of the J index queries `[B, T, K, J, E]` and its key `[B, S, I, E]`
+    (arXiv:2606.13392) or, with `weights` `[B, T, K, J]`, the sum of `w relu(scale q.k)` (DeepSeek V3.2). I is
+    K, or 1 for a key that all KV heads share.
     """
     segment_ids, query_positions = place_queries(
         query_index, key_index.shape[1], segment_ids, query_positions
     )
     dtype = accumulation_dtype(query_index.dtype)
     scale = query_index.shape[-1] ** -0.5 if scale is None else scale
-    of_heads = torch.einsum("btkje,bse->btkjs", query_index.to(dtype), key_index.to(dtype)) * scale
+    keys = key_index.to(dtype).expand(-1, -1, query_index.shape[2], -1)
+    of_heads = torch.einsum("btkje,bske->btkjs", query_index.to(dtype), keys) * scale
     # `max` sends the gradient to the first of equal numbers; `amax` would divide it.
     if weights is None:
         of_tokens = of_heads.max(dim=3).values

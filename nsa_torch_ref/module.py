@@ -123,49 +123,50 @@ class IndexerConfig:
       dim: `E`, width of index queries and keys.
       weighted: whether a token scores a weighted sum over its index heads, see `block_scores`.
       normalize: whether index queries and keys pass an RMSNorm each before rotation.
-      slow_dim: width of the parts of `dim` that are rotated as the slower half of a head twice as wide.
+      shared_key: whether one index key serves all KV heads; else each has its own.
+      slow_pairs: whether index heads are rotated as the slower half of heads twice as wide.
     """
 
     num_heads: int = 1
     dim: int = 128
     weighted: bool = False
     normalize: bool = False
-    slow_dim: int | None = None
+    shared_key: bool = True
+    slow_pairs: bool = False
 
 
 class Indexer(nn.Module):
-    """Projects the layer input to what scores the blocks. All KV heads share the index keys."""
+    """Projects the layer input to what scores the blocks."""
 
     def __init__(
         self, in_features: int, num_kv_heads: int, options: IndexerConfig, rotary: Callable[..., Tensor]
     ):
         super().__init__()
         heads = (num_kv_heads, options.num_heads)
-        self.rotary, self.slow_dim = rotary, options.slow_dim
+        self.rotary, self.slow_pairs = rotary, options.slow_pairs
         self.query_proj = Projection((in_features,), (*heads, options.dim), False)
-        self.key_proj = Projection((in_features,), (options.dim,), False)
+        key_heads = 1 if options.shared_key else num_kv_heads
+        self.key_proj = Projection((in_features,), (key_heads, options.dim), False)
         self.weight_proj = Projection((in_features,), heads, False) if options.weighted else None
         self.query_norm = HeadNorm(options.dim) if options.normalize else nn.Identity()
         self.key_norm = HeadNorm(options.dim) if options.normalize else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Index queries `[B, S, K, J, E]` and keys `[B, S, E]`, rotated, and weights `[B, S, K, J]`."""
+        """Index queries `[B, S, K, J, E]` and keys `[B, S, I, E]`, rotated, and weights `[B, S, K, J]`."""
         query = self.query_norm(self.query_proj(x))
         query = self.rotated(query.flatten(2, 3), positions).view_as(query)
-        key = self.rotated(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        key = self.rotated(self.key_norm(self.key_proj(x)), positions)
         return query, key, None if self.weight_proj is None else self.weight_proj(x)
 
     def rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Heads `[B, S, N, E]`, rotated whole or in parts."""
-        if self.slow_dim is None:
+        """Heads `[B, S, N, E]`, rotated, if not whole then as the slower pairs of heads twice as wide."""
+        if not self.slow_pairs:
             return self.rotary(heads, positions)
-        half, parts = self.slow_dim // 2, []
-        for part in heads.split(self.slow_dim, dim=-1):
-            zeros = torch.zeros_like(part[..., :half])
-            wide = torch.cat([zeros, part[..., :half], zeros, part[..., half:]], dim=-1)
-            _, first, _, second = self.rotary(wide, positions).split(half, dim=-1)
-            parts += [first, second]
-        return torch.cat(parts, dim=-1)
+        first, second = heads.chunk(2, dim=-1)
+        zeros = torch.zeros_like(first)
+        wide = self.rotary(torch.cat([zeros, first, zeros, second], dim=-1), positions)
+        _, first, _, second = wide.chunk(4, dim=-1)
+        return torch.cat([first, second], dim=-1)
 
 
 class NSAAttention(nn.Module):

@@ -62,7 +62,7 @@ MSA: dict[str, Any] = dict(branches=("slc",), selector=IndexerConfig(dim=6))
 WEIGHTED = dict(
     branches=("slc", "win"), selector=IndexerConfig(num_heads=2, dim=6, weighted=True, normalize=True)
 )
-INDEXED = dict(selector=IndexerConfig(num_heads=2, dim=8, slow_dim=4))
+INDEXED = dict(selector=IndexerConfig(num_heads=2, dim=4, shared_key=False, slow_pairs=True))
 # Two selected blocks of choice, because a selection loss of one is 0.
 TWO_FREE = dataclasses.replace(OVERLAPPING, num_local_blocks=1)
 

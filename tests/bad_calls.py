@@ -104,7 +104,7 @@ VALUES = dict(
     **dict(branches=(("cmp", "slc", "win"), Kind(NO_BRANCHES, error=(TypeError, ValueError)))),
     **dict(selector=("importance", Kind(dict(str="a", int=3, list=[]), error=(TypeError, ValueError)))),
     **dict(distil=(None, Name()), options=(nn.IndexerConfig(), Of()), num_branches=3, dim=4, weighted=False),
-    **dict(slow_dim=(2, Whole())),
+    **dict(shared_key=True, slow_pairs=False),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),

@@ -85,11 +85,15 @@ def operations() -> None:
 
 
 def indexer() -> None:
-    """Scores with their gradients, and selections; the keys have no heads, so rows alone split them."""
+    """Scores with their gradients, and selections; rows alone split a head of keys for all KV heads."""
+    for key_heads in (1, 2):
+        _indexer(key_heads)
+
+
+def _indexer(key_heads: int) -> None:
     positions, segment_ids, *_ = drawn()
-    query, key, weights = (
-        random(*shape, seed=i) for i, shape in enumerate(((2, 24, 2, 3, 4), (2, 24, 4), (2, 24, 2, 3)))
-    )
+    shapes = (2, 24, 2, 3, 4), (2, 24, key_heads, 4), (2, 24, 2, 3)
+    query, key, weights = (random(*shape, seed=i) for i, shape in enumerate(shapes))
     cotangent = random(2, 24, 2, 4, seed=3)
 
     def run(positions, segment_ids, query, key, weights, cotangent):
@@ -103,13 +107,13 @@ def indexer() -> None:
         return scores, pull_back(cotangent), blocks, attention.top_blocks(scores, **shared)
 
     arrays = positions, segment_ids, query, key, weights, cotangent
-    by_heads = put(arrays, "data", None, "tensor")
-    found = jit(run)(*by_heads[:3], put(key, "data"), *by_heads[4:])
+    by_heads = [put(x, "data", None, None if x is key and key_heads == 1 else "tensor") for x in arrays]
+    found = jit(run)(*by_heads)
     agree(found, jit(run)(*arrays))
     assert {x.sharding.spec for x in jax.tree.leaves((found[0], found[2:]))} == {
         P("data", None, "tensor", None)
     }
-    assert found[1][1].sharding.spec == P("data", None, None)
+    assert found[1][1].sharding.spec == P("data", None, None if key_heads == 1 else "tensor", None)
 
 
 def eager_calls() -> None:
@@ -218,7 +222,9 @@ def layers() -> None:
         def by_heads(x):
             if x.ndim < 3:
                 return put(x)
-            return put(x, "tensor") if x.shape[-1] == WIDTH else put(x, None, "tensor")
+            if x.shape[-1] == WIDTH:
+                return put(x, "tensor")
+            return put(x, None, "tensor" if x.shape[1] > 1 else None)  # an index key for all heads
 
         graph, state = nnx.split(layer)
         return nnx.merge(graph, jax.tree.map(by_heads, state)), put(x, "data"), put(ids, "data")

@@ -12,18 +12,18 @@ class Indexed(NamedTuple):
     """The float arrays of `select_by_index`."""
 
     query: np.ndarray  # [B, T, K, J, E]
-    key: np.ndarray  # [B, S, E]
+    key: np.ndarray  # [B, S, I, E], where I is K or 1
     weights: np.ndarray | None  # [B, T, K, J]
 
 
-def draw(case: Case, *, heads: int = 1, dim: int = 8, weighted: bool = False) -> Indexed:
+def draw(case: Case, *, heads: int = 1, dim: int = 8, weighted: bool = False, shared: bool = True) -> Indexed:
     """Standard normal operands in float64; weights of both signs."""
     rng = case.generator(f"index {heads} {dim}")
     batch, queries = case.query_positions.shape
     rows = (batch, queries, case.num_kv_heads, heads)
     return Indexed(
         rng.standard_normal((*rows, dim)),
-        rng.standard_normal((batch, case.num_keys, dim)),
+        rng.standard_normal((batch, case.num_keys, 1 if shared else case.num_kv_heads, dim)),
         rng.standard_normal(rows) if weighted else None,
     )
 
@@ -55,9 +55,10 @@ def by_loops(case: Case, given: Indexed, cotangent: np.ndarray | None = None) ->
     found = tuple(None if x is None else np.zeros_like(x) for x in given)
     for b, t, k in np.ndindex(rows):
         seen = brute_force.sight(case, b, int(case.query_positions[b, t])).blocks
+        i = min(k, key.shape[2] - 1)  # its head of keys
         own = query[b, t, k], None if weights is None else weights[b, t, k]
         for j, tokens in enumerate(seen):
-            each = [token_score(own[0], key[b, s], own[1], scale) for s in tokens]
+            each = [token_score(own[0], key[b, s, i], own[1], scale) for s in tokens]
             best = max(score for score, _ in each)
             scores[b, t, k, j] = best
             if cotangent is None or not math.isfinite(best):
@@ -71,8 +72,8 @@ def by_loops(case: Case, given: Indexed, cotangent: np.ndarray | None = None) ->
                 if weights is not None:
                     found[2][b, t, k, head] += given_here * max(product, 0)
                     factor *= own[1][head] * (product > 0)
-                found[0][b, t, k, head] += factor * key[b, tokens[place]]
-                found[1][b, tokens[place]] += factor * own[0][head]
+                found[0][b, t, k, head] += factor * key[b, tokens[place], i]
+                found[1][b, tokens[place], i] += factor * own[0][head]
     return Loops(scores, best_of(case, scores), found)
 
 

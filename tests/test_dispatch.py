@@ -23,8 +23,8 @@ CONFIG = NSAConfig(num_selected_blocks=3, window_size=8)
 SHAPES = {
     "compressed_attention": ((1, 40, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),
     "select_blocks": ((1, 40, 2, 4), (1, 1, 1, 4)),
-    "block_scores": ((1, 40, 1, 2, 4), (1, 40, 4)),
-    "select_by_index": ((1, 40, 1, 2, 4), (1, 40, 4)),
+    "block_scores": ((1, 40, 1, 2, 4), (1, 40, 1, 4)),
+    "select_by_index": ((1, 40, 1, 2, 4), (1, 40, 1, 4)),
     "top_blocks": ((1, 40, 1, 1),),
     "selected_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4), (1, 40, 1, 3)),
     "window_attention": ((1, 40, 2, 4), (1, 40, 1, 4), (1, 40, 1, 4)),

@@ -27,6 +27,7 @@ class Shape(NamedTuple):
     queries: int = 3000  # the last of the row
     length: int = 3000
     kv_heads: int = 4
+    shared: bool = True  # whether all KV heads share an index key
     scale: float | None = None
 
 
@@ -40,6 +41,9 @@ SHAPES = {
     "odd blocks": Shape(48, 2, 64, kv_heads=1),
     "packed": Shape(packed=True, batch=2),
     "packed, many heads": Shape(64, 8, 256, weighted=True, packed=True, batch=2, kv_heads=2),
+    "of dense heads": Shape(heads=4, dim=64, kv_heads=8, shared=False),
+    "of dense heads, packed": Shape(64, 3, 32, kv_heads=3, packed=True, batch=2, shared=False),
+    "step of dense heads": Shape(heads=4, dim=64, kv_heads=8, shared=False, batch=4, queries=1, length=65500),
     **{f"step of {n}": Shape(batch=4, queries=n, length=65536) for n in (1, 3, 8)},
     "step of a lightning indexer": Shape(64, 4, 32, weighted=True, batch=8, queries=1, length=65500),
 }
@@ -53,7 +57,11 @@ def draw(shape: Shape, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array |
     """Query, key and weights."""
     keys = jax.random.split(jax.random.key(seed), 3)
     rows = (shape.batch, shape.queries, shape.kv_heads, shape.heads)
-    shapes = (*rows, shape.dim), (shape.batch, shape.length, shape.dim), rows
+    shapes = (
+        (*rows, shape.dim),
+        (shape.batch, shape.length, 1 if shape.shared else shape.kv_heads, shape.dim),
+        rows,
+    )
     drawn = [jax.random.normal(key, x, shape.dtype) for key, x in zip(keys, shapes, strict=True)]
     return *drawn[:2], drawn[2] if shape.weighted else None
 

@@ -37,7 +37,8 @@ LAYERS = {
     "fixed, shared, all": dict(selector=Fixed, share_keys_values=True),
     "importance, cmp and slc": dict(branches=("cmp", "slc")),
     "indexer, slc": dict(selector=IndexerConfig(dim=5), branches=("slc",)),
-    "weighted indexer, all": dict(selector=IndexerConfig(num_heads=2, dim=4, weighted=True, slow_dim=2)),
+    "weighted indexer, all": dict(selector=IndexerConfig(num_heads=2, dim=4, weighted=True, slow_pairs=True)),
+    "keys of each head, all": dict(selector=IndexerConfig(num_heads=2, dim=3, shared_key=False)),
 }
 
 # Compiled as a whole: run step by step, each small operation would be compiled by itself.

@@ -113,7 +113,7 @@ def test_an_indexer_begins_as_the_heads_of_the_dense_model(options):
     """A block has the largest product of a slow half of a query head and of a key, in the layer's scale."""
     dense = dense_model(6, 2, head_dim=8, rope_base=100.0, rope_scaling=LinearScaling(2.0), scale=0.7)
     model = to_nsa(dense, nsa=SPARSE, selector="indexer", implementation="xla", rngs=nnx.Rngs(0), **options)
-    assert model.config.selector == IndexerConfig(num_heads=3, dim=8, slow_dim=4)
+    assert model.config.selector == IndexerConfig(num_heads=3, dim=4, shared_key=False, slow_pairs=True)
 
     @nnx.jit
     def of_layer(layer, x):

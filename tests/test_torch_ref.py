@@ -138,13 +138,17 @@ def test_ties_go_to_the_lower_block():
     assert selected[0, 640].tolist() == [[0, 1, 2, 3, 9, 10]] * 2
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["largest", "weighted"])
+@pytest.mark.parametrize(
+    ("weighted", "shared"),
+    [(False, True), (True, True), (False, False)],
+    ids=["largest", "weighted", "own keys"],
+)
 @pytest.mark.parametrize("row", ["packed", "one_sequence"])
-def test_index_scores_are_the_loop_over_tokens(row, weighted, generator):
+def test_index_scores_are_the_loop_over_tokens(row, weighted, shared, generator):
     """With their gradients, and the selection that follows from them."""
     row = ROWS[row]
     case = as_case(row, SMALL)
-    given = index_cases.draw(case, heads=2, dim=3, weighted=weighted)
+    given = index_cases.draw(case, heads=2, dim=3, weighted=weighted, shared=shared)
     leaves = [None if x is None else torch.tensor(x, requires_grad=True) for x in given]
     query, key, weights = leaves
     segment_ids = torch.tensor([row])

@@ -165,20 +165,22 @@ INDEXERS = {
     "cmp and slc, shared": dict(
         branches=("cmp", "slc"), selector=ref.IndexerConfig(dim=6), share_keys_values=True
     ),
-    "all, in parts": dict(selector=ref.IndexerConfig(num_heads=2, dim=8, slow_dim=4)),
+    "all, of dense heads": dict(
+        selector=ref.IndexerConfig(num_heads=2, dim=4, shared_key=False, slow_pairs=True)
+    ),
 }
 
 
 def turned(heads, positions, options):
-    """Whole, or in parts of four: their pairs are the last two of the four of a head of eight."""
-    if options.slow_dim is None:
+    """Whole, or heads of four, whose pairs are the last two of the four of a head of eight."""
+    if not options.slow_pairs:
         return rotate(heads, positions, 10000.0)
-    parts = heads.unflatten(-1, (-1, 2, 2))
+    pairs = heads.unflatten(-1, (2, 2))
     frequencies = torch.tensor([10000.0 ** (-i / 4) for i in (2, 3)], dtype=torch.float64)
     angles = positions[..., None] * frequencies
-    turns = torch.polar(torch.ones_like(angles), angles)[:, :, None, None]
-    found = torch.complex(parts[..., 0, :], parts[..., 1, :]) * turns
-    return torch.stack([found.real, found.imag], dim=-2).flatten(-3)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    found = torch.complex(pairs[..., 0, :], pairs[..., 1, :]) * turns
+    return torch.cat([found.real, found.imag], dim=-1)
 
 
 @pytest.mark.parametrize("options", INDEXERS.values(), ids=INDEXERS.keys())
@@ -190,14 +192,14 @@ def test_branches_and_an_indexer_are_their_operations(options):
     positions = torch.tensor([[0, 1, *range(25), *range(3)]])
     x = tokens(1, 30, 12)
     asked = torch.einsum("btd,dkje->btkje", x, part.query_proj.kernel)
-    key = torch.einsum("btd,de->bte", x, part.key_proj.kernel)
+    key = torch.einsum("btd,die->btie", x, part.key_proj.kernel)
     if options.normalize:
         asked = norm(asked, (6,), part.query_norm.scale, 1e-6)
         key = norm(key, (6,), part.key_norm.scale, 1e-6)
     asked = torch.stack([turned(asked[:, :, :, j], positions, options) for j in range(options.num_heads)], 3)
     weights = torch.einsum("btd,dkj->btkj", x, part.weight_proj.kernel) if options.weighted else None
     where = dict(config=ONE_LOCAL, segment_ids=segment_ids)
-    key = turned(key[:, :, None], positions, options)[:, :, 0]
+    key = turned(key, positions, options)
     scores = ref.block_scores(asked, key, weights=weights, **where)
     torch.testing.assert_close(module.block_scores(x, segment_ids), scores, atol=1e-12, rtol=1e-12)
 

@@ -362,7 +362,7 @@ def calls(length: int = LENGTH) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
     """Operands of each public operation."""
     query, key_cmp, value_cmp, key, value, _, _, gates = operands(MAIN, length)
     out = jax.ShapeDtypeStruct((*query.shape[:3], MAIN.value_dim), query.dtype)
-    key_index = jax.ShapeDtypeStruct((1, length, MAIN.key_dim), query.dtype)
+    key_index = jax.ShapeDtypeStruct((1, length, 1, MAIN.key_dim), query.dtype)
     query_index = query.update(shape=(1, length, key.shape[2], 1, MAIN.key_dim))
     indices = jax.ShapeDtypeStruct((1, length, key.shape[2], CONFIG.num_selected_blocks), jnp.int32)
     return {

@@ -30,6 +30,7 @@ class Shape(NamedTuple):
     queries: int = 65536
     length: int = 65536
     kv_heads: int = 4
+    shared: bool = True  # whether all KV heads share an index key
 
 
 MSA = Shape()
@@ -38,6 +39,7 @@ SHAPES = {
     "lightning": Shape(64, 4, 32, weighted=True),
     "a step": Shape(batch=8, queries=1),
     "packed": Shape(packed=True, batch=2, queries=8192, length=8192),
+    "of dense heads": Shape(heads=4, dim=64, kv_heads=8, shared=False),
     "wide": Shape(128, 8, 256, "float16", weighted=True),
     "odd blocks": Shape(48, 2, 96, kv_heads=3, queries=8192, length=8192),
     "float32": Shape(64, 1, 64, "float32", queries=8192, length=8192),
@@ -53,7 +55,10 @@ def config_of(shape: Shape) -> NSAConfig:
 
 def operands(shape: Shape) -> list[jax.ShapeDtypeStruct]:
     rows = (shape.batch, shape.queries, shape.kv_heads, shape.heads)
-    shapes = [(*rows, shape.dim), (shape.batch, shape.length, shape.dim)]
+    shapes = [
+        (*rows, shape.dim),
+        (shape.batch, shape.length, 1 if shape.shared else shape.kv_heads, shape.dim),
+    ]
     found = [jax.ShapeDtypeStruct(x, shape.dtype) for x in (*shapes, *([rows] if shape.weighted else []))]
     return found + ([jax.ShapeDtypeStruct(shapes[1][:2], jnp.int32)] if shape.packed else [])
 
@@ -93,7 +98,10 @@ def test_two_programs_share_a_multiprocessor():
     assert 2 * 256 * kernel.registers <= 65536
 
 
-TAUGHT = [SHAPES[x]._replace(queries=8192) for x in ("blocks of 64", "lightning", "wide", "float32")]
+TAUGHT = [
+    SHAPES[x]._replace(queries=8192)
+    for x in ("blocks of 64", "lightning", "of dense heads", "wide", "float32")
+]
 TAUGHT += [SHAPES["packed"], SHAPES["odd blocks"]]
 TAUGHT_SPILLS = {(90, SHAPES["odd blocks"]): 36}
 

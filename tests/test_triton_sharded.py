@@ -93,9 +93,11 @@ def test_attention_moves_nothing(function, implementation):
     assert {sharding.spec for sharding in jax.tree.leaves(program.output_shardings)} == {BOTH}
 
 
-def test_selection_by_an_index_moves_nothing():
-    """The index keys have no heads, so every device along `tensor` holds those of its rows."""
-    arrays = array(BATCH, LENGTH, KV_HEADS, 2, DIM), array(BATCH, LENGTH, DIM, spec=ROWS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_selection_by_an_index_moves_nothing(shared):
+    """Of a key for all heads every device along `tensor` holds those of its rows, else those of its heads."""
+    key = array(BATCH, LENGTH, 1, DIM, spec=ROWS) if shared else array(BATCH, LENGTH, KV_HEADS, DIM)
+    arrays = array(BATCH, LENGTH, KV_HEADS, 2, DIM), key
 
     def run(query, key, weights):
         settings = dict(config=CONFIG, implementation="triton")

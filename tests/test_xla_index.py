@@ -24,16 +24,19 @@ from nsa_jax.kernels.xla.sizes import Sizes
 
 TWELVE = dataclasses.replace(OVERLAPPING, selection_block_size=12)
 SMALL = Sizes(query_chunk=7, key_tile=9, partial_floats=1, widest_tile=1)
-CASES = (  # case, index heads, index dim, whether weighted
-    (BY_NAME["packed_rows_queried_anywhere"], 2, 5, True),
-    (PACKED_ROWS, 2, 3, False),
-    (BY_NAME["last_queries_of_the_row"], 1, 8, False),
-    (BY_NAME["one_token"], 3, 4, True),
-    (Case(name="blocks of twelve", config=TWELVE, num_keys=37, num_kv_heads=1, scale=-0.3), 3, 7, True),
-    (Case(name="blocks of four", config=ADJOINING, num_keys=50, num_kv_heads=3, num_heads=3), 1, 1, False),
+OWN_KEYS = Case(name="keys of each head", config=TWELVE, num_keys=40, num_kv_heads=3, num_heads=3)
+CASES = (  # case, index heads, index dim, whether weighted, whether all KV heads share a key
+    (BY_NAME["packed_rows_queried_anywhere"], 2, 5, True, True),
+    (PACKED_ROWS, 2, 3, False, True),
+    (BY_NAME["last_queries_of_the_row"], 1, 8, False, True),
+    (BY_NAME["one_token"], 3, 4, True, False),
+    (Case(name="blocks of twelve", config=TWELVE, num_keys=37, num_kv_heads=1, scale=-0.3), 3, 7, True, True),
+    (dataclasses.replace(OWN_KEYS, name="blocks of four", config=ADJOINING, num_keys=50), 1, 1, False, True),
+    (PACKED_ROWS, 2, 3, False, False),
+    (OWN_KEYS, 2, 3, True, False),
 )
 every_case = pytest.mark.parametrize(
-    ("case", "heads", "dim", "weighted"), CASES, ids=lambda x: getattr(x, "name", "")
+    ("case", "heads", "dim", "weighted", "shared"), CASES, ids=lambda x: getattr(x, "name", "")
 )
 
 
@@ -80,8 +83,8 @@ def cotangent_of(case: Case, given: Indexed) -> np.ndarray:
 
 @every_case
 @pytest.mark.parametrize("name", ["reference", "xla", "xla in tiles"])
-def test_scores_gradients_and_selection_equal_the_loops(name, case, heads, dim, weighted):
-    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted)
+def test_scores_gradients_and_selection_equal_the_loops(name, case, heads, dim, weighted, shared):
+    given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted, shared=shared)
     cotangent = cotangent_of(case, given)
     expected = index_cases.by_loops(case, given, cotangent)
     module, sizes = {"reference": (reference, None), "xla": (attention, None)}.get(name, (None, SMALL))
@@ -117,7 +120,7 @@ def test_gradients_of_equal_tokens_go_to_the_first_token_and_head():
 
 
 def test_gradients_are_those_of_small_differences():
-    case, heads, dim, weighted = CASES[0]
+    case, heads, dim, weighted, _ = CASES[0]
     given = index_cases.draw(case, heads=heads, dim=dim, weighted=weighted)
     cotangent, rng = cotangent_of(case, given), np.random.default_rng(0)
     ways = [rng.standard_normal(x.shape) for x in given]
@@ -272,7 +275,7 @@ def test_no_array_holds_the_scores_of_all_tokens():
 
     def sizes(length: int) -> np.ndarray:
         query = jax.ShapeDtypeStruct((1, length, 2, 1, 8), jnp.float32)
-        key = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
+        key = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
         return np.array(list(arrays(jax.make_jaxpr(run)(query, key).jaxpr)))
 
     short, long = sizes(16384), sizes(65536)

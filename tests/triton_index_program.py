@@ -49,12 +49,15 @@ def _where(case: cases.Case) -> dict:
 def _select(case: cases.Case, given: Indexed, sizes: IndexSizes) -> np.ndarray:
     batch, num_queries, _, _, dim = given.query.shape
     placed = place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
-    query, key, weights = (None if x is None else jnp.asarray(x, jnp.float32) for x in given)
+    arrays = (None if x is None else jnp.asarray(x, jnp.float32) for x in given)
     scale = dim**-0.5 if case.scale is None else case.scale
-    choose = functools.partial(selection.choose_by_index, sizes=sizes)
+
+    def choose(query, key, weights):
+        keys = operations.index_keys(key)
+        return selection.choose_by_index(query, keys, weights, placed, scale, sizes=sizes)
+
     with interpreted():
-        run = jax.jit(choose, static_argnums=4)
-        return np.asarray(run(query, key.reshape(batch, -1), weights, placed, scale))
+        return np.asarray(jax.jit(choose)(*arrays))
 
 
 def _check(case: cases.Case, *all_sizes: IndexSizes, **of_index) -> None:
@@ -73,6 +76,14 @@ def check_heads_and_weights():
     _check(_plain("three heads", num_kv_heads=3, num_heads=3, config=FORCED), heads=3)
     for heads in (1, 4):
         _check(_plain("weighted", num_kv_heads=1), STREAMED, heads=heads, weighted=True)
+
+
+def check_keys_of_each_kv_head():
+    case = _plain("own keys", FORCED, num_kv_heads=3, num_heads=3, batch=2)
+    _check(case, SMALL_CHUNKS, STREAMED, heads=2, shared=False)
+    _check(_plain("own keys, weighted"), heads=2, weighted=True, shared=False)
+    _check(_plain("own keys, step", num_queries=1, num_keys=397), SMALL, shared=False)
+    _check(dataclasses.replace(cases.PACKED_ROWS, config=FREE, name="own keys, packed"), shared=False)
 
 
 def check_chunks_and_tiles():
@@ -192,6 +203,8 @@ def _check_scores(case: cases.Case, given: Indexed, sizes: IndexSizes) -> None:
 def check_scores_that_are_taught():
     _check_taught(_plain("taught"))
     _check_taught(_plain("taught heads", ODD_BLOCKS, batch=2, scale=-0.5), STREAMED, heads=3)
+    _check_taught(_plain("taught own keys", num_kv_heads=3, num_heads=3, batch=2), heads=2, shared=False)
+    _check_taught(_plain("taught weighted own keys"), STREAMED, heads=2, weighted=True, shared=False)
     _check_taught(_plain("taught weighted", num_kv_heads=3, num_heads=3), heads=2, weighted=True)
     packed = dataclasses.replace(cases.PACKED_ROWS, config=FREE, name="taught packed")
     _check_taught(packed)

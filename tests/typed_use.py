@@ -61,7 +61,7 @@ def operations() -> None:
 
     blocks = nsa_jax.select_blocks(query, key_cmp, lse_cmp=lse, config=CONFIG)
     assert_type(blocks, jax.Array)
-    query_index, key_index = jnp.ones((1, LENGTH, 2, 1, 8)), jnp.ones((1, LENGTH, 8))
+    query_index, key_index = jnp.ones((1, LENGTH, 2, 1, 8)), jnp.ones((1, LENGTH, 1, 8))
     scores = nsa_jax.block_scores(query_index, key_index, config=CONFIG)
     assert_type(scores, jax.Array)
     assert_type(nsa_jax.top_blocks(scores, config=CONFIG), jax.Array)

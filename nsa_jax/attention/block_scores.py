@@ -10,7 +10,7 @@ from nsa_jax.layout import Runs
 @keywords.known
 def block_scores(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     *,
     weights: Float[Array, "B T K J"] | None = None,
     config: NSAConfig,
@@ -23,8 +23,8 @@ def block_scores(
 
     The score of a token is `max_j scale q_j.k` over the `J` index heads of the KV head (MSA, arXiv
     2606.13392) or, with `weights`, `sum_j weights_j relu(scale q_j.k)` (the lightning indexer of DeepSeek
-    V3.2). The score of a block is the largest of those of its tokens that are at or before the query. All KV
-    heads share one head of keys.
+    V3.2). The score of a block is the largest of those of its tokens that are at or before the query. Each KV
+    head may have an index key of its own; in MSA all share one.
 
     The result has `T M` numbers. For long rows call it for some queries at a time, with `query_positions`;
     scores of single tokens are never stored for more than a bounded chunk of queries. `select_by_index`
@@ -32,7 +32,7 @@ def block_scores(
 
     Args:
       query_index: `J` index queries for each KV head, rotated if the keys are.
-      key_index: one index key for each token of the row.
+      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share.
       weights: weight of each index head; None for the largest product instead of a sum.
       config: block structure.
       query_positions: key index of each query (-1 = padding), or `Runs`; by default the queries are the last

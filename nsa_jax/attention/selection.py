@@ -69,7 +69,7 @@ def select_blocks(
 @keywords.known
 def select_by_index(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     *,
     weights: Float[Array, "B T K J"] | None = None,
     config: NSAConfig,
@@ -86,7 +86,7 @@ def select_by_index(
 
     Args:
       query_index: `J` index queries for each KV head, rotated if the keys are.
-      key_index: one index key for each token of the row.
+      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share.
       weights: weight of each index head; None for the largest product instead of a sum.
       config: block structure.
 

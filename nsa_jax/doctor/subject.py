@@ -59,7 +59,7 @@ def draw(rng: np.random.Generator, dtype: str) -> Results:
         operands |= {f"{kind}_{branch}": normal(tokens, KV_HEADS) for kind in ("key", "value")}
     operands |= {"query_index": normal(TOKENS, KV_HEADS * INDEX_HEADS).reshape(1, TOKENS, KV_HEADS, -1, DIM)}
     operands |= {
-        "key_index": normal(TOKENS, 1)[:, :, 0],
+        "key_index": normal(TOKENS, 1),
         "weights": normal(TOKENS, KV_HEADS)[..., :INDEX_HEADS],
     }
     operands |= {"scores": normal(TOKENS, KV_HEADS)[..., : layout.num_selection_blocks(TOKENS, CONFIG)]}

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -27,38 +26,39 @@ class IndexerConfig:
         the layer input, as in the lightning indexer of DeepSeek V3.2; by default it is the largest `q.k`, as
         in MSA (arXiv:2606.13392).
       normalize: whether index queries and keys pass an RMSNorm each before rotation.
-      slow_dim: width of the parts that `dim` consists of, each rotated as the slower half of the pairs of a
-        head twice as wide; None to rotate the whole. Over long distances faster pairs tell little, so that
-        the heads of a dense model can be cut to half of their width, see `nsa_jax.pretrained.to_nsa`.
+      shared_key: whether one index key of a token serves all KV heads, as in MSA and the lightning indexer;
+        else each KV head has its own.
+      slow_pairs: whether index queries and keys are rotated as the slower half of the pairs of a head twice
+        as wide. Over long distances faster pairs tell little, so that the heads of a dense model can be cut
+        to half of their width, see `nsa_jax.pretrained.to_nsa`.
 
     Raises:
       TypeError: a number is not an int, or a switch not a bool.
-      ValueError: a number is below 1, or `slow_dim` is odd or does not divide `dim`.
+      ValueError: a number is below 1, or `dim` is odd with `slow_pairs`.
     """
 
     num_heads: int = 1
     dim: int = 128
     weighted: bool = False
     normalize: bool = False
-    slow_dim: int | None = None
+    shared_key: bool = True
+    slow_pairs: bool = False
 
     def __post_init__(self):
-        for name in ("num_heads", "dim", *(() if self.slow_dim is None else ("slow_dim",))):
+        for name in ("num_heads", "dim"):
             check_int(low=1, **{name: getattr(self, name)})
             object.__setattr__(self, name, int(getattr(self, name)))
-        check_flag(weighted=self.weighted, normalize=self.normalize)
-        if self.slow_dim is not None and (self.slow_dim % 2 or self.dim % self.slow_dim):
-            raise ValueError(
-                f"slow_dim must be even and divide dim, got {self.slow_dim} for {self.dim}. Pass the width "
-                "of a part."
-            )
+        for name in ("weighted", "normalize", "shared_key", "slow_pairs"):
+            check_flag(**{name: getattr(self, name)})
+        if self.slow_pairs and self.dim % 2:
+            raise ValueError(f"dim must be even with slow_pairs, got {self.dim}. Choose an even one.")
 
 
 class Indexer(nnx.Module):
     """Scores blocks by products of index queries and index keys, both projected from the layer input.
 
-    Each KV head has `num_heads` index queries of a token; one index key of a token serves all. Both are
-    rotated. The score of a block is the largest score of its tokens, see `nsa_jax.block_scores`, and
+    Each KV head has `num_heads` index queries of a token, and an index key of its own unless one serves all.
+    Both are rotated. The score of a block is the largest score of its tokens, see `nsa_jax.block_scores`, and
     `nsa_jax.select_by_index` chooses by it. No gradient flows through the choice: an indexer learns by a
     selection loss, see `NSAAttention`.
 
@@ -116,7 +116,10 @@ class Indexer(nnx.Module):
         self.query_proj = projection(
             in_features, (*heads, dim), dimensions=(*into_heads, None), **numbers, **of_kernel
         )
-        self.key_proj = projection(in_features, dim, dimensions=("model", None), **numbers, **of_kernel)
+        key_heads, split = (1, None) if options.shared_key else (int(num_kv_heads), "kv_heads")
+        self.key_proj = projection(
+            in_features, (key_heads, dim), dimensions=("model", split, None), **numbers, **of_kernel
+        )
         if options.weighted:
             self.weight_proj = projection(in_features, heads, dimensions=into_heads, **numbers, **of_kernel)
         self.query_norm = head_norm(options.normalize, dim, **numbers, rngs=rngs)
@@ -134,31 +137,30 @@ class Indexer(nnx.Module):
 
         Returns:
           Index queries `[B, T, K, J, E]` with the weights of their heads `[B, T, K, J]` or None, and index
-          keys `[B, T, E]`.
+          keys `[B, T, I, E]`, where I is K, or 1 if all KV heads share them.
         """
         check_inputs(x, self.in_features)
         queries = self.query_norm(self.query_proj(x))
         flat = queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
         queries = self._turned(flat, positions).reshape(queries.shape)
-        keys = self._turned(self.key_norm(self.key_proj(x))[:, :, None], positions)[:, :, 0]
+        keys = self._turned(self.key_norm(self.key_proj(x)), positions)
         weights = self.weight_proj(x).astype(queries.dtype) if self.options.weighted else None
         return (queries, weights), keys.astype(queries.dtype)
 
     def _turned(
         self, heads: Float[Array, "B T N E"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T N E"]:
-        """The rotated heads; of parts, the faster pairs of the head twice as wide are 0."""
-        if self.options.slow_dim is None:
+        """The rotated heads, or the slower pairs of heads twice as wide, of which the faster pairs are 0."""
+        if not self.options.slow_pairs:
             return turn(self.rotary, heads, positions)
-        half = self.options.slow_dim // 2
-        pairs = heads.reshape(*heads.shape[:3], -1, 2, half)
-        whole = jnp.pad(pairs, ((0, 0),) * 5 + ((half, 0),))
-        parts = whole.reshape(*whole.shape[:4], 4 * half)
-        turned = jax.vmap(lambda part: turn(self.rotary, part, positions), in_axes=3, out_axes=3)(parts)
+        half = heads.shape[-1] // 2
+        pairs = heads.reshape(*heads.shape[:3], 2, half)
+        whole = jnp.pad(pairs, ((0, 0),) * 4 + ((half, 0),))
+        turned = turn(self.rotary, whole.reshape(*heads.shape[:3], 4 * half), positions)
         return turned.reshape(whole.shape)[..., half:].reshape(heads.shape)
 
     def choose(
-        self, queries: tuple[Array, Array | None], keys: Float[Array, "B S E"], at: Int32[Array, "B T"],
+        self, queries: tuple[Array, Array | None], keys: Float[Array, "B S I E"], at: Int32[Array, "B T"],
         **where: Any,
     ) -> Int32[Array, "B T K R"]:  # fmt: skip
         """Chooses the blocks with the best scores; arguments as in `Selector.choose`."""
@@ -166,7 +168,7 @@ class Indexer(nnx.Module):
         return attention.select_by_index(query, keys, weights=weights, **where)
 
     def scores(
-        self, queries: tuple[Array, Array | None], keys: Float[Array, "B S E"], at: Int32[Array, "B T"],
+        self, queries: tuple[Array, Array | None], keys: Float[Array, "B S I E"], at: Int32[Array, "B T"],
         **where: Any,
     ) -> Float32[Array, "B T K M"]:  # fmt: skip
         """Scores the blocks, with a gradient; arguments as in `Selector.choose`."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_typing import Array
@@ -11,7 +10,7 @@ from nsa_jax.nn import IndexerConfig
 
 
 def options_of(config: TransformerConfig) -> IndexerConfig:
-    """An index head for each query head, and an index key that joins those of all KV heads.
+    """An index head for each query head, and an index key for each KV head.
 
     Of each head the pairs that turn slowly, half of them, are kept.
 
@@ -25,42 +24,34 @@ def options_of(config: TransformerConfig) -> IndexerConfig:
             "IndexerConfig."
         )
     heads = config.num_heads // config.num_kv_heads
-    return IndexerConfig(num_heads=heads, dim=config.num_kv_heads * dim // 2, slow_dim=dim // 2)
+    return IndexerConfig(num_heads=heads, dim=dim // 2, shared_key=False, slow_pairs=True)
 
 
 def copied(old: Mapping[str, Array], names: Iterable[str], config: TransformerConfig) -> dict[str, Array]:
     """Parameters of the indexers among `names`, from those of the dense model.
 
     A product of an index query and an index key is that of the slower half of a query head and the key of its
-    KV head, with the same scale: an index query is 0 where the keys of other KV heads stand.
+    KV head, with the same scale.
     """
     return {
-        name: _query(old, name, config) if name.endswith("query_proj.kernel") else _key(old, name, config)
+        name: _query(old, name, config) if name.endswith("query_proj.kernel") else _slow(old, name, config)
         for name in names
         if ".attention.selector." in name
     }
 
 
-def _key(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
-    kernel = _slow(old, name.replace(".selector", ""), config)
-    return kernel.reshape(kernel.shape[0], -1)
-
-
 def _query(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
-    kernel = _slow(old, name.replace(".selector", ""), config)
-    num_kv_heads, (width, _, dim) = config.num_kv_heads, kernel.shape
+    kernel = _slow(old, name, config)
+    width, _, dim = kernel.shape
     scale = _head_dim(config) ** -0.5 if config.scale is None else config.scale
-    kernel = kernel * (scale * (num_kv_heads * dim) ** 0.5)
-    own = kernel.reshape(width, num_kv_heads, -1, 1, dim)
-    same = jnp.eye(num_kv_heads, dtype=kernel.dtype)[:, None, :, None]
-    return (own * same).reshape(width, num_kv_heads, -1, num_kv_heads * dim)
+    return (kernel * (scale * dim**0.5)).reshape(width, config.num_kv_heads, -1, dim)
 
 
 def _slow(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
     """Kernel `[D, heads, H / 2]` of the pairs of each head that turn slowly, times the scale of its norm."""
     quarter = _head_dim(config) // 4
-    kernel = old[name]
-    norm = name.replace("_proj.kernel", "_norm.scale")
+    name = name.replace(".selector", "")
+    kernel, norm = old[name], name.replace("_proj.kernel", "_norm.scale")
     if norm in old:
         kernel = kernel * old[norm]
     return kernel[..., np.r_[quarter : 2 * quarter, 3 * quarter : 4 * quarter]]

@@ -25,20 +25,20 @@ class Sharing(NamedTuple):
 
     Attributes:
       shared: operands that all shards hold whole.
-      rows_only: operands without an axis of heads, which are split by rows alone.
+      one_for_all: operands that may have one head for all, and then are split by rows alone.
       results: names of the results. One that is the name of an operand, such as a cache, lies as that does.
       alike: whether floating-point operands vary over the same manual axes, see `varying_alike`. Those of a
         step through a cache are left as they are: a cache comes out as it went in.
     """
 
     shared: tuple[str, ...] = ()
-    rows_only: tuple[str, ...] = ()
+    one_for_all: tuple[str, ...] = ()
     results: tuple[str, ...] = ("out",)
     alike: bool = True
 
 
 BY_TOKENS = Sharing()  # an operation on the tokens of a call
-BY_INDEX = Sharing(rows_only=("key_index",))  # one head of keys for all KV heads
+BY_INDEX = Sharing(one_for_all=("key_index",))
 STEP = Sharing(shared=("compress",), results=("out", "cache"), alike=False)
 DENSE_STEP = STEP._replace(shared=())
 
@@ -53,7 +53,7 @@ def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) 
         of heads do not divide the KV heads.
     """
     shared = {name: x for name, x in operands.items() if name not in sharing.shared}
-    axes = Axes.of(shared, rows_only=sharing.rows_only)
+    axes = Axes.of(shared, one_for_all=sharing.one_for_all)
     if axes is None:
         return operation(**_prepared(operands, sharing))
     compress = operands.get("compress")
@@ -125,7 +125,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(
-        cls, operands: Mapping[str, Any], *, tokens: str | None = None, rows_only: tuple[str, ...] = ()
+        cls, operands: Mapping[str, Any], *, tokens: str | None = None, one_for_all: tuple[str, ...] = ()
     ) -> "Axes | None":
         """Finds the axes; None if no operand is sharded explicitly. Raises ValueError as `per_shard`."""
         mesh, found = None, dict[int, tuple[str, Any]]()
@@ -138,7 +138,7 @@ class Axes(NamedTuple):
                 mesh = array.sharding.mesh
                 if axis == TOKENS and names == tokens:
                     continue
-                if axis not in (BATCH, *(() if name in rows_only else (HEADS,))):
+                if axis not in (BATCH, HEADS):
                     raise ValueError(
                         "operands must be sharded by batch rows and heads only, got "
                         f"{name} of type {array}. Use jax.reshard to replicate its other axes."
@@ -154,7 +154,7 @@ class Axes(NamedTuple):
         batch, heads = (found.get(axis, (None, None))[1] for axis in (BATCH, HEADS))
         axes = cls(mesh, batch, heads, tokens)
         for name, array in sharded:
-            has_heads = array.ndim > HEADS and name not in rows_only
+            has_heads = array.ndim > HEADS and not (name in one_for_all and array.shape[HEADS] == 1)
             if heads is not None and has_heads and array.shape[HEADS] % axes.size(heads):
                 raise ValueError(
                     "the devices over which heads are sharded must divide the KV heads, got "
@@ -176,7 +176,8 @@ class Axes(NamedTuple):
         """How the arrays of the operand of this name are sharded."""
 
         def spec(x: Any) -> PartitionSpec:
-            return self.spec(BATCH + 1 if name in sharing.rows_only else jnp.ndim(x))
+            shared = name in sharing.one_for_all and jnp.shape(x)[HEADS] == 1
+            return self.spec(BATCH + 1 if shared else jnp.ndim(x))
 
         return jax.tree.map(lambda x: PartitionSpec() if name in sharing.shared else spec(x), operand)
 

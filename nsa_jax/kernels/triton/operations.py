@@ -98,28 +98,32 @@ def select_blocks(
 @partial(jax.jit, static_argnames=("scale",))
 def block_scores(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
 ) -> Float[Array, "B T K M"]:
     """The scores that an indexer gives to the blocks."""
-    keys = key_index.reshape(key_index.shape[0], -1)
-    return _block_scores(query_index, keys, weights, placement, scale)
+    return _block_scores(query_index, index_keys(key_index), weights, placement, scale)
 
 
 @partial(jax.jit, static_argnames=("scale",))
 def select_by_index(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends, by the scores of an indexer."""
-    fixed = jax.lax.stop_gradient((query_index, key_index.reshape(key_index.shape[0], -1), weights))
+    fixed = jax.lax.stop_gradient((query_index, index_keys(key_index), weights))
     blocks = _divisible(choose_by_index, scale=scale)(*fixed, placement)
     return checkpoint_name(blocks, _BLOCK_INDICES)
+
+
+def index_keys(key_index: Float[Array, "B S I E"]) -> Array:
+    """The keys as `choose_by_index` takes them."""
+    return key_index.reshape(key_index.shape[0], -1) if key_index.shape[2] == 1 else key_index
 
 
 @jax.jit
@@ -365,7 +369,9 @@ def _block_scores_backward(scale, residuals, d_scores):
     differentiate = _divisible(score_gradients, scale=scale)
     d_query, d_keys, d_weights = differentiate(*operands, d_scores, placement)
     keys = operands[1]
-    return d_query, d_keys.sum(axis=2).reshape(keys.shape).astype(keys.dtype), d_weights, None
+    if keys.ndim == 2:
+        d_keys = d_keys.sum(axis=2)
+    return d_query, d_keys.reshape(keys.shape).astype(keys.dtype), d_weights, None
 
 
 _block_scores.defvjp(_block_scores_forward, _block_scores_backward)

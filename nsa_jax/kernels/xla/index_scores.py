@@ -67,14 +67,14 @@ class _Tile(NamedTuple):
 
     first_block: Int[Array, ""]
     start: Int32[Array, " B"]
-    keys: Float[Array, "B tile E"]
+    keys: Float[Array, "B tile I E"]
     visible: Bool[Array, "B tokens tile"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def scores_of_blocks(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B S E"],
+    keys: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     plan: ScorePlan,
@@ -101,14 +101,14 @@ def _split(query, weights, placement, plan: ScorePlan):
     return chunks, ChunkPlaces.of(placement, plan.tokens)
 
 
-def padded_keys(keys: Float[Array, "B S E"], plan: ScorePlan) -> Float[Array, "B keys E"]:
+def padded_keys(keys: Float[Array, "B S I E"], plan: ScorePlan) -> Float[Array, "B keys I E"]:
     """The keys with a tile of zeros behind them, so that a tile may begin at any key."""
-    return jnp.pad(keys, ((0, 0), (0, plan.tile), (0, 0)))
+    return jnp.pad(keys, ((0, 0), (0, plan.tile), (0, 0), (0, 0)))
 
 
 def scores_of_chunk(
     query: Float[Array, "B tokens K J E"],
-    padded: Float[Array, "B keys E"],
+    padded: Float[Array, "B keys I E"],
     weights: Float[Array, "B tokens K J"] | None,
     here: Placement,
     plan: ScorePlan,
@@ -165,13 +165,21 @@ def _fold_tiles(
     )[1]
 
 
-def _slices(x: Float[Array, "B keys E"], start: Int32[Array, " B"], size: int) -> Float[Array, "B tile E"]:
+def _slices(
+    x: Float[Array, "B keys I E"], start: Int32[Array, " B"], size: int
+) -> Float[Array, "B tile I E"]:
     """A slice of each row. Where a row has no such keys the slice is others, which nothing sees."""
     return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(x, start)
 
 
 def _products(query, tile: _Tile, plan: ScorePlan) -> Float[Array, "B tokens K J tile"]:
-    return product("btkje,bse->btkjs", query, tile.keys, accumulator(query)) * plan.scale
+    keys, axes = _axes(tile.keys)
+    return product(f"btkje,{axes}->btkjs", query, keys, accumulator(query)) * plan.scale
+
+
+def _axes(keys: Float[Array, "B tile I E"]) -> tuple[Array, str]:
+    """The keys with the names of their axes in a product: without that of heads if all share one."""
+    return (keys[:, :, 0], "bse") if keys.shape[2] == 1 else (keys, "bske")
 
 
 def _relu(x: Array) -> Array:
@@ -237,7 +245,7 @@ scores_of_blocks.defvjp(_forward, _backward)
 
 def _tile_gradients(
     query, weights, tile: _Tile, d_scores: Float[Array, "B tokens K blocks"], plan: ScorePlan
-) -> tuple[tuple[Array, Array | None], Float[Array, "B tile E"]]:
+) -> tuple[tuple[Array, Array | None], Float[Array, "B tile I E"]]:
     """Contributions to the gradients of the queries and their weights, and of the keys of the tile.
 
     A score that is finite comes from numbers that are, unless a relu hides them; so all others count as 0.
@@ -257,14 +265,15 @@ def _tile_gradients(
         d_weights = jnp.where(taken, d_token * _relu(products), 0).sum(axis=-1)
         d_products = jnp.where(taken & (products > 0), d_token * wide, 0)
     d_products = (d_products * plan.scale).astype(tile.keys.dtype)
-    d_query = product("btkjs,bse->btkje", d_products, finite(tile.keys), products.dtype)
-    d_keys = product("btkjs,btkje->bse", d_products, finite(query), products.dtype)
-    return (d_query, d_weights), d_keys
+    keys, axes = _axes(finite(tile.keys))
+    d_query = product(f"btkjs,{axes}->btkje", d_products, keys, products.dtype)
+    d_keys = product(f"btkjs,btkje->{axes}", d_products, finite(query), products.dtype)
+    return (d_query, d_weights), d_keys.reshape(tile.keys.shape)
 
 
 def _add_slices(
-    total: Float[Array, "B keys E"], start: Int32[Array, " B"], part: Float[Array, "B tile E"]
-) -> Float[Array, "B keys E"]:
+    total: Float[Array, "B keys I E"], start: Int32[Array, " B"], part: Float[Array, "B tile I E"]
+) -> Float[Array, "B keys I E"]:
     """Adds a slice to each row, where `_slices` reads it."""
 
     def add(row, at, part):

@@ -84,7 +84,7 @@ def select_blocks(
 @partial(jax.jit, static_argnames=("scale", "sizes"))
 def block_scores(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
@@ -99,7 +99,7 @@ def block_scores(
 @partial(jax.jit, static_argnames=("scale", "sizes"))
 def select_by_index(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S E"],
+    key_index: Float[Array, "B S I E"],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,

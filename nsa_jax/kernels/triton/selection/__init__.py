@@ -21,7 +21,7 @@ from nsa_jax.kernels.triton.pieces import LOG2_E, precision
 from nsa_jax.kernels.triton.selection import block_scores
 from nsa_jax.kernels.triton.selection.best_blocks import best_blocks_kernel
 from nsa_jax.kernels.triton.selection.importance import importance_kernel
-from nsa_jax.kernels.triton.selection.index_scores import index_scores_kernel
+from nsa_jax.kernels.triton.selection.index_scores import by_heads, index_scores_kernel
 from nsa_jax.kernels.triton.sizes import (
     INDEX,
     INDEX_PROGRAMS,
@@ -77,37 +77,37 @@ def choose_blocks(
 
 def choose_by_index(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B SE"],
+    keys: Float[Array, "B ..."],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
     *,
     sizes: IndexSizes | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """The same by an indexer. `keys` are `[B, S, E]` in two axes, so that none of them is one of heads."""
+    """The same by an indexer. `keys` are `[B, S, K, E]`, or those that all KV heads share, `[B, S E]`."""
     assert placement.first_keys.slc.known == 0, "the selection sees the index keys of whole rows"
     num_kv_heads, _, dim = query.shape[2:]
     config = placement.config
-    keys = keys.reshape(keys.shape[0], -1, 1, dim)
+    keys = by_heads(keys, dim)
     sizes = sizes or _index_sizes(query, config)
     num_blocks = layout.num_selection_blocks(keys.shape[1], config)
 
     def score(chunk: Int32[Array, "1"], common: Common) -> Float[Array, "B K T M"]:
         return _score_by_index(query, keys, weights, placement, chunk, scale, sizes, common, num_blocks)
 
-    tokens = max(sizes.pairs // num_kv_heads, 1)
+    tokens = max(sizes.pairs * keys.shape[2] // num_kv_heads, 1)
     return _in_chunks(score, placement, num_kv_heads, num_blocks, sizes, tokens, SIGNED=True)
 
 
 def score_blocks(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B SE"],
+    keys: Float[Array, "B ..."],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
     *,
     sizes: IndexSizes | None = None,
-) -> tuple[Float[Array, "B T K M"], Int32[Array, "B T K M"]]:
+) -> tuple[Float[Array, "B T K M"], Int32[Array, "B M K T"]]:
     """Scores of all blocks, and the token that gave each, see `block_scores.score_blocks`."""
     sizes = sizes or _index_sizes(query, placement.config)
     return block_scores.score_blocks(query, keys, weights, placement, scale, sizes=sizes)
@@ -239,23 +239,25 @@ def _score_by_index(
     padded = power_of_two(block)
     columns = max(sizes.keys, padded)
     shape = (common["CHUNK_ROWS"], num_kv_heads, common["CHUNK_TOKENS"], common["ROW"])
-    pairs = min(sizes.pairs, max(power_of_two(shape[2] * num_kv_heads), 16))
-    tiles = -(-shape[2] * num_kv_heads // pairs)
+    key_heads = keys.shape[2]
+    shared = num_kv_heads // key_heads
+    pairs = min(sizes.pairs, max(power_of_two(shape[2] * shared), 16))
+    tiles = -(-shape[2] * shared // pairs)
     # No query needs the scores of the last local blocks, so no program starts there.
     key_tiles_of_row = -(-max(num_blocks - placement.config.num_local_blocks, 1) // (columns // padded))
-    each = min(max(key_tiles_of_row * tiles * shape[0] // INDEX_PROGRAMS, 1), sizes.key_tiles)
+    each = min(max(key_tiles_of_row * tiles * shape[0] * key_heads // INDEX_PROGRAMS, 1), sizes.key_tiles)
     key_programs = -(-key_tiles_of_row // each)
     tma = has_tma() and padded == block  # else keys are loaded one by one
-    rows = query.reshape(batch, num_queries * num_kv_heads, heads, dim)
+    rows = query.reshape(batch, num_queries * shared, key_heads * heads, dim)
     return launch(
         index_scores_kernel,
         *key_tiles(rows, pairs, tma), *key_tiles(keys, columns, tma), weights,
         placement.position, placement.selection_start() if placement.packed else None, chunk,
-        out=jax.ShapeDtypeStruct(shape, jnp.float32), grid=(tiles * key_programs, shape[0]),
-        num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        num_keys=keys.shape[1], scale=abs(scale), HEADS=heads, E0=first, E1=second, PAIRS=pairs,
-        COLUMNS=columns, PADDED=padded, TILES_EACH=each, KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0,
-        PRECISION=precision(query.dtype), TMA=tma, **common,
+        out=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(tiles * key_programs, shape[0] * key_heads), num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages, num_keys=keys.shape[1], scale=abs(scale), KEY_HEADS=key_heads,
+        HEADS=heads, E0=first, E1=second, PAIRS=pairs, COLUMNS=columns, PADDED=padded, TILES_EACH=each,
+        KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0, PRECISION=precision(query.dtype), TMA=tma, **common,
     )  # fmt: skip
 
 

@@ -2,16 +2,18 @@
 
 Source: `nsa_jax.block_scores`. Three kernels, of which each output is written by one program.
 
-* `nsa_block_scores`, grid (tiles of pairs times groups of key tiles, B), as `index_scores`, whose products it
-  uses: groups of key tiles outside, index heads inside. Here tokens after the query are masked, the query's
-  own block counts, and beside the score of a block its token is kept, so that no gradient needs the products
-  of other tokens again. Floor at 8k queries and keys, 4 KV heads, one index head, E = 128: 34 GFLOP, 0.06 ms;
-  scores and tokens, 17 MB.
-* `nsa_index_query_gradients`, grid (T K J, B): a program gathers the keys that gave the scores of its query,
-  STEP blocks at a time, and adds them up. It writes the gradients of the products, too. Bytes: a key for each
-  block in sight, 0.3 GB there, mostly from L2: 0.1 ms.
+* `nsa_block_scores`, grid (tiles of pairs times groups of key tiles, B times heads of keys), as
+  `index_scores`, whose products it uses: groups of key tiles outside, index heads inside. Here tokens after
+  the query are masked, the query's own block counts, and beside the score of a block its token is kept, so
+  that no gradient needs the products of other tokens again. Floor at 8k queries and keys, 4 KV heads, one
+  index head, E = 128: 34 GFLOP, 0.06 ms; scores and tokens, 17 MB.
+* `nsa_index_query_gradients`, grid (T K, B): a program has the index queries of a pair, padded to 16 rows. It
+  gathers the keys that gave their scores, STEP blocks at a time, finds the heads by the products again, and
+  adds up. It writes the gradients of the products, too. Bytes: a key for each block in sight, 0.3 GB there,
+  mostly from L2: 0.1 ms.
 * `nsa_index_key_gradients`, grid (tiles of COLUMNS keys, K, B): loops over tiles of TOKENS queries, with
-  index heads inside. Of a block each query chose one token, so the tile of gradients has a number for each
+  index heads inside. Tokens and gradients of products lie by block, so that neighbours read neighbours. Of a
+  block each query chose one token, so the tile of gradients has a number for each
   query and block, and zeros: `2 J T COLUMNS E` flops a program, 34 GFLOP there.
   Registers: `COLUMNS E / (32 num_warps)` floats a thread, 64.
 
@@ -21,7 +23,7 @@ Memory: scores, tokens and gradients of products of a call, `(2 + J) B T K M` nu
 of each KV head in float32. Calls are chunks of queries.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +42,17 @@ from nsa_jax.kernels.triton.pieces import (
     Dim,
     Pieces,
     add_product,
-    added,
     cast,
+    inner,
     precision,
-    row_products,
+    scaled,
     zeros,
 )
 from nsa_jax.kernels.triton.selection.index_scores import (
     IndexBlocks,
     IndexQueries,
     Pairs,
+    by_heads,
     hold_queries,
     score_tokens,
 )
@@ -59,45 +62,47 @@ from nsa_jax.layout import Placement
 
 def score_blocks(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B SE"],
+    keys: Float[Array, "B ..."],
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
     *,
     sizes: IndexSizes,
-) -> tuple[Float[Array, "B T K M"], Int32[Array, "B T K M"]]:
-    """Scores of all blocks, and the token that gave each, -1 where the score is not finite.
+) -> tuple[Float[Array, "B T K M"], Int32[Array, "B M K T"]]:
+    """Scores of all blocks, and the token that gave each block in sight, -1 where the score is not finite.
 
-    `keys` are `[B, S, E]` in two axes, so that none of them is one of heads.
+    `keys` are as in `choose_by_index`.
     """
     batch, num_queries, num_kv_heads, heads, dim = query.shape
-    keys = keys.reshape(batch, -1, 1, dim)
+    keys = by_heads(keys, dim)
+    key_heads = keys.shape[2]
+    num_pairs = num_queries * num_kv_heads // key_heads
     block = placement.config.selection_block_size
     num_blocks = layout.num_selection_blocks(keys.shape[1], placement.config)
     padded = power_of_two(block)
     columns = max(sizes.keys, padded)
-    pairs = min(sizes.pairs, max(power_of_two(num_queries * num_kv_heads), 16))
-    tiles = -(-num_queries * num_kv_heads // pairs)
+    pairs = min(sizes.pairs, max(power_of_two(num_pairs), 16))
+    tiles = -(-num_pairs // pairs)
     key_tiles_of_row = -(-num_blocks // (columns // padded))
-    each = min(max(key_tiles_of_row * tiles * batch // INDEX_PROGRAMS, 1), sizes.key_tiles)
+    each = min(max(key_tiles_of_row * tiles * batch * key_heads // INDEX_PROGRAMS, 1), sizes.key_tiles)
     key_programs = -(-key_tiles_of_row // each)
     tma = has_tma() and padded == block  # else keys are loaded one by one
     first, second = split_dim(dim)
-    rows = query.reshape(batch, num_queries * num_kv_heads, heads, dim)
+    rows = query.reshape(batch, num_pairs, key_heads * heads, dim)
     shape = (batch, num_queries, num_kv_heads, num_blocks)
+    shape_of_tokens = (batch, num_blocks, num_kv_heads, num_queries)
     scores, tokens = launch(
         block_scores_kernel, *key_tiles(rows, pairs, tma), *key_tiles(keys, columns, tma), weights,
         placement.position, placement.selection_start() if placement.packed else None,
-        out=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
-        grid=(tiles * key_programs, batch), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        num_queries=num_queries, num_keys=keys.shape[1], scale=abs(scale), KV_HEADS=num_kv_heads,
-        HEADS=heads, E0=first, E1=second, BLOCK=block, ROW=num_blocks, PAIRS=pairs, COLUMNS=columns,
-        PADDED=padded, TILES_EACH=each, KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0,
-        PRECISION=precision(query.dtype), TMA=tma,
+        out=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape_of_tokens, jnp.int32)),
+        grid=(tiles * key_programs, batch * key_heads), num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages, num_queries=num_queries, num_keys=keys.shape[1], scale=abs(scale),
+        KV_HEADS=num_kv_heads, KEY_HEADS=key_heads, HEADS=heads, E0=first, E1=second, BLOCK=block,
+        ROW=num_blocks, PAIRS=pairs, COLUMNS=columns, PADDED=padded, TILES_EACH=each,
+        KEY_PROGRAMS=key_programs, NEGATIVE=scale < 0, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     # Blocks out of sight were not written.
-    scores = jnp.where(_in_sight(placement, num_blocks) & ~jnp.isnan(scores), scores, -jnp.inf)
-    return scores, jnp.where(jnp.isfinite(scores), tokens, -1)
+    return jnp.where(_in_sight(placement, num_blocks) & ~jnp.isnan(scores), scores, -jnp.inf), tokens
 
 
 def _in_sight(placement: Placement, num_blocks: int) -> Bool[Array, "B T 1 M"]:
@@ -107,28 +112,30 @@ def _in_sight(placement: Placement, num_blocks: int) -> Bool[Array, "B T 1 M"]:
 
 def score_gradients(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B SE"],
+    keys: Float[Array, "B ..."],
     weights: Float[Array, "B T K J"] | None,
-    tokens: Int32[Array, "B T K M"],
+    tokens: Int32[Array, "B M K T"],
     d_scores: Float[Array, "B T K M"],
     placement: Placement,
     scale: float,
 ) -> tuple[Array, Float[Array, "B S K E"], Float[Array, "B T K J"] | None]:
     """Gradients of queries, of keys by each KV head in float32, and of weights."""
     batch, num_queries, num_kv_heads, heads, dim = query.shape
-    num_blocks = tokens.shape[3]
-    keys = keys.reshape(batch, -1, dim)
+    num_blocks = tokens.shape[1]
+    keys = by_heads(keys, dim)
     first, second = split_dim(dim)
     common: dict[str, Any] = dict(
         num_queries=num_queries, num_keys=keys.shape[1], KV_HEADS=num_kv_heads, HEADS=heads, E0=first,
         E1=second, BLOCK=placement.config.selection_block_size, ROW=num_blocks,
     )  # fmt: skip
-    products = jax.ShapeDtypeStruct((batch, num_queries, num_kv_heads, heads, num_blocks), jnp.float32)
+    row_bytes = dim * query.dtype.itemsize
+    products = jax.ShapeDtypeStruct((batch, num_blocks, num_kv_heads, heads, num_queries), jnp.float32)
     d_query, d_weights, d_products = launch(
         index_query_gradients_kernel, query, keys, weights, tokens, d_scores, placement.position,
         out=(like(query), like(query, query.shape[:4]), products),
-        grid=(num_queries * num_kv_heads * heads, batch), num_warps=1, num_stages=2, scale=float(scale),
-        STEP=16, **common,
+        grid=(num_queries * num_kv_heads, batch), num_stages=2, scale=float(scale),
+        num_warps=1 if row_bytes <= 128 else 2 if row_bytes <= 256 else 4, ROWS=max(power_of_two(heads), 16),
+        STEP=32, KEY_HEADS=keys.shape[2], PRECISION=precision(query.dtype), **common,
     )  # fmt: skip
     tokens_each, num_warps = index_gradient_tile(query.dtype.itemsize, dim)
     tile = min(tokens_each, max(1 << (placement.config.selection_block_size.bit_length() - 1), 16))
@@ -142,9 +149,24 @@ def score_gradients(
     return d_query, d_keys, None if weights is None else d_weights
 
 
+class Found(NamedTuple):
+    """Where the scores of a tile of pairs go, `[B, T, K, ROW]`, and their tokens, `[B, ROW, K, T]`.
+
+    Attributes:
+      scores, tokens: the arrays.
+      column: offset of each pair's column of tokens.
+      stride: from one block of a column to the next.
+    """
+
+    scores: tl.tensor
+    tokens: tl.tensor
+    column: tl.tensor
+    stride: tl.tensor
+
+
 @triton.jit
 def _score_seen_blocks(
-    queries, keys, pairs, at, start, here, first_tile, scores, tokens, scale, blocks, TILES_EACH: tl.constexpr
+    queries, keys, pairs, at, start, here, first_tile, found, scale, blocks, TILES_EACH: tl.constexpr
 ):
     """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
@@ -164,132 +186,131 @@ def _score_seen_blocks(
             order = tl.arange(0, blocks.PADDED)[None, None, :]
             place = tl.min(tl.where(total == best[:, :, None], order, blocks.PADDED), 2)
             block = tile * BLOCKS + tl.arange(0, BLOCKS)
-            target = pairs.target[:, None] + block[None, :]
             kept = here[:, None] & (block < pairs.ROW)[None, :]
-            tl.store(scores + target, best * scale, mask=kept)
-            tl.store(tokens + target, start + block[None, :] * blocks.BLOCK + place, mask=kept)
+            score = best * scale
+            tl.store(found.scores + pairs.target[:, None] + block[None, :], score, mask=kept)
+            token = tl.where(tl.abs(score) < float("inf"), start + block[None, :] * blocks.BLOCK + place, -1)
+            places = found.column[:, None] + block[None, :].to(tl.int64) * found.stride
+            tl.store(found.tokens + places, token, mask=kept)
 
 
 @triton.jit(repr=named("nsa_block_scores"))
 def block_scores_kernel(
     queries0, queries1, keys0, keys1, weights, position, sequence_start, scores, tokens,
     num_queries, num_keys, scale,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK: tl.constexpr, ROW: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, TILES_EACH: tl.constexpr, KEY_PROGRAMS: tl.constexpr, NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores and tokens `[B, T, K, ROW]`; those of blocks out of sight are not written."""
+    """Scores and tokens, see `Found`; those of blocks out of sight are not written."""
     DIM: tl.constexpr = Dim(E0, E1)
     blocks: tl.constexpr = IndexBlocks(BLOCK, 0, COLUMNS, PADDED)
-    b = tl.program_id(1)
+    SHARED: tl.constexpr = KV_HEADS // KEY_HEADS  # KV heads of a head of keys
+    b = tl.program_id(1) // KEY_HEADS
+    key_head = tl.program_id(1) % KEY_HEADS
     tile = tl.program_id(0) // KEY_PROGRAMS
     first_tile = (tl.program_id(0) % KEY_PROGRAMS) * TILES_EACH
     pair = tile * PAIRS + tl.arange(0, PAIRS)
-    exists = pair < num_queries * KV_HEADS
-    place = b.to(tl.int64) * num_queries + pair // KV_HEADS
+    exists = pair < num_queries * SHARED
+    place = b.to(tl.int64) * num_queries + pair // SHARED
     at = tl.load(position + place, mask=exists, other=-1)
     current = tl.where(at >= 0, at // BLOCK, -1)
-    target = (b.to(tl.int64) * (num_queries * KV_HEADS) + pair) * ROW
-    pairs: tl.constexpr = Pairs(tile * PAIRS, exists, current, target, num_queries * KV_HEADS, PAIRS, ROW)
-    queries: tl.constexpr = IndexQueries(queries0, queries1, weights, b, HEADS, DIM, NEGATIVE, PRECISION, TMA)
-    keys: tl.constexpr = Keys(keys0, keys1, b, 0, num_keys, 1, COLUMNS, DIM, TMA)
+    target = (place * KV_HEADS + key_head * SHARED + pair % SHARED) * ROW
+    pairs: tl.constexpr = Pairs(tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW)
+    queries: tl.constexpr = IndexQueries(
+        queries0, queries1, weights, b, key_head, KEY_HEADS, HEADS, DIM, NEGATIVE, PRECISION, TMA
+    )
+    keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
+    column = (b.to(tl.int64) * (ROW * KV_HEADS) + key_head * SHARED + pair % SHARED) * num_queries
+    found: tl.constexpr = Found(scores, tokens, column + pair // SHARED, KV_HEADS * num_queries)
     sees = at >= 0
     if sequence_start is None:
-        _score_seen_blocks(
-            queries, keys, pairs, at, 0, sees, first_tile, scores, tokens, scale, blocks, TILES_EACH
-        )
+        _score_seen_blocks(queries, keys, pairs, at, 0, sees, first_tile, found, scale, blocks, TILES_EACH)
     else:
         begin = tl.where(sees, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
         while start < LARGEST_INT:
             _score_seen_blocks(
-                queries, keys, pairs, at, start, begin == start, first_tile, scores, tokens, scale, blocks,
-                TILES_EACH,
-            )  # fmt: skip
+                queries, keys, pairs, at, start, begin == start, first_tile, found, scale, blocks, TILES_EACH
+            )
             start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)
 
 
 @triton.jit
-def _broadcast_row(x, ROWS: tl.constexpr):
-    """One row, ROWS times."""
-    zero = tl.zeros([ROWS, 1], tl.float32)
-    if x.second is None:
-        y = Pieces(x.first.to(tl.float32) + zero, None)
-    else:
-        y = Pieces(x.first.to(tl.float32) + zero, x.second.to(tl.float32) + zero)
-    return y
-
-
-@triton.jit
-def _weighted_sum(x, weight):
-    """The sum of the rows of `x` times their weights, as one row; a weight of 0 counts whatever its row."""
-    x0 = tl.sum(tl.where(weight[:, None] != 0.0, weight[:, None] * x.first.to(tl.float32), 0.0), 0)[None, :]
-    if x.second is None:
-        x1 = None
-    else:
-        x1 = tl.where(weight[:, None] != 0.0, weight[:, None] * x.second.to(tl.float32), 0.0)
-        x1 = tl.sum(x1, 0)[None, :]
-    return Pieces(x0, x1)
-
-
-@triton.jit(repr=named("nsa_index_query_gradients"))
-def index_query_gradients_kernel(
-    query, keys, weights, tokens, d_scores, position, d_query, d_weights, d_products,
-    num_queries, num_keys, scale,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    BLOCK: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """One index query: its gradient, that of its weight, and those of its products `[B, T, K, J, ROW]`."""
-    DIM: tl.constexpr = Dim(E0, E1)
-    E: tl.constexpr = E0 + E1
-    b = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) % HEADS
-    pair = b * (num_queries * KV_HEADS) + tl.program_id(0) // HEADS
-    one = tl.zeros([1], tl.int64)
-    at = tl.load(position + b * num_queries + tl.program_id(0) // (HEADS * KV_HEADS))
-    count = tl.where(at >= 0, at // BLOCK + 1, 0)
-    own = _broadcast_row(load_at(query + (pair * HEADS + head) * E, one, one == 0, DIM), STEP)
-    if weights is not None:
-        weight = tl.load(weights + pair * HEADS + head).to(tl.float32)
-    total = zeros(1, DIM)
-    of_weight = tl.full((), 0.0, tl.float32)
-    for first in tl.range(0, ROW, STEP):
-        block = first + tl.arange(0, STEP)
-        token = tl.load(tokens + pair * ROW + block, mask=block < count, other=-1)
-        used = token >= 0
-        given = tl.load(d_scores + pair * ROW + block, mask=used, other=0.0)
-        k = load_at(keys + b * num_keys * E, tl.where(used, token, 0).to(tl.int64) * E, used, DIM)
-        if weights is not None:
-            product = row_products(own, k) * scale
-            of_weight += tl.sum(tl.where(used, given * tl.maximum(product, 0.0), 0.0), 0)
-            given = tl.where(product > 0, given * weight, 0.0)
-        elif HEADS > 1:  # the first head with the largest product
-            best = tl.full([STEP], float("-inf"), tl.float32)
-            which = tl.zeros([STEP], tl.int32)
-            for other in tl.range(0, HEADS):
-                q = _broadcast_row(load_at(query + (pair * HEADS + other) * E, one, one == 0, DIM), STEP)
-                product = row_products(q, k) * scale
-                which = tl.where(product > best, other, which)
-                best = tl.where(product > best, product, best)
-            given = tl.where(which == head, given, 0.0)
-        given = given * scale
-        tl.store(d_products + (pair * HEADS + head) * ROW + block, given, mask=block < ROW)
-        total = added(total, _weighted_sum(k, given))
-    store_at(d_query + (pair * HEADS + head) * E, one, total, one == 0, DIM)
-    if weights is not None:
-        tl.store(d_weights + pair * HEADS + head, of_weight.to(d_weights.dtype.element_ty))
-
-
-@triton.jit
 def _finite(x):
-    """`x`, with 0 for what is not finite: such queries have no gradient, but 0 times NaN is NaN."""
+    """`x`, with 0 for what is not finite: it has no gradient and gives none, but 0 times NaN is NaN."""
     x0 = tl.where(tl.abs(x.first) < float("inf"), x.first, 0.0)
     if x.second is None:
         y = Pieces(x0, None)
     else:
         y = Pieces(x0, tl.where(tl.abs(x.second) < float("inf"), x.second, 0.0))
     return y
+
+
+@triton.jit(repr=named("nsa_index_query_gradients"))
+def index_query_gradients_kernel(
+    query, keys, weights, tokens, d_scores, position, d_query, d_weights, d_products,
+    num_queries, num_keys, scale,
+    KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    BLOCK: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The index queries of one pair: their gradients, and those of their weights and products."""
+    DIM: tl.constexpr = Dim(E0, E1)
+    E: tl.constexpr = E0 + E1
+    dtype: tl.constexpr = query.dtype.element_ty
+    b = tl.program_id(1).to(tl.int64)
+    pair = b * (num_queries * KV_HEADS) + tl.program_id(0)
+    query_token = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    own_keys = keys + (b * num_keys * KEY_HEADS + kv_head // (KV_HEADS // KEY_HEADS)) * E
+    lane = (b * (ROW * KV_HEADS) + kv_head) * num_queries
+    own_tokens = tokens + lane + query_token
+    own_products = d_products + lane * HEADS + query_token
+    stride = KV_HEADS * num_queries  # from one block to the next
+    at = tl.load(position + b * num_queries + query_token)
+    count = tl.where(at >= 0, at // BLOCK + 1, 0)
+    step = tl.arange(0, STEP)
+    head = tl.arange(0, ROWS)
+    exists = head < HEADS
+    row = pair * HEADS + head
+    q = load_at(query, row * E, exists, DIM)
+    # Factors of 16 bits: relative to the largest, so that none is out of their range.
+    largest = tl.full((), 0.0, tl.float32)
+    for first in tl.range(0, count, STEP):
+        block = first + step
+        token = tl.load(own_tokens + block.to(tl.int64) * stride, mask=block < count, other=-1)
+        given = tl.load(d_scores + pair * ROW + block, mask=token >= 0, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(given), 0))
+    if weights is not None:
+        weight = tl.load(weights + row, mask=exists, other=0.0).to(tl.float32)
+        largest *= tl.max(tl.abs(weight), 0)
+    shrink = tl.where(largest > 0, 1.0 / largest, 0.0)
+    total = zeros(ROWS, DIM)
+    of_weights = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, count, STEP):
+        block = first + step
+        token = tl.load(own_tokens + block.to(tl.int64) * stride, mask=block < count, other=-1)
+        used = token >= 0
+        given = tl.load(d_scores + pair * ROW + block, mask=used, other=0.0)
+        k = load_at(own_keys, tl.where(used, token, 0).to(tl.int64) * (KEY_HEADS * E), used, DIM)
+        product = inner(q, k, PRECISION) * scale
+        if weights is not None:
+            of_weights += tl.sum(tl.where(used, given, 0.0)[None, :] * tl.maximum(product, 0.0), 1)
+            factor = tl.where(product > 0, weight[:, None], 0.0)
+        else:  # the first head with the largest product
+            number = tl.where(exists[:, None] & (product == product), product, float("-inf"))
+            best = tl.max(number, 0)
+            which = tl.min(tl.where(number == best[None, :], head[:, None], ROWS), 0)
+            factor = tl.where(head[:, None] == which[None, :], 1.0, 0.0)
+        part = given[None, :] * factor
+        place = block.to(tl.int64)[None, :] * (KV_HEADS * HEADS) + head[:, None]
+        to = own_products + place * num_queries
+        tl.store(to, part * scale, mask=exists[:, None] & (block < count)[None, :])
+        total = add_product((part * shrink).to(dtype), cast(_finite(k), dtype), total, PRECISION)
+    store_at(d_query, row * E, scaled(total, largest * scale), exists, DIM)
+    if weights is not None:
+        tl.store(d_weights + row, of_weights.to(d_weights.dtype.element_ty), mask=exists)
 
 
 @triton.jit(repr=named("nsa_index_key_gradients"))
@@ -319,17 +340,20 @@ def index_key_gradients_kernel(
             start = tl.load(sequence_start + b * num_queries + token, mask=exists & (at >= 0), other=0)
         last = tl.where(at >= 0, start + at, -1)
         if tl.max(last, 0) >= first_key:
-            pair = (b * num_queries + token) * KV_HEADS + k
             block = tl.maximum(first_key - start, 0) // BLOCK  # of the first key
             for head in tl.range(0, HEADS):
-                row = pair * HEADS + head
                 given = tl.zeros([COLUMNS, TOKENS], tl.float32)
                 for later in tl.static_range((COLUMNS + BLOCK - 2) // BLOCK + 1):
                     place = block + later
-                    source = tl.load(tokens + pair * ROW + place, mask=place * BLOCK <= at, other=-1)
+                    column = (b * ROW + place) * KV_HEADS + k
+                    source = tl.load(
+                        tokens + column * num_queries + token, mask=place * BLOCK <= at, other=-1
+                    )
                     inside = (source >= first_key) & (source < first_key + COLUMNS)
-                    x = tl.load(d_products + row * ROW + place, mask=inside, other=0.0)
+                    column = (column * HEADS + head) * num_queries + token
+                    x = tl.load(d_products + column, mask=inside, other=0.0)
                     given += tl.where(source[None, :] == key[:, None], x[None, :], 0.0)
+                row = ((b * num_queries + token) * KV_HEADS + k) * HEADS + head
                 q = _finite(load_at(query, row * E, exists, DIM))
                 total = add_product(given.to(dtype), cast(q, dtype), total, PRECISION)
     row = ((b * num_keys + key) * KV_HEADS + k) * E

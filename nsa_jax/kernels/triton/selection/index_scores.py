@@ -1,9 +1,10 @@
 """Scores of the selection blocks by an indexer: the largest score of the tokens of each block.
 
-grid = (tiles of pairs of the chunk times groups of key tiles, batch rows of the chunk). A pair is a query
-token with a KV head. All KV heads share the index keys, so a tile of `PAIRS` neighbouring pairs needs each
-tile of keys once. Groups change fastest. With few queries, as in a decode step, groups are short, so that
-enough programs share the keys of a row.
+grid = (tiles of pairs of the chunk times groups of key tiles, batch rows of the chunk times heads of keys). A
+pair is a query token with a KV head. Where all KV heads share a head of keys, a tile of `PAIRS` neighbouring
+pairs has them all, and needs each tile of keys once; else its pairs are those of one KV head. Groups change
+fastest. With few queries, as in a decode step, groups are short, so that enough programs share the keys of a
+row.
 
 Loop order: key tiles of the group outside, index heads inside. With one head (MSA) the tile of queries is
 held, and tiles of keys stream in, `num_stages` in flight. With several, the keys of a tile are held and the
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import Keys, load_chosen_keys, load_keys
 from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, inner
@@ -48,14 +50,14 @@ class IndexBlocks(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A tile of neighbouring (token, KV head) pairs of one row, and where their scores go.
+    """A tile of neighbouring (token, KV head) pairs of one row and head of keys, and where their scores go.
 
     Attributes:
-      first: the first pair of the tile, counted from the row's first.
+      first: the first pair of the tile, counted from the first of the row and head of keys.
       exists: whether there is such a pair.
       current: selection block of each pair's token, -1 where it sees nothing.
       target: offset of each pair's row of scores.
-      length: pairs of the row.
+      length: pairs of the row and head of keys.
       PAIRS: pairs of a tile.
       ROW: length of a pair's row of scores.
     """
@@ -70,12 +72,14 @@ class Pairs(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """Queries of an indexer, `[B, T K, J, E]`, and the weights of its heads.
+    """Queries of an indexer, `[B, T K / I, I, J, E]` for I heads of keys, and the weights of their heads.
 
     Attributes:
       first, second: where tiles of queries of one head come from, see `Keys`.
-      weights: weights `[B, T K, J]`, or None.
+      weights: weights `[B, T K / I, I, J]`, or None.
       b: row of the batch.
+      key_head: head of keys.
+      KEY_HEADS: I, K or 1.
       HEADS: J.
       DIM: `Dim` of a query.
       NEGATIVE: whether the scale is, so that the smallest product is the best.
@@ -86,6 +90,8 @@ class IndexQueries(NamedTuple):
     second: tl.tensor | None
     weights: tl.tensor | None
     b: tl.tensor
+    key_head: tl.tensor
+    KEY_HEADS: tl.constexpr
     HEADS: tl.constexpr
     DIM: tl.constexpr
     NEGATIVE: tl.constexpr
@@ -93,12 +99,20 @@ class IndexQueries(NamedTuple):
     TMA: tl.constexpr
 
 
+def by_heads(keys: Float[Array, "B ..."], dim: int) -> Float[Array, "B S I E"]:
+    """Index keys by heads, of which there is one if all KV heads share it: then `keys` are `[B, S E]`.
+
+    Two axes, because an axis of heads would be divided among the devices that divide the heads of a call.
+    """
+    return keys.reshape(keys.shape[0], -1, 1 if keys.ndim == 2 else keys.shape[2], dim)
+
+
 @triton.jit
 def load_head(queries, pairs, head):
     """The tile of queries of one index head."""
     source: tl.constexpr = Keys(
-        queries.first, queries.second, queries.b, head, pairs.length, queries.HEADS, pairs.PAIRS, queries.DIM,
-        queries.TMA,
+        queries.first, queries.second, queries.b, queries.key_head * queries.HEADS + head, pairs.length,
+        queries.KEY_HEADS * queries.HEADS, pairs.PAIRS, queries.DIM, queries.TMA,
     )  # fmt: skip
     return load_keys(source, pairs.first)
 
@@ -111,7 +125,8 @@ def part_of_head(queries, pairs, head, q, k):
         part = -part
     if queries.weights is not None:
         pair = queries.b.to(tl.int64) * pairs.length + pairs.first + tl.arange(0, pairs.PAIRS)
-        weight = tl.load(queries.weights + pair * queries.HEADS + head, mask=pairs.exists, other=0.0)
+        row = pair * queries.KEY_HEADS + queries.key_head
+        weight = tl.load(queries.weights + row * queries.HEADS + head, mask=pairs.exists, other=0.0)
         relu = tl.maximum(part, 0.0, propagate_nan=tl.PropagateNan.ALL)
         part = weight.to(tl.float32)[:, None] * relu
     return part
@@ -176,7 +191,7 @@ def index_scores_kernel(
     queries0, queries1, keys0, keys1, weights, position, sequence_start, chunk, scores,
     batch, num_queries, num_keys, scale,
     CHUNKS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK: tl.constexpr, SELECTED: tl.constexpr, LOCAL: tl.constexpr, ROW: tl.constexpr,
     PAIRS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILES_EACH: tl.constexpr,
     KEY_PROGRAMS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -188,27 +203,31 @@ def index_scores_kernel(
     DIM: tl.constexpr = Dim(E0, E1)
     blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED)
     number = tl.load(chunk)
-    row_of_chunk = tl.program_id(1)
+    SHARED: tl.constexpr = KV_HEADS // KEY_HEADS  # KV heads of a head of keys
+    row_of_chunk = tl.program_id(1) // KEY_HEADS
+    key_head = tl.program_id(1) % KEY_HEADS
     b = (number // CHUNKS_PER_ROW) * CHUNK_ROWS + row_of_chunk
     tile = tl.program_id(0) // KEY_PROGRAMS
     first_tile = (tl.program_id(0) % KEY_PROGRAMS) * TILES_EACH
     first_token = (number % CHUNKS_PER_ROW) * CHUNK_TOKENS
 
     pair = tile * PAIRS + tl.arange(0, PAIRS)  # of the chunk
-    in_chunk = pair // KV_HEADS
+    in_chunk = pair // SHARED
     token = first_token + in_chunk
     exists = (in_chunk < CHUNK_TOKENS) & (token < num_queries) & (b < batch)
     place = b.to(tl.int64) * num_queries + token
     at = tl.load(position + place, mask=exists, other=-1)
     current = tl.where(at >= 0, at // BLOCK, -1)
     scored = current >= SELECTED
-    row = (row_of_chunk * KV_HEADS + pair % KV_HEADS).to(tl.int64)
+    row = (row_of_chunk * KV_HEADS + key_head * SHARED + pair % SHARED).to(tl.int64)
     target = (row * CHUNK_TOKENS + in_chunk) * ROW
     pairs: tl.constexpr = Pairs(
-        first_token * KV_HEADS + tile * PAIRS, exists, current, target, num_queries * KV_HEADS, PAIRS, ROW
+        first_token * SHARED + tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW
     )
-    queries: tl.constexpr = IndexQueries(queries0, queries1, weights, b, HEADS, DIM, NEGATIVE, PRECISION, TMA)
-    keys: tl.constexpr = Keys(keys0, keys1, b, 0, num_keys, 1, COLUMNS, DIM, TMA)
+    queries: tl.constexpr = IndexQueries(
+        queries0, queries1, weights, b, key_head, KEY_HEADS, HEADS, DIM, NEGATIVE, PRECISION, TMA
+    )
+    keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     if sequence_start is None:
         _score_index_sequence(queries, keys, pairs, 0, scored, first_tile, scores, scale, blocks, TILES_EACH)
     else:
