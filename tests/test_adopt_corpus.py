@@ -186,12 +186,16 @@ def test_lines_that_pages_begin_or_end_with_are_left_out():
 
 
 def test_a_long_manual_becomes_several_documents_of_whole_pages(monkeypatch):
-    monkeypatch.setattr(documents, "JOINED", 2 * len(prose(100)))
-    monkeypatch.setattr(documents, "WHOLE", 2 * len(prose(100)) - 9)
+    monkeypatch.setattr(documents, "JOINED", 3 * len(prose(100)))
+    monkeypatch.setattr(documents, "WHOLE", 2 * len(prose(100)))
     monkeypatch.setattr(documents, "SMALLEST_DOCUMENT", len(prose(100)))
     pages = [Page(f"f/{i}", prose(i), []) for i in range(100, 105)] + [Page("g/0", prose(105), [])]
 
     made = list(Documents().of(pages))
 
-    assert [text.count("\n\n") for text in made] == [1, 1, 1]
+    assert [text.count("\n\n") for text in made] == [2, 1, 0]  # the second ends with its folder
     assert "\n\n".join(made) == "\n\n".join(prose(i) for i in range(100, 106))
+
+
+def test_a_package_with_little_text_has_no_document():
+    assert list(Documents().of([Page("a", prose(1, sentences=5), [])])) == []
