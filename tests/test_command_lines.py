@@ -84,6 +84,9 @@ BAD = [
     ("examples.train_lm", ["--output={file}/run"], "--output must be a folder that can be made"),
     ("examples.adopt_corpus", ["{file}/x.jsonl"], "FILE must name a file that can be written"),
     ("examples.adopt_corpus", ["{none}", "--packages={file}"], "--packages must name a file"),
+    ("examples.adopt_corpus", ["{none}", "--list={none}"], "--list must be a file that can be read"),
+    ("examples.adopt_corpus", ["{none}", "--list={file}"], "--list must be a file that can be read"),
+    ("examples.adopt_corpus", ["{none}", "--list={empty}"], "--list must be what `sha256sum` writes"),
     ("examples.recall", ["--results={file}/x.jsonl"], "--results must name a file that can be written"),
 ]  # fmt: skip
 

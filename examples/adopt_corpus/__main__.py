@@ -29,12 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     told = "where they are, the first that has one counts; default: Debian's and its archives"
     add("--mirror", nargs="+", default=packages.MIRRORS, metavar="URL", help=told)
     options = parser.parse_args(arguments)
+    listed = packages.listed(options.list)
     check_writable(options.target, "FILE")
     check_writable(options.packages / "package", "--packages")
     made, part = Documents(), options.target.with_name(f".{options.target.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            for path, expected in packages.listed(options.list):
+            for path, expected in listed:
                 package = packages.fetch(path, expected, options.mirror, options.packages)
                 pages = filter(None, (read(*each) for each in packages.files(package)))
                 texts = list(made.of(pages))

@@ -5,6 +5,7 @@ import http.client
 import io
 import lzma
 import pathlib
+import re
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,14 @@ AR_MAGIC, AR_HEADER = b"!<arch>\n", 60  # bytes
 
 
 def listed(path: pathlib.Path = LIST) -> list[tuple[str, str]]:
-    """Path and SHA-256 of each package."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [(line[66:], line[:64]) for line in lines if line]
+    """Path and SHA-256 of each package. Raises InputError if there are none."""
+    try:
+        found = re.findall(r"^([0-9a-f]{64})  (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--list must be a file that can be read, got {error}. Name another.") from error
+    if not found:
+        raise InputError(f"--list must be what `sha256sum` writes, got {str(path)!r}. Name another.")
+    return [(name, expected) for expected, name in found]
 
 
 def fetch(path: str, expected: str, mirrors: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
