@@ -138,6 +138,18 @@ def test_a_kept_package_that_was_damaged_is_downloaded_again(mirror, tmp_path):
     assert kept.read_bytes() == whole
 
 
+def test_no_room_is_said_in_one_line(mirror, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+
+    assert main(mirror[1]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "FILE and --packages must take what is written, got the error '[Errno 28] No space" in line
+    assert has_form(line)
+
+
 @pytest.mark.parametrize("content", [b"", b"odd", deb({}, "data.tar.zst")], ids=["empty", "odd", "zst"])
 def test_what_is_no_package_is_refused(tmp_path, content):
     (tmp_path / "x.deb").write_bytes(content)
