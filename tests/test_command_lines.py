@@ -35,6 +35,7 @@ COMMANDS = {
     "benchmarks.tables": "benchmarks.tables",
     "benchmarks.targets": "benchmarks.targets",
     "benchmarks.training": "benchmarks.training",
+    "examples.adopt_corpus": "examples.adopt_corpus.__main__",
     "examples.recall": "examples.recall.__main__",
     "examples.train_lm": "examples.train_lm.__main__",
     "examples.train_lm.report": "examples.train_lm.report",
@@ -81,6 +82,11 @@ BAD = [
     ("benchmarks.tables", ["{empty}"], "run_id must be one of"),
     ("examples.train_lm.report", ["--document={none}"], "--document must be a text file"),
     ("examples.train_lm", ["--output={file}/run"], "--output must be a folder that can be made"),
+    ("examples.adopt_corpus", ["{file}/x.jsonl"], "FILE must name a file that can be written"),
+    ("examples.adopt_corpus", ["{none}", "--packages={file}"], "--packages must name a file"),
+    ("examples.adopt_corpus", ["{none}", "--list={none}"], "--list must be a file that can be read"),
+    ("examples.adopt_corpus", ["{none}", "--list={file}"], "--list must be a file that can be read"),
+    ("examples.adopt_corpus", ["{none}", "--list={empty}"], "--list must be what `sha256sum` writes"),
     ("examples.recall", ["--results={file}/x.jsonl"], "--results must name a file that can be written"),
 ]  # fmt: skip
 
