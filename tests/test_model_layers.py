@@ -5,11 +5,11 @@ import dataclasses
 import functools
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_compile
+from equations import equations
 from flax import nnx
 from messages import refused
 from modules import MODEL, NSA, abstract, randomised
@@ -22,14 +22,6 @@ CONFIG = TransformerConfig(
     vocab_size=32, num_layers=2, model_dim=64, num_heads=4, num_kv_heads=1, head_dim=16,
     nsa=NSAConfig(selection_block_size=32, num_selected_blocks=4, window_size=64), dtype="bfloat16",
 )  # fmt: skip
-
-
-def equations(jaxpr):
-    """All equations of a program and of those inside it."""
-    for equation in jaxpr.eqns:
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-        yield equation
 
 
 def launches(config):

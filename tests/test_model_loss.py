@@ -4,10 +4,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equations import equations
 from flax import nnx
 from messages import refused
 from modules import MODEL, abstract, named, randomised
@@ -89,14 +89,6 @@ def test_loss_and_gradients_are_those_of_all_logits(tied, remat):
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-9, atol=1e-11, err_msg=name)
-
-
-def equations(jaxpr):
-    """All equations of a program and of those inside it."""
-    for equation in jaxpr.eqns:
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-        yield equation
 
 
 @pytest.mark.usefixtures("_in_chunks")

@@ -142,6 +142,35 @@ def test_only_the_selector_learns_by_the_loss(name, learns):
         assert not np.any(of_input)
 
 
+@pytest.mark.parametrize(("remat", "times"), [("attention", 1), (True, 2)])
+def test_a_remat_policy_keeps_the_gradients_of_the_loss(remat, times, monkeypatch):
+    """So that the backward pass of a layer does not ask for probabilities again."""
+    found = []
+
+    def told(x):
+        found.append(x.shape)
+        return np.asarray(x)
+
+    def probabilities(*arrays, **options):
+        x = block_probabilities(*arrays, **options)
+        return jax.pure_callback(told, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    block_probabilities = nsa_jax.block_probabilities
+    monkeypatch.setattr(distillation.attention, "block_probabilities", probabilities)
+    config = TransformerConfig(
+        vocab_size=11, num_layers=2, model_dim=8, num_heads=2, num_kv_heads=1, nsa=CONFIG, branches=("slc",),
+        selector=IndexerConfig(dim=4), remat=remat, scan_layers=True,
+    )  # fmt: skip
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+
+    def loss(state):
+        return sum(nnx.merge(graph, state).loss(np.ones((1, 40), np.int32), distil="dense"))
+
+    jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(state))
+
+    assert len(found) == times * config.num_layers
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_of_chunks_add_up(name):
     """Those of the parameters, of packed rows in small chunks, against those of all queries at once."""

@@ -9,7 +9,6 @@ import re
 
 import jax
 import jax.export
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ pytest.importorskip("jax_cuda13_plugin", reason=f"needs jax-cuda13-plugin, {WHER
 pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {WHERE}", exc_type=ImportError)
 
 import triton_compile  # noqa: E402
+from equations import equations  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
 
 from nsa_jax import attention, layout  # noqa: E402
@@ -113,14 +113,6 @@ def test_memory_follows_the_formula(kind):
     shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", executable.as_text()))
     elements = {shape: int(np.prod([int(x) for x in shape.split(",")])) for shape in shapes}
     assert elements[f"1,{LENGTH},{HEADS},{DIM}"] == max(elements.values()) < LENGTH * LENGTH / 4
-
-
-def equations(jaxpr):
-    """All equations of a program and of those inside it."""
-    for equation in jaxpr.eqns:
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
-        yield equation
 
 
 def traced(function, *arguments):

@@ -6,12 +6,14 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Run, Runs
+from nsa_jax.remat import SAVED_NAMES
 from nsa_jax.sharding.manual import varying_alike
 
 type Target = Literal["dense", "selected"]
@@ -56,8 +58,8 @@ def mean_loss(
 
     Returns:
       The mean, with a gradient through the scores alone, for the floats among `queries` and `held`. It is
-      formed beside the loss of each chunk, so the target and the scores are computed once, and no chunk of
-      them is kept.
+      formed beside the loss of each chunk, so the target and the scores are computed once, also under a
+      remat policy that keeps `nsa_jax.remat.SAVED_NAMES`, and no chunk of them is kept.
     """
     batch, num_queries, num_kv_heads = block_indices.shape[:3]
     a_query = batch * num_kv_heads * layout.num_selection_blocks(key.shape[1], config)
@@ -125,7 +127,7 @@ def _with_gradients(
     sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=_wide(x)) if _learns(x) else None, held)
     (total, sums), d_asked = jax.lax.scan(add, (_nothing(whole), sums), (asked, fixed))
     d_held = jax.tree.map(lambda x, total: total.astype(x.dtype) if _learns(x) else None, held, sums)
-    return total, (d_asked, d_held)
+    return total, checkpoint_name((d_asked, d_held), SAVED_NAMES[3])
 
 
 def _scaled(loss: Callable[..., Array], gradients: Any, d_total: Array) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from nsa_jax.remat import SAVED_NAMES
 from nsa_jax.sharding.auto import partitioned
 from nsa_jax.sharding.vmap import folds_vmap
 
-_OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES
+_OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES[:3]
 
 
 type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
