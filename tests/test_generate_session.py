@@ -227,6 +227,17 @@ def test_a_session_is_a_pytree_that_jit_takes(stub):
     assert told(dataclasses.replace(state, rows=rows), 6)[0] == [row[9:] for row in expected]
 
 
+def test_a_session_keeps_the_parameters_that_it_began_with():
+    """Training that goes on changes the model in place."""
+    stub = Stub()
+    state = begun(stub)
+    expected, _ = told(gather(state, np.arange(3)), 6)
+
+    stub.table[...] = -stub.table[...]
+
+    assert told(state, 6)[0] == expected
+
+
 def test_numbers_of_steps_and_widths_of_turns_share_programs(stub):
     def programs():
         return session._start._cache_size(), session._advance._cache_size(), session._extend._cache_size()

@@ -175,20 +175,33 @@ def start(
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
+    graphdef, parameters = nnx.split(model)
+    # Variables of their own: those of the model may get other arrays later.
+    parameters = jax.tree.map(lambda x: x, parameters)
+    keys = checks.check_key(key, len(tokens))
+    begun = prefilled(
+        graphdef, parameters, tokens, counts, keys, options, max_length=int(max_length),
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    return Session(begun, options, parameters, graphdef, int(max_length), vocab_size)
+
+
+def prefilled(
+    graphdef: nnx.GraphDef,
+    parameters: nnx.State,
+    tokens: Int32[Array | np.ndarray, "B P"],
+    counts: Int32[Array | np.ndarray, " B"],
+    keys: PRNGKeyArray,
+    options: Options,
+    *,
+    max_length: int,
+    prefill_chunk: int | None,
+) -> Rows:
+    """Rows that hold their prompts, by the program for their bucket."""
     width = buckets.width(tokens.shape[1], max_length)
     part = buckets.part(len(tokens), width, prefill_chunk)
-    graphdef, parameters = nnx.split(model)
-    begun = _start(
-        graphdef,
-        parameters,
-        buckets.widened(tokens, -(-width // part) * part),
-        counts,
-        checks.check_key(key, len(tokens)),
-        options,
-        max_length=int(max_length),
-        prefill_chunk=part,
-    )
-    return Session(begun, options, parameters, graphdef, int(max_length), vocab_size)
+    tokens, sizes = buckets.widened(tokens, -(-width // part) * part), dict(prefill_chunk=part)
+    return _start(graphdef, parameters, tokens, counts, keys, options, max_length=max_length, **sizes)
 
 
 def extend(
@@ -265,7 +278,7 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
 
 
 def dispatch(
-    session: Session, until: Int32[Array, " B"], steps: int, columns: int, chunk_size: int
+    session: Session, until: Int32[Array | np.ndarray, " B"], steps: int, columns: int, chunk_size: int
 ) -> tuple[Session, Continuation]:
     """Adds tokens to each row until it has drawn `until`, but no more than so many decode steps bring.
 

@@ -1,0 +1,327 @@
+"""Many requests on one compiled step: they enter and leave the slots of a session between chunks of steps.
+
+The device does, in this order: a round of prompts, each put into a free slot, with its first token; then a
+chunk of steps of all slots. While all slots are taken, the next round is given to the device before the last
+one is read, so that it never waits. Otherwise it is read first: a request that comes then enters behind one
+chunk at most.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import threading
+from collections.abc import Sequence
+from queue import Full
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from nsa_jax.array_typing import Array, Int, PRNGKeyArray
+from nsa_jax.config import LONGEST
+from nsa_jax.generate import buckets, checks, copies, interrupts
+from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.logprobs import Logprobs
+from nsa_jax.generate.options import Sampling
+from nsa_jax.generate.parameters import NEUTRAL, as_row
+from nsa_jax.generate.requests import Asked, Request
+from nsa_jax.generate.session import Continuation, dispatch, prefilled, start
+from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
+from nsa_jax.option_checks import check_choice, check_int
+
+
+class _Told(NamedTuple):
+    """Tokens that are on their way: whose they are, by slot, and the round that they belong to."""
+
+    new: Continuation
+    owners: list[tuple[int, Request]]
+    round: int
+
+
+class Batcher:
+    """Writes for many requests at once, each in a slot of its own, as `generate` would write for it alone.
+
+    Args:
+      model: see `generate`.
+      slots: number of requests that are written at the same time. Their caches are allocated at once,
+        `row_bytes` for each, and once more while a prompt is read.
+      max_length: capacity of a slot in tokens: prompt and new tokens together.
+      max_waiting: number of requests that may wait for a slot.
+      sampling: parameters that requests may have, of "temperature", "top_k", "top_p", "min_p",
+        "repetition_penalty" and "presence_penalty". All slots compute them in every step, so leave out what
+        you do not need: with none of them, each step takes the most likely tokens.
+      logprobs: asks for log-probabilities, see `start`.
+      tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
+      chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
+      prefill_chunk: see `generate`.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: a number is out of range, `sampling` has an unknown name, or the model's cache has an array
+        without an axis of rows.
+
+    Examples:
+      >>> batcher = Batcher(model, 16, max_length=32768, tokenizer=tokenizer)
+      >>> requests = [batcher.submit(prompt, max_new_tokens=256) for prompt in prompts]
+      >>> for piece in requests[0]:  # writes for the others, too
+      ...     print(piece.text, end="", flush=True)
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        slots: int,
+        *,
+        max_length: int,
+        max_waiting: int = 64,
+        sampling: Sequence[str] = ("temperature", "top_k", "top_p"),
+        logprobs: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        chunk_size: int = 8,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        checks.check_counts(slots=slots, chunk_size=chunk_size)
+        check_int(low=0, max_waiting=max_waiting)
+        check_int(high=LONGEST // 2, chunk_size=chunk_size)
+        check_tokenizer(tokenizer)
+        self._names = _names(sampling)
+        # The slots begin as copies of a row that nobody has asked for anything.
+        neutral: dict[str, Any] = {name: as_row(name, NEUTRAL[name]) for name in self._names}
+        settings: dict[str, Any] = dict(max_length=max_length, logprobs=logprobs, prefill_chunk=prefill_chunk)
+        row = start(model, np.zeros((1, 1), np.int32), **settings, **neutral)
+        self._session = copies.gather(row, np.zeros(slots, np.int32))
+        self._chunk_size, self._prefill_chunk = int(chunk_size), prefill_chunk
+        self._max_waiting, self._tokenizer = int(max_waiting), tokenizer
+        self._slots: list[Request | None] = [None] * slots
+        self._until = np.zeros(slots, np.int32)  # number of tokens after which a slot stops
+        self._asked = np.zeros(slots, int)  # number of tokens that the device was asked for
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._in_flight: collections.deque[_Told] = collections.deque()
+        self._round = 0
+        # One thread at a time takes a step. The lock is held for moments, in which none waits for the device.
+        self._stepping, self._lock = False, threading.Condition()
+        self._shared_step: asyncio.Future[bool] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Number of bytes that a slot takes."""
+        return self._session.row_bytes
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of slots that the device writes in."""
+        return sum(request is not None for request in self._slots)
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Int[Array | np.ndarray, " P"],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        eos_id: int | Sequence[int] | None = None,
+        stop: Sequence[Sequence[int]] | None = None,
+        key: int | PRNGKeyArray = 0,
+    ) -> Request:
+        """Adds a request. Requests get slots in the order in which they came. Does not wait for the device.
+
+        Args:
+          prompt: token ids.
+          max_new_tokens: largest number of tokens to write.
+          temperature: see `start`, and so for the five parameters after it, each a number.
+          top_k: of the parameters, those that the `sampling` of the batcher names.
+          top_p: see `start`.
+          min_p: see `start`.
+          repetition_penalty: see `start`.
+          presence_penalty: see `start`.
+          eos_id: token that ends the text and is its last one, or several such tokens.
+          stop: sequences of tokens that end the text, and are in it; of any number and length.
+          key: a seed or a typed key. A text depends on nothing but its prompt, options and key, and equals
+            that of `generate` with a batch of this one prompt.
+
+        Returns:
+          The request: an iterator of `Written(tokens, text, logprobs)`.
+
+        Raises:
+          TypeError: an argument has the wrong type.
+          ValueError: the prompt is empty or does not fit with its new tokens, it has an id that is not in the
+            vocabulary, or a number is out of range.
+          queue.Full: `max_waiting` requests wait already.
+        """
+        tokens = checks.check_prompt(prompt, self._session.vocab_size)
+        checks.check_counts(max_new_tokens=max_new_tokens)
+        checks.check_room(np.array([len(tokens)]), max_new_tokens, self._session.max_length)
+        numbers = Sampling.of_request(
+            self._names, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        )  # fmt: skip
+        ends = checks.check_tokens(eos_id, 0)
+        sequences = [] if stop is None else [list(map(int, each)) for each in checks.check_stop(stop)]
+        asked = Asked(
+            tokens, int(max_new_tokens), set() if ends is None else set(np.atleast_1d(ends).tolist()),
+            sequences, numbers, checks.check_key(key, 1),
+        )  # fmt: skip
+        text = None if self._tokenizer is None else TextPieces(self._tokenizer)
+        request = Request(asked, text, self._take_turn, self._share_step, self._cancel)
+        with interrupts.held(), self._lock:
+            waiting = len(self._waiting) - self._slots.count(None)
+            if waiting >= self._max_waiting:
+                raise Full(
+                    f"the queue must have room, got {waiting} requests that wait for a slot and "
+                    f"max_waiting={self._max_waiting}. Try again later, or build the Batcher with more."
+                )
+            self._waiting.append(request)
+        return request
+
+    def step(self) -> bool:
+        """Gives the device its next work and reads what comes first: first tokens of a prompt, or a chunk.
+
+        Waits for that. Several threads may call it, one at a time has its turn. Ctrl-C takes effect when it
+        ends, and the batcher can still be used.
+
+        Returns:
+          Whether there is more to do: `while batcher.step(): pass` ends when nothing waits and all is
+          written.
+        """
+        return self._take_turn(None)
+
+    def _take_turn(self, request: Request | None) -> bool:
+        """Takes a step, unless those of other threads bring something for this request in the meantime."""
+        with interrupts.held():
+            with self._lock:
+                while True:
+                    if request is not None and request.has_news:
+                        return True
+                    if not self._stepping:
+                        break
+                    self._lock.wait()
+                self._stepping = True
+            try:
+                return self._step()
+            finally:
+                with self._lock:
+                    self._stepping = False
+                    self._lock.notify_all()
+
+    async def _share_step(self) -> None:
+        """Waits for a step in another thread, which all tasks of an event loop share."""
+        if self._shared_step is None or self._shared_step.done():
+            self._shared_step = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(self._shared_step)
+
+    def _cancel(self, request: Request) -> None:
+        with interrupts.held(), self._lock:
+            if request.ended == Ended.NO:
+                request.ended = Ended.CANCELLED
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._lock.notify_all()
+
+    def _step(self) -> bool:
+        # Whether all slots will be taken: nobody could enter before the round after the next, anyway.
+        ahead = int(self.waiting >= self._slots.count(None))
+        rounds = self._in_flight[-1].round - self._in_flight[0].round + 1 if self._in_flight else 0
+        if rounds <= ahead:
+            self._round += 1
+            self._release_cancelled()
+            self._admit()
+            self._ask_for_chunk()
+        if self._in_flight:
+            self._read()
+        return bool(self._in_flight or self._waiting or self.running)
+
+    def _release_cancelled(self) -> None:
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.ended:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self._slots[slot], self._until[slot] = None, 0
+
+    def _admit(self) -> None:
+        """Puts requests that wait into free slots: some short prompts, or one long one.
+
+        Those that are written get a chunk of steps before the next prompts are read.
+        """
+        room, any_admitted = buckets.PREFILL_TOKENS, False
+        for slot, holder in enumerate(self._slots):
+            if holder is not None:
+                continue
+            with self._lock:
+                if not self._waiting:
+                    return
+                room -= len(self._waiting[0].asked.prompt)
+                if room < 0 and any_admitted:
+                    return
+                request = self._slots[slot] = self._waiting.popleft()
+            any_admitted = True
+            self._read_prompt(request, slot)
+
+    def _read_prompt(self, request: Request, slot: int) -> None:
+        """Reads the prompt of a request into its slot, and asks for its first token."""
+        asked, session = request.asked, self._session
+        options = dataclasses.replace(session.options, sampling=asked.sampling)
+        try:
+            row = prefilled(
+                session.graphdef, session.parameters, asked.prompt[None], np.array([len(asked.prompt)]),
+                asked.key, options, max_length=session.max_length, prefill_chunk=self._prefill_chunk,
+            )  # fmt: skip
+        except Exception as error:
+            request.error, request.ended = error, Ended.CANCELLED
+            self._release(slot)
+            return
+        self._session = copies.replaced(session, slot, row, asked.sampling)
+        self._until[slot], self._asked[slot] = asked.max_new_tokens, 0
+        self._ask(0, [(slot, request)])
+
+    def _ask_for_chunk(self) -> None:
+        owners = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
+        if owners:
+            self._ask(self._chunk_size, owners)
+
+    def _ask(self, steps: int, owners: list[tuple[int, Request]]) -> None:
+        """Starts so many steps, without waiting for those that run. None are enough for a first token.
+
+        A slot that will have all its tokens then is free for the next request, behind these steps.
+        """
+        columns = buckets.bucketed(self._chunk_size + 1)
+        until = self._until.copy()  # the program may read the array later
+        self._session, new = dispatch(self._session, until, steps, columns, self._chunk_size)
+        self._in_flight.append(_Told(new, owners, self._round))
+        for slot, request in owners:
+            self._asked[slot] += max(steps, 1)
+            if self._asked[slot] >= request.asked.max_new_tokens:
+                self._release(slot)
+
+    def _read(self) -> None:
+        """Waits for the oldest tokens that are on their way, and gives them to their requests."""
+        told = self._in_flight.popleft()
+        tokens, lengths, ended, logprobs = jax.device_get(told.new)
+        with self._lock:
+            for slot, request in told.owners:
+                new, *found = (x[slot, : lengths[slot]] for x in (tokens, *(logprobs or ())))
+                reports = Logprobs(*found) if found else None
+                request.take(new.tolist(), reports, Ended(int(ended[slot])))
+                if request.ended and self._slots[slot] is request:
+                    self._release(slot)
+
+
+def _names(sampling: Any) -> tuple[str, ...]:
+    """The parameters that requests may have. Raises TypeError or ValueError unless all are known."""
+    if isinstance(sampling, str) or not isinstance(sampling, Sequence):
+        raise TypeError(
+            f"sampling must be a sequence of names, got {type(sampling).__name__}. Pass a tuple of them."
+        )
+    for name in sampling:
+        check_choice(Sampling._fields, sampling=name)
+    return tuple(sampling)
