@@ -136,6 +136,26 @@ def test_each_request_has_its_own_options(stub, batcher):
     assert finished(batcher)
 
 
+def test_a_prefix_is_read_once(stub, batcher):
+    """Texts behind it are those of whole prompts."""
+    options = dict(temperature=1.5, repetition_penalty=1.3, key=2)
+    prefix = batcher.read_prefix(PROMPTS[1])
+    stub.log.prefills.clear()
+    requests = [batcher.submit(prompt, prefix=prefix, max_new_tokens=9, **options) for prompt in PROMPTS[2:7]]
+
+    for request, prompt in zip(requests, PROMPTS[2:7], strict=True):
+        assert told(request) == written(stub, PROMPTS[1] + prompt, 9, request.asked.key[0], options)
+    jax.effects_barrier()
+    assert [int(counts[0]) for counts in stub.log.prefills] == [len(prompt) for prompt in PROMPTS[2:7]]
+    with refused(ValueError, "must fit the cache, got 60 [+] 11 tokens and max_length=70"):
+        batcher.submit([1] * 40, prefix=prefix, max_new_tokens=11)
+    with refused(TypeError, "prefix must be a Prefix, got list"):
+        batcher.submit([1], prefix=[2], max_new_tokens=11)
+    with refused(ValueError, "prefix must be of this Batcher, got one of another"):
+        made(stub).submit([1], prefix=prefix, max_new_tokens=11)
+    assert finished(batcher)
+
+
 def test_requests_end_with_an_end_token_or_a_stop_sequence(stub, batcher):
     free = alone(stub, PROMPTS[0], 30)
     ends = {
@@ -155,13 +175,13 @@ def test_requests_end_with_an_end_token_or_a_stop_sequence(stub, batcher):
 def test_requests_enter_in_the_order_in_which_they_came(batcher, monkeypatch):
     """Short ones together, a long one alone, with a chunk of steps behind them. None overtakes another."""
     monkeypatch.setattr(batching.buckets, "PREFILL_TOKENS", 25)
-    rounds, read = [], batching.Batcher._read_prompt
+    rounds, read = [], batching.Batcher._enter
 
     def noted(self, request, slot):
         rounds.append((self._round, len(request.asked.prompt)))
         read(self, request, slot)
 
-    monkeypatch.setattr(batching.Batcher, "_read_prompt", noted)
+    monkeypatch.setattr(batching.Batcher, "_enter", noted)
     for prompt in PROMPTS:
         batcher.submit(prompt, max_new_tokens=1)
 
@@ -325,6 +345,25 @@ def test_a_prompt_that_cannot_be_read_fails_alone(stub, batcher, monkeypatch):
         if request is not requests[1]:
             assert told(request) == alone(stub, prompt, 9)
     assert finished(batcher)
+
+
+def test_a_tokenizer_that_fails_disturbs_no_other_request(stub):
+    class Fails(Letters):
+        def decode(self, ids):
+            if 9 in ids:
+                raise KeyError("9")
+            return super().decode(ids)
+
+    batcher, texts = made(stub, tokenizer=Fails()), [alone(stub, prompt, 9) for prompt in PROMPTS]
+    requests = [batcher.submit(prompt, max_new_tokens=9) for prompt in PROMPTS]
+
+    assert finished(batcher)
+
+    failed = [9 in text for text in texts]
+    assert 0 < sum(failed) < len(texts)
+    assert [isinstance(request.error, KeyError) for request in requests] == failed
+    whole = [request.tokens for request in requests if request.error is None]
+    assert whole == [text for text in texts if 9 not in text]
 
 
 def test_ctrl_c_takes_effect_between_chunks(stub, batcher, monkeypatch):

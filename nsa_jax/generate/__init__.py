@@ -6,7 +6,7 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.loop import Generation, generate
-from nsa_jax.generate.requests import Request, Written
+from nsa_jax.generate.requests import Prefix, Request, Written
 from nsa_jax.generate.sampling import sample, truncate
 from nsa_jax.generate.session import Continuation, Session, advance, extend, start
 from nsa_jax.generate.streaming import Piece, Stream, stream
@@ -20,6 +20,7 @@ __all__ = [
     "Generation",
     "Logprobs",
     "Piece",
+    "Prefix",
     "Request",
     "Session",
     "Stream",

@@ -25,8 +25,9 @@ from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Sampling
 from nsa_jax.generate.parameters import NEUTRAL, as_row
-from nsa_jax.generate.requests import Asked, Request
-from nsa_jax.generate.session import Continuation, dispatch, prefilled, start
+from nsa_jax.generate.requests import Asked, Prefix, Request
+from nsa_jax.generate.rows import Rows
+from nsa_jax.generate.session import Continuation, dispatch, extend, prefilled, start
 from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
 from nsa_jax.option_checks import check_choice, check_int
 
@@ -87,13 +88,12 @@ class Batcher:
         check_tokenizer(tokenizer)
         self._names = _names(sampling)
         # The slots begin as copies of a row that nobody has asked for anything.
-        neutral: dict[str, Any] = {name: as_row(name, NEUTRAL[name]) for name in self._names}
         settings: dict[str, Any] = dict(max_length=max_length, logprobs=logprobs, prefill_chunk=prefill_chunk)
-        row = start(model, np.zeros((1, 1), np.int32), **settings, **neutral)
+        row = start(model, np.zeros((1, 1), np.int32), **settings, **_neutral(self._names))
         self._session = copies.gather(row, np.zeros(slots, np.int32))
         self._chunk_size, self._prefill_chunk = int(chunk_size), prefill_chunk
         self._max_waiting, self._tokenizer = int(max_waiting), tokenizer
-        self._slots: list[Request | None] = [None] * slots
+        self._slots: list[Request | None] = [None] * int(slots)
         self._until = np.zeros(slots, np.int32)  # number of tokens after which a slot stops
         self._asked = np.zeros(slots, int)  # number of tokens that the device was asked for
         self._waiting: collections.deque[Request] = collections.deque()
@@ -115,14 +115,19 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """Number of slots that the device writes in."""
-        return sum(request is not None for request in self._slots)
+        """Number of slots that requests hold."""
+        return len(self._slots) - self._free
+
+    @property
+    def _free(self) -> int:
+        return sum(request is None or request.ended != Ended.NO for request in self._slots)
 
     def submit(
         self,
         prompt: Sequence[int] | Int[Array | np.ndarray, " P"],
         *,
         max_new_tokens: int,
+        prefix: Prefix | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -138,6 +143,7 @@ class Batcher:
         Args:
           prompt: token ids.
           max_new_tokens: largest number of tokens to write.
+          prefix: tokens before the prompt that were read already, from `read_prefix`. They are copied.
           temperature: see `start`, and so for the five parameters after it, each a number.
           top_k: of the parameters, those that the `sampling` of the batcher names.
           top_p: see `start`.
@@ -160,21 +166,21 @@ class Batcher:
         """
         tokens = checks.check_prompt(prompt, self._session.vocab_size)
         checks.check_counts(max_new_tokens=max_new_tokens)
-        checks.check_room(np.array([len(tokens)]), max_new_tokens, self._session.max_length)
+        length = len(tokens) + (0 if prefix is None else self._checked(prefix).length)
+        checks.check_room(np.array([length]), max_new_tokens, self._session.max_length)
         numbers = Sampling.of_request(
             self._names, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         )  # fmt: skip
         ends = checks.check_tokens(eos_id, 0)
         sequences = [] if stop is None else [list(map(int, each)) for each in checks.check_stop(stop)]
-        asked = Asked(
-            tokens, int(max_new_tokens), set() if ends is None else set(np.atleast_1d(ends).tolist()),
-            sequences, numbers, checks.check_key(key, 1),
-        )  # fmt: skip
+        end_tokens = set() if ends is None else set(np.atleast_1d(ends).tolist())
+        keys = checks.check_key(key, 1)
+        asked = Asked(tokens, prefix, int(max_new_tokens), end_tokens, sequences, numbers, keys)
         text = None if self._tokenizer is None else TextPieces(self._tokenizer)
         request = Request(asked, text, self._take_turn, self._share_step, self._cancel)
         with interrupts.held(), self._lock:
-            waiting = len(self._waiting) - self._slots.count(None)
+            waiting = len(self._waiting) - self._free
             if waiting >= self._max_waiting:
                 raise Full(
                     f"the queue must have room, got {waiting} requests that wait for a slot and "
@@ -182,6 +188,33 @@ class Batcher:
                 )
             self._waiting.append(request)
         return request
+
+    def _checked(self, prefix: Prefix) -> Prefix:
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"prefix must be a Prefix, got {type(prefix).__name__}. Call read_prefix.")
+        if prefix.session.parameters is not self._session.parameters:
+            raise ValueError("prefix must be of this Batcher, got one of another. Call its read_prefix.")
+        return prefix
+
+    def read_prefix(self, tokens: Sequence[int] | Int[Array | np.ndarray, " P"]) -> Prefix:
+        """Reads what several prompts begin with, once. It stays in memory as long as you keep it.
+
+        Args:
+          tokens: token ids.
+
+        Returns:
+          The prefix, for `submit` of this batcher.
+
+        Raises:
+          TypeError: `tokens` are not ids.
+          ValueError: they are none, do not fit the cache, or one is not in the vocabulary.
+        """
+        ids, session = checks.check_prompt(tokens, self._session.vocab_size), self._session
+        checks.check_room(np.array([len(ids)]), 1, session.max_length)
+        sampling = Sampling(**_neutral(self._names))
+        row = self._prefilled(ids, checks.check_key(0, 1), sampling)
+        options = dataclasses.replace(session.options, sampling=sampling)
+        return Prefix(dataclasses.replace(session, rows=row, options=options), len(ids))
 
     def step(self) -> bool:
         """Gives the device its next work and reads what comes first: first tokens of a prompt, or a chunk.
@@ -228,8 +261,8 @@ class Batcher:
             self._lock.notify_all()
 
     def _step(self) -> bool:
-        # Whether all slots will be taken: nobody could enter before the round after the next, anyway.
-        ahead = int(self.waiting >= self._slots.count(None))
+        # While a slot stays free, the device waits for a moment, so that nobody has to wait for two chunks.
+        ahead = int(self.waiting >= self._free)
         rounds = self._in_flight[-1].round - self._in_flight[0].round + 1 if self._in_flight else 0
         if rounds <= ahead:
             self._round += 1
@@ -265,24 +298,35 @@ class Batcher:
                     return
                 request = self._slots[slot] = self._waiting.popleft()
             any_admitted = True
-            self._read_prompt(request, slot)
+            self._enter(request, slot)
 
-    def _read_prompt(self, request: Request, slot: int) -> None:
+    def _enter(self, request: Request, slot: int) -> None:
         """Reads the prompt of a request into its slot, and asks for its first token."""
-        asked, session = request.asked, self._session
-        options = dataclasses.replace(session.options, sampling=asked.sampling)
+        asked = request.asked
         try:
-            row = prefilled(
-                session.graphdef, session.parameters, asked.prompt[None], np.array([len(asked.prompt)]),
-                asked.key, options, max_length=session.max_length, prefill_chunk=self._prefill_chunk,
-            )  # fmt: skip
+            row = self._read_prompt(asked)
         except Exception as error:
-            request.error, request.ended = error, Ended.CANCELLED
+            request.fail(error)
             self._release(slot)
             return
-        self._session = copies.replaced(session, slot, row, asked.sampling)
+        self._session = copies.replaced(self._session, slot, row, asked.sampling)
         self._until[slot], self._asked[slot] = asked.max_new_tokens, 0
         self._ask(0, [(slot, request)])
+
+    def _read_prompt(self, asked: Asked) -> Rows:
+        if asked.prefix is None:
+            return self._prefilled(asked.prompt, asked.key, asked.sampling)
+        begun = copies.gather(asked.prefix.session, np.zeros(1, np.int32))
+        row = extend(begun, asked.prompt[None], prefill_chunk=self._prefill_chunk).rows
+        return row._replace(keys=asked.key)
+
+    def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
+        session = self._session
+        return prefilled(
+            session.graphdef, session.parameters, tokens[None], np.array([len(tokens)]), key,
+            dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
+            prefill_chunk=self._prefill_chunk,
+        )  # fmt: skip
 
     def _ask_for_chunk(self) -> None:
         owners = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
@@ -311,9 +355,17 @@ class Batcher:
             for slot, request in told.owners:
                 new, *found = (x[slot, : lengths[slot]] for x in (tokens, *(logprobs or ())))
                 reports = Logprobs(*found) if found else None
-                request.take(new.tolist(), reports, Ended(int(ended[slot])))
+                try:
+                    request.take(new.tolist(), reports, Ended(int(ended[slot])))
+                except Exception as error:  # of the tokenizer
+                    request.fail(error)
                 if request.ended and self._slots[slot] is request:
                     self._release(slot)
+
+
+def _neutral(names: Sequence[str]) -> dict[str, Any]:
+    """Parameters of one row that change nothing."""
+    return {name: as_row(name, NEUTRAL[name]) for name in names}
 
 
 def _names(sampling: Any) -> tuple[str, ...]:

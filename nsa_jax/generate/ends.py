@@ -20,7 +20,7 @@ class Ended(enum.IntEnum):
         `extend` may give it more tokens, but what is in the cache stays there.
       STOP: its newest tokens are a stop sequence.
       ENOUGH: it has its `max_new_tokens`; of requests of a `Batcher` only, and so is the next.
-      CANCELLED: it was cancelled, or its prompt could not be read.
+      CANCELLED: it was cancelled, or has an `error`.
     """
 
     NO = 0

@@ -12,6 +12,7 @@ from nsa_jax.array_typing import PRNGKeyArray
 from nsa_jax.generate.ends import Ended, end_of
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Sampling
+from nsa_jax.generate.session import Session
 from nsa_jax.generate.text import TextPieces
 
 
@@ -29,10 +30,23 @@ class Written(NamedTuple):
     logprobs: Logprobs | None
 
 
+class Prefix(NamedTuple):
+    """What prompts begin with, read once by `Batcher.read_prefix`. It holds `row_bytes` of the batcher.
+
+    Attributes:
+      session: a session of one row, the prefix.
+      length: number of its tokens.
+    """
+
+    session: Session
+    length: int
+
+
 class Asked(NamedTuple):
     """What a request asks for, checked."""
 
     prompt: Int32[np.ndarray, " P"]
+    prefix: Prefix | None
     max_new_tokens: int
     end_tokens: Collection[int]
     stop: Sequence[list[int]]
@@ -48,8 +62,8 @@ class Request(Iterator[Written]):
     Attributes:
       tokens: all tokens so far, those of pieces that were not taken yet, too.
       ended: why it has ended, of `Ended`; `Ended.NO` while it waits or is written.
-      error: what went wrong if its prompt could not be read, for lack of memory for example. The iterator
-        raises it, and other requests go on.
+      error: what went wrong if its prompt could not be read, for lack of memory for example, or its tokens
+        not be decoded. The iterator raises it, and other requests go on.
     """
 
     tokens: list[int]
@@ -106,6 +120,11 @@ class Request(Iterator[Written]):
         An end is set after the last piece, so that a thread that sees it sees that piece, too.
         """
         return self.ended != Ended.NO or bool(self._pieces)
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error."""
+        self.error = error
+        self.ended = Ended.CANCELLED
 
     def take(self, tokens: list[int], logprobs: Logprobs | None, ended: Ended) -> None:
         """Adds tokens that the device wrote, up to one that ends the request. It ignores those behind it."""
