@@ -331,19 +331,19 @@ def test_a_row_that_is_not_finite_ends_alone(stub, batcher):
 def test_a_prompt_that_cannot_be_read_fails_alone(stub, batcher, monkeypatch):
     read = batching.prefilled
 
-    def fails(graphdef, parameters, tokens, *others, **sizes):
+    def fails(structure, parameters, tokens, *others, **sizes):
         if tokens.shape[1] == len(PROMPTS[1]):
             raise MemoryError("no room")
-        return read(graphdef, parameters, tokens, *others, **sizes)
+        return read(structure, parameters, tokens, *others, **sizes)
 
     monkeypatch.setattr(batching, "prefilled", fails)
     requests = [batcher.submit(prompt, max_new_tokens=9) for prompt in PROMPTS]
 
-    with pytest.raises(MemoryError, match="no room"):
-        next(requests[1])
     for request, prompt in zip(requests, PROMPTS, strict=True):
         if request is not requests[1]:
             assert told(request) == alone(stub, prompt, 9)
+    with pytest.raises(MemoryError, match="no room"):
+        next(requests[1])
     assert finished(batcher)
 
 

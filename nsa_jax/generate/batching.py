@@ -323,7 +323,7 @@ class Batcher:
     def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
         session = self._session
         return prefilled(
-            session.graphdef, session.parameters, tokens[None], np.array([len(tokens)]), key,
+            session.structure, session.parameters, tokens[None], np.array([len(tokens)]), key,
             dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
             prefill_chunk=self._prefill_chunk,
         )  # fmt: skip
