@@ -89,7 +89,11 @@ def replaced(session: Session, number: int, row: Rows, sampling: Sampling) -> Se
 @functools.partial(jax.jit, donate_argnums=0)
 def _replace(held, row, number):
     """The arrays `held`, in which `row` takes the place of the row of this number."""
-    return jax.tree.map(lambda x, new: x.at[number].set(new[0].astype(x.dtype)), held, row)
+
+    def replace(x: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(x, new[0].astype(x.dtype), number, axis=0)
+
+    return jax.tree.map(replace, held, row)
 
 
 @jax.jit
