@@ -174,7 +174,7 @@ def check_values(low: int, high: int, **arrays: Any) -> None:
             )
 
 
-def check_ids(name: str, ids: Array, counts: Array | None, vocab_size: int) -> None:
+def check_ids(name: str, ids: Array | np.ndarray, counts: Array | None, vocab_size: int) -> None:
     """Raises ValueError if the host knows a token `ids [B, T]` that is not in the vocabulary.
 
     Of each row the first `counts [B]` are tokens, and the others padding, which may be anything.

@@ -88,10 +88,11 @@ NOT_CALLED = {
     "nsa_jax.evaluate": (
         *("BlockRecall", "Needles", "Question", "Task", "TokenPairs", "block_recall", "find_needles"),
     ),
-    # Those that take a session have tests of their own.
+    # Those that take a session, and batchers, have tests of their own.
     "nsa_jax.generate": (
-        *("Continuation", "Decoder", "Ended", "Generation", "Logprobs", "Piece", "Session", "Stream"),
-        *("Tokenizer", "advance", "extend", "gather", "repeat", "stream"),
+        *("Batcher", "Continuation", "Decoder", "Ended", "Generation", "Logprobs", "Piece", "Prefix"),
+        *("Request", "Session", "Stream", "Tokenizer", "Written", "advance", "extend", "gather", "repeat"),
+        "stream",
     ),
     "nsa_jax.model": ("restore", "restore_training", "save"),
     "nsa_jax.parallel": ("Order",),

@@ -41,18 +41,23 @@ def naive(model, count, **options):
     for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         own = {name: x[row] if np.ndim(x) else x for name, x in options.items()}
         key = jax.random.fold_in(jax.random.key(KEY), row)
-        text, new = prompt[:length].tolist(), []
-        for number in range(count):
-            logits = logits_after(model, text).copy()
-            for token in set(text):
-                factor = np.float32(own.get("repetition_penalty", 1))
-                logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
-            for token in set(new):
-                logits[token] -= np.float32(own.get("presence_penalty", 0))
-            new.append(drawn(logits, jax.random.fold_in(key, number), own))
-            text.append(new[-1])
-        rows.append(new)
+        rows.append(written(model, prompt[:length].tolist(), count, key, own))
     return rows
+
+
+def written(model, prompt, count, key, own):
+    """The new tokens of one row with options of its own."""
+    text, new = list(prompt), []
+    for number in range(count):
+        logits = logits_after(model, text).copy()
+        for token in set(text):
+            factor = np.float32(own.get("repetition_penalty", 1))
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token in set(new):
+            logits[token] -= np.float32(own.get("presence_penalty", 0))
+        new.append(drawn(logits, jax.random.fold_in(key, number), own))
+        text.append(new[-1])
+    return new
 
 
 def drawn(logits, key, own):

@@ -20,10 +20,12 @@ from nsa_jax.cache import DenseCache, NSACache, Reads, count_reads
 from nsa_jax.dispatch import Choice
 from nsa_jax.evaluate import BlockRecall, Needles, TokenPairs, block_recall, find_needles
 from nsa_jax.generate import (
+    Batcher,
     Continuation,
     Generation,
     Piece,
     Session,
+    Written,
     advance,
     extend,
     generate,
@@ -184,6 +186,11 @@ def language_model() -> None:
     for piece in stream(extend(session, prompts), 4):
         assert_type(piece, Piece)
         assert_type(piece.text, tuple[str, ...] | None)
+    batcher = Batcher(model, 2, max_length=64)
+    for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2]]):
+        assert_type(written, Written)
+        assert_type(written.tokens, list[int])
+    assert_type(batcher.step(), bool)
     assert_type(truncate(logits, top_k=3), jax.Array)
     keys = jax.random.split(jax.random.key(0), logits.shape[0])
     assert_type(sample(logits, keys), jax.Array)

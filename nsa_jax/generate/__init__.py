@@ -1,25 +1,31 @@
 """Text generation in one compiled program or in a session, and the choice of the next token."""
 
+from nsa_jax.generate.batching import Batcher
 from nsa_jax.generate.copies import gather, repeat
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.loop import Generation, generate
+from nsa_jax.generate.requests import Prefix, Request, Written
 from nsa_jax.generate.sampling import sample, truncate
 from nsa_jax.generate.session import Continuation, Session, advance, extend, start
 from nsa_jax.generate.streaming import Piece, Stream, stream
 from nsa_jax.generate.text import Tokenizer
 
 __all__ = [
+    "Batcher",
     "Continuation",
     "Decoder",
     "Ended",
     "Generation",
     "Logprobs",
     "Piece",
+    "Prefix",
+    "Request",
     "Session",
     "Stream",
     "Tokenizer",
+    "Written",
     "advance",
     "extend",
     "gather",

@@ -1,6 +1,7 @@
 """Copies of the rows of a session: several texts from one beginning, and other rows in other places."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.generate import checks
+from nsa_jax.generate.options import Sampling
 from nsa_jax.generate.rows import Rows
 from nsa_jax.generate.session import Session, check_session
 from nsa_jax.option_checks import LARGEST_INT
@@ -70,6 +72,28 @@ def _gathered(session: Session, index: Array | np.ndarray, copy: np.ndarray | No
     taken, each = _gather(session.rows, each, index, copy)
     options = dataclasses.replace(session.options, sampling=sampling._replace(**each))
     return dataclasses.replace(session, rows=taken, options=options)
+
+
+def replaced(session: Session, number: int, row: Rows, sampling: Sampling) -> Session:
+    """Puts a row, alone in its `Rows`, and its sampling parameters, in place of row `number`.
+
+    The session is used up: its arrays are donated, and no other row is copied.
+    """
+    held = (session.rows, session.options.sampling)
+    rows, sampling = _replace(held, (row, sampling), np.int32(number))
+    return dataclasses.replace(
+        session, rows=rows, options=dataclasses.replace(session.options, sampling=sampling)
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _replace(held, row, number):
+    """The arrays `held`, in which `row` takes the place of the row of this number."""
+
+    def replace(x: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(x, new[0].astype(x.dtype), number, axis=0)
+
+    return jax.tree.map(replace, held, row)
 
 
 @jax.jit

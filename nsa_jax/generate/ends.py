@@ -1,7 +1,7 @@
 """Which token or sequence of tokens ends a row, and why a row has ended."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from nsa_jax.array_typing import Array, Bool, Int, Int32
 
 
 class Ended(enum.IntEnum):
-    """Why a row of a session has ended; the values of `Continuation.ended`.
+    """Why a row of a session, or a request, has ended; the values of `Continuation.ended`.
 
     Attributes:
       NO: it has not; `advance` adds tokens to it.
@@ -19,6 +19,8 @@ class Ended(enum.IntEnum):
       NOT_FINITE: its logits hold NaN or infinity, or all tokens are excluded, so no token could be chosen.
         `extend` may give it more tokens, but what is in the cache stays there.
       STOP: its newest tokens are a stop sequence.
+      ENOUGH: it has its `max_new_tokens`; of requests of a `Batcher` only, and so is the next.
+      CANCELLED: it was cancelled, or has an `error`.
     """
 
     NO = 0
@@ -26,6 +28,8 @@ class Ended(enum.IntEnum):
     FULL = 2
     NOT_FINITE = 3
     STOP = 4
+    ENOUGH = 5
+    CANCELLED = 6
 
 
 NOT_YET, ANY, NEVER = -1, -1, -2  # no token has these ids
@@ -58,6 +62,13 @@ def is_stopped(recent: Int32[Array, "B L"], stop: Int32[Array, "S L"]) -> Bool[A
     """Whether the newest tokens are a stop sequence."""
     same = (recent[:, None] == stop[None]) | (stop == ANY)[None]
     return same.all(axis=2).any(axis=1)
+
+
+def end_of(tokens: list[int], end_tokens: Collection[int], stop: Iterable[list[int]]) -> Ended:
+    """Why the newest of these tokens ends a text, on the host; an end token counts before a sequence."""
+    if tokens[-1] in end_tokens:
+        return Ended.END_TOKEN
+    return Ended.STOP if any(tokens[-len(sequence) :] == sequence for sequence in stop) else Ended.NO
 
 
 def _power_of_two(number: int) -> int:

@@ -1,7 +1,7 @@
 """How tokens are chosen and what ends a row, as a program takes it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,23 @@ class Sampling(NamedTuple):
             parameters.check_greedy(**found)
             found["temperature"] = None
         return cls(**found)
+
+    @classmethod
+    def of_request(cls, names: Collection[str], **given: Any) -> "Sampling":
+        """Checks numbers for one row, and returns those of these `names` as arrays `[1]`.
+
+        Raises TypeError or ValueError as `of_rows`, or if another one is given.
+        """
+        cls.of_rows(1, **given)
+        neutral = parameters.NEUTRAL
+        found = {name: neutral[name] if x is None else x for name, x in given.items()}
+        if others := [name for name, x in found.items() if name not in names and x != neutral[name]]:
+            raise ValueError(
+                f"sampling of the Batcher must have all that a request uses, got sampling={tuple(names)} and "
+                f"a request with {', '.join(others)}. Build the Batcher with more, or leave these out."
+            )
+        each: dict[str, Any] = {name: parameters.as_row(name, found[name]) for name in names}
+        return cls(**each)
 
 
 @jax.tree_util.register_dataclass

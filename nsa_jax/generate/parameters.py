@@ -64,6 +64,16 @@ _PARAMETERS = {
     "presence_penalty": _Range(-LARGEST_FLOAT, LARGEST_FLOAT),
 }
 
+# With these numbers, parameters change nothing.
+NEUTRAL = dict(
+    temperature=0.0, top_k=LARGEST_INT, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0
+)
+
+
+def as_row(name: str, number: float) -> np.ndarray:
+    """A parameter as an array with the number of one row."""
+    return np.full(1, number, np.int32 if name == "top_k" else np.float64)
+
 
 def check_parameter(name: str, given: Any, batch: int) -> Any:
     """Returns a sampling parameter as a Python number, an array with one for each row, or None.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
@@ -22,6 +21,7 @@ from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
 from nsa_jax.generate.rows import Rows
 from nsa_jax.generate.sampling import Count, Number
+from nsa_jax.generate.structure import Structure, split
 from nsa_jax.option_checks import check_int
 
 
@@ -36,15 +36,15 @@ class Session:
       rows: caches, newest tokens, counters and keys of the rows. All arrays have the rows first.
       options: how tokens are chosen, and what ends a row.
       parameters: arrays of the model.
-      graphdef: structure of the model.
+      structure: all else of the model.
       max_length: capacity of a row in tokens.
       vocab_size: number of ids, by which `extend` checks tokens; None if the model does not say.
     """
 
     rows: Rows
     options: Options
-    parameters: nnx.State
-    graphdef: nnx.GraphDef = dataclasses.field(metadata=dict(static=True))
+    parameters: tuple[Array, ...]
+    structure: Structure = dataclasses.field(metadata=dict(static=True))
     max_length: int = dataclasses.field(metadata=dict(static=True))
     vocab_size: int | None = dataclasses.field(metadata=dict(static=True))
 
@@ -175,20 +175,31 @@ def start(
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
+    structure, parameters = split(model)
+    keys = checks.check_key(key, len(tokens))
+    begun = prefilled(
+        structure, parameters, tokens, counts, keys, options, max_length=int(max_length),
+        prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    return Session(begun, options, parameters, structure, int(max_length), vocab_size)
+
+
+def prefilled(
+    structure: Structure,
+    parameters: tuple[Array, ...],
+    tokens: Int32[Array | np.ndarray, "B P"],
+    counts: Int32[Array | np.ndarray, " B"],
+    keys: PRNGKeyArray,
+    options: Options,
+    *,
+    max_length: int,
+    prefill_chunk: int | None,
+) -> Rows:
+    """Rows that hold their prompts, by the program for their bucket."""
     width = buckets.width(tokens.shape[1], max_length)
     part = buckets.part(len(tokens), width, prefill_chunk)
-    graphdef, parameters = nnx.split(model)
-    begun = _start(
-        graphdef,
-        parameters,
-        buckets.widened(tokens, -(-width // part) * part),
-        counts,
-        checks.check_key(key, len(tokens)),
-        options,
-        max_length=int(max_length),
-        prefill_chunk=part,
-    )
-    return Session(begun, options, parameters, graphdef, int(max_length), vocab_size)
+    tokens, sizes = buckets.widened(tokens, -(-width // part) * part), dict(prefill_chunk=part)
+    return _start(structure, parameters, tokens, counts, keys, options, max_length=max_length, **sizes)
 
 
 def extend(
@@ -225,7 +236,7 @@ def extend(
     width = buckets.width(tokens.shape[1] + 1, session.max_length)  # a pending token comes first
     part = buckets.part(len(tokens), width, prefill_chunk)
     extended = _extend(
-        session.graphdef,
+        session.structure,
         session.parameters,
         session.rows,
         buckets.widened(tokens, -(-width // part) * part - 1),
@@ -265,40 +276,40 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
 
 
 def dispatch(
-    session: Session, until: Int32[Array, " B"], steps: int, columns: int, chunk_size: int
+    session: Session, until: Int32[Array | np.ndarray, " B"], steps: int, columns: int, chunk_size: int
 ) -> tuple[Session, Continuation]:
     """Adds tokens to each row until it has drawn `until`, but no more than so many decode steps bring.
 
     A row without a pending token gets one more, as that needs no step. There are `columns` of tokens.
     """
     advanced, new = _advance(
-        session.graphdef, session.parameters, session.rows, session.options, until, steps,
+        session.structure, session.parameters, session.rows, session.options, until, steps,
         max_length=session.max_length, columns=columns, chunk_size=min(chunk_size, session.max_length),
     )  # fmt: skip
     return dataclasses.replace(session, rows=advanced), new
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "max_length", "prefill_chunk"))
-def _start(graphdef, parameters, prompts, lengths, keys, options, *, max_length, prefill_chunk) -> Rows:
-    model, sizes = nnx.merge(graphdef, parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
+@functools.partial(jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"))
+def _start(structure, parameters, prompts, lengths, keys, options, *, max_length, prefill_chunk) -> Rows:
+    model, sizes = structure.model(parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
     return rows.begin(model, prompts, lengths, keys, options, **sizes)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "max_length", "prefill_chunk"), donate_argnames="held"
+    jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"), donate_argnames="held"
 )
-def _extend(graphdef, parameters, held, tokens, counts, *, max_length, prefill_chunk) -> Rows:
-    model = nnx.merge(graphdef, parameters)
+def _extend(structure, parameters, held, tokens, counts, *, max_length, prefill_chunk) -> Rows:
+    model = structure.model(parameters)
     return rows.append(model, held, tokens, counts, max_length=max_length, prefill_chunk=prefill_chunk)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "max_length", "columns", "chunk_size"), donate_argnames="held"
+    jax.jit, static_argnames=("structure", "max_length", "columns", "chunk_size"), donate_argnames="held"
 )
 def _advance(
-    graphdef, parameters, held, options, until, steps, *, max_length, columns, chunk_size
+    structure, parameters, held, options, until, steps, *, max_length, columns, chunk_size
 ) -> tuple[Rows, Continuation]:
-    model = nnx.merge(graphdef, parameters)
+    model = structure.model(parameters)
     limit = jnp.minimum(until - held.drawn, steps + ~held.pending)
     sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size)
     advanced, new = rows.advance(model, held, options, limit, **sizes)

@@ -12,7 +12,7 @@ from nsa_jax.generate import buckets, checks
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.session import Continuation, Session, check_session, dispatch
-from nsa_jax.generate.text import TextPieces, Tokenizer
+from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
 from nsa_jax.option_checks import check_int
 
 
@@ -124,9 +124,5 @@ def stream(
     check_session(session)
     checks.check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     check_int(high=LONGEST // 2, max_new_tokens=max_new_tokens, chunk_size=chunk_size)
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-        raise TypeError(
-            f"tokenizer must have a method decode(ids), got {type(tokenizer).__name__}. Pass a "
-            "tokenizers.Tokenizer, or leave it out."
-        )
+    check_tokenizer(tokenizer)
     return Stream(session, int(max_new_tokens), int(chunk_size), tokenizer)

@@ -1,7 +1,7 @@
 """Text in pieces, from tokens that come one by one and may end in the middle of a character."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 # What decoders write for bytes that are no character, or not yet one. A character has at most four bytes.
 REPLACEMENT, MOST_MISSING = "\ufffd", 3
@@ -12,6 +12,15 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int], /) -> str:
         """The text of these tokens."""
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises TypeError unless it is None or has the method of a `Tokenizer`."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(
+            f"tokenizer must have a method decode(ids), got {type(tokenizer).__name__}. Pass a "
+            "tokenizers.Tokenizer, or leave it out."
+        )
 
 
 class TextPieces:
