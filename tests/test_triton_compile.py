@@ -66,10 +66,12 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 OF_AN_INDEX = {  # in test_triton_index
     *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
 }
-OF_MOSAIC = {  # compiled in test_mosaic_compile
-    *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
+OF_MOSAIC = {"nsa_ring_lists"}  # compiled in test_mosaic_compile
+OF_PARTS = {  # in test_selected_in_parts
+    *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
+    *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
 }
-EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
+EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC | OF_PARTS
 
 
 class Shape(NamedTuple):

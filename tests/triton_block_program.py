@@ -18,21 +18,23 @@ from lists_by_loops import visit_lists_by_loops
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
-from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
 from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
+from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.forward import attend_selected
+from nsa_jax.kernels.triton.selected.in_parts import attend_in_parts, gradients_in_parts
 from nsa_jax.kernels.triton.selected.items import invert
+from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import union_lists
 from nsa_jax.kernels.triton.sizes import (
     SelectedForwardSizes,
     SelectedGradientSizes,
     SelectedKeySizes,
+    SelectedPartSizes,
 )
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
 
@@ -181,6 +183,31 @@ def check_case(case: Case) -> dict[str, float]:
         allowed = allowance(same[name], exact[name], EPS)
         assert errors[name] <= allowed, (name, errors[name], allowed)
     return errors
+
+
+def check_in_parts(case: Case) -> None:
+    """As `check_case`, with key blocks outside: all results, in several chunks or for some cases in one."""
+    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
+    sizes = SelectedPartSizes(16, 4, 1, None, case.item, fewest_keys=0, most_shared=4)
+    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
+    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
+    of_query = 4 * case.slots * case.heads
+    most = 2**31 if case.weighted and case.previous else 10 * of_query * max(case.key_dim, case.value_dim)
+    shared = dict(scale=case.scale, sizes=sizes, most_bytes=most)
+
+    @jax.jit
+    def kernels(query, key, value):
+        visible = visible_in_blocks(indices, placed, case.num_keys)
+        out, lse = attend_in_parts(query, key, value, indices, placed, visible, **shared)
+        given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
+        found = gradients_in_parts(query, key, value, indices, placed, visible, given, **shared)
+        return out, lse, *found[:3]
+
+    with interpreted():
+        found = kernels(query, key, value)
+    for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
+        error, allowed = distance(result, exact[name]), allowance(same[name], exact[name], EPS)
+        assert error <= allowed, (name, error, allowed)
 
 
 def check_lists(case: Case) -> None:
@@ -352,6 +379,7 @@ def main() -> None:
         check_items(case)
         check_items(case, range_queries=10)
         check_parts(case)
+        check_in_parts(case)
         errors = check_case(case)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
