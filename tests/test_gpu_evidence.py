@@ -21,6 +21,7 @@ TEST_FILES = {
         *(
             "decode",
             "dense_decode",
+            "few_heads",
             "generate",
             "index",
             "mosaic",
@@ -35,11 +36,11 @@ EVERY = " ".join(path.removeprefix("tests/test_gpu_").removesuffix(".py") for pa
 # Files that a result rests on, and the test files whose rooms hold them.
 RESTS_ON = {
     "tests/test_gpu_native.py": "native",
-    "tests/test_gpu_mosaic.py": "mosaic",
-    "tests/poisoned.py": "native index",
+    "tests/test_gpu_mosaic.py": "mosaic few_heads",
+    "tests/poisoned.py": "native index few_heads",
     "tests/modules.py": "generate",
-    "nsa_jax/reference.py": "native mosaic parity",
-    "nsa_jax/budget.py": "native mosaic parallel generate selection",
+    "nsa_jax/reference.py": "native mosaic parity few_heads",
+    "nsa_jax/budget.py": "native mosaic parallel generate selection few_heads",
     "nsa_torch_ref/attention.py": "parity",
     "parity/budget.py": "parity",
     "benchmarks/gate.py": "native selection",

@@ -23,8 +23,9 @@ from nsa_jax import layout
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu import gradients_in_parts
 from nsa_jax.kernels.mosaic_gpu import operations as by_mosaic
-from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import Chunks, can_form_parts, shares_little
+from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, chunks_of, shares_little
 from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.selected.chunks import Chunks
 
 LENGTH = 65536
 
@@ -88,7 +89,7 @@ def test_mean_over_the_tiles_decides():
 )
 def test_chunks_fit(shape, expected):
     query, _, blocks = abstract(**shape)
-    found = Chunks.of(query, blocks.shape[2], blocks.shape[3])
+    found = chunks_of(query, blocks)
 
     assert found == expected
     assert found.heads * found.queries * blocks.shape[3] * 16 * 128 * 2 <= gradients_in_parts.PART_BYTES

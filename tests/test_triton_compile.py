@@ -66,10 +66,12 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 OF_AN_INDEX = {  # in test_triton_index
     *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
 }
-OF_MOSAIC = {  # compiled in test_mosaic_compile
-    *("nsa_ring_lists", "nsa_selected_deltas", "nsa_selected_add_query_parts"),
+OF_MOSAIC = {"nsa_ring_lists"}  # compiled in test_mosaic_compile
+OF_PARTS = {  # of few heads
+    *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
+    *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
 }
-EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
+EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC | OF_PARTS
 
 
 class Shape(NamedTuple):
@@ -96,6 +98,7 @@ COMPRESSED = {name for name in KERNELS if name.startswith("nsa_compressed")}
 # window's: these add the front of a range and lack wider ends and segments. As measured, the compressed
 # branch spilled at most 4 bytes more. Many heads are compiled as the two other branches alone.
 MANY_HEADS = ("64 heads", "128 heads")
+FEW_HEADS = ("4 heads", "1 head")  # whose selected branch may come in parts
 LIKE_WINDOW = ("256", "float32", "128 wide heads", *MANY_HEADS)
 # The main shape on every GPU; the others, 10 to 20 s each, on Hopper alone.
 CASES = [
@@ -148,7 +151,9 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "1 head"): {
         "nsa_selected_forward": 112,
+        "nsa_selected_gradient_parts": 168,
         "nsa_selected_key_gradients": 56,
+        "nsa_selected_output_parts": 28,
         "nsa_window_forward": 32,
         "nsa_window_query_gradient": 8,
     },
@@ -253,6 +258,7 @@ def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> l
 @pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{TARGETS[c]}-{s}" for c, s in CASES])
 def test_kernels_become_machine_code(capability, name):
     program, kernels = (with_gradients, OF_TWO_BRANCHES) if name in MANY_HEADS else (everything, KERNELS)
+    kernels = kernels | OF_PARTS if name in FEW_HEADS else kernels
     known = known_of_window(capability, name)
     found = triton_kernels.compiled(program, *operands(SHAPES[name]), capability=capability, but=known)
 

@@ -5,9 +5,11 @@ Float32 on small odd shapes; every output is poisoned first. Prints the largest 
 
 from triton_interpreter import interpreted  # isort: skip
 
+import contextlib
 import functools
 import time
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +20,23 @@ from lists_by_loops import visit_lists_by_loops
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu.deltas import row_deltas
-from nsa_jax.kernels.mosaic_gpu.query_parts import add_query_parts
 from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
+from nsa_jax.kernels.triton.selected import in_parts
 from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
+from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.forward import attend_selected
 from nsa_jax.kernels.triton.selected.items import invert
+from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import union_lists
 from nsa_jax.kernels.triton.sizes import (
     SelectedForwardSizes,
     SelectedGradientSizes,
     SelectedKeySizes,
+    SelectedPartSizes,
 )
 from nsa_jax.layout import Run, Runs, distinct_blocks, place
 
@@ -181,6 +185,74 @@ def check_case(case: Case) -> dict[str, float]:
         allowed = allowance(same[name], exact[name], EPS)
         assert errors[name] <= allowed, (name, errors[name], allowed)
     return errors
+
+
+def results_in_parts(case: Case, query, key, value, *, repair: bool) -> tuple:
+    """Output, log-sum-exps and gradients with key blocks outside; `repair` what is not finite."""
+    (_, _, _, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
+    of_query = 4 * case.slots * case.heads * max(case.key_dim, case.value_dim)
+    shared = dict(
+        scale=case.scale,
+        sizes=SelectedPartSizes(16, 4, 1, None, case.item, fewest_keys=0, most_shared=4),
+        most_bytes=2**31 if case.weighted and case.previous else 10 * of_query,
+    )
+
+    @jax.jit
+    def kernels(query, key, value):
+        visible = visible_in_blocks(indices, placed, case.num_keys)
+        out, lse = in_parts.attend_in_parts(query, key, value, indices, placed, visible, **shared)
+        given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
+        arrays = query, key, value, indices, placed, visible, given
+        found = in_parts.gradients_in_parts(*arrays, **shared)
+        return out, lse, *found[:3]
+
+    as_found = dict(
+        recompute_forward=lambda out, lse, *_: (out, lse),
+        recompute_query_gradient=lambda d_query, *_, **__: d_query,
+        recompute_key_gradients=lambda d_key, d_value, *_, **__: (d_key, d_value),
+    )
+    with interpreted(), contextlib.ExitStack() as patches:
+        if not repair:
+            patches.enter_context(mock.patch.multiple(in_parts, **as_found))
+        return kernels(query, key, value)
+
+
+def check_nan_in_parts(case: Case) -> None:
+    """A value that is NaN, and a key, reach the queries that see them, and the keys that these see."""
+    (query, key, value, indices), placed, *_ = inputs(case)
+    mask = seen(case, indices, placed)
+    position = np.asarray(placed.position)[0]  # also of the keys: each has its query
+    ends = position % case.block == case.block - 1  # queries of the block that come before see others of it
+    at = int((mask.sum((0, 1, 2)) * ends).argmax())
+    sees = mask[..., at]
+    assert sees.any()
+    assert not sees.all()
+    touched = (mask & sees[..., None]).any(1).swapaxes(1, 2)  # [B, S, K]
+    for where in ("key", "value"):
+        arrays = dict(key=key, value=value)
+        bad, good = (arrays | {where: arrays[where].at[:, at].set(x)} for x in (jnp.nan, 0.0))
+        found = results_in_parts(case, query, **bad, repair=True)
+        expected = results_in_parts(case, query, **good, repair=True)
+        of_query = np.repeat(sees, case.heads, axis=2)
+        for name, hit, x, y in zip(
+            ("out", "lse", "d_query", "d_key", "d_value"), (of_query,) * 3 + (touched,) * 2, found, expected,
+            strict=True,
+        ):  # fmt: skip
+            x, y = np.asarray(x), np.asarray(y)
+            np.testing.assert_allclose(x[~hit], y[~hit], rtol=0, atol=1e-4, err_msg=f"{where} {name}")
+            if name == "out":
+                assert np.isnan(x[hit]).any(-1).all(), where
+
+
+def check_in_parts(case: Case) -> None:
+    """As `check_case`, with key blocks outside: all results, in several chunks or for some cases in one."""
+    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
+    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
+    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
+    found = results_in_parts(case, query, key, value, repair=False)
+    for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
+        error, allowed = distance(result, exact[name]), allowance(same[name], exact[name], EPS)
+        assert error <= allowed, (name, error, allowed)
 
 
 def check_lists(case: Case) -> None:
@@ -352,11 +424,15 @@ def main() -> None:
         check_items(case)
         check_items(case, range_queries=10)
         check_parts(case)
+        check_in_parts(case)
         errors = check_case(case)
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
     check_blocks_named_twice()
     print("named twice: ok", flush=True)
+    for name in ("one_head", "packed"):
+        check_nan_in_parts(CASES[name])
+    print("not a number, in parts: ok", flush=True)
 
 
 if __name__ == "__main__":

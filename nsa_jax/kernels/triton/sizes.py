@@ -2,9 +2,9 @@
 
 They change the speed and the order of sums, so results change by rounding only. Each kernel has one table:
 `choose_sizes` takes the first row whose `Bounds` hold and whose tiles fit into shared memory. `by` says what
-chose the row: a file of `benchmarks/results`; a section of `docs/kernels.md`; "other dims", the tuning runs
-in the table "Other dims" of `docs/kernel_log.md`; or "compiled": never measured, but it compiles with no more
-spills than the tests allow.
+chose the row: a file of `benchmarks/results`; a section of `docs/kernels.md` or `docs/kernel_log.md`; "other
+dims", the tuning runs in the table "Other dims" of `docs/kernel_log.md`; or "compiled": never measured, but
+it compiles with no more spills than the tests allow.
 
 Does not import Triton.
 """
@@ -110,6 +110,12 @@ class Row[S: Sizes]:
     bounds: Bounds
     sizes: S
     by: str
+
+
+def find_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S | None:
+    """The sizes of the first row that is for this shape and fits; None if there is none."""
+    suitable = (row.sizes for row in table if row.bounds.hold(shape))
+    return next((x for x in suitable if x.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]), None)
 
 
 def choose_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
@@ -383,6 +389,47 @@ SELECTED_KEY_GRADIENTS = (
 # Most queries of an item, by the padded query heads of a KV head; the last is for 4 heads and more.
 ITEM_QUERIES = {1: 8192, 2: 4096}
 ITEM_QUERIES_FROM_4 = 2048  # h100_long: less to add up than with 1024, half the memory of segments
+
+
+class SelectedPartSizes(NamedTuple):
+    """Sizes of the kernels that have a whole block outside and leave parts.
+
+    Attributes:
+      rows: rows of a tile, each a token with one query head, whatever heads a KV head has.
+      num_warps: warps of a program.
+      num_stages: steps whose loads are in flight.
+      registers: most registers of a thread; None leaves it to the compiler.
+      item: most queries of a program.
+      fewest_keys: of a row: in shorter rows neighbours share too much, even where they choose at random.
+      most_shared: choices of 4 neighbours for each block that some of them chose, up to which these kernels
+        are faster than those with queries outside; 4 where they always are.
+    """
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    registers: int | None
+    item: int
+    fewest_keys: int
+    most_shared: float
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """The block's keys and values, rows of all stages, twice the logits."""
+        rows = shape.block_size + self.num_stages * self.rows
+        return (rows * shape.dims + 2 * self.rows * shape.block_size) * shape.float_bytes
+
+
+_O = SelectedPartSizes
+# Calls for which there is no row take the kernels with queries outside. Measured were 3 heads of 64 and 4 of
+# 128; with fewer heads tiles mask more, and a part is smaller.
+OUTPUT_PARTS = (
+    Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1), "docs/kernel_log.md, few heads"),
+    Row(Bounds(heads=4, dims=256), _O(64, 4, 1, 128, 512, 12288, 1.7), "docs/kernel_log.md, few heads"),
+)
+GRADIENT_PARTS = (
+    Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 2, None, 1024, 6144, 4), "docs/kernel_log.md, few heads"),
+    Row(Bounds(heads=4, dims=256), _O(64, 4, 2, None, 2048, 6144, 2.2), "docs/kernel_log.md, few heads"),
+)
 
 
 # --- Selection ----------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""Selected attention forward: adds up the parts of the outputs, one for each chosen block.
+
+grid = (ceil(queries / tokens), heads): one program for `tokens` queries of a KV head, `[rows, V]`. From the
+log-sum-exps of the slots it forms that of the query, then adds the parts in the order of the slots, in
+float32, each times `exp(its log-sum-exp - the query's)`. Parts of slots that the query does not see were
+never written, and are not read. It only moves memory: `R G V itemsize` bytes a query and KV head, and the
+output once. At 32k tokens, 32 query heads, 8 KV heads, V = 128, R = 16 and 16 bits that is 4.6 GB, 1.5 ms at
+3 TB/s.
+
+Error: a part is rounded to the dtype of the query. The weights add up to 1, so this adds at most half a unit
+in the last place of the largest part, as much as rounding the output does.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
+from nsa_jax.kernels.triton.launch import launch, named
+from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.pieces import LN_2, Dim, added, cast, scaled, zeros
+from nsa_jax.kernels.triton.selected.unions import last_rows
+from nsa_jax.layout import Placement
+
+ROWS = 16  # of a program
+SLOTS_AT_ONCE = 16  # whose loads are in flight together
+
+
+def add_output_parts(
+    out: Float[Array, "B T N V"],
+    lse: Float[Array, "B T N"],
+    parts: Float[Array, "heads queries*R G V"],
+    part_lse: Float[Array, "heads queries*R G"],
+    chunk: Int32[Array, " 4"],
+    block_indices: Int[Array, "B T K R"],
+    placement: Placement,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Writes the outputs and natural log-sum-exps of a chunk into `out` and `lse`, and returns both.
+
+    Args:
+      out, lse: the results; those of other chunks stay.
+      parts, part_lse, chunk: see `forward_parts.output_parts`.
+      block_indices, placement: see `items.invert`.
+    """
+    batch, num_queries, num_kv_heads, slots = block_indices.shape
+    heads, (v0, v1) = parts.shape[2], split_dim(parts.shape[3])
+    queries, tokens = parts.shape[1] // slots, tokens_of(ROWS, heads)
+    updated, () = launch(
+        add_output_parts_kernel, parts, part_lse, chunk, block_indices, last_rows(placement),
+        placement.sequence_start, out=(), in_place=dict(out=out, lse=lse),
+        grid=(triton.cdiv(queries, tokens), parts.shape[0]),
+        num_queries=num_queries, chunk_queries=queries, all_heads=batch * num_kv_heads,
+        KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, R=slots,
+        PADDED_R=triton.next_power_of_2(slots), AT_ONCE=min(slots, SLOTS_AT_ONCE),
+        BLOCK=placement.config.selection_block_size, V0=v0, V1=v1,
+    )  # fmt: skip
+    return updated["out"], updated["lse"]
+
+
+@triton.jit(repr=named("nsa_selected_add_output_parts"))
+def add_output_parts_kernel(
+    out, lse, parts, part_lse, chunk, block_indices, last_keys, sequence_starts,
+    num_queries, chunk_queries, all_heads, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
+    TOKENS: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """Outputs and log-sum-exps of TOKENS queries of a KV head."""
+    VALUE: tl.constexpr = Dim(V0, V1)
+    both = tl.load(chunk) + tl.program_id(1)
+    if both >= all_heads:
+        return
+    row = tl.arange(0, TOKENS * PADDED_G)
+    token = row // PADDED_G
+    head = row % PADDED_G
+    within = tl.program_id(0) * TOKENS + token
+    first_query = tl.load(chunk + 1) + tl.program_id(0) * TOKENS
+    inside = (within < chunk_queries) & (first_query + token < num_queries) & (head < G)
+    kv_head = both % KV_HEADS
+    first_query += (both // KV_HEADS).to(tl.int64) * num_queries
+    at = first_query + token
+    start = tl.load(sequence_starts + at, mask=inside, other=0)
+    last_key = tl.load(last_keys + at, mask=inside, other=-1)
+    chosen = block_indices + (at * KV_HEADS + kv_head) * R
+    first = tl.program_id(1).to(tl.int64) * chunk_queries * (R * G)
+
+    slot = tl.arange(0, PADDED_R)[None, :]
+    blocks = tl.load(chosen[:, None] + slot, mask=inside[:, None] & (slot < R), other=-1)
+    seen = (blocks >= 0) & (start[:, None] + blocks * BLOCK <= last_key[:, None])
+    offset = (within[:, None] * R + slot) * G + head[:, None]
+    logits = tl.load(part_lse + first + offset, mask=seen, other=float("-inf"))
+    some = tl.max(seen.to(tl.int32), 1) != 0
+    top = tl.where(some, tl.max(logits, 1), 0.0)
+    total = tl.where(some, tl.sum(tl.exp2(logits - top[:, None]), 1), 1.0)
+    result = zeros(TOKENS * PADDED_G, VALUE)
+    for several in tl.range(0, R, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            block = tl.load(chosen + several + i, mask=inside & (several + i < R), other=-1)
+            sees = (block >= 0) & (start + block * BLOCK <= last_key)
+            rows = Rows(first, (within * R + several + i) * G + head, sees)
+            logit = tl.load(part_lse + first + rows.offset, mask=sees, other=float("-inf"))
+            part = cast(load_rows(parts, rows, VALUE), tl.float32)
+            result = added(result, scaled(part, tl.exp2(logit - top)[:, None]))
+
+    to = Rows((first_query * KV_HEADS + kv_head) * G, token * (KV_HEADS * G) + head, inside)
+    store_rows(out, to, scaled(result, (1 / total)[:, None]), VALUE)
+    natural = tl.where(some, (top + tl.log2(total)) * LN_2, float("-inf"))
+    tl.store(lse + to.first + to.offset, natural, mask=inside)

@@ -1,0 +1,114 @@
+"""On a Hopper GPU: the selected branch in parts, for few query heads a KV head, against the oracle."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
+
+from poisoned import poison_memory
+from test_gpu_mosaic import problem
+
+import nsa_jax
+from nsa_jax import budget, reference
+from nsa_jax.kernels.triton import selected
+
+pytestmark = pytest.mark.gpu
+triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """A function that forces all results to come in parts, in chunks of some bytes, or none."""
+
+    def force(forced: bool, part_bytes: int = 2**31):
+        monkeypatch.setattr(selected, "FEWEST_PAIRS", 0 if forced else 2**31)
+        for name in ("OUTPUT_PARTS", "GRADIENT_PARTS"):
+            rows = getattr(selected, name)
+            always = [row.sizes._replace(fewest_keys=0, most_shared=4) for row in rows]
+            rows = [dataclasses.replace(row, sizes=x) for row, x in zip(rows, always, strict=True)]
+            monkeypatch.setattr(selected, name, tuple(rows))
+        for name in ("attend_in_parts", "gradients_in_parts"):
+            monkeypatch.setattr(
+                selected, name, functools.partial(getattr(selected, name), most_bytes=part_bytes)
+            )
+        jax.clear_caches()
+
+    yield force
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+# A query of 16 slots takes 16 KB with 4 heads of 128: 2^21 bytes are 128 queries of a KV head.
+SHAPES = {
+    "four_heads": (dict(heads=4), 2**31),
+    "four_heads_in_chunks": (dict(heads=4), 2**21),
+    "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), 2**31),
+    "two_heads": (dict(heads=2, batch=2, length=333), 2**20),
+    "one_head": (dict(heads=1, key_dim=64, value_dim=64), 2**31),
+    "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), 2**31),
+    "last_queries": (dict(heads=4, length=77, keys=1000), 2**31),
+    "float16": (dict(heads=4, dtype="float16"), 2**31),
+    "seven_slots": (dict(heads=3, slots=7), 2**31),
+    "packed": (dict(heads=4, packed=True), 2**21),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_and_gradients_equal_the_oracle(name, in_parts):
+    """Twice, in memory that held NaN, with the same bits; a query that chooses nothing is among them."""
+    shape, part_bytes = SHAPES[name]
+    in_parts(True, part_bytes)
+    arrays, _, gradients = problem(**shape)
+    oracle = jax.jit(functools.partial(gradients, reference.selected_attention))
+    ours = jax.jit(functools.partial(gradients, triton))
+    text = str(jax.make_jaxpr(ours)(*arrays))
+    assert "nsa_selected_output_parts" in text
+    assert "nsa_selected_gradient_parts" in text
+    assert "nsa_selected_forward" not in text
+    found, same = ours(*arrays), oracle(*arrays)
+    exact = oracle(*(x.astype(jnp.float32) for x in arrays))
+
+    for result, x, theirs, right in zip(("out", "lse", "dq", "dk", "dv"), found, same, exact, strict=True):
+        theirs = right if result == "lse" else theirs  # the kernels compute it in float32
+        allowed = budget.allowance(theirs, right, float(jnp.finfo(x.dtype).eps))
+        assert budget.distance(x, right) <= allowed, result
+    poison_memory()
+    again = ours(*arrays)
+    assert all((x == y).all() for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(heads=4, kv_heads=2), dict(heads=3, kv_heads=3, key_dim=64, value_dim=64)]
+)
+def test_long_rows_equal_those_of_tiles(shape, in_parts):
+    arrays, _, gradients = problem(length=32768, **shape)
+    results = []
+    for forced in (True, False):
+        in_parts(forced)
+        results.append(jax.jit(functools.partial(gradients, triton))(*arrays))
+    for ours, theirs in zip(*results, strict=True):
+        allowed = 2 * 8 * float(jnp.finfo(ours.dtype).eps) * budget.size(theirs)
+        assert budget.distance(ours, theirs) <= allowed
+
+
+def test_what_is_not_a_number_stays_with_those_who_see_it(in_parts):
+    """Results are finite exactly where those of tiles are: NaN in a query and a key, infinity in a value."""
+    (query, key, value), _, gradients = problem(heads=4, length=1500, batch=2)
+    arrays = (
+        query.at[0, 700, 3, 5].set(jnp.nan),
+        key.at[0, 1333, 1, 2].set(jnp.nan),
+        value.at[1, 999, 0, 7].set(jnp.inf),
+    )
+    results = []
+    for forced in (True, False):
+        in_parts(forced)
+        results.append(jax.jit(functools.partial(gradients, triton))(*arrays))
+    for ours, theirs in zip(*results, strict=True):
+        ours, theirs = (np.isfinite(np.asarray(x, np.float32)) for x in (ours, theirs))
+        assert np.array_equal(ours, theirs)
+        assert not theirs.all()

@@ -1,0 +1,177 @@
+"""Few query heads a KV head: which calls of the selected branch come in parts, and what that needs."""
+
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+
+import triton_compile  # noqa: E402
+import triton_kernels  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import nsa_jax  # noqa: E402
+from nsa_jax import layout  # noqa: E402
+from nsa_jax.config import NSAConfig  # noqa: E402
+from nsa_jax.kernels.triton import sizes  # noqa: E402
+from nsa_jax.kernels.triton.backward import Backward  # noqa: E402
+from nsa_jax.kernels.triton.nonfinite import visible_in_blocks  # noqa: E402
+from nsa_jax.kernels.triton.selected.chunks import PART_BYTES  # noqa: E402
+from nsa_jax.kernels.triton.selected.in_parts import attend_in_parts, gradients_in_parts  # noqa: E402
+
+FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
+
+
+def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16"):
+    """The selected branch with its gradients, and abstract arguments."""
+    config = NSAConfig(selection_block_size=block, num_selected_blocks=slots)
+
+    def both(*arrays):
+        def attend(query, key, value):
+            return nsa_jax.selected_attention(
+                query, key, value, arrays[3], config=config, implementation="triton"
+            )
+
+        found, pull_back = jax.vjp(attend, *arrays[:3])
+        return found, pull_back(found)
+
+    arrays = [jax.ShapeDtypeStruct((1, length, n, dim), dtype) for n in (heads, kv_heads, kv_heads)]
+    return both, [*arrays, jax.ShapeDtypeStruct((1, length, kv_heads, slots), jnp.int32)]
+
+
+def launches(function, arrays, capability=90) -> dict[str, list[int]]:
+    """For each kernel that leaves parts: in how many `cond`s each of its launches is."""
+
+    def found_in(jaxpr, conds):
+        for equation in jaxpr.eqns:
+            name = equation.params.get("name")
+            if name in (FORWARD, BACKWARD):
+                found.setdefault(name, []).append(conds)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                found_in(inner, conds + (equation.primitive.name == "cond"))
+
+    found: dict[str, list[int]] = {}
+    with triton_compile.device(capability):
+        found_in(jax.make_jaxpr(function)(*arrays).jaxpr, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, {FORWARD: [1], BACKWARD: [1]}),
+        (dict(dtype="float16"), {FORWARD: [1], BACKWARD: [1]}),
+        (dict(length=8192), {BACKWARD: [1]}),
+        (dict(heads=9, kv_heads=3, dim=64), {FORWARD: [1], BACKWARD: [0]}),
+        (dict(heads=9, kv_heads=3, dim=64, length=4096), {}),
+        (dict(kv_heads=2), {}),
+        (dict(dtype="float32"), {}),
+        (dict(block=32), {}),
+        (dict(block=128), {}),
+        (dict(dim=256), {}),
+        (dict(length=2**18), {FORWARD: [1]}),
+        (dict(heads=4, kv_heads=1, length=8192), {}),
+    ],
+    ids=[
+        *("llama", "float16", "8k", "smollm", "smollm_short", "sixteen_heads", "float32", "small_blocks"),
+        *("large_blocks", "wide", "cut_along_the_queries", "few_pairs"),
+    ],
+)
+def test_only_calls_that_gain_come_in_parts(shape, expected):
+    """Where neighbours decide, both ways are there, and a `cond` takes one."""
+    assert launches(*program(**shape)) == expected
+
+
+def test_older_gpus_have_no_parts():
+    assert launches(*program(), capability=80) == {}
+
+
+def test_vmap_still_takes_one_of_the_two():
+    """`lax.cond` would run both under `vmap`, if the mapped axis were not part of the batch."""
+    function, arrays = program(length=16384)
+    arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
+
+    assert launches(jax.vmap(function), arrays) == {FORWARD: [1], BACKWARD: [1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_shards_of_kv_heads_choose_on_their_own(how):
+    """Also where chunks are a loop, whose carry must keep its type under `shard_map`."""
+    mesh = triton_compile.mesh_of_h100s(x=2)
+    function, arrays = program(64, 16, length=32768)
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
+    if how == "shard_map":
+        specs = tuple(x.sharding.spec for x in arrays)
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=heads.spec)
+
+    text = triton_compile.compile_on(mesh, function, *arrays).as_text()
+
+    assert text.count("conditional(") == 2
+    assert text.count(" while(") == 2
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_and_nothing_is_copied():
+    """A chunk of parts, the partial sums of the keys, the lists, and less than a query for the rest."""
+    length, heads, dim = 32768, 64, 128
+    function, arrays = program(heads, 16, dim)
+
+    compiled = triton_compile.compile_for_h100(function, *arrays)
+
+    pairs = length * 16 * 16
+    partials = 2 * pairs // 2048 * 64 * 2 * dim * 4
+    most = PART_BYTES + partials + 32 * pairs + 2 * length * heads * dim
+    assert compiled.memory_analysis().temp_size_in_bytes <= most
+    assert not re.findall(rf"bf16\[1,{length},{heads},{dim}\]\S* copy\(", compiled.as_text())
+
+
+# Most bytes that a thread may store to spill registers, as measured with Triton 3.8; others spill nothing.
+SPILLS = {
+    (3, 64): {},
+    (4, 128): {FORWARD: 4, BACKWARD: 192},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "dim"), SPILLS)
+def test_kernels_compile_to_machine_code(heads, dim):
+    """Products by wgmma, whole vectors from and to memory, four forward programs on a multiprocessor."""
+    length, config = 32768, NSAConfig()
+    shape = sizes.Shape(sizes.HOPPER, 2, heads, dim, dim, block_size=64)
+    forward, backward = (
+        sizes.find_sizes(table, shape) for table in (sizes.OUTPUT_PARTS, sizes.GRADIENT_PARTS)
+    )
+
+    def both(query, key, value, blocks, number):
+        placed = layout.place(config, batch=1, num_queries=length, num_keys=length)
+        visible = visible_in_blocks(blocks, placed, length)
+        arrays = query, key, value, blocks, placed, visible
+        given = Backward(query, number, query, number, number, query)
+        return (
+            attend_in_parts(*arrays, scale=0.1, sizes=forward),
+            gradients_in_parts(*arrays, given, scale=0.1, sizes=backward),
+        )
+
+    query, key = (jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (2 * heads, 2))
+    blocks = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.int32)
+    number = jax.ShapeDtypeStruct((1, length, 2 * heads), jnp.float32)
+    found = {x.name: x for x in triton_kernels.compiled(both, query, key, key, blocks, number, capability=90)}
+
+    names = {FORWARD, BACKWARD, "nsa_selected_add_output_parts", "nsa_selected_add_query_parts"}
+    assert names <= set(found)
+    for name in names:
+        kernel = found[name]
+        assert kernel.spill_bytes <= SPILLS[heads, dim].get(name, 0), (name, kernel.spill_bytes)
+        assert kernel.scratch_bytes == 0, name
+        assert "ld.global.v4" in kernel.ptx or "cp.async.cg" in kernel.ptx, name
+        assert "st.global.v4" in kernel.ptx, name
+        assert ("wgmma" in kernel.ptx) == (name in (FORWARD, BACKWARD)), name
+    assert found[FORWARD].registers <= 128
+    assert 4 * found[FORWARD].shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90]
