@@ -21,7 +21,7 @@ from nsa_jax.nn import IndexerConfig, LinearScaling
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
     pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
 
-from nsa_jax.pretrained import compare, load, save, to_nsa  # noqa: E402
+from nsa_jax.pretrained import compare, comparison, load, save, to_nsa  # noqa: E402
 
 COVERING = NSAConfig(
     compression_block_size=4,
@@ -274,10 +274,11 @@ def test_a_comparison_is_that_of_all_logits(monkeypatch):
     dense = dense_model(num_layers=1, dropout_rate=0.5)  # which is off in a comparison
     model = to_nsa(dense, nsa=SPARSE, initial_gates=(0.3, 0.4, 0.3), implementation="xla", rngs=nnx.Rngs(0))
 
-    found = []
+    found, programs = [], comparison._compare_row._cache_size()
     for chunk in (256, 6):
-        monkeypatch.setattr("nsa_jax.pretrained.comparison.CHUNK", chunk)
+        monkeypatch.setattr(comparison, "CHUNK", chunk)
         found.append(compare(dense, model, IDS, stretches=3))
+    assert comparison._compare_row._cache_size() == programs + 2  # each for all rows
 
     losses, choices = [], []
     for each in (dense, model):
