@@ -21,7 +21,7 @@ from nsa_jax.nn import IndexerConfig, LinearScaling
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
     pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
 
-from nsa_jax.pretrained import compare, load, save, to_nsa  # noqa: E402
+from nsa_jax.pretrained import compare, comparison, load, save, to_nsa  # noqa: E402
 
 COVERING = NSAConfig(
     compression_block_size=4,
@@ -55,19 +55,22 @@ def run(model, ids=IDS):
 GATES = dict(initial_gates=(1e-7, 1 - 1e-7, 1e-7))
 ALONE = dict(branches=("slc",), selector=IndexerConfig(dim=4))
 OWN = GATES | dict(share_keys_values=False, compression="mlp")
-SAME = {
-    "alone-1-KV": ((4, 1), ALONE),
-    "alone-4-KV": ((4, 4), ALONE),
-    "alone-2-KV": ((6, 2), ALONE),
-    "gates-1-KV": ((4, 1), GATES),
-    "gates-4-KV": ((4, 4), GATES),
-    "own-keys-2-KV": ((6, 2), OWN),
+SAME = {  # layers, heads and KV heads; that layers are told apart needs two of them once
+    "alone-1-KV": ((1, 4, 1), ALONE),
+    "alone-4-KV": ((1, 4, 4), ALONE),
+    "alone-2-KV": ((1, 6, 2), ALONE),
+    "gates-1-KV": ((1, 4, 1), GATES),
+    "gates-4-KV": ((1, 4, 4), GATES),
+    "own-keys-2-KV, two layers": ((2, 6, 2), OWN),
 }
 
 
-@pytest.mark.parametrize(("heads", "options"), SAME.values(), ids=SAME.keys())
-def test_blocks_that_cover_everything_are_dense_attention(heads, options):
-    dense = dense_model(*heads, head_dim=6, qkv_bias=True, normalize_qk=True, rope_base=100.0)
+@pytest.mark.parametrize(("sizes", "options"), SAME.values(), ids=SAME.keys())
+def test_blocks_that_cover_everything_are_dense_attention(sizes, options):
+    layers, *heads = sizes
+    dense = dense_model(
+        *heads, num_layers=layers, head_dim=6, qkv_bias=True, normalize_qk=True, rope_base=100.0
+    )
     expected = run(dense)
 
     model = to_nsa(dense, nsa=COVERING, implementation="xla", rngs=nnx.Rngs(0), **options)
@@ -267,13 +270,15 @@ def test_wrong_calls_are_refused(tmp_path, monkeypatch, call, error, told):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("chunk", [256, 6])
-def test_a_comparison_is_that_of_all_logits(monkeypatch, chunk):
-    monkeypatch.setattr("nsa_jax.pretrained.comparison.CHUNK", chunk)
-    dense = dense_model(dropout_rate=0.5)  # which is off in a comparison
+def test_a_comparison_is_that_of_all_logits(monkeypatch):
+    dense = dense_model(num_layers=1, dropout_rate=0.5)  # which is off in a comparison
     model = to_nsa(dense, nsa=SPARSE, initial_gates=(0.3, 0.4, 0.3), implementation="xla", rngs=nnx.Rngs(0))
 
-    found = compare(dense, model, IDS, stretches=3)
+    found, programs = [], comparison._compare_row._cache_size()
+    for chunk in (256, 6):
+        monkeypatch.setattr(comparison, "CHUNK", chunk)
+        found.append(compare(dense, model, IDS, stretches=3))
+    assert comparison._compare_row._cache_size() == programs + 2  # each for all rows
 
     losses, choices = [], []
     for each in (dense, model):
@@ -283,12 +288,13 @@ def test_a_comparison_is_that_of_all_logits(monkeypatch, chunk):
         losses.append(np.log(np.exp(exact).sum(-1)) - picked)
         choices.append(exact.argmax(-1))
     parts = [slice(0, 7), slice(7, 14), slice(14, 20)]
-    assert found.starts == (0, 7, 14)
-    np.testing.assert_allclose((found.dense_loss, found.loss), [each.mean() for each in losses], rtol=1e-5)
-    for told, each in ((found.dense_losses, losses[0]), (found.losses, losses[1])):
-        np.testing.assert_allclose(told, [each[:, part].mean() for part in parts], rtol=1e-5)
-    assert found.agreement == np.mean(choices[0] == choices[1])
-    assert 0 < found.agreement < 1
+    for each in found:
+        assert each.starts == (0, 7, 14)
+        np.testing.assert_allclose((each.dense_loss, each.loss), [x.mean() for x in losses], rtol=1e-5)
+        for told, loss in ((each.dense_losses, losses[0]), (each.losses, losses[1])):
+            np.testing.assert_allclose(told, [loss[:, part].mean() for part in parts], rtol=1e-5)
+        assert each.agreement == np.mean(choices[0] == choices[1])
+        assert 0 < each.agreement < 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

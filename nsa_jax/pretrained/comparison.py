@@ -1,6 +1,7 @@
 """How far an NSA model is from the dense one that it came from: losses by position, and first choices."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,9 @@ def compare(
         )
     check_ids("tokens", tokens, None, dense.vocab_size)
     # What stays on the device is of one row; the sums are of float64 on the host.
+    graph, state = nnx.split((dense, model))
     rows = [
-        jax.device_get(_compare_row(dense, model, tokens[row : row + 1], CHUNK)) for row in range(len(tokens))
+        jax.device_get(_compare_row(graph, state, tokens[row : row + 1], CHUNK)) for row in range(len(tokens))
     ]
     first, other, same = (np.stack(each).astype(np.float64) for each in zip(*rows, strict=True))
     parts = np.array_split(np.arange(first.shape[1]), min(stretches, first.shape[1]))
@@ -89,11 +91,11 @@ def compare(
     )
 
 
-@nnx.jit(static_argnums=3)
-def _compare_row(
-    dense: Transformer, model: Transformer, tokens: Int[Array, "1 T"], chunk: int
-) -> tuple[Array, ...]:
+# Not `nnx.jit`, which would return the weights of both models, with shardings for which it compiles again.
+@functools.partial(jax.jit, static_argnames=("graph", "chunk"))
+def _compare_row(graph: Any, state: Any, tokens: Int[Array, "1 T"], chunk: int) -> tuple[Array, ...]:
     """For each token but the last: the losses of both models, and whether their choices agree."""
+    dense, model = nnx.merge(graph, state)
     states = [_hidden(each, tokens)[:, :-1] for each in (dense, model)]
     length = tokens.shape[1] - 1
     chunk = min(chunk, length)
@@ -115,7 +117,6 @@ def _compare_row(
 
 
 def _hidden(model: Transformer, tokens: Int[Array, "1 T"]) -> Float[Array, "1 T D"]:
-    """What comes out of the last layer. Dropout is off."""
-    quiet = nnx.clone(model)
-    quiet.eval()
-    return quiet._layers(tokens, None, None, None, None)[0]
+    """What comes out of the last layer. Dropout is off, in this copy of the model."""
+    model.eval()
+    return model._layers(tokens, None, None, None, None)[0]
