@@ -56,7 +56,11 @@ USED = {
     "jax.experimental.topologies": ("compiles for a GPU that is not there", "tests"),
     "jax.extend.core": ("the equations inside a jaxpr", "tests"),
     "jax.ad_checkpoint": ("what a remat policy stores", "tests"),
-    "jax.ad_checkpoint.checkpoint_name": ("names what the forward saves, for remat policies", TRITON),
+    "jax.ad_checkpoint.checkpoint_name": (
+        "names what the forward saves, for remat policies",
+        TRITON,
+        "nsa_jax/nn/distillation.py",
+    ),
     "jax.core.Tracer": ("whether values are known: checked where they are", "nsa_jax", "tests"),
     "jax.make_user_context": ("use_implementation reaches what is traced already", "nsa_jax/dispatch.py"),
     "jax.sharding.get_abstract_mesh": ("the platform of a program, and its mesh", "nsa_jax", "tests"),
