@@ -347,6 +347,29 @@ def test_a_prompt_that_cannot_be_read_fails_alone(stub, batcher, monkeypatch):
     assert finished(batcher)
 
 
+def test_a_device_that_fails_ends_what_it_was_writing_and_nothing_else(stub, batcher, monkeypatch):
+    requests = [batcher.submit(prompt, max_new_tokens=9) for prompt in PROMPTS]
+    batcher.step()
+
+    def fails(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batching.jax, "device_get", fails)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+            batcher.step()
+
+    failed = [request for request in requests if request.error is not None]
+    assert failed
+    assert all(request.ended == Ended.CANCELLED for request in failed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        told(failed[0])
+    later = batcher.submit(PROMPTS[0], max_new_tokens=9)
+    assert finished(batcher)
+    assert batcher.running == 0
+    assert told(later) == alone(stub, PROMPTS[0], 9)
+
+
 def test_a_tokenizer_that_fails_disturbs_no_other_request(stub):
     class Fails(Letters):
         def decode(self, ids):

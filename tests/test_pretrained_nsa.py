@@ -154,6 +154,15 @@ def test_weights_are_copied_so_that_a_step_may_donate_them():
     assert len(set(places)) == len(places)
 
 
+def test_several_rotary_bases_are_not_replaced_by_one(tmp_path):
+    bases = dict(attention=("window", "dense"), window_size=(7, None), rope_base=(10.0, 20.0))
+    save(to_nsa(dense_model(**bases), rngs=nnx.Rngs(0)), tmp_path / "model")
+
+    assert load(tmp_path / "model")[0].config.rope_base == (10.0, 20.0)
+    with refused(ValueError, "rope_base must be left out for a model whose layers have bases of their own"):
+        load(tmp_path / "model", rope_base=30.0)
+
+
 def test_window_layers_stay_and_kinds_may_be_chosen():
     dense = dense_model(attention=("window", "dense"), window_size=(7, None))
     windows = dense_model(attention="window", window_size=7)

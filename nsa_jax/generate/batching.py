@@ -248,9 +248,10 @@ class Batcher:
 
     async def _share_step(self) -> None:
         """Waits for a step in another thread, which all tasks of an event loop share."""
-        if self._shared_step is None or self._shared_step.done():
-            self._shared_step = asyncio.ensure_future(asyncio.to_thread(self.step))
-        await asyncio.shield(self._shared_step)
+        shared = self._shared_step
+        if shared is None or shared.done() or shared.get_loop() is not asyncio.get_running_loop():
+            shared = self._shared_step = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(shared)
 
     def _cancel(self, request: Request) -> None:
         with interrupts.held(), self._lock:
@@ -264,14 +265,30 @@ class Batcher:
         # While a slot stays free, the device waits for a moment, so that nobody has to wait for two chunks.
         ahead = int(self.waiting >= self._free)
         rounds = self._in_flight[-1].round - self._in_flight[0].round + 1 if self._in_flight else 0
-        if rounds <= ahead:
-            self._round += 1
-            self._release_cancelled()
-            self._admit()
-            self._ask_for_chunk()
-        if self._in_flight:
-            self._read()
+        try:
+            if rounds <= ahead:
+                self._round += 1
+                self._release_cancelled()
+                self._admit()
+                self._ask_for_chunk()
+            if self._in_flight:
+                self._read()
+        except Exception as error:  # of the device: what it was to write is lost
+            self._fail_all(error)
+            raise
         return bool(self._in_flight or self._waiting or self.running)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Ends all requests but those that wait."""
+        running = {request for told in self._in_flight for _, request in told.owners}
+        running |= {request for request in self._slots if request is not None}
+        self._in_flight.clear()
+        with self._lock:
+            for request in running:
+                if not request.ended:
+                    request.fail(error)
+            for slot in range(len(self._slots)):
+                self._release(slot)
 
     def _release_cancelled(self) -> None:
         for slot, request in enumerate(self._slots):
@@ -349,8 +366,9 @@ class Batcher:
 
     def _read(self) -> None:
         """Waits for the oldest tokens that are on their way, and gives them to their requests."""
-        told = self._in_flight.popleft()
+        told = self._in_flight[0]
         tokens, lengths, ended, logprobs = jax.device_get(told.new)
+        self._in_flight.popleft()
         with self._lock:
             for slot, request in told.owners:
                 new, *found = (x[slot, : lengths[slot]] for x in (tokens, *(logprobs or ())))

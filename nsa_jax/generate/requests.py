@@ -63,7 +63,8 @@ class Request(Iterator[Written]):
       tokens: all tokens so far, those of pieces that were not taken yet, too.
       ended: why it has ended, of `Ended`; `Ended.NO` while it waits or is written.
       error: what went wrong if its prompt could not be read, for lack of memory for example, or its tokens
-        not be decoded. The iterator raises it, and other requests go on.
+        not be decoded. The iterator raises it, and other requests go on. If the device fails in a step, all
+        requests that have a slot end with that error.
     """
 
     tokens: list[int]

@@ -72,8 +72,9 @@ def load(
     Raises:
       TypeError: an argument or a field is of the wrong kind.
       ValueError: there is no such source; a file is missing or broken; tensors are missing, extra or of
-        another shape; the family is unknown, or a field changes the computation in a way that is unknown; the
-        tokenizer has more tokens than the vocabulary; or there is a `sharding` and no mesh in context.
+        another shape; the family is unknown, or a field changes the computation in a way that is unknown;
+        `rope_base` is out of range, or the layers have bases of their own; the tokenizer has more tokens than
+        the vocabulary; or there is a `sharding` and no mesh in context.
       ImportError: a package of the extra `pretrained` is not installed.
 
     Warns:
@@ -91,6 +92,11 @@ def load(
     found = _open(source, ignore, understand)
     config = understand(found.fields)
     if rope_base is not None:
+        if isinstance(config.rope_base, tuple):
+            raise ValueError(
+                "rope_base must be left out for a model whose layers have bases of their own, got "
+                f"{rope_base} for {config.rope_base}. Change its config.json instead."
+            )
         config = dataclasses.replace(config, rope_base=rope_base)
     model = abstract_transformer(config, sharding=sharding, implementation=implementation)
     wanted = parameters(model)

@@ -287,7 +287,7 @@ def index_query_gradients_kernel(
     if weights is not None:
         weight = tl.load(weights + row, mask=exists, other=0.0).to(tl.float32)
         largest *= tl.max(tl.abs(weight), 0)
-    shrink = tl.where(largest > 0, 1.0 / largest, 0.0)
+    shrink = tl.where(largest > 1e-37, 1.0 / largest, 0.0)  # of smaller ones the inverse would be infinite
     total = zeros(ROWS, DIM)
     of_weights = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, count, STEP):
