@@ -52,7 +52,7 @@ CONFIG = NSAConfig(
 )
 ROOM, VOCAB, NEW = 12, 11, 2
 SIZES = dict(
-    B=2, T=10, M=3, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, E=5, branches=3, m=4, l=4,
+    B=2, T=10, M=3, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, I=2, E=5, branches=3, m=4, l=4,
     vocab=VOCAB,
 )  # fmt: skip
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
