@@ -10,6 +10,7 @@ from messages import refused
 
 from nsa_jax.generate import buckets, checks, generate
 from nsa_jax.generate.loop import _run, _Sampling
+from nsa_jax.generate.structure import split
 
 VOCAB, PAD = 11, 99
 
@@ -153,7 +154,7 @@ def test_the_compiler_knows_how_many_steps_a_chunk_has(model):
     """Otherwise a GPU asks the host after each step whether there is another one."""
     arrays = PROMPTS.astype(np.int32), LENGTHS.astype(np.int32), jax.random.split(jax.random.key(0), 3)
     sizes = dict(max_length=15, chunk_size=7, prefill_chunk=5)
-    lowered = _run.lower(*nnx.split(model), *arrays, _Sampling(None, None, None), None, PAD, 10, **sizes)
+    lowered = _run.lower(*split(model), *arrays, _Sampling(None, None, None), None, PAD, 10, **sizes)
 
     assert '"known_trip_count":{"n":"7"}' in lowered.compile().as_text()
 

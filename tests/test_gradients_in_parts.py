@@ -16,7 +16,6 @@ pytest.importorskip(
 import test_mosaic_compile
 import triton_compile
 import triton_kernels
-from jax.sharding import NamedSharding, PartitionSpec
 
 import nsa_jax
 from nsa_jax import layout
@@ -172,16 +171,7 @@ def test_one_of_the_two_runs_also_under_vmap(mapped, monkeypatch):
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
 def test_shards_of_kv_heads_choose_on_their_own(how):
     """Under plain `jit`, whose `custom_partitioning` refuses effects, and where JAX types what varies."""
-    mesh = triton_compile.mesh_of_h100s(x=2)
-    function, arrays = program(64, 4, 64, 64, length=32768)
-    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
-
-    if how == "shard_map":
-        specs = tuple(x.sharding.spec for x in arrays)
-        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=heads.spec)
-
-    text = triton_compile.compile_on(mesh, function, *arrays).as_text()
+    text = triton_compile.program_of_heads(how, *program(64, 4, 64, 64, length=32768))
 
     assert text.count("conditional(") == 1
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)

@@ -12,7 +12,6 @@ pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=
 
 import triton_compile  # noqa: E402
 import triton_kernels  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import nsa_jax  # noqa: E402
 from nsa_jax import layout  # noqa: E402
@@ -102,15 +101,7 @@ def test_vmap_still_takes_one_of_the_two():
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
 def test_shards_of_kv_heads_choose_on_their_own(how):
     """Also where chunks are a loop, whose carry must keep its type under `shard_map`."""
-    mesh = triton_compile.mesh_of_h100s(x=2)
-    function, arrays = program(64, 16, length=32768)
-    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
-    if how == "shard_map":
-        specs = tuple(x.sharding.spec for x in arrays)
-        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=heads.spec)
-
-    text = triton_compile.compile_on(mesh, function, *arrays).as_text()
+    text = triton_compile.program_of_heads(how, *program(64, 16, length=32768))
 
     assert text.count("conditional(") == 2
     assert text.count(" while(") == 2

@@ -81,3 +81,19 @@ def mesh_of_h100s(**axes):
         platform="cuda", target_config=H100, topology=f"1x1x{math.prod(axes.values())}"
     )
     return topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
+
+
+def program_of_heads(how: str, function, arrays) -> str:
+    """What XLA makes of a function for two H100s that divide heads, axis 2 of all arrays and of the result.
+
+    Args:
+      how: "jit", which divides it by itself, or "shard_map".
+    """
+    mesh = mesh_of_h100s(x=2)
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
+    if how == "shard_map":
+        function = jax.shard_map(
+            function, mesh=mesh, in_specs=(heads.spec,) * len(arrays), out_specs=heads.spec
+        )
+    return compile_on(mesh, function, *arrays).as_text()

@@ -22,6 +22,7 @@ from index_cases import Indexed
 from nsa_jax import attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import operations, selection
+from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
 from nsa_jax.layout import place
 
@@ -53,7 +54,7 @@ def _select(case: cases.Case, given: Indexed, sizes: IndexSizes) -> np.ndarray:
     scale = dim**-0.5 if case.scale is None else case.scale
 
     def choose(query, key, weights):
-        keys = operations.index_keys(key)
+        keys = flat_if_shared(key)
         return selection.choose_by_index(query, keys, weights, placed, scale, sizes=sizes)
 
     with interpreted():

@@ -80,9 +80,8 @@ def arrays(operation: str, sizes: Sizes, dtype: str) -> list[jax.ShapeDtypeStruc
     query, gates = array(TOKENS, heads, key_dim), array(TOKENS, heads, 3)
     key, value = array(TOKENS, kv_heads, key_dim), array(TOKENS, kv_heads, value_dim)
     compressed = [array(num_blocks, kv_heads, key_dim), array(num_blocks, kv_heads, value_dim)]
-    indexed = [
-        jax.ShapeDtypeStruct((1, TOKENS, *x, key_dim), jnp.dtype(dtype)) for x in ((kv_heads, 1), (1,))
-    ]
+    index_query = jax.ShapeDtypeStruct((1, TOKENS, kv_heads, 1, key_dim), jnp.dtype(dtype))
+    indexed = [index_query, array(TOKENS, 1, key_dim)]
     blocks = array(TOKENS, kv_heads, CONFIG.num_selected_blocks, "int32")
     return {
         "compressed_attention": [query, *compressed],

@@ -19,8 +19,8 @@ class Ended(enum.IntEnum):
       NOT_FINITE: its logits hold NaN or infinity, or all tokens are excluded, so no token could be chosen.
         `extend` may give it more tokens, but what is in the cache stays there.
       STOP: its newest tokens are a stop sequence.
-      ENOUGH: it has its `max_new_tokens`; of requests of a `Batcher` only, and so is the next.
-      CANCELLED: it was cancelled, or has an `error`.
+      ENOUGH: it has its `max_new_tokens`. Only requests of a `Batcher` end so.
+      CANCELLED: it was cancelled, or has an `error`. Only requests of a `Batcher` end so.
     """
 
     NO = 0

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
@@ -18,6 +17,7 @@ from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.options import Sampling as _Sampling
+from nsa_jax.generate.structure import split
 from nsa_jax.option_checks import check_int
 
 
@@ -113,10 +113,10 @@ def generate(
     max_new_tokens, width = int(max_new_tokens), buckets.width(tokens.shape[1], max_length)
     capacity = int(max_length or width + buckets.bucketed(max_new_tokens))
     part = buckets.part(len(tokens), width, prefill_chunk)
-    graphdef, state = nnx.split(model)
+    structure, parameters = split(model)
     new = _run(
-        graphdef,
-        state,
+        structure,
+        parameters,
         buckets.widened(tokens, -(-width // part) * part),
         counts,
         checks.check_key(key, len(tokens)),
@@ -131,10 +131,10 @@ def generate(
     return Generation(new.tokens[:, :max_new_tokens], new.lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "max_length", "chunk_size", "prefill_chunk"))
+@functools.partial(jax.jit, static_argnames=("structure", "max_length", "chunk_size", "prefill_chunk"))
 def _run(
-    graphdef,
-    state,
+    structure,
+    parameters,
     prompts,
     lengths,
     keys,
@@ -148,7 +148,7 @@ def _run(
     prefill_chunk,
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
-    model, options = nnx.merge(graphdef, state), Options(sampling, eos_id, pad_id)
+    model, options = structure.model(parameters), Options(sampling, eos_id, pad_id)
     sizes = dict(max_length=max_length, prefill_chunk=prefill_chunk)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)

@@ -36,7 +36,7 @@ class Session:
       rows: caches, newest tokens, counters and keys of the rows. All arrays have the rows first.
       options: how tokens are chosen, and what ends a row.
       parameters: arrays of the model.
-      structure: all else of the model.
+      structure: the model without its arrays.
       max_length: capacity of a row in tokens.
       vocab_size: number of ids, by which `extend` checks tokens; None if the model does not say.
     """
@@ -198,8 +198,9 @@ def prefilled(
     """Rows that hold their prompts, by the program for their bucket."""
     width = buckets.width(tokens.shape[1], max_length)
     part = buckets.part(len(tokens), width, prefill_chunk)
-    tokens, sizes = buckets.widened(tokens, -(-width // part) * part), dict(prefill_chunk=part)
-    return _start(structure, parameters, tokens, counts, keys, options, max_length=max_length, **sizes)
+    tokens = buckets.widened(tokens, -(-width // part) * part)
+    sizes = dict(max_length=max_length, prefill_chunk=part)
+    return _start(structure, parameters, tokens, counts, keys, options, **sizes)
 
 
 def extend(

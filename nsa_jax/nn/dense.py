@@ -192,9 +192,10 @@ class DenseAttention(DenseCacheSteps):
             positions = token_positions(x, segment_ids)
         query, key, value = self._project(x, positions)
         window, implementation = self.window, self.implementation
-        if window is None and (segment_ids is not None or query.dtype == jnp.float64):
+        is_wide = query.dtype == jnp.float64
+        if window is None and (is_wide or segment_ids is not None):
             window = NSAConfig(window_size=x.shape[1])
-            implementation = EVERYWHERE if query.dtype == jnp.float64 else implementation
+            implementation = EVERYWHERE if is_wide else implementation
         if window is not None:
             out, _ = attention.window_attention(
                 query,

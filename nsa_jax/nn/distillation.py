@@ -13,7 +13,7 @@ from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Run, Runs
-from nsa_jax.remat import SAVED_NAMES
+from nsa_jax.remat import LOSS_GRADIENTS
 from nsa_jax.sharding.manual import varying_alike
 
 type Target = Literal["dense", "selected"]
@@ -127,7 +127,7 @@ def _with_gradients(
     sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=_wide(x)) if _learns(x) else None, held)
     (total, sums), d_asked = jax.lax.scan(add, (_nothing(whole), sums), (asked, fixed))
     d_held = jax.tree.map(lambda x, total: total.astype(x.dtype) if _learns(x) else None, held, sums)
-    return total, checkpoint_name((d_asked, d_held), SAVED_NAMES[3])
+    return total, checkpoint_name((d_asked, d_held), LOSS_GRADIENTS)
 
 
 def _scaled(loss: Callable[..., Array], gradients: Any, d_total: Array) -> tuple[Any, ...]:

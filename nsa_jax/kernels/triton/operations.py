@@ -34,13 +34,11 @@ from nsa_jax.kernels.triton.ranges import (
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
 from nsa_jax.kernels.triton.selection.block_scores import score_gradients
+from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
-from nsa_jax.remat import SAVED_NAMES
+from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
 from nsa_jax.sharding.auto import partitioned
 from nsa_jax.sharding.vmap import folds_vmap
-
-_OUT, _LSE, _BLOCK_INDICES = SAVED_NAMES[:3]
-
 
 type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
 
@@ -104,7 +102,7 @@ def block_scores(
     scale: float,
 ) -> Float[Array, "B T K M"]:
     """The scores that an indexer gives to the blocks."""
-    return _block_scores(query_index, index_keys(key_index), weights, placement, scale)
+    return _block_scores(query_index, flat_if_shared(key_index), weights, placement, scale)
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -116,21 +114,16 @@ def select_by_index(
     scale: float,
 ) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends, by the scores of an indexer."""
-    fixed = jax.lax.stop_gradient((query_index, index_keys(key_index), weights))
+    fixed = jax.lax.stop_gradient((query_index, flat_if_shared(key_index), weights))
     blocks = _divisible(choose_by_index, scale=scale)(*fixed, placement)
-    return checkpoint_name(blocks, _BLOCK_INDICES)
-
-
-def index_keys(key_index: Float[Array, "B S I E"]) -> Array:
-    """The keys as `choose_by_index` takes them."""
-    return key_index.reshape(key_index.shape[0], -1) if key_index.shape[2] == 1 else key_index
+    return checkpoint_name(blocks, BLOCK_INDICES)
 
 
 @jax.jit
 def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[Array, "B T K R"]:
     """The blocks that each query attends, by scores that are given."""
     blocks = _divisible(choose_best)(jax.lax.stop_gradient(scores), placement)
-    return checkpoint_name(blocks, _BLOCK_INDICES)
+    return checkpoint_name(blocks, BLOCK_INDICES)
 
 
 @partial(jax.jit, static_argnames=("scale", "gradients"))
@@ -285,7 +278,7 @@ def _divisible(function, *, alike=0, **static):
 
 
 def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
-    return checkpoint_name(out, _OUT), checkpoint_name(lse, _LSE)
+    return checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
 
 
 def _attend_ranges(query, key, value, ranges, scale, others=None):
@@ -351,7 +344,7 @@ _selected_attention.defvjp(_selected_forward, _selected_backward)
 def _select(query, key_cmp, lse_cmp, placement, scale):
     fixed = jax.lax.stop_gradient((query, key_cmp, lse_cmp))
     blocks = _divisible(choose_blocks, scale=scale)(*fixed, placement)
-    return checkpoint_name(blocks, _BLOCK_INDICES)
+    return checkpoint_name(blocks, BLOCK_INDICES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

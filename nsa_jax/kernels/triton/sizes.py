@@ -120,9 +120,7 @@ def find_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S | None:
 
 def choose_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
     """The sizes of the first row that is for this shape and fits; if none fits, of the last one for it."""
-    suitable = [row.sizes for row in table if row.bounds.hold(shape)]
-    fitting = [sizes for sizes in suitable if sizes.shared_bytes(shape) <= SHARED_BYTES[shape.gpu]]
-    return (fitting or suitable[-1:])[0]
+    return find_sizes(table, shape) or [row.sizes for row in table if row.bounds.hold(shape)][-1]
 
 
 # --- Ranges: the compressed and the window branch -----------------------------------------------------------

@@ -87,6 +87,29 @@ def load_item(items, number, FIELDS: tl.constexpr, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def rows_of_block(item, num_keys, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the keys of an item's block lie in `[B S K, D]`."""
+    n = tl.arange(0, BLOCK)
+    first = (item.b * num_keys + item.start) * KV_HEADS + item.kv_head
+    return Rows(first, n * KV_HEADS, item.start + n < num_keys)
+
+
+@triton.jit
+def rows_that_chose(
+    codes, last_keys, item, chunk, num_queries, chunk_queries, R: tl.constexpr, G: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The rows of an item, see `Chosen`; `chunk` is as in `Chunks.table`."""
+    lane = (item.both - tl.load(chunk)).to(tl.int64)
+    return Chosen(
+        codes, last_keys + item.b * num_queries, item.first, item.end,
+        first_row=item.b * num_queries * (KV_HEADS * G) + item.kv_head * G,
+        first_part=lane * chunk_queries * (R * G), first_code=tl.load(chunk + 1) * R,
+        R=R, G=G, NUM_HEADS=KV_HEADS * G, ROWS=ROWS, WIDE=WIDE,
+    )  # fmt: skip
+
+
+@triton.jit
 def load_tile(chosen, number):
     """The rows from number `number` of the item on."""
     row = number + tl.arange(0, chosen.ROWS)

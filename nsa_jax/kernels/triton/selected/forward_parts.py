@@ -4,7 +4,7 @@ Source: Eq. 12. grid = (items,): an item is up to `item` of the queries that cho
 program holds the block's keys and values, and loops over tiles of `rows` rows, each a token with one query
 head. What a row gets from the block is a whole softmax, so nothing is carried from step to step: its
 normalised output and its log-sum-exp leave as the part of the query's slot, in the dtype of the query and in
-float32. `output_parts` adds the parts up.
+float32. `sum_output_parts` adds the parts up.
 
 Why this order: with few query heads a KV head, a tile of neighbouring queries has many tokens, and most of
 its products are of rows that did not choose the block. Here every product is of use. The price is memory
@@ -25,10 +25,10 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.launch import launch, like, named
-from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
+from nsa_jax.kernels.triton.loading import load_rows, store_rows
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, add_product, inner, precision, scaled, zeros
 from nsa_jax.kernels.triton.selected.backward_key import KeyTile
-from nsa_jax.kernels.triton.selected.chosen_rows import Chosen, load_item, load_tile
+from nsa_jax.kernels.triton.selected.chosen_rows import load_item, load_tile, rows_of_block, rows_that_chose
 from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems
 from nsa_jax.kernels.triton.sizes import SelectedPartSizes
@@ -122,16 +122,12 @@ def output_parts_kernel(
     if number >= tl.load(chunk + 3):
         return
     item = load_item(items, number, FIELDS, KV_HEADS)
-    n = tl.arange(0, BLOCK)
-    first_key = (item.b * num_keys + item.start) * KV_HEADS + item.kv_head
-    keys = Rows(first_key, n * KV_HEADS, item.start + n < num_keys)
-    held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), item.start + n)
-    first_lane = (item.both - tl.load(chunk)).to(tl.int64)
-    chosen: tl.constexpr = Chosen(
-        codes, last_keys + item.b * num_queries, item.first, item.end,
-        first_row=item.b * num_queries * (KV_HEADS * G) + item.kv_head * G,
-        first_part=first_lane * chunk_queries * (R * G), first_code=tl.load(chunk + 1) * R,
-        R=R, G=G, NUM_HEADS=KV_HEADS * G, ROWS=ROWS, WIDE=WIDE,
+    keys = rows_of_block(item, num_keys, KV_HEADS, BLOCK)
+    token = item.start + tl.arange(0, BLOCK)
+    held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), token)
+    chosen: tl.constexpr = rows_that_chose(
+        codes, last_keys, item, chunk, num_queries, chunk_queries, R=R, G=G, KV_HEADS=KV_HEADS, ROWS=ROWS,
+        WIDE=WIDE,
     )  # fmt: skip
     outputs = Outputs(parts, part_lse)
     rows = (item.end - item.first) * G

@@ -3,7 +3,7 @@
 Source: the gradients of Eq. 12. grid = (items,), as in `forward_parts`. A program holds the block's keys and
 values and the sums of their gradients, and loops over tiles of `rows` rows that chose the block. Each step
 gathers queries and output gradients and makes five products. What the block adds to the gradient of a query
-leaves as the part of its slot, in the dtype of the query; `query_parts` adds these up. Sums of keys and
+leaves as the part of its slot, in the dtype of the query; `sum_query_parts` adds these up. Sums of keys and
 values leave as in `backward_key`: at the item's end, and where a block has several items as partial sums in
 float32, which are added in order.
 
@@ -37,7 +37,7 @@ from nsa_jax.kernels.triton.pieces import (
     zeros,
 )
 from nsa_jax.kernels.triton.selected.backward_key import KeyTile
-from nsa_jax.kernels.triton.selected.chosen_rows import Chosen, load_item, load_tile
+from nsa_jax.kernels.triton.selected.chosen_rows import load_item, load_tile, rows_of_block, rows_that_chose
 from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems
 from nsa_jax.kernels.triton.sizes import SelectedPartSizes
@@ -148,33 +148,30 @@ def gradient_parts_kernel(
     if number >= tl.load(chunk + 3):
         return
     item = load_item(items, number, FIELDS, KV_HEADS)
-    n = tl.arange(0, BLOCK)
-    first_key = (item.b * num_keys + item.start) * KV_HEADS + item.kv_head
-    keys = Rows(first_key, n * KV_HEADS, item.start + n < num_keys)
-    held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), item.start + n)
-    first_lane = (item.both - tl.load(chunk)).to(tl.int64)
-    chosen: tl.constexpr = Chosen(
-        codes, last_keys + item.b * num_queries, item.first, item.end,
-        first_row=item.b * num_queries * (KV_HEADS * G) + item.kv_head * G,
-        first_part=first_lane * chunk_queries * (R * G), first_code=tl.load(chunk + 1) * R,
-        R=R, G=G, NUM_HEADS=KV_HEADS * G, ROWS=ROWS, WIDE=WIDE,
+    keys = rows_of_block(item, num_keys, KV_HEADS, BLOCK)
+    token = item.start + tl.arange(0, BLOCK)
+    held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), token)
+    chosen: tl.constexpr = rows_that_chose(
+        codes, last_keys, item, chunk, num_queries, chunk_queries, R=R, G=G, KV_HEADS=KV_HEADS, ROWS=ROWS,
+        WIDE=WIDE,
     )  # fmt: skip
     source = Gathered(query, d_out, lse, delta, weight, parts)
     sums = KeyGradients(zeros(BLOCK, KEY), zeros(BLOCK, VALUE))
-    end = (item.end - item.first) * G
+    rows = (item.end - item.first) * G
     middle = tl.cdiv((item.masked - item.first) * G, ROWS) * ROWS
     sums = _add_tiles(
         sums, held, chosen, source, 0, middle, KEY, VALUE, SCALE=SCALE, PRECISION=PRECISION, CAUSAL=True
     )
     sums = _add_tiles(
-        sums, held, chosen, source, middle, end, KEY, VALUE, SCALE=SCALE, PRECISION=PRECISION, CAUSAL=False
+        sums, held, chosen, source, middle, rows, KEY, VALUE, SCALE=SCALE, PRECISION=PRECISION, CAUSAL=False
     )
     dk = scaled(sums.dk, SCALE)
     if item.slot < 0:
-        mine = Rows(keys.first, keys.offset, item.start + n < item.limit)
+        mine = Rows(keys.first, keys.offset, token < item.limit)
         store_rows(d_key, mine, dk, KEY)
         store_rows(d_value, mine, sums.dv, VALUE)
     else:
+        n = tl.arange(0, BLOCK)
         part = Rows(item.slot.to(tl.int64) * BLOCK, n, n >= 0)
         store_rows(part_key, part, dk, KEY)
         store_rows(part_value, part, sums.dv, VALUE)

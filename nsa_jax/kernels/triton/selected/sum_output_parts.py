@@ -19,6 +19,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.pieces import LN_2, Dim, added, cast, scaled, zeros
+from nsa_jax.kernels.triton.selected.summed_rows import has_part, summed_rows
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
@@ -69,24 +70,16 @@ def add_output_parts_kernel(
     both = tl.load(chunk) + tl.program_id(1)
     if both >= all_heads:
         return
-    row = tl.arange(0, TOKENS * PADDED_G)
-    token = row // PADDED_G
-    head = row % PADDED_G
-    within = tl.program_id(0) * TOKENS + token
-    first_query = tl.load(chunk + 1) + tl.program_id(0) * TOKENS
-    inside = (within < chunk_queries) & (first_query + token < num_queries) & (head < G)
-    kv_head = both % KV_HEADS
-    first_query += (both // KV_HEADS).to(tl.int64) * num_queries
-    at = first_query + token
-    start = tl.load(sequence_starts + at, mask=inside, other=0)
-    last_key = tl.load(last_keys + at, mask=inside, other=-1)
-    chosen = block_indices + (at * KV_HEADS + kv_head) * R
+    mine = summed_rows(
+        chunk, both, block_indices, last_keys, sequence_starts, num_queries, chunk_queries,
+        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, R=R,
+    )  # fmt: skip
     first = tl.program_id(1).to(tl.int64) * chunk_queries * (R * G)
 
     slot = tl.arange(0, PADDED_R)[None, :]
-    blocks = tl.load(chosen[:, None] + slot, mask=inside[:, None] & (slot < R), other=-1)
-    seen = (blocks >= 0) & (start[:, None] + blocks * BLOCK <= last_key[:, None])
-    offset = (within[:, None] * R + slot) * G + head[:, None]
+    blocks = tl.load(mine.slots[:, None] + slot, mask=mine.inside[:, None] & (slot < R), other=-1)
+    seen = (blocks >= 0) & (mine.start[:, None] + blocks * BLOCK <= mine.last_key[:, None])
+    offset = (mine.within[:, None] * R + slot) * G + mine.head[:, None]
     logits = tl.load(part_lse + first + offset, mask=seen, other=float("-inf"))
     some = tl.max(seen.to(tl.int32), 1) != 0
     top = tl.where(some, tl.max(logits, 1), 0.0)
@@ -94,14 +87,13 @@ def add_output_parts_kernel(
     result = zeros(TOKENS * PADDED_G, VALUE)
     for several in tl.range(0, R, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            block = tl.load(chosen + several + i, mask=inside & (several + i < R), other=-1)
-            sees = (block >= 0) & (start + block * BLOCK <= last_key)
-            rows = Rows(first, (within * R + several + i) * G + head, sees)
-            logit = tl.load(part_lse + first + rows.offset, mask=sees, other=float("-inf"))
+            one = several + i
+            rows = Rows(first, (mine.within * R + one) * G + mine.head, has_part(mine, one, R, BLOCK))
+            logit = tl.load(part_lse + first + rows.offset, mask=rows.inside, other=float("-inf"))
             part = cast(load_rows(parts, rows, VALUE), tl.float32)
             result = added(result, scaled(part, tl.exp2(logit - top)[:, None]))
 
-    to = Rows((first_query * KV_HEADS + kv_head) * G, token * (KV_HEADS * G) + head, inside)
+    to = mine.result
     store_rows(out, to, scaled(result, (1 / total)[:, None]), VALUE)
     natural = tl.where(some, (top + tl.log2(total)) * LN_2, float("-inf"))
-    tl.store(lse + to.first + to.offset, natural, mask=inside)
+    tl.store(lse + to.first + to.offset, natural, mask=to.inside)

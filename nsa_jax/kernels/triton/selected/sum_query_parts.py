@@ -15,6 +15,7 @@ from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.pieces import Dim, added, zeros
+from nsa_jax.kernels.triton.selected.summed_rows import has_part, summed_rows
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
@@ -66,27 +67,17 @@ def add_query_parts_kernel(
     both = tl.load(first) + tl.program_id(1)
     if both >= all_heads:
         return
-    row = tl.arange(0, TOKENS * PADDED_G)
-    token = row // PADDED_G
-    head = row % PADDED_G
-    within = tl.program_id(0) * TOKENS + token
-    first_query = tl.load(first + 1) + tl.program_id(0) * TOKENS
-    inside = (within < part_queries) & (first_query + token < num_queries) & (head < G)
-    kv_head = both % KV_HEADS
-    first_query += (both // KV_HEADS).to(tl.int64) * num_queries
-    at = first_query + token
-    start = tl.load(sequence_starts + at, mask=inside, other=0)
-    last_key = tl.load(last_keys + at, mask=inside, other=-1)
-    chosen = block_indices + (at * KV_HEADS + kv_head) * SLOTS
+    mine = summed_rows(
+        first, both, block_indices, last_keys, sequence_starts, num_queries, part_queries,
+        KV_HEADS=KV_HEADS, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, R=SLOTS,
+    )  # fmt: skip
     stored = tl.program_id(1).to(tl.int64) * part_queries * (SLOTS * ROWS)
     dq = zeros(TOKENS * PADDED_G, KEY)
     for some in tl.range(0, SLOTS, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             slot = some + i
-            block = tl.load(chosen + slot, mask=inside & (slot < SLOTS), other=-1)
-            sees = (block >= 0) & (start + block * BLOCK <= last_key)
-            dq = added(dq, load_rows(parts, Rows(stored, (within * SLOTS + slot) * ROWS + head, sees), KEY))
-    mine = Rows((first_query * KV_HEADS + kv_head) * G, token * (KV_HEADS * G) + head, inside)
+            offset = (mine.within * SLOTS + slot) * ROWS + mine.head
+            dq = added(dq, load_rows(parts, Rows(stored, offset, has_part(mine, slot, SLOTS, BLOCK)), KEY))
     if previous is not None:
-        dq = added(dq, load_rows(previous, mine, KEY))
-    store_rows(d_query, mine, dq, KEY)
+        dq = added(dq, load_rows(previous, mine.result, KEY))
+    store_rows(d_query, mine.result, dq, KEY)

@@ -84,7 +84,7 @@ def choose_by_index(
     *,
     sizes: IndexSizes | None = None,
 ) -> Int32[Array, "B T K R"]:
-    """The same by an indexer. `keys` are `[B, S, K, E]`, or those that all KV heads share, `[B, S E]`."""
+    """The same by an indexer; `keys` are as `flat_if_shared` returns them."""
     assert placement.first_keys.slc.known == 0, "the selection sees the index keys of whole rows"
     num_kv_heads, _, dim = query.shape[2:]
     config = placement.config

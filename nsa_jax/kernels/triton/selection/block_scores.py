@@ -167,15 +167,13 @@ class Found(NamedTuple):
 
 
 @triton.jit
-def _score_seen_blocks(
-    queries, keys, pairs, at, start, here, first_tile, found, scale, blocks, TILES_EACH: tl.constexpr
-):
+def _score_seen_blocks(queries, keys, pairs, at, start, here, first_tile, found, scale, blocks):
     """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
     column = tl.arange(0, blocks.COLUMNS)
     inside = column % blocks.PADDED
     highest = tl.max(tl.where(here, pairs.current, -1), 0)
-    last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
+    last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + blocks.TILES_EACH)
     if first_tile < last_tile:
         held = hold_queries(queries, pairs)
         for tile in range(first_tile, last_tile):
@@ -207,7 +205,7 @@ def block_scores_kernel(
 ):  # fmt: skip
     """Scores and tokens, see `Found`; those of blocks out of sight are not written."""
     DIM: tl.constexpr = Dim(E0, E1)
-    blocks: tl.constexpr = IndexBlocks(BLOCK, 0, COLUMNS, PADDED)
+    blocks: tl.constexpr = IndexBlocks(BLOCK, 0, COLUMNS, PADDED, TILES_EACH)
     SHARED: tl.constexpr = KV_HEADS // KEY_HEADS  # KV heads of a head of keys
     b = tl.program_id(1) // KEY_HEADS
     key_head = tl.program_id(1) % KEY_HEADS
@@ -221,20 +219,21 @@ def block_scores_kernel(
     target = (place * KV_HEADS + key_head * SHARED + pair % SHARED) * ROW
     pairs: tl.constexpr = Pairs(tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW)
     queries: tl.constexpr = IndexQueries(
-        queries0, queries1, weights, b, key_head, KEY_HEADS, HEADS, DIM, NEGATIVE, PRECISION, TMA
-    )
+        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, DIM=DIM,
+        NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
+    )  # fmt: skip
     keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     column = (b.to(tl.int64) * (ROW * KV_HEADS) + key_head * SHARED + pair % SHARED) * num_queries
     found: tl.constexpr = Found(scores, tokens, column + pair // SHARED, KV_HEADS * num_queries)
     sees = at >= 0
     if sequence_start is None:
-        _score_seen_blocks(queries, keys, pairs, at, 0, sees, first_tile, found, scale, blocks, TILES_EACH)
+        _score_seen_blocks(queries, keys, pairs, at, 0, sees, first_tile, found, scale, blocks)
     else:
         begin = tl.where(sees, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
         while start < LARGEST_INT:
             _score_seen_blocks(
-                queries, keys, pairs, at, start, begin == start, first_tile, found, scale, blocks, TILES_EACH
+                queries, keys, pairs, at, start, begin == start, first_tile, found, scale, blocks
             )
             start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)
 

@@ -41,12 +41,14 @@ class IndexBlocks(NamedTuple):
       LOCAL: selection blocks that are always taken: the query's own and those just before it.
       COLUMNS: keys of a tile, with what pads them.
       PADDED: columns of a selection block.
+      TILES_EACH: most tiles of keys that a program takes.
     """
 
     BLOCK: tl.constexpr
     LOCAL: tl.constexpr
     COLUMNS: tl.constexpr
     PADDED: tl.constexpr
+    TILES_EACH: tl.constexpr
 
 
 class Pairs(NamedTuple):
@@ -99,11 +101,16 @@ class IndexQueries(NamedTuple):
     TMA: tl.constexpr
 
 
-def by_heads(keys: Float[Array, "B ..."], dim: int) -> Float[Array, "B S I E"]:
-    """Index keys by heads, of which there is one if all KV heads share it: then `keys` are `[B, S E]`.
+def flat_if_shared(keys: Float[Array, "B S I E"]) -> Float[Array, "B ..."]:
+    """Index keys as they are divided among devices: `[B, S, K, E]`, or `[B, S E]` if all KV heads share one.
 
-    Two axes, because an axis of heads would be divided among the devices that divide the heads of a call.
+    Axis 2 of an operand is divided with the heads of a call, so what all share has none.
     """
+    return keys.reshape(keys.shape[0], -1) if keys.shape[2] == 1 else keys
+
+
+def by_heads(keys: Float[Array, "B ..."], dim: int) -> Float[Array, "B S I E"]:
+    """The inverse of `flat_if_shared`."""
     return keys.reshape(keys.shape[0], -1, 1 if keys.ndim == 2 else keys.shape[2], dim)
 
 
@@ -164,15 +171,13 @@ def score_tokens(queries, keys, pairs, held, start, tile, blocks):
 
 
 @triton.jit
-def _score_index_sequence(
-    queries, keys, pairs, start, here, first_tile, scores, scale, blocks, TILES_EACH: tl.constexpr
-):
+def _score_index_sequence(queries, keys, pairs, start, here, first_tile, scores, scale, blocks):
     """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
     column = tl.arange(0, blocks.COLUMNS)
     of_block = tl.arange(0, BLOCKS)
     highest = tl.max(tl.where(here, pairs.current, -1), 0) - blocks.LOCAL
-    last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + TILES_EACH)
+    last_tile = tl.minimum((highest + BLOCKS) // BLOCKS, first_tile + blocks.TILES_EACH)
     if first_tile < last_tile:
         held = hold_queries(queries, pairs)
         for tile in range(first_tile, last_tile):
@@ -201,7 +206,7 @@ def index_scores_kernel(
     Queries and keys come from `key_tiles`; `sequence_start` is None where rows are not packed.
     """
     DIM: tl.constexpr = Dim(E0, E1)
-    blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED)
+    blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED, TILES_EACH)
     number = tl.load(chunk)
     SHARED: tl.constexpr = KV_HEADS // KEY_HEADS  # KV heads of a head of keys
     row_of_chunk = tl.program_id(1) // KEY_HEADS
@@ -225,16 +230,17 @@ def index_scores_kernel(
         first_token * SHARED + tile * PAIRS, exists, current, target, num_queries * SHARED, PAIRS, ROW
     )
     queries: tl.constexpr = IndexQueries(
-        queries0, queries1, weights, b, key_head, KEY_HEADS, HEADS, DIM, NEGATIVE, PRECISION, TMA
-    )
+        queries0, queries1, weights, b, key_head, KEY_HEADS=KEY_HEADS, HEADS=HEADS, DIM=DIM,
+        NEGATIVE=NEGATIVE, PRECISION=PRECISION, TMA=TMA,
+    )  # fmt: skip
     keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     if sequence_start is None:
-        _score_index_sequence(queries, keys, pairs, 0, scored, first_tile, scores, scale, blocks, TILES_EACH)
+        _score_index_sequence(queries, keys, pairs, 0, scored, first_tile, scores, scale, blocks)
     else:
         begin = tl.where(scored, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
         while start < LARGEST_INT:
             _score_index_sequence(
-                queries, keys, pairs, start, begin == start, first_tile, scores, scale, blocks, TILES_EACH
+                queries, keys, pairs, start, begin == start, first_tile, scores, scale, blocks
             )
             start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)
