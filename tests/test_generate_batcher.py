@@ -465,6 +465,19 @@ def test_tasks_share_the_steps_and_one_that_leaves_is_cancelled(stub, batcher):
     assert finished(batcher)
 
 
+def test_event_loops_do_not_share_a_step(stub, batcher):
+    other = asyncio.new_event_loop()
+    batcher._shared_step = other.create_future()  # as while a step of that loop runs
+
+    async def waits():
+        return [
+            token async for piece in batcher.submit(PROMPTS[2], max_new_tokens=9) for token in piece.tokens
+        ]
+
+    assert asyncio.run(waits()) == alone(stub, PROMPTS[2], 9)
+    other.close()
+
+
 def test_new_widths_and_options_compile_nothing_within_a_bucket(batcher, caplog):
     def compiled(lengths):
         """The programs that JAX compiles while prompts of these lengths are written."""
