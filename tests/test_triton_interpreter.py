@@ -78,6 +78,7 @@ CHECKS = {
         *("check_heads_and_weights", "check_chunks_and_tiles", "check_odd_blocks", "check_negative_scale"),
         *("check_packed_rows", "check_few_queries", "check_what_is_not_finite_stays"),
         *("check_scores_that_are_given", "check_scores_that_are_taught", "check_public"),
+        "check_keys_of_each_kv_head",
         "check_scores_that_are_not_finite_have_no_gradient",
     ),
     "probabilities": (

@@ -20,6 +20,7 @@ from nsa_jax import attention, cache, layout  # noqa: E402
 from nsa_jax.cache import Compression, TokenKeysValues  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.generate import loop  # noqa: E402
+from nsa_jax.generate.structure import split  # noqa: E402
 from nsa_jax.model import Transformer, TransformerConfig  # noqa: E402
 
 AXES = dict(data=2, tensor=4)
@@ -182,18 +183,19 @@ def test_generation_gathers_no_cache():
         )
     graphdef, state = nnx.split(model)
     state = jax.tree.map(sharded, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    structure, parameters = split(nnx.merge(graphdef, state))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
     width, max_length = 128, 2**15
 
-    def run(state, prompts, lengths, keys):
+    def run(parameters, prompts, lengths, keys):
         return loop._run(
-            graphdef, state, prompts, lengths, keys, loop._Sampling(None, None, None), None, 0, 64,
+            structure, parameters, prompts, lengths, keys, loop._Sampling(None, None, None), None, 0, 64,
             max_length=max_length, chunk_size=4, prefill_chunk=width,
         )  # fmt: skip
 
     program = compiled(
-        run, state, array(BATCH, width, dtype=jnp.int32, spec=ROWS), array(BATCH, dtype=jnp.int32, spec=ROWS),
-        array(*keys.shape, dtype=keys.dtype, spec=WHOLE),
+        run, parameters, array(BATCH, width, dtype=jnp.int32, spec=ROWS),
+        array(BATCH, dtype=jnp.int32, spec=ROWS), array(*keys.shape, dtype=keys.dtype, spec=WHOLE),
     )  # fmt: skip
 
     held = f"bf16[{BATCH // 2},{max_length},{KV_HEADS // 4},{DIM}]"
