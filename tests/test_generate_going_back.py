@@ -45,7 +45,7 @@ def texts_of(state):
 
 @pytest.mark.parametrize("name", ["nsa", "indexer"])
 def test_layers_attend_as_if_they_had_never_been_further(name):
-    """Rings: of the window branch, of tokens that await compression, of a window layer; keys of an indexer."""
+    """Rings of the window branch, of tokens that await compression, of a window layer; an indexer's keys."""
     layers = dict(
         nsa=dict(attention=("nsa", "window")),
         indexer=dict(
@@ -78,9 +78,8 @@ def test_layers_attend_as_if_they_had_never_been_further(name):
             assert text[-9:] == TURN[row].tolist()
             padded = np.zeros((1, ROOM), np.int32)
             padded[0, : len(text)] = text
-            np.testing.assert_allclose(
-                logits, forward(model, padded)[0, len(text) - 1], rtol=1e-9, atol=1e-11
-            )
+            expected = forward(model, padded)[0, len(text) - 1]
+            np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_prompt_is_taken_back_by_six_tokens():
@@ -149,9 +148,7 @@ def test_what_cannot_go_back_is_refused():
     with refused(ValueError, r"past must be of this session, got one of \(8, 91\)"):
         rewind_to(gather(state, np.array([0])), past)
     moved = gather(state, np.array([1, 0, 2, 3, 4, 5, 6, 7]))
-    with refused(
-        ValueError, r"must begin with the tokens of the checkpoint, got other ones in rows \[0, 1\]"
-    ):
+    with refused(ValueError, r"begin with the tokens of the checkpoint, got other ones in rows \[0, 1\]"):
         rewind_to(moved, past)
     with refused(ValueError, "must begin with the tokens of the checkpoint"):
         rewind_to(rewind(state, 1), past)

@@ -25,7 +25,7 @@ class TokenTable(nnx.Module):
         return jnp.take_along_axis(logits, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)[:, 0], cache
 
     def decode_step(self, tokens, cache, num_tokens=None):
-        (held,), batch, count = cache, *tokens.shape
+        (held,), count = cache, tokens.shape[1]
         new = slots.admit(held.lengths, held.key.shape[1], count, num_tokens)
         offset = jnp.arange(count, dtype=jnp.int32)[None]
         place = new.start[:, None] + offset

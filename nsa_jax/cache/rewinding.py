@@ -73,11 +73,11 @@ def forgetful(cache: Cache, max_length: int) -> Cache:
 
     Those are the rings and the counts. A ring that is not shorter than the longest row never forgets.
     """
-    if isinstance(cache, NSACache):
-        return cache._replace(**dict.fromkeys(LASTING))
-    if cache.key.shape[1] < max_length:
-        return cache
-    return cache._replace(key=None, value=None)
+    lasting: dict[str, Any] = dict.fromkeys(LASTING)
+    if isinstance(cache, DenseCache):
+        is_ring = cache.key.shape[1] < max_length
+        lasting = {} if is_ring else dict(key=None, value=None)
+    return cache._replace(**lasting)
 
 
 def recalled(cache: Cache, past: Cache) -> Cache:

@@ -184,8 +184,6 @@ def _begins_alike(now: Rows, then: Rows) -> Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _recall(now: Rows, then: Rows) -> Rows:
-    then = jax.tree.map(jnp.copy, then)  # the checkpoint stays
-
     def recalled(now: Any, then: Any) -> Any:
         return rewinding.each_cache(rewinding.recalled, now, then)
 

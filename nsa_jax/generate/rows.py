@@ -42,7 +42,8 @@ class Rows(NamedTuple):
       turn: number of tokens before those that were drawn in this turn.
       seen: tokens that the row has had, given or drawn; None without a repetition penalty.
       written: tokens that were drawn; None without a presence penalty.
-      history: all tokens of the row, given and drawn, the pending one too, then anything; None in `generate`.
+      history: all tokens of the row, given and drawn, the pending one too, then anything: `[B, S + 1]` for
+        caches of `S` tokens; None in `generate`.
       drafting: what drafts are made with, see `drafts`; None without them.
     """
 
@@ -57,7 +58,7 @@ class Rows(NamedTuple):
     turn: Int32[Array, " B"]
     seen: Bool[Array, "B vocab"] | None
     written: Bool[Array, "B vocab"] | None
-    history: Int32[Array, "B S+1"] | None = None
+    history: Any = None
     drafting: Any = None
 
 

@@ -269,7 +269,8 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
 
     Returns:
       The session after these tokens, and `Continuation(tokens, lengths, ended, logprobs, steps)`, with as
-      many columns of tokens as steps were asked for. The newest token of a row is not in its cache yet; the next call appends it.
+      many columns of tokens as steps were asked for. The newest token of a row is not in its cache yet; the
+      next call appends it.
 
     Raises:
       TypeError: an argument has the wrong type.
