@@ -429,9 +429,7 @@ CALLS = {
     "init_dense_cache": Call(cache.init_dense_cache),
     "expected_reads": Call(cache.expected_reads),
     "keep": Call(cache.keep, cache=HELD._replace(kept=[np.zeros((2, ROOM, 3))]), new=NEW_KEPT, **STEP),
-    "rewind": Call(
-        cache.rewind, cache=HELD, num_tokens=(np.zeros(2, np.int32), Counts(axes=("B",), high=0))
-    ),
+    "rewind": Call(cache.rewind, cache=HELD, num_tokens=(np.zeros(2, np.int32), Counts(axes=("B",), high=0))),
     "count_reads": Call(cache.count_reads, cache=HELD, free="T", **STEP),
     "prefill": Call(cache.prefill, **HELD_STEP),
     "decode_step": Call(cache.decode_step, **HELD_STEP),
