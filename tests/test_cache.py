@@ -10,6 +10,7 @@ import pytest
 from cache_layer import SMALL, Layer, decode_step, jit, prefill
 
 from nsa_jax import layout, reference
+from nsa_jax.cache import rewind
 from nsa_jax.config import NSAConfig
 
 LENGTH = 61  # 7 full selection blocks and a partial one; a query attends to at most 4 of them
@@ -62,6 +63,29 @@ def test_step_after_prefill_equals_row_of_full_forward(layer, chunk):
 
         layer.agree(out, np.s_[:, t : t + 1])
         assert cache.lengths.tolist() == [t + 1, t + 1]
+
+
+def test_tokens_that_are_taken_back_leave_nothing_behind(layer):
+    """Steps of up to 4 tokens, of which the last 0 to 3 are NaN and taken back again."""
+    done, rng = np.array([9, 2]), np.random.default_rng(0)
+    _, held = layer.prefill_in_chunks(layer.empty(LENGTH), done, 7)
+    taken_back = 0
+    while done.min() < 50:
+        number = np.minimum(rng.integers(0, 5, 2), LENGTH - done).astype(np.int32)
+        back = np.minimum(rng.integers(0, 4, 2), number).astype(np.int32)
+        good = number - back
+        is_bad = np.arange(4) >= good[:, None]
+        new = jax.tree.map(lambda x: np.where(is_bad[..., None, None], np.nan, x), layer.slice(done, 4))
+        new = jax.tree.map(lambda x: x.astype(np.float32), new)
+
+        out, held = layer.decode_step(held, *new, num_tokens=number)
+        held = rewind(held, back)
+
+        for row, (first, count) in enumerate(zip(done, good, strict=True)):
+            layer.agree(out[row, :count], np.s_[row, first : first + count])
+        done, taken_back = done + good, taken_back + back.sum()
+        assert held.lengths.tolist() == done.tolist()
+    assert taken_back > 20
 
 
 def test_an_exported_program_makes_a_cache_for_any_number_of_rows(layer):

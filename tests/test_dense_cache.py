@@ -13,7 +13,7 @@ from modules import abstract, randomised
 from test_generate_model import loop_bodies
 
 from nsa_jax import cache
-from nsa_jax.cache import DenseCache, dense_decode_step, dense_prefill, init_dense_cache
+from nsa_jax.cache import DenseCache, dense_decode_step, dense_prefill, init_dense_cache, rewind
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention
 
@@ -71,7 +71,10 @@ def prefilled(made, x, held, chunk=5):
 
 @pytest.mark.parametrize("window_size", WINDOWS)
 def test_rows_are_those_of_a_full_forward(window_size):
-    """Prompts of different lengths in chunks, then steps of which each row takes 0 to 3 tokens."""
+    """Prompts of different lengths in chunks, then steps of which each row takes 0 to 3 tokens.
+
+    The last 0 to 2 of them are NaN, and are taken back again.
+    """
     with jax.enable_x64(True):
         made, x = layer(window_size), inputs()
         exact = np.asarray(full_forward(made, x))
@@ -79,11 +82,16 @@ def test_rows_are_those_of_a_full_forward(window_size):
         rng, done = np.random.default_rng(2), PROMPTS.copy()
         while min(done) < 30:
             number = np.minimum(rng.integers(0, 4, len(PROMPTS)), LENGTH - done)
-            out, held = decode_step(made, part(x, done, 3), held, number)
-            for row, (new, n) in enumerate(zip(np.asarray(out), number, strict=True)):
+            back = np.minimum(rng.integers(0, 3, len(PROMPTS)), number)
+            good = number - back
+            new = part(x, done, 3)
+            new[np.arange(3) >= good[:, None]] = np.nan
+            out, held = decode_step(made, new, held, number)
+            held = rewind(held, back)
+            for row, (new, n, given) in enumerate(zip(np.asarray(out), good, number, strict=True)):
                 rows[row] = np.concatenate([rows[row], new[:n]])
-                assert (new[n:] == 0).all()
-            done += number
+                assert (new[given:] == 0).all()
+            done += good
 
     for row, right, count in zip(rows, exact, done, strict=True):
         np.testing.assert_allclose(row, right[:count], rtol=0, atol=BUDGET)

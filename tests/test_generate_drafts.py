@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_layer import SMALL
 from messages import refused
-from modules import abstract, randomised
 from test_generate import Stub
 from token_table import TokenTable
 
@@ -23,7 +21,6 @@ from nsa_jax.generate import (
     stream,
 )  # fmt: skip
 from nsa_jax.generate.rows import Rows
-from nsa_jax.model import Transformer, TransformerConfig
 
 VOCAB, ROOM = 17, 60
 RNG = np.random.default_rng(0)
@@ -178,23 +175,6 @@ def test_requests_of_a_batcher_get_the_same(made):
         want = generate(MODEL, prompt, max_new_tokens=count, temperature=1.2, key=key, max_length=ROOM)
         assert request.tokens == want.tokens[0].tolist()
         assert (request.ended, count) == (Ended.ENOUGH, request.asked.max_new_tokens)
-
-
-def test_layers_with_rings_take_drafts_back():
-    """Two layers and another model as the drafter, whose guesses are often refused."""
-    sizes = dict(
-        vocab_size=VOCAB, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL, dtype="float64",
-        param_dtype="float64",
-    )  # fmt: skip
-    both = TransformerConfig(num_layers=2, attention=("nsa", "window"), **sizes)
-    with jax.enable_x64(True):
-        model = randomised(abstract(Transformer, both, implementation="xla"), 0.5, seed=4)
-        expected, _ = written(model, None, temperature=1.2)
-        told, state = written(model, DraftModel(OTHER, 5), temperature=1.2)
-
-        assert_same(told, expected)
-    assert steps_of(told) < steps_of(expected)
-    assert [layer.lengths.tolist() for layer in state.rows.cache] == [state.rows.held.tolist()] * 2
 
 
 @pytest.mark.parametrize("match", [1, 2, 3])

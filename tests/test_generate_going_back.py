@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from cache_layer import SMALL
 from flax import nnx
 from messages import refused
@@ -24,7 +23,7 @@ from nsa_jax.generate import (
     start,
 )  # fmt: skip
 from nsa_jax.model import Transformer, TransformerConfig
-from nsa_jax.nn import IndexerConfig, NSAAttention
+from nsa_jax.nn import NSAAttention
 
 VOCAB, ROOM, ROWS = 17, 90, 8
 RNG = np.random.default_rng(0)
@@ -43,19 +42,11 @@ def texts_of(state):
     return [row[:length].tolist() for row, length in zip(tokens, state.lengths.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("name", ["nsa", "indexer"])
-def test_layers_attend_as_if_they_had_never_been_further(name):
-    """Rings of the window branch, of tokens that await compression, of a window layer; an indexer's keys."""
-    layers = dict(
-        nsa=dict(attention=("nsa", "window")),
-        indexer=dict(
-            attention=("dense", "nsa"), branches=("slc", "win"), selector=IndexerConfig(dim=8),
-            share_keys_values=True,
-        ),
-    )  # fmt: skip
+def test_layers_attend_as_if_they_had_never_been_further():
+    """Rings of the window branch, of tokens that await compression, and of a window layer."""
     config = TransformerConfig(
         vocab_size=VOCAB, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL,
-        dtype="float64", param_dtype="float64", **layers[name],
+        attention=("nsa", "window"), dtype="float64", param_dtype="float64",
     )  # fmt: skip
 
     with jax.enable_x64(True):
