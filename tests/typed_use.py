@@ -187,7 +187,7 @@ def language_model() -> None:
         assert_type(piece, Piece)
         assert_type(piece.text, tuple[str, ...] | None)
     batcher = Batcher(model, 2, max_length=64)
-    for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2]]):
+    for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2], "end"]):
         assert_type(written, Written)
         assert_type(written.tokens, list[int])
     assert_type(batcher.step(), bool)
