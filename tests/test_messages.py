@@ -22,6 +22,7 @@ END_IN_A_MESSAGE = [
     "nsa_jax/adopt/run_folder.py: str(error)",
     "nsa_jax/adopt/settings.py: str(error)",
     "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}",
+    "nsa_jax/pretrained/chat_format.py: message",  # what a chat template refuses, inside its own error
 ]
 
 
