@@ -21,6 +21,7 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 
 COMMANDS = {
     "nsa_jax.adopt": "nsa_jax.adopt.__main__",
+    "nsa_jax.chat": "nsa_jax.chat.__main__",
     "nsa_jax.doctor": "nsa_jax.doctor.__main__",
     "parity": "parity.__main__",
     "benchmarks.attention": "benchmarks.attention",
@@ -61,6 +62,9 @@ BAD = [
     *((name, ["--kv-heads=-1"], "at least 1, got -1.") for name in MEASURING),
     *((name, ["--budget-s=nan"], "seconds above 0, got nan.") for name in MEASURING),
     *((name, ["--output", "{file}/rows.jsonl"], "must name a file that") for name in MEASURING),
+    ("nsa_jax.chat", ["{none}"], "source must be a folder, a .gguf file or the name of a repository"),
+    ("nsa_jax.chat", ["{file}", "--top-p=1.5"], "must be a number between 0 and 1, got 1.5"),
+    ("nsa_jax.chat", ["{file}", "--max-length=0"], "must be a whole number of at least 1, got 0"),
     ("nsa_jax.doctor", ["--seed=-1"], "--seed must be at least 0, got -1"),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),
     ("benchmarks.generate", ["--new-tokens=8"], "--new-tokens must be 1 plus a multiple of 8"),
