@@ -38,6 +38,7 @@ COMMANDS = {
     "benchmarks.training": "benchmarks.training",
     "examples.adopt_corpus": "examples.adopt_corpus.__main__",
     "examples.recall": "examples.recall.__main__",
+    "examples.serve": "examples.serve.__main__",
     "examples.train_lm": "examples.train_lm.__main__",
     "examples.train_lm.report": "examples.train_lm.report",
 }
@@ -91,6 +92,7 @@ BAD = [
     ("examples.adopt_corpus", ["{none}", "--list={none}"], "--list must be a file that can be read"),
     ("examples.adopt_corpus", ["{none}", "--list={file}"], "--list must be a file that can be read"),
     ("examples.adopt_corpus", ["{none}", "--list={empty}"], "--list must be what `sha256sum` writes"),
+    ("examples.serve", ["{none}", "--port=65536"], "--port must be at least 0 and below 65536, got 65536"),
     ("examples.recall", ["--results={file}/x.jsonl"], "--results must name a file that can be written"),
 ]  # fmt: skip
 
@@ -160,6 +162,16 @@ def test_missing_package_says_what_to_install(monkeypatch, capsys, module, packa
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f'Install them in the root of the clone: pip install ".[{extra}]".')
+    assert has_form(line), line
+
+
+def test_the_server_says_what_to_install_before_it_loads_a_model(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "examples.serve.api", raising=False)
+
+    assert exit_code("examples.serve", ["no/such/model"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('Install them in the root of the clone: pip install ".[serve]".')
     assert has_form(line), line
 
 
