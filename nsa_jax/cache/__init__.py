@@ -11,6 +11,7 @@ nothing here depends on the module that owns its parameters.
 from nsa_jax.cache.dense import DenseStep, dense_decode_step, dense_prefill, init_dense_cache
 from nsa_jax.cache.kept import keep
 from nsa_jax.cache.reads import Reads, count_reads, expected_reads
+from nsa_jax.cache.rewinding import rewind
 from nsa_jax.cache.state import Step, init_cache
 from nsa_jax.cache.steps import decode_step, prefill
 from nsa_jax.compression import Compression, ResidualMLP, Rotation
@@ -36,6 +37,7 @@ __all__ = [
     "init_dense_cache",
     "keep",
     "prefill",
+    "rewind",
 ]
 
 __getattr__ = gone(__name__, CountedStep="nsa_jax.cache.count_reads")

@@ -3,7 +3,9 @@
 from nsa_jax.generate.batching import Batcher
 from nsa_jax.generate.copies import gather, repeat
 from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.drafts import DraftModel, LookUp
 from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.going_back import Checkpoint, checkpoint, rewind, rewind_to
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.loop import Generation, generate
 from nsa_jax.generate.requests import Prefix, Request, Written
@@ -14,11 +16,14 @@ from nsa_jax.generate.text import Tokenizer
 
 __all__ = [
     "Batcher",
+    "Checkpoint",
     "Continuation",
     "Decoder",
+    "DraftModel",
     "Ended",
     "Generation",
     "Logprobs",
+    "LookUp",
     "Piece",
     "Prefix",
     "Request",
@@ -27,10 +32,13 @@ __all__ = [
     "Tokenizer",
     "Written",
     "advance",
+    "checkpoint",
     "extend",
     "gather",
     "generate",
     "repeat",
+    "rewind",
+    "rewind_to",
     "sample",
     "start",
     "stream",

@@ -21,6 +21,7 @@ from nsa_jax.array_typing import Array, Int, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, copies, interrupts
 from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.drafts import DraftModel, LookUp
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Sampling
@@ -54,6 +55,7 @@ class Batcher:
         you do not need: with none of them, each step takes the most likely tokens.
       logprobs: asks for log-probabilities, see `start`.
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
+      drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: see `generate`.
 
@@ -79,6 +81,7 @@ class Batcher:
         sampling: Sequence[str] = ("temperature", "top_k", "top_p"),
         logprobs: int | None = None,
         tokenizer: Tokenizer | None = None,
+        drafts: LookUp | DraftModel | None = None,
         chunk_size: int = 8,
         prefill_chunk: int | None = None,
     ) -> None:
@@ -88,7 +91,9 @@ class Batcher:
         check_tokenizer(tokenizer)
         self._names = _names(sampling)
         # The slots begin as copies of a row that nobody has asked for anything.
-        settings: dict[str, Any] = dict(max_length=max_length, logprobs=logprobs, prefill_chunk=prefill_chunk)
+        settings: dict[str, Any] = dict(
+            max_length=max_length, logprobs=logprobs, drafts=drafts, prefill_chunk=prefill_chunk
+        )
         row = start(model, np.zeros((1, 1), np.int32), **settings, **_neutral(self._names))
         self._session = copies.gather(row, np.zeros(slots, np.int32))
         self._chunk_size, self._prefill_chunk = int(chunk_size), prefill_chunk
@@ -369,7 +374,7 @@ class Batcher:
     def _read(self) -> None:
         """Waits for the oldest tokens that are on their way, and gives them to their requests."""
         told = self._in_flight[0]
-        tokens, lengths, ended, logprobs = jax.device_get(told.new)
+        tokens, lengths, ended, logprobs, _ = jax.device_get(told.new)
         self._in_flight.popleft()
         with self._lock:
             for slot, request in told.owners:

@@ -24,4 +24,7 @@ class Decoder(Protocol):
     def decode_step(
         self, tokens: Int[Array, "B 1"], cache: Any, num_tokens: Int[Array, " B"]
     ) -> tuple[Array, Any]:
-        """Appends a token to the rows with `num_tokens` 1; returns logits `[B, 1, vocab]` and the cache."""
+        """Appends a token to the rows with `num_tokens` 1; returns logits `[B, 1, vocab]` and the cache.
+
+        Drafts and `rewind` need steps of up to 8 tokens, of which `num_tokens` are real, and logits of each.
+        """

@@ -53,14 +53,9 @@ def is_end(token: Int32[Array, " B"], eos_id: Int[Array, ""] | Int[Array, " E"] 
     return token == eos_id if jnp.ndim(eos_id) == 0 else (token[:, None] == jnp.asarray(eos_id)).any(axis=1)
 
 
-def pushed(recent: Int32[Array, "B L"], token: Int32[Array, " B"]) -> Int32[Array, "B L"]:
-    """The newest tokens with one more, the oldest first."""
-    return jnp.concatenate([recent[:, 1:], token[:, None]], axis=1)
-
-
-def is_stopped(recent: Int32[Array, "B L"], stop: Int32[Array, "S L"]) -> Bool[Array, " B"]:
-    """Whether the newest tokens are a stop sequence."""
-    same = (recent[:, None] == stop[None]) | (stop == ANY)[None]
+def is_stopped(newest: Int32[Array, "B L"], stop: Int32[Array, "S L"]) -> Bool[Array, " B"]:
+    """Whether the newest tokens, the oldest first, are a stop sequence."""
+    same = (newest[:, None] == stop[None]) | (stop == ANY)[None]
     return same.all(axis=2).any(axis=1)
 
 

@@ -152,5 +152,5 @@ def _run(
     sizes = dict(max_length=max_length, prefill_chunk=prefill_chunk)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)
-    _, new = rows.advance(model, start, options, max_new_tokens, **sizes)
+    new = rows.advance(model, start, options, max_new_tokens, **sizes).new
     return Generation(rows.padded(new, pad_id).tokens, new.lengths)

@@ -74,13 +74,14 @@ class Options:
     eos_id: Any = None
     pad_id: int = 0
     stop: Any = None
+    drafts: Any = None
     logprobs: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     logits_hook: LogitsHook | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def make(
-        cls, sampling: Sampling, eos_id: Any, pad_id: Any, *, stop: Any = None, logprobs: Any = None,
-        logits_hook: Any = None,
+        cls, sampling: Sampling, eos_id: Any, pad_id: Any, *, stop: Any = None, drafts: Any = None,
+        logprobs: Any = None, logits_hook: Any = None,
     ) -> "Options":  # fmt: skip
         """Checks the options. Raises TypeError or ValueError unless they are of their kind and in range."""
         eos_id = checks.check_tokens(eos_id, pad_id)
@@ -88,4 +89,4 @@ class Options:
             stop = ends.stop_table(checks.check_stop(stop))
         checks.check_reports(logprobs, logits_hook)
         logprobs = None if logprobs is None else int(logprobs)
-        return cls(sampling, eos_id, int(pad_id), stop, logprobs, logits_hook)
+        return cls(sampling, eos_id, int(pad_id), stop, drafts, logprobs, logits_hook)

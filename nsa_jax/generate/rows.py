@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32, PRNGKeyArray
-from nsa_jax.generate import checks, ends, logprobs, penalties
+from nsa_jax.cache import rewinding
+from nsa_jax.generate import checks, ends, history, logprobs, penalties
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
@@ -38,9 +39,12 @@ class Rows(NamedTuple):
       drawn: number of tokens drawn so far, in all turns. It numbers the keys.
       ended: why it writes no more, see `Ended`.
       keys: key of the row. Its token number `n` is drawn by `fold_in(key, n)`.
-      recent: newest tokens drawn in this turn, for stop sequences; None without them.
+      turn: number of tokens before those that were drawn in this turn.
       seen: tokens that the row has had, given or drawn; None without a repetition penalty.
       written: tokens that were drawn; None without a presence penalty.
+      history: all tokens of the row, given and drawn, the pending one too, then anything: `[B, S + 1]` for
+        caches of `S` tokens; None in `generate`.
+      drafting: what drafts are made with, see `drafts`; None without them.
     """
 
     cache: Any
@@ -51,9 +55,11 @@ class Rows(NamedTuple):
     drawn: Int32[Array, " B"]
     ended: Int32[Array, " B"]
     keys: PRNGKeyArray
-    recent: Int32[Array, "B L"] | None
+    turn: Int32[Array, " B"]
     seen: Bool[Array, "B vocab"] | None
     written: Bool[Array, "B vocab"] | None
+    history: Any = None
+    drafting: Any = None
 
 
 class New(NamedTuple):
@@ -64,12 +70,12 @@ class New(NamedTuple):
     logprobs: Logprobs | None
 
 
-class _Loop(NamedTuple):
-    """The state of the loop: the rows, what is new in them, and the next column of its buffer."""
+class Loop(NamedTuple):
+    """The state of the loop: the rows, what is new in them, and how many steps it has taken."""
 
     rows: Rows
     new: New
-    column: Int32[Array, ""]
+    steps: Int32[Array, ""]
 
 
 def begin(
@@ -81,16 +87,17 @@ def begin(
     *,
     max_length: int,
     prefill_chunk: int,
+    keeps_history: bool = False,
 ) -> Rows:
     """Rows that hold their prompts, before the first token is drawn."""
     prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
     cache = model.init_cache(prompts.shape[0], max_length)
-    logits, cache = _prefill(model, prompts, lengths, cache, prefill_chunk)
+    logits, cache = prefilled(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
-    logits, sampling, recent = explicit.by_rows(logits), options.sampling, None
-    if options.stop is not None:
-        recent = jnp.broadcast_to(none[:, None] + ends.NOT_YET, (none.size, options.stop.shape[1]))
+    logits, sampling, drafting = explicit.by_rows(logits), options.sampling, None
+    if options.drafts is not None:
+        drafting = options.drafts.begin(prompts, lengths, max_length, prefill_chunk)
     had = jnp.zeros_like(logits, bool)
     return Rows(
         cache=cache,
@@ -101,9 +108,11 @@ def begin(
         drawn=none,
         ended=none,
         keys=keys,
-        recent=recent,
+        turn=lengths.astype(jnp.int32),
         seen=None if sampling.repetition_penalty is None else penalties.marked(had, prompts, lengths),
         written=None if sampling.presence_penalty is None else had,
+        history=history.begun(prompts, lengths, max_length) if keeps_history else None,
+        drafting=drafting,
     )
 
 
@@ -112,6 +121,7 @@ def append(
     rows: Rows,
     tokens: Int32[Array, "B T"],
     counts: Int32[Array, " B"],
+    options: Options,
     *,
     max_length: int,
     prefill_chunk: int,
@@ -128,10 +138,12 @@ def append(
     fits = rows.held + wanted <= max_length
     wanted = jnp.where(fits, wanted, 0)
     given = wanted > 0
-    logits, cache = _prefill(model, text, wanted, rows.cache, prefill_chunk)
+    logits, cache = prefilled(model, text, wanted, rows.cache, prefill_chunk)
     last = jnp.take_along_axis(text, jnp.maximum(wanted - 1, 0)[:, None], axis=1)[:, 0]
-    if rows.recent is not None:
-        rows = rows._replace(recent=jnp.where(given[:, None], ends.NOT_YET, rows.recent))
+    if rows.drafting is not None:
+        rows = rows._replace(drafting=options.drafts.append(rows, text, wanted, prefill_chunk))
+    if rows.history is not None:
+        rows = rows._replace(history=history.written(rows.history, text, rows.held, wanted))
     if rows.seen is not None:
         rows = rows._replace(seen=penalties.marked(rows.seen, text, wanted))
     return rows._replace(
@@ -140,6 +152,7 @@ def append(
         token=jnp.where(given, last, rows.token),
         pending=rows.pending & ~given,
         held=rows.held + wanted,
+        turn=jnp.where(given, rows.held + wanted, rows.turn),
         ended=jnp.where(given, Ended.NO, jnp.where(fits, rows.ended, Ended.FULL)),
     )
 
@@ -153,54 +166,86 @@ def advance(
     max_length: int,
     columns: int,
     chunk_size: int,
-) -> tuple[Rows, New]:
+) -> Loop:
     """Adds up to `limit` tokens to each row that has not ended.
 
-    Columns of the buffer are draws that all rows take part in. Column 0 is the one before the first step, in
-    which a row with a pending token has none; its tokens are then in columns `1 .. lengths`.
+    A row with a pending token has its tokens in columns `1 .. lengths` of the buffer, any other row from
+    column 0 on. Without drafts, a column is thus a draw that all rows take part in.
     """
 
-    def draw(loop: _Loop, logits: Array, asked: Bool[Array, " B"]) -> _Loop:
+    def draw(loop: Loop, logits: Array, asked: Bool[Array, " B"]) -> Loop:
         """Draws the next token from `logits` and adds it to the rows that are `asked` for one."""
         rows, new, logits = loop.rows, loop.new, explicit.by_rows(logits)
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.drawn)
-        token, finite = _chosen(rows, options, logits, keys)
+        token, finite = chosen(rows, options, logits)
         drawn = asked & finite
         rows = _taken(rows, options, token, drawn)
         full = drawn & (rows.held >= max_length) & (rows.ended == Ended.NO)
         ended = jnp.where(full, Ended.FULL, rows.ended)
         rows = rows._replace(ended=jnp.where(asked & ~finite, Ended.NOT_FINITE, ended))
         found = None if options.logprobs is None else logprobs.of_token(logits, token, options.logprobs)
-        # The last chunk may run beyond the last column.
+        column = loop.steps if options.drafts is None else new.lengths + was_pending
         tokens, reports = jax.tree.map(
-            lambda buffer, x: buffer.at[:, loop.column].set(x, mode="drop"),
-            (new.tokens, new.logprobs),
-            (token, found),
+            lambda buffer, x: _put(buffer, column, x), (new.tokens, new.logprobs), (token, found)
         )
-        return _Loop(rows, New(tokens, new.lengths + drawn, reports), loop.column + 1)
+        return loop._replace(rows=rows, new=New(tokens, new.lengths + drawn, reports))
 
-    def going(loop: _Loop) -> Bool[Array, " B"]:
+    def going(loop: Loop) -> Bool[Array, " B"]:
         return (loop.rows.ended == Ended.NO) & (loop.new.lengths < limit)
 
-    def step(_, loop: _Loop) -> _Loop:
+    def step(_, loop: Loop) -> Loop:
         rows, real = loop.rows, going(loop)
         count = real.astype(jnp.int32)
         logits, cache = model.decode_step(rows.token[:, None], rows.cache, num_tokens=count)
         rows = rows._replace(cache=cache, held=rows.held + count, pending=rows.pending & ~real)
-        return draw(loop._replace(rows=rows), logits[:, -1], real)
+        return draw(loop._replace(rows=rows, steps=loop.steps + 1), logits[:, -1], real)
+
+    def step_with_drafts(_, loop: Loop) -> Loop:
+        """Appends the pending token and drafts behind it; draws after each as long as the drafts agree."""
+        rows, real = loop.rows, going(loop)
+        # A last token is drawn behind the drafts, for which a row needs no room.
+        most = jnp.minimum(limit - loop.new.lengths, max_length - rows.held) - 1
+        drafts, counts, drafting = options.drafts.propose(rows, jnp.where(real, most, -1), options)
+        given = jnp.where(real, 1 + counts, 0)
+        tokens = jnp.concatenate([rows.token[:, None], drafts], axis=1)
+        logits, cache = model.decode_step(tokens, rows.cache, num_tokens=given)
+
+        def verify(number: Any, loop: Loop) -> Loop:
+            """Draws behind the first `number` drafts where these were drawn, too."""
+            rows = loop.rows
+            agrees = rows.held == before + number  # of all tokens before this one
+            agrees &= (number == 0) | (rows.token == tokens[:, number])
+            asked = agrees & (number < given) & going(loop)
+            rows = rows._replace(held=rows.held + asked, pending=rows.pending & ~asked)
+            return draw(loop._replace(rows=rows), logits[:, number], asked)
+
+        before = rows.held
+        loop = jax.lax.fori_loop(0, tokens.shape[1], verify, loop._replace(steps=loop.steps + 1))
+        back = given - (loop.rows.held - before)
+        cache = rewinding.each_cache(lambda cache: rewinding.rewind(cache, back), cache)
+        drafting = options.drafts.settle(drafting, loop.rows)
+        return loop._replace(rows=loop.rows._replace(cache=cache, drafting=drafting))
 
     options = dataclasses.replace(options, sampling=_beside(rows, options.sampling))
-    none = jnp.zeros_like(rows.held)
+    was_pending, none = rows.pending.astype(jnp.int32), jnp.zeros_like(rows.held)
     tokens = jnp.broadcast_to(none[:, None], (none.size, columns))
     reports = None if options.logprobs is None else _empty_reports(rows, columns, options.logprobs)
-    new = New(tokens, none, reports)
-    start = _Loop(rows, new, jnp.zeros((), jnp.int32))
-    end = jax.lax.while_loop(
+    start = Loop(rows, New(tokens, none, reports), jnp.zeros((), jnp.int32))
+    body = step
+    if options.drafts is not None:
+        # A chunk would go on when drafts have brought all tokens already.
+        body, chunk_size = step_with_drafts, 1
+    return jax.lax.while_loop(
         lambda loop: going(loop).any(),
-        lambda loop: jax.lax.fori_loop(0, chunk_size, step, loop),
+        lambda loop: jax.lax.fori_loop(0, chunk_size, body, loop),
         draw(start, rows.logits, going(start) & ~rows.pending),
     )
-    return end.rows, end.new
+
+
+def _put(buffer: Array, column: Int32[Array, ""] | Int32[Array, " B"], x: Array) -> Array:
+    """Writes `x [B, ...]` to a column of a buffer, or of each row; nowhere if there is no such column."""
+    if column.ndim == 0:
+        return buffer.at[:, column].set(x, mode="drop")  # the last chunk may run beyond the last column
+    return jax.vmap(lambda row, column, x: row.at[column].set(x, mode="drop"))(buffer, column, x)
 
 
 def padded(new: New, pad_id: Int32[Array, ""] | int) -> New:
@@ -221,10 +266,9 @@ def _beside(rows: Rows, sampling: Sampling) -> Sampling:
     return sampling._replace(**dict(zip(each, placed, strict=True)))
 
 
-def _chosen(
-    rows: Rows, options: Options, logits: Array, keys: PRNGKeyArray
-) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """A token for each row, and whether it means anything: whether there is a finite largest logit."""
+def chosen(rows: Rows, options: Options, logits: Array) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """The next token of each row, and whether it means anything: whether there is a finite largest logit."""
+    keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.drawn)
     if options.logits_hook is not None:
         hooked = options.logits_hook(logits, rows.token, rows.drawn)
         checks.check_hooked(hooked, logits)
@@ -240,10 +284,16 @@ def _chosen(
 
 def _taken(rows: Rows, options: Options, token: Int32[Array, " B"], drawn: Bool[Array, " B"]) -> Rows:
     """Makes `token` the newest one of the rows where it was `drawn`, and ends those that it ends."""
-    ended, recent = rows.ended, rows.recent
-    if recent is not None:
-        recent = jnp.where(drawn[:, None], ends.pushed(recent, token), recent)
-        ended = jnp.where(drawn & ends.is_stopped(recent, options.stop), Ended.STOP, ended)
+    ended, tokens = rows.ended, rows.history
+    if tokens is not None:
+        tokens = history.written(tokens, token[:, None], rows.held, drawn.astype(jnp.int32))
+    if options.stop is not None:
+        longest = options.stop.shape[1]
+        first = rows.held + 1 - longest
+        place = first[:, None] + jnp.arange(longest, dtype=jnp.int32)
+        newest = history.read(tokens, first, longest)
+        newest = jnp.where(place < rows.turn[:, None], ends.NOT_YET, newest)
+        ended = jnp.where(drawn & ends.is_stopped(newest, options.stop), Ended.STOP, ended)
     if options.eos_id is not None:
         ended = jnp.where(drawn & ends.is_end(token, options.eos_id), Ended.END_TOKEN, ended)
     seen, written = (
@@ -255,9 +305,9 @@ def _taken(rows: Rows, options: Options, token: Int32[Array, " B"], drawn: Bool[
         pending=rows.pending | drawn,
         drawn=rows.drawn + drawn,
         ended=ended,
-        recent=recent,
         seen=seen,
         written=written,
+        history=tokens,
     )
 
 
@@ -270,7 +320,7 @@ def _empty_reports(rows: Rows, columns: int, count: int) -> Logprobs:
     return jax.tree.map(empty, logprobs.of_token(rows.logits, rows.token, count))
 
 
-def _prefill(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
+def prefilled(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
     """Logits after the last token of each prompt, in as many equal chunks as the longest prompt needs."""
     if chunk == prompts.shape[1]:
         return model.prefill(prompts, cache, num_tokens=lengths)

@@ -17,6 +17,7 @@ from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.drafts import DraftModel, LookUp, drafter
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
 from nsa_jax.generate.rows import Rows
@@ -73,12 +74,14 @@ class Continuation(NamedTuple):
       lengths: number of new tokens of each row.
       ended: why the row has ended, as a number of `Ended`; 0 for a row that has not.
       logprobs: log-probabilities of the new tokens, where `start` was asked for them.
+      steps: number of decode steps that it took, fewer than tokens where drafts agreed.
     """
 
     tokens: Int32[Array, "B new"]
     lengths: Int32[Array, " B"]
     ended: Int32[Array, " B"]
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None
+    steps: Int32[Array, ""]
 
 
 def check_session(session: Any) -> None:
@@ -111,6 +114,7 @@ def start(
     stop: Sequence[Sequence[int]] | None = None,
     pad_id: int = 0,
     key: int | PRNGKeyArray = 0,
+    drafts: LookUp | DraftModel | None = None,
     prefill_chunk: int | None = None,
 ) -> Session:
     """Begins a session: reads the prompts. `advance` then draws the first token.
@@ -147,6 +151,8 @@ def start(
       pad_id: token that fills a row of `Continuation.tokens` after its new tokens.
       key: a seed, a typed key, or one for each row. Token number `n` of a row, counted from 0 through all its
         turns, is drawn by `jax.random.fold_in(key, n)` of the row's key.
+      drafts: lets one decode step verify several tokens: a `LookUp` of what came next before, or a
+        `DraftModel`. The tokens are the same; a step takes longer, and fewer may do.
       prefill_chunk: number of prompt tokens of a row that are prefilled at once.
 
     Returns:
@@ -154,7 +160,8 @@ def start(
 
     Raises:
       TypeError, ValueError: as in `generate`; or an array of a parameter has not one number for each row,
-        `stop` is not a sequence of sequences of ids, or `logits_hook` is not a function to logits.
+        `stop` is not a sequence of sequences of ids, `logits_hook` is not a function to logits, or `drafts`
+        are of another kind or vocabulary, or asked of a model whose caches are not those of `nsa_jax.cache`.
 
     Examples:
       >>> session = start(model, prompts, max_length=4096)
@@ -168,7 +175,7 @@ def start(
         len(tokens), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
     )  # fmt: skip
-    more = dict(stop=stop, logprobs=logprobs, logits_hook=logits_hook)
+    more = dict(stop=stop, drafts=drafter(drafts, vocab_size), logprobs=logprobs, logits_hook=logits_hook)
     options = Options.make(sampling, eos_id, pad_id, **more)
     if logprobs is not None and vocab_size is not None:
         check_int(high=vocab_size, logprobs=logprobs)
@@ -242,6 +249,7 @@ def extend(
         session.rows,
         buckets.widened(tokens, -(-width // part) * part - 1),
         counts,
+        session.options,
         max_length=session.max_length,
         prefill_chunk=part,
     )
@@ -260,8 +268,9 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
       chunk_size: see `generate`.
 
     Returns:
-      The session after these tokens, and `Continuation(tokens, lengths, ended, logprobs)`, with `steps`
-      columns of tokens. The newest token of a row is not in its cache yet; the next call appends it.
+      The session after these tokens, and `Continuation(tokens, lengths, ended, logprobs, steps)`, with as
+      many columns of tokens as steps were asked for. The newest token of a row is not in its cache yet; the
+      next call appends it.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -293,15 +302,15 @@ def dispatch(
 @functools.partial(jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"))
 def _start(structure, parameters, prompts, lengths, keys, options, *, max_length, prefill_chunk) -> Rows:
     model, sizes = structure.model(parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
-    return rows.begin(model, prompts, lengths, keys, options, **sizes)
+    return rows.begin(model, prompts, lengths, keys, options, keeps_history=True, **sizes)
 
 
 @functools.partial(
     jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"), donate_argnames="held"
 )
-def _extend(structure, parameters, held, tokens, counts, *, max_length, prefill_chunk) -> Rows:
-    model = structure.model(parameters)
-    return rows.append(model, held, tokens, counts, max_length=max_length, prefill_chunk=prefill_chunk)
+def _extend(structure, parameters, held, tokens, counts, options, *, max_length, prefill_chunk) -> Rows:
+    model, sizes = structure.model(parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
+    return rows.append(model, held, tokens, counts, options, **sizes)
 
 
 @functools.partial(
@@ -313,7 +322,7 @@ def _advance(
     model = structure.model(parameters)
     limit = jnp.minimum(until - held.drawn, steps + ~held.pending)
     sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size)
-    advanced, new = rows.advance(model, held, options, limit, **sizes)
+    advanced, new, taken = rows.advance(model, held, options, limit, **sizes)
 
     # A row with a pending token has none in the first column.
     def aligned(x: Array) -> Array:
@@ -321,4 +330,4 @@ def _advance(
 
     new = new._replace(tokens=aligned(new.tokens), logprobs=jax.tree.map(aligned, new.logprobs))
     new = rows.padded(new, options.pad_id)
-    return advanced, Continuation(new.tokens, new.lengths, advanced.ended, new.logprobs)
+    return advanced, Continuation(new.tokens, new.lengths, advanced.ended, new.logprobs, taken)

@@ -95,7 +95,7 @@ class Stream(Iterator[Piece]):
 
     def _read(self, new: Continuation) -> Piece:
         """Waits for the tokens of a chunk."""
-        tokens, lengths, ended, reports = jax.device_get(new)
+        tokens, lengths, ended, reports, _ = jax.device_get(new)
         self._left -= lengths
         most = int(lengths.max())
         tokens, reports = jax.tree.map(lambda x: x[:, :most], (tokens, reports))

@@ -1,0 +1,177 @@
+"""Sessions that went back write what sessions write that never were further."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_layer import SMALL
+from flax import nnx
+from messages import refused
+from modules import abstract, randomised
+from test_generate import Stub
+from token_table import TokenTable
+
+from nsa_jax.cache import rewind as rewind_cache
+from nsa_jax.generate import (
+    DraftModel,
+    Ended,
+    advance,
+    checkpoint,
+    extend,
+    gather,
+    rewind,
+    rewind_to,
+    start,
+)  # fmt: skip
+from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import IndexerConfig, NSAAttention
+
+VOCAB, ROOM, ROWS = 17, 90, 8
+RNG = np.random.default_rng(0)
+PROMPTS, LENGTHS = RNG.integers(0, 11, (ROWS, 27)), np.arange(27, 27 - ROWS, -1)
+TURN = RNG.integers(0, 11, (ROWS, 9))
+BACK = np.arange(ROWS)  # 0 .. 7 tokens: with blocks of 4, the way of most rows is over the end of one
+TABLE = TokenTable(VOCAB)
+
+
+def begun(model, **options):
+    return start(model, PROMPTS, lengths=LENGTHS, max_length=ROOM, **(dict(key=3) | options))
+
+
+def texts_of(state):
+    tokens = np.asarray(state.rows.history)
+    return [row[:length].tolist() for row, length in zip(tokens, state.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("name", ["nsa", "indexer"])
+def test_layers_attend_as_if_they_had_never_been_further(name):
+    """Rings of the window branch, of tokens that await compression, of a window layer; an indexer's keys."""
+    layers = dict(
+        nsa=dict(attention=("nsa", "window")),
+        indexer=dict(
+            attention=("dense", "nsa"), branches=("slc", "win"), selector=IndexerConfig(dim=8),
+            share_keys_values=True,
+        ),
+    )  # fmt: skip
+    config = TransformerConfig(
+        vocab_size=VOCAB, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16, nsa=SMALL,
+        dtype="float64", param_dtype="float64", **layers[name],
+    )  # fmt: skip
+
+    with jax.enable_x64(True):
+        model = randomised(abstract(Transformer, config, implementation="xla"), 0.5, seed=4)
+        forward = nnx.jit(lambda model, text: model(text))
+        state, new = advance(begun(model), 20)
+        past = checkpoint(state)
+        texts = [text[: len(text) - back] for text, back in zip(texts_of(state), BACK, strict=True)]
+
+        state = rewind(state, BACK)
+        assert texts_of(state) == texts
+        state, again = advance(state, 8)  # greedy, so those that were taken back come again
+        for back, tokens, those in zip(BACK, new.tokens.tolist(), again.tokens.tolist(), strict=True):
+            assert those[:back] == tokens[20 - back :]
+
+        state = extend(rewind_to(state, past), TURN)  # rows are longer now, or shorter, than they were
+        state = extend(rewind(state, np.minimum(BACK, 6)), TURN)
+
+        for row, (text, logits) in enumerate(zip(texts_of(state), state.rows.logits, strict=True)):
+            assert text[-9:] == TURN[row].tolist()
+            padded = np.zeros((1, ROOM), np.int32)
+            padded[0, : len(text)] = text
+            expected = forward(model, padded)[0, len(text) - 1]
+            np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_prompt_is_taken_back_by_six_tokens():
+    """Its newest token is read again, by the step that goes on from there."""
+    back = np.minimum(BACK, 6)
+    _, new = advance(rewind(begun(TABLE), back), 12)
+
+    _, want = advance(start(TABLE, PROMPTS, lengths=LENGTHS - back, max_length=ROOM), 12)
+    assert new.tokens.tolist() == want.tokens.tolist()
+
+
+def test_ends_and_penalties_are_those_of_what_is_left():
+    """A row that a sequence ended goes on, and ends again where the sequence does, half of which is left."""
+    options = dict(repetition_penalty=1.3)
+    _, new = advance(begun(TABLE, **options), 12)
+    ends = new.tokens[0, 4:7].tolist()
+    options |= dict(stop=[ends])
+    state, first = advance(begun(TABLE, **options), 12)
+    assert (first.ended[0], first.lengths[0]) == (Ended.STOP, 7)
+    assert (first.ended[1:] == Ended.NO).all()
+
+    _, again = advance(rewind(state, np.where(BACK == 0, 2, BACK)), 12)
+
+    assert (again.ended[0], again.tokens[0, :2].tolist()) == (Ended.STOP, ends[1:])
+    for back in BACK[1:]:
+        assert again.tokens[back, :back].tolist() == first.tokens[back, 12 - back :].tolist()
+
+
+def test_a_session_with_drafts_goes_back():
+    state, new = advance(begun(TABLE, drafts=DraftModel(TABLE, 3)), 20)
+
+    _, more = advance(rewind(state, 5), 10)
+
+    assert more.tokens[:, :5].tolist() == new.tokens[:, 15:].tolist()
+    assert int(more.steps) == 3  # the drafts agree, so their cache went back, too
+
+
+def test_a_checkpoint_brings_everything_back():
+    """Keys and counters, too, so that draws are the same; going there does not use it up."""
+    options = dict(temperature=1.2, presence_penalty=0.3, drafts=DraftModel(TokenTable(VOCAB, seed=1), 2))
+    state, _ = advance(begun(TABLE, **options), 5)
+    past = checkpoint(state)
+    assert past.row_bytes < state.row_bytes
+    state, first = advance(extend(state, TURN), 30)
+
+    for _ in range(2):
+        state = rewind_to(state, past)
+        assert state.lengths.tolist() == (LENGTHS + 5).tolist()
+        state, again = advance(extend(state, TURN), 30)
+        assert again.tokens.tolist() == first.tokens.tolist()
+
+
+def test_what_cannot_go_back_is_refused():
+    state = begun(TABLE)
+    with refused(ValueError, r"num_tokens must be at least 0 and at most \[6, 6, .*\], got \[7, 7,"):
+        rewind(state, 7)
+    with refused(ValueError, "num_tokens must be at least 0"):
+        rewind(state, -1)
+    with refused(ValueError, r"num_tokens must be one number, or one for each row, got .*\(2,\) and batch=8"):
+        rewind(state, np.array([1, 2]))
+    with refused(TypeError, "num_tokens must be an int"):
+        rewind(state, 1.5)
+    past = checkpoint(state)
+    with refused(TypeError, "past must be a Checkpoint, got Session"):
+        rewind_to(state, state)
+    with refused(ValueError, r"past must be of this session, got one of \(8, 91\)"):
+        rewind_to(gather(state, np.array([0])), past)
+    moved = gather(state, np.array([1, 0, 2, 3, 4, 5, 6, 7]))
+    with refused(ValueError, r"begin with the tokens of the checkpoint, got other ones in rows \[0, 1\]"):
+        rewind_to(moved, past)
+    with refused(ValueError, "must begin with the tokens of the checkpoint"):
+        rewind_to(rewind(state, 1), past)
+    with refused(TypeError, "caches of a model must be made of NSACache and DenseCache to go back"):
+        rewind(start(Stub(), PROMPTS, lengths=LENGTHS, max_length=ROOM), 1)
+
+
+def test_inside_jit_a_row_that_cannot_go_back_stays():
+    after = jax.jit(lambda state: rewind(state, BACK))(begun(TABLE))
+
+    assert after.lengths.tolist() == np.where(BACK == 7, LENGTHS, LENGTHS - BACK).tolist()
+
+
+def test_a_cache_is_rewound_only_by_what_it_has():
+    layer = abstract(NSAAttention, 4, 16, num_kv_heads=2, config=SMALL)
+    cache = layer.init_cache(2, 30)._replace(lengths=jnp.array([5, 2]))
+
+    assert rewind_cache(cache, jnp.array([3, 2])).lengths.tolist() == [2, 0]
+    with refused(ValueError, r"at most what the row has, got \[3, 3\] for rows of \[5, 2\] tokens"):
+        rewind_cache(cache, np.array([3, 3]))
+    with refused(ValueError, "num_tokens must be one number for each row"):
+        rewind_cache(cache, np.array([3]))
+    with refused(TypeError, "cache must be an NSACache or a DenseCache, got tuple"):
+        rewind_cache((cache,), np.array([3, 2]))
+    with refused(TypeError, "num_tokens"):
+        rewind_cache(cache, np.array([1.0, 2.0]))
