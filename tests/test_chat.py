@@ -233,6 +233,7 @@ def test_ctrl_c_ends_the_answer_and_twice_the_program(folder, monkeypatch, capsy
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_a_real_process_reads_a_pipe(folder):
     command_line = [
         sys.executable,
