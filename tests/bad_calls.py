@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
-from nsa_jax.generate import generate, sample, start, truncate
+from nsa_jax.generate import LookUp, generate, sample, start, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -90,6 +90,7 @@ VALUES = dict(
         min_p=(0.1, Kind(NO_FLOAT | {"negative": -0.1, "above 1": 1.5})), repetition_penalty=(1.1, Real())
     ),
     **dict(presence_penalty=(0.5, Real(positive=False)), logits_hook=(None, Function())),
+    **dict(drafts=(None, Kind({"str": "a", "int": 3}))),
     **dict(temperature=(1.0, Kind(TOO_HOT)), top_p=(0.5, SHARE)),
     **dict(rope_base=10000.0, base=10000.0, factor=2.0, low_frequency_factor=1.0, high_frequency_factor=4.0),
     **dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, magnitude=(1.0, Real(positive=False))),
@@ -428,6 +429,7 @@ CALLS = {
     "init_dense_cache": Call(cache.init_dense_cache),
     "expected_reads": Call(cache.expected_reads),
     "keep": Call(cache.keep, cache=HELD._replace(kept=[np.zeros((2, ROOM, 3))]), new=NEW_KEPT, **STEP),
+    "rewind": Call(cache.rewind, cache=HELD, num_tokens=(np.zeros(2, np.int32), Counts(axes=("B",), high=0))),
     "count_reads": Call(cache.count_reads, cache=HELD, free="T", **STEP),
     "prefill": Call(cache.prefill, **HELD_STEP),
     "decode_step": Call(cache.decode_step, **HELD_STEP),
@@ -491,6 +493,7 @@ CALLS = {
         lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
         key=(0, Kind(NO_KEY)),
     ),
+    "LookUp": Call(LookUp, num_tokens=4, match=3),
     "MagicNumber": Call(evaluate.MagicNumber, encode=(ord, Function()), digits=5, keys=1),
     "PassKey": Call(evaluate.PassKey, encode=(ord, Function()), digits=5),
     "sample": Call(sample, free="vocab", temperature=(1.0, Kind(TOO_HOT | {"0": 0.0}))),

@@ -90,9 +90,9 @@ NOT_CALLED = {
     ),
     # Those that take a session, and batchers, have tests of their own.
     "nsa_jax.generate": (
-        *("Batcher", "Continuation", "Decoder", "Ended", "Generation", "Logprobs", "Piece", "Prefix"),
-        *("Request", "Session", "Stream", "Tokenizer", "Written", "advance", "extend", "gather", "repeat"),
-        "stream",
+        *("Batcher", "Checkpoint", "Continuation", "Decoder", "DraftModel", "Ended", "Generation"),
+        *("Logprobs", "Piece", "Prefix", "Request", "Session", "Stream", "Tokenizer", "Written"),
+        *("advance", "checkpoint", "extend", "gather", "repeat", "rewind_to", "stream"),
     ),
     "nsa_jax.model": ("restore", "restore_training", "save"),
     "nsa_jax.parallel": ("Order",),

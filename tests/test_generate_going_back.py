@@ -169,7 +169,7 @@ def test_a_cache_is_rewound_only_by_what_it_has():
     assert rewind_cache(cache, jnp.array([3, 2])).lengths.tolist() == [2, 0]
     with refused(ValueError, r"at most what the row has, got \[3, 3\] for rows of \[5, 2\] tokens"):
         rewind_cache(cache, np.array([3, 3]))
-    with refused(ValueError, "num_tokens must be one number for each row"):
+    with refused(ValueError, "num_tokens"):
         rewind_cache(cache, np.array([3]))
     with refused(TypeError, "cache must be an NSACache or a DenseCache, got tuple"):
         rewind_cache((cache,), np.array([3, 2]))

@@ -20,13 +20,16 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason=f"needs jax-cuda13-pjrt, {W
 
 import triton_compile  # noqa: E402
 from equations import equations  # noqa: E402
+from flax import nnx  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
+from modules import abstract  # noqa: E402
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
 from nsa_jax.kernels.triton.sizes import ITEM_QUERIES, ITEM_QUERIES_FROM_4, SelectionSizes  # noqa: E402
+from nsa_jax.nn import NSAAttention  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
 CONFIG = NSAConfig()
@@ -186,6 +189,26 @@ def test_export_for_cuda():
 
     assert restored.platforms == ("cuda",)
     assert "triton_kernel_call_ffi" in restored.mlir_module()
+
+
+def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_said():
+    layer = abstract(
+        NSAAttention, HEADS, 256, num_kv_heads=KV_HEADS, head_dim=DIM, config=CONFIG, dtype="bfloat16"
+    )
+    cache = jax.eval_shape(lambda: layer.init_cache(2, 4096))
+    x = jax.ShapeDtypeStruct((2, 1, 256), jnp.bfloat16)
+    graph, state = nnx.split(layer)
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+
+    def exported():  # a function of its own: one that was traced for another device is not traced again
+        step = jax.jit(lambda state, x, cache: nnx.merge(graph, state).decode_step(x, cache))
+        return jax.export.export(step, platforms=["cuda"], disabled_checks=[check])(
+            state, x, cache
+        ).mlir_module()
+
+    with triton_compile.device(90):
+        assert "triton_kernel_call_ffi" in exported()
+    assert "triton_kernel_call_ffi" not in exported()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

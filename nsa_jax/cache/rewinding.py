@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.array_checks import check_integers, on_host
+from nsa_jax.array_checks import check_values, on_host
 from nsa_jax.array_typing import Array, Int
+from nsa_jax.cache import checks
 from nsa_jax.layout import DenseCache, NSACache
+from nsa_jax.layout.cache import ENDLESS
 from nsa_jax.sharding.explicit import alike
 
 type Cache = NSACache | DenseCache
@@ -38,28 +40,23 @@ def rewind(cache: Cache, num_tokens: Int[Array, " B"]) -> Cache:
 
     Raises:
       TypeError: `cache` is neither an `NSACache` nor a `DenseCache`, or `num_tokens` no array of integers.
-      ValueError: `num_tokens` is not one number for each row; or, where the host has the values, one is
-        negative or larger than the length of its row.
+      ValueError: arrays do not fit together; or, where the host has the values, a number is negative or
+        larger than the length of its row.
     """
     if not is_cache(cache):
         raise TypeError(
             f"cache must be an NSACache or a DenseCache, got {type(cache).__name__}. Pass what "
             "init_cache or a step gave."
         )
-    num_tokens = jnp.asarray(num_tokens)
-    check_integers(num_tokens=num_tokens)
-    if num_tokens.shape != cache.lengths.shape:
-        raise ValueError(
-            f"num_tokens must be one number for each row, got {num_tokens.shape=} and "
-            f"{len(cache.lengths)} rows. Pass an array [B]."
-        )
+    checks.check_arrays(rewind, dict(cache=cache), num_tokens=num_tokens)
+    check_values(0, cache.max_length if isinstance(cache, NSACache) else ENDLESS, lengths=cache.lengths)
     counts, lengths = on_host(num_tokens), on_host(cache.lengths)
     if counts is not None and lengths is not None and ((counts < 0) | (counts > lengths)).any():
         raise ValueError(
             f"num_tokens must be at least 0 and at most what the row has, got {counts.tolist()} for rows of "
             f"{lengths.tolist()} tokens. Pass fewer."
         )
-    lengths, num_tokens = alike(lengths=cache.lengths, num_tokens=num_tokens.astype(jnp.int32))
+    lengths, num_tokens = alike(lengths=cache.lengths, num_tokens=jnp.asarray(num_tokens, jnp.int32))
     return cache._replace(lengths=lengths - num_tokens)
 
 
