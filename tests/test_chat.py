@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -270,3 +271,15 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(folder, tmp_path, monkeypatc
     assert line.startswith("nsa_jax.chat: ")
     assert has_form(line), line
     assert re.search(told, line), line
+
+
+def test_a_device_without_room_is_one_line(folder, monkeypatch, capsys):
+    def fails(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore lines")
+
+    monkeypatch.setattr(command, "talk", fails)
+
+    assert command.main([str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search("got 'RESOURCE_EXHAUSTED: Out of memory'. Use a smaller --max-length", line), line
+    assert has_form(line), line
