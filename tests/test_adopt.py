@@ -35,7 +35,7 @@ from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
 from nsa_jax.model.abstract import parameters
-from nsa_jax.pretrained import load
+from nsa_jax.pretrained import ChatFormat, load, load_chat_format
 
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
 SIZES |= dict(selector="importance", branches=BRANCHES)
@@ -57,6 +57,8 @@ def source(tmp_path_factory) -> pathlib.Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(folder / "tokenizer.json"))
+    words = dict(chat_template="{{ messages }}", eos_token=TOKENS[0])
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
     return folder
 
 
@@ -169,6 +171,8 @@ def test_losses_are_added_up_by_their_weights():
 @pytest.mark.slow
 def test_the_model_of_the_run_can_be_loaded(finished):
     model, tokenizer = load(finished / "model")
+    template = ChatFormat("{{ messages }}", (), dict(eos_token=TOKENS[0]))
+    assert load_chat_format(finished / "model") == template
     assert model.config.rope_base == WHOLE["rope-base"]
 
     assert tokenizer.encode("a").ids

@@ -21,6 +21,7 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 
 COMMANDS = {
     "nsa_jax.adopt": "nsa_jax.adopt.__main__",
+    "nsa_jax.chat": "nsa_jax.chat.__main__",
     "nsa_jax.doctor": "nsa_jax.doctor.__main__",
     "parity": "parity.__main__",
     "benchmarks.attention": "benchmarks.attention",
@@ -37,6 +38,7 @@ COMMANDS = {
     "benchmarks.training": "benchmarks.training",
     "examples.adopt_corpus": "examples.adopt_corpus.__main__",
     "examples.recall": "examples.recall.__main__",
+    "examples.serve": "examples.serve.__main__",
     "examples.train_lm": "examples.train_lm.__main__",
     "examples.train_lm.report": "examples.train_lm.report",
 }
@@ -61,6 +63,9 @@ BAD = [
     *((name, ["--kv-heads=-1"], "at least 1, got -1.") for name in MEASURING),
     *((name, ["--budget-s=nan"], "seconds above 0, got nan.") for name in MEASURING),
     *((name, ["--output", "{file}/rows.jsonl"], "must name a file that") for name in MEASURING),
+    ("nsa_jax.chat", ["{none}"], "source must be a folder, a .gguf file or the name of a repository"),
+    ("nsa_jax.chat", ["{file}", "--top-p=1.5"], "must be a number between 0 and 1, got 1.5"),
+    ("nsa_jax.chat", ["{file}", "--max-length=0"], "must be a whole number of at least 1, got 0"),
     ("nsa_jax.doctor", ["--seed=-1"], "--seed must be at least 0, got -1"),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),
     ("benchmarks.generate", ["--new-tokens=8"], "--new-tokens must be 1 plus a multiple of 8"),
@@ -87,6 +92,7 @@ BAD = [
     ("examples.adopt_corpus", ["{none}", "--list={none}"], "--list must be a file that can be read"),
     ("examples.adopt_corpus", ["{none}", "--list={file}"], "--list must be a file that can be read"),
     ("examples.adopt_corpus", ["{none}", "--list={empty}"], "--list must be what `sha256sum` writes"),
+    ("examples.serve", ["{none}", "--port=65536"], "--port must be at least 0 and below 65536, got 65536"),
     ("examples.recall", ["--results={file}/x.jsonl"], "--results must name a file that can be written"),
 ]  # fmt: skip
 
@@ -156,6 +162,16 @@ def test_missing_package_says_what_to_install(monkeypatch, capsys, module, packa
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f'Install them in the root of the clone: pip install ".[{extra}]".')
+    assert has_form(line), line
+
+
+def test_the_server_says_what_to_install_before_it_loads_a_model(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "examples.serve.api", raising=False)
+
+    assert exit_code("examples.serve", ["no/such/model"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('Install them in the root of the clone: pip install ".[serve]".')
     assert has_form(line), line
 
 

@@ -1,5 +1,8 @@
 """Streams give the tokens of `generate`, a chunk behind the device, and text of whole characters."""
 
+import asyncio
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -71,6 +74,69 @@ def test_rows_end_and_the_stream_with_the_last_of_them(model):
     rows = zip(whole.tokens.tolist(), whole.lengths, strict=True)
     assert joined(pieces) == [row[:length] for row, length in rows]
     assert pieces[-1].ended.tolist() == [Ended.END_TOKEN] * 3
+
+
+def test_an_event_loop_goes_on_while_a_piece_is_waited_for(model, monkeypatch):
+    """And the tokens are the same. The second chunk ends when the loop has done something else."""
+    expected, elsewhere, read, calls = joined(stream(begun(model), 17)), threading.Event(), jax.device_get, []
+
+    def slow(x):
+        calls.append(threading.current_thread())
+        assert len(calls) != 2 or elsewhere.wait(30)
+        return read(x)
+
+    monkeypatch.setattr(jax, "device_get", slow)
+
+    async def does_something():
+        while len(calls) < 2:
+            await asyncio.sleep(0.001)
+        elsewhere.set()
+
+    async def main():
+        other = asyncio.create_task(does_something())
+        pieces = [piece async for piece in stream(begun(model), 17)]
+        await other
+        return pieces
+
+    assert joined(asyncio.run(main())) == expected
+    assert threading.main_thread() not in calls
+
+
+def test_a_cancelled_task_leaves_a_whole_session(model, monkeypatch):
+    """The steps that run in the other thread are done when the task ends."""
+    read, reading, go_on = jax.device_get, threading.Event(), threading.Event()
+
+    def slow(x):
+        reading.set()
+        assert go_on.wait(30)
+        return read(x)
+
+    monkeypatch.setattr(jax, "device_get", slow)
+    pieces = stream(begun(model), 17)
+
+    async def takes():
+        async for _ in pieces:
+            pass
+
+    async def main():
+        task = asyncio.create_task(takes())
+        await asyncio.to_thread(reading.wait)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0.05)
+        assert not done
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    pieces.stop()
+    given = joined(pieces)
+    expected = joined([advance(begun(model), 20)[1]])
+    after, new = advance(pieces.session, 3)
+    held = int(after.lengths[0] - LENGTHS[0]) - 3
+    assert [row + more for row, more in zip(given, joined([new]), strict=True)] == [
+        row[1 : held + 3] for row in expected
+    ]  # the first token was the piece that the task waited for
 
 
 def test_what_comes_after_a_stream_goes_on_with_its_session(model):

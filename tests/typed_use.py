@@ -5,7 +5,7 @@
 # pyright: strict, reportUnknownMemberType=false
 # (jax.numpy annotates its own functions in part only)
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import assert_type
 
 import jax
@@ -186,8 +186,9 @@ def language_model() -> None:
     for piece in stream(extend(session, prompts), 4):
         assert_type(piece, Piece)
         assert_type(piece.text, tuple[str, ...] | None)
+    assert_type(aiter(stream(session, 4)), AsyncIterator[Piece])
     batcher = Batcher(model, 2, max_length=64)
-    for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2]]):
+    for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2], "end"]):
         assert_type(written, Written)
         assert_type(written.tokens, list[int])
     assert_type(batcher.step(), bool)

@@ -42,7 +42,7 @@ from nsa_jax.adopt.training import Interrupted, stages, train
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import Transformer
 from nsa_jax.nn.distillation import TARGETS
-from nsa_jax.pretrained import load, save, to_nsa
+from nsa_jax.pretrained import ChatFormat, load, load_chat_format, save, to_nsa
 
 INTERRUPTED = 130
 
@@ -85,7 +85,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
     mesh.check(settings.batch)
     identity = settings.identity(files)
     folder.check(identity)
-    dense, tokenizer = _load(settings)
+    dense, tokenizer, chat_format = _load(settings)
     if tokenizer is None:
         raise InputError(
             f"SOURCE must have a tokenizer, got {settings.source!r} with none that is known. Pass the folder "
@@ -107,15 +107,15 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
     trained = stages(settings)
     for stage in trained:
         if stage.name == "dense":
-            twin, _ = _load(settings)
+            twin, *_ = _load(settings)
             twin = train(stage, twin, packed, folder, settings, mesh=mesh)
             measurements.measure("dense_trained", twin, dense)
-            _save(twin, folder.path / "dense", tokenizer)
+            _save(twin, folder.path / "dense", tokenizer, chat_format)
         else:
             teacher = dense if stage.name == "sparse" and settings.logit_weight else None
             model = train(stage, model, packed, folder, settings, mesh=mesh, dense=teacher)
             measurements.measure(stage.name, model, dense)
-    _save(model, folder.path / "model", tokenizer)
+    _save(model, folder.path / "model", tokenizer, chat_format)
     counted = dict(
         tokens=len(documents.tokens),
         documents=len(documents.sizes),
@@ -126,13 +126,14 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
     print(f"the model is in {folder.path / 'model'}, what was measured in {folder.path / 'report.md'}")
 
 
-def _load(settings: Settings) -> tuple[Transformer, Any]:
+def _load(settings: Settings) -> tuple[Transformer, Any, ChatFormat]:
     try:
         model, tokenizer = load(settings.source, dtype=settings.dtype, rope_base=settings.rope_base)
+        chat_format = load_chat_format(settings.source)
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
     model.config = dataclasses.replace(model.config, **settings.training)
-    return bound(model), tokenizer
+    return bound(model), tokenizer, chat_format
 
 
 def _convert(dense: Transformer, settings: Settings) -> Transformer:
@@ -142,13 +143,13 @@ def _convert(dense: Transformer, settings: Settings) -> Transformer:
         raise InputError(str(error)) from error
 
 
-def _save(model: Transformer, path: pathlib.Path, tokenizer: Any) -> None:
+def _save(model: Transformer, path: pathlib.Path, tokenizer: Any, chat_format: ChatFormat) -> None:
     """Saves a model for use, unless it is there."""
     if not (path / "config.json").exists():
         for part in path.glob("*"):  # of a save that was killed
             part.unlink()
         model.config = dataclasses.replace(model.config, remat=False, scan_layers=False)
-        save(model, path, tokenizer=tokenizer)
+        save(model, path, tokenizer=tokenizer, chat_format=chat_format)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What the command says of bad input: one line, and exit code 2."""
+"""What a command says of bad input, one line and exit code 2; and the numbers that it reads."""
 
 import argparse
 import math
@@ -20,12 +20,12 @@ class Parser(argparse.ArgumentParser):
         """Ends the program with code 2."""
         if ", got " not in message:
             message = f"the options must be as --help says, got the error {message!r}. Run it with --help"
-        self.exit(BAD_INPUT, f"{PROGRAM}: {message.rstrip('.')}.\n")
+        self.exit(BAD_INPUT, f"{self.prog.removeprefix('python -m ')}: {message.rstrip('.')}.\n")
 
 
-def complain(reason: Exception | str) -> int:
+def complain(reason: Exception | str, program: str = PROGRAM) -> int:
     """Prints the reason in one line and returns the exit code for bad input."""
-    print(f"{PROGRAM}: {' '.join(str(reason).split())}", file=sys.stderr)
+    print(f"{program}: {' '.join(str(reason).split())}", file=sys.stderr)
     return BAD_INPUT
 
 
@@ -46,6 +46,11 @@ def count(text: str) -> int:
 def share(text: str) -> float:
     """Reads a number between 0 and 1."""
     return _number(text, 1.0, "between 0 and 1")
+
+
+def up_to_1(text: str) -> float:
+    """Reads a number above 0 and up to 1."""
+    return 1.0 if text in ("1", "1.0") else share(text)
 
 
 def rate(text: str) -> float:

@@ -140,7 +140,7 @@ class Batcher:
         repetition_penalty: float | None = None,
         presence_penalty: float | None = None,
         eos_id: int | Sequence[int] | None = None,
-        stop: Sequence[Sequence[int]] | None = None,
+        stop: Sequence[Sequence[int] | str] | None = None,
         key: int | PRNGKeyArray = 0,
     ) -> Request:
         """Adds a request. Requests get slots in the order in which they came. Does not wait for the device.
@@ -156,7 +156,9 @@ class Batcher:
           repetition_penalty: see `start`.
           presence_penalty: see `start`.
           eos_id: token that ends the text and is its last one, or several such tokens.
-          stop: sequences of tokens that end the text, and are in it; of any number and length.
+          stop: sequences of tokens that end the text, and are in it; and strings, which are looked for in the
+            text, wherever they begin and end in its tokens. The text ends before a string, and the tokens
+            with the one that completed it. Of any number and length.
           key: a seed or a typed key. A text depends on nothing but its prompt, options and key, and equals
             that of `generate` with a batch of this one prompt.
 
@@ -166,7 +168,7 @@ class Batcher:
         Raises:
           TypeError: an argument has the wrong type.
           ValueError: the prompt is empty or does not fit with its new tokens, it has an id that is not in the
-            vocabulary, or a number is out of range.
+            vocabulary, a number is out of range, or there is a stop string and no tokenizer.
           queue.Full: `max_waiting` requests wait already.
         """
         tokens = checks.check_prompt(prompt, self._session.vocab_size)
@@ -178,10 +180,10 @@ class Batcher:
             repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         )  # fmt: skip
         ends = checks.check_tokens(eos_id, 0)
-        sequences = [] if stop is None else [list(map(int, each)) for each in checks.check_stop(stop)]
+        sequences, strings = checks.check_stop_of_request(stop, self._tokenizer)
         end_tokens = set() if ends is None else set(np.atleast_1d(ends).tolist())
         keys = checks.check_key(key, 1)
-        asked = Asked(tokens, prefix, int(max_new_tokens), end_tokens, sequences, numbers, keys)
+        asked = Asked(tokens, prefix, int(max_new_tokens), end_tokens, sequences, strings, numbers, keys)
         text = None if self._tokenizer is None else TextPieces(self._tokenizer)
         request = Request(asked, text, self._take_turn, self._share_step, self._cancel)
         with interrupts.held(), self._lock:

@@ -196,7 +196,8 @@ def check_stop(stop: Any) -> Sequence[Sequence[int]]:
     is_sequence = [isinstance(x, Sequence) and not isinstance(x, str) for x in (stop, *_listed(stop))]
     if not all(is_sequence):
         raise TypeError(
-            f"stop must be a sequence of sequences of token ids, got {stop!r}. Pass lists of ids."
+            f"stop must be a sequence of sequences of token ids, got {stop!r}. Pass lists of ids; "
+            "strings are for the submit of a Batcher."
         )
     if not stop or not all(stop):
         raise ValueError(f"stop must have no empty sequence, got {stop!r}. Pass None for no stop sequence.")
@@ -204,6 +205,26 @@ def check_stop(stop: Any) -> Sequence[Sequence[int]]:
         for token in tokens:
             check_int(low=0, stop=token)
     return stop
+
+
+def check_stop_of_request(stop: Any, tokenizer: Any) -> tuple[list[list[int]], list[str]]:
+    """Returns stop sequences and stop strings. Raises TypeError or ValueError unless each is one of them."""
+    if stop is None:
+        return [], []
+    if isinstance(stop, str):
+        raise TypeError(f"stop must be a sequence of strings or token ids, got {stop!r}. Pass a list of it.")
+    strings = [each for each in _listed(stop) if isinstance(each, str)]
+    if not all(strings):
+        raise ValueError(f"stop must have no empty string, got {stop!r}. Leave it out.")
+    if strings and tokenizer is None:
+        raise ValueError(
+            f"stop strings must come with a tokenizer, got {strings} and tokenizer=None. Build the Batcher "
+            "with one, or pass token ids."
+        )
+    sequences = [each for each in stop if not isinstance(each, str)] if strings else stop
+    if sequences or not strings:
+        check_stop(sequences)
+    return [list(map(int, each)) for each in sequences], strings
 
 
 def _listed(x: Any) -> list[Any]:

@@ -18,7 +18,7 @@ class Ended(enum.IntEnum):
       FULL: the cache has no room for its newest token, or had none for those of `extend`.
       NOT_FINITE: its logits hold NaN or infinity, or all tokens are excluded, so no token could be chosen.
         `extend` may give it more tokens, but what is in the cache stays there.
-      STOP: its newest tokens are a stop sequence.
+      STOP: its newest tokens are a stop sequence, or its text has a stop string.
       ENOUGH: it has its `max_new_tokens`. Only requests of a `Batcher` end so.
       CANCELLED: it was cancelled, or has an `error`. Only requests of a `Batcher` end so.
     """

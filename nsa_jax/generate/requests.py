@@ -13,6 +13,7 @@ from nsa_jax.generate.ends import Ended, end_of
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import Sampling
 from nsa_jax.generate.session import Session
+from nsa_jax.generate.stop_strings import StopStrings
 from nsa_jax.generate.text import TextPieces
 
 
@@ -21,7 +22,7 @@ class Written(NamedTuple):
 
     Attributes:
       tokens: new tokens.
-      text: their text; None without a tokenizer.
+      text: their text; None without a tokenizer. What could still become a stop string comes later, or never.
       logprobs: their log-probabilities, without an axis of rows, if the `Batcher` was asked for them.
     """
 
@@ -50,6 +51,7 @@ class Asked(NamedTuple):
     max_new_tokens: int
     end_tokens: Collection[int]
     stop: Sequence[list[int]]
+    stop_strings: Sequence[str]
     sampling: Sampling
     key: PRNGKeyArray
 
@@ -80,7 +82,7 @@ class Request(Iterator[Written]):
         cancel: Callable[["Request"], None],
     ) -> None:
         self.tokens, self.ended, self.error = [], Ended.NO, None
-        self.asked, self._text = asked, text
+        self.asked, self._text, self._stop = asked, text, StopStrings(asked.stop_strings)
         self._step, self._share_step, self._cancel = step, share_step, cancel
         self._pieces: collections.deque[Written] = collections.deque()
 
@@ -131,18 +133,33 @@ class Request(Iterator[Written]):
         """Adds tokens that the device wrote, up to one that ends the request. It ignores those behind it."""
         if self.ended:
             return
-        asked, before = self.asked, len(self.tokens)
+        before, texts = len(self.tokens), []
         for token in tokens:
             self.tokens.append(token)
-            found = end_of(self.tokens, asked.end_tokens, asked.stop)
-            if not found and len(self.tokens) == asked.max_new_tokens:
-                found = Ended.ENOUGH
-            if found:
+            texts.append(self._shown([token], last=False))
+            if found := self._end():
                 ended = found
                 break
+        if ended:
+            texts.append(self._shown([], last=True))
+            if self._stop.found and ended != Ended.END_TOKEN:
+                ended = Ended.STOP
         new = self.tokens[before:]
-        text = None if self._text is None else self._text.add(new, last=bool(ended))
+        text = None if self._text is None else "".join(texts)
         if new or text:
             logprobs = jax.tree.map(lambda x: x[: len(new)], logprobs)
             self._pieces.append(Written(new, text, logprobs))
         self.ended = ended
+
+    def _shown(self, tokens: list[int], *, last: bool) -> str:
+        """The text that can be shown with these tokens."""
+        return "" if self._text is None else self._stop.add(self._text.add(tokens, last=last), last=last)
+
+    def _end(self) -> Ended:
+        """Why the newest token ends the request, if it does."""
+        asked = self.asked
+        if found := end_of(self.tokens, asked.end_tokens, asked.stop):
+            return found
+        if self._stop.found:
+            return Ended.STOP
+        return Ended.ENOUGH if len(self.tokens) == asked.max_new_tokens else Ended.NO

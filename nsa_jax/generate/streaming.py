@@ -1,6 +1,7 @@
 """New tokens and their text while they are written, one chunk behind the device, so that it never waits."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import NamedTuple
 
 import jax
@@ -70,6 +71,22 @@ class Stream(Iterator[Piece]):
                 return piece
         raise StopIteration
 
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The same without blocking the event loop: asks and waits in another thread.
+
+        A task that is cancelled meanwhile ends when that thread is done, so that the session is whole.
+        """
+        while True:
+            coming = asyncio.ensure_future(asyncio.to_thread(next, self, None))
+            try:
+                piece = await asyncio.shield(coming)
+            except asyncio.CancelledError:
+                await asyncio.wait([coming])
+                raise
+            if piece is None:
+                return
+            yield piece
+
     def _ask(self, steps: int) -> Continuation:
         """Starts so many steps, without waiting for those that run."""
         columns = buckets.bucketed(self._chunk_size + 1)
@@ -109,9 +126,9 @@ def stream(
         character: its bytes are held back until they are complete, or the row ends.
 
     Returns:
-      An iterator of `Piece(tokens, lengths, ended, logprobs, text)`. It ends when all rows have ended or have
-      `max_new_tokens`. It has a `session`, to go on with, and a method `stop()`, which ends it early: after
-      the piece that is computed already.
+      An iterator of `Piece(tokens, lengths, ended, logprobs, text)`, for `for` and `async for`. It ends when
+      all rows have ended or have `max_new_tokens`. It has a `session`, to go on with, and a method `stop()`,
+      which ends it early: after the piece that is computed already.
 
     Raises:
       TypeError: an argument has the wrong type.

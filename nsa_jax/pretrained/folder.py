@@ -11,6 +11,8 @@ from nsa_jax.pretrained.extra import package
 from nsa_jax.pretrained.source import FLOATS, Source, Stored
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -20,7 +22,7 @@ def read_folder(folder: pathlib.Path) -> Source:
     if (folder / WEIGHTS).exists():
         files = [folder / WEIGHTS]
     else:
-        index = _json(folder / INDEX).get("weight_map")
+        index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(
                 f"an index must map tensors to files, got no such weight_map in {str(folder / INDEX)!r}. "
@@ -35,10 +37,11 @@ def read_folder(folder: pathlib.Path) -> Source:
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     """The fields of `config.json`. Raises ValueError if it is missing or broken."""
-    return _json(folder / CONFIG)
+    return read_json(folder / CONFIG)
 
 
-def _json(file: pathlib.Path) -> dict[str, Any]:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """What a file of JSON holds. Raises ValueError if it is missing, broken or no dict."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -47,9 +50,9 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
             f"{str(file.parent)!r}. Name the folder that has them."
         ) from None
     except ValueError as error:  # of JSON, or of UTF-8
-        _broken(file, error)
+        broken(file, error)
     if not isinstance(values, dict):
-        _broken(file, f"a {type(values).__name__}")
+        broken(file, f"a {type(values).__name__}")
     return values
 
 
@@ -58,9 +61,9 @@ def _tensors(file: pathlib.Path) -> dict[str, Stored]:
     try:
         opened = safetensors.safe_open(file, framework="numpy")
     except FileNotFoundError:
-        _broken(file, "no such file")
+        broken(file, "no such file")
     except (safetensors.SafetensorError, OSError) as error:
-        _broken(file, error)
+        broken(file, error)
     found = {}
     for name in opened.keys():  # noqa: SIM118 (not a dict)
         part = opened.get_slice(name)
@@ -77,7 +80,7 @@ def _read(file: pathlib.Path, opened: Any, name: str) -> np.ndarray:
     try:
         return opened.get_tensor(name)
     except package("safetensors").SafetensorError as error:
-        _broken(file, error)
+        broken(file, error)
 
 
 def _tokenizer(file: pathlib.Path) -> Any:
@@ -88,10 +91,11 @@ def _tokenizer(file: pathlib.Path) -> Any:
     except ImportError:
         raise
     except Exception as error:  # the package raises nothing more special
-        _broken(file, error)
+        broken(file, error)
 
 
-def _broken(file: pathlib.Path, found: object) -> NoReturn:
+def broken(file: pathlib.Path, found: object) -> NoReturn:
+    """Raises the ValueError for a file that holds such a thing."""
     raise ValueError(
         f"the files of a model must be whole, got {str(found).splitlines()[0]!r} at {str(file)!r}. Load "
         "another copy of the model."

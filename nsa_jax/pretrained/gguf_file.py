@@ -59,16 +59,7 @@ _FACTORS = "rope_freqs.weight"
 def read_gguf(file: pathlib.Path, ignore: Collection[str] = ()) -> Source:
     """Opens a GGUF file. Raises ValueError if it is broken, or its architecture or a setting is unknown."""
     gguf = package("gguf")
-    try:
-        reader = gguf.GGUFReader(file)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        shapes = {tensor.name: tuple(int(size) for size in tensor.shape[::-1]) for tensor in reader.tensors}
-    except Exception as error:  # the package checks little: what fails depends on the byte that is wrong
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"a GGUF file must be whole, got {told!r} at {str(file)!r}. Load another copy of the model."
-        ) from None
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, stored, shapes = _opened(file)
     fields = _fields(metadata, shapes, ignore)
     if _FACTORS in stored:
         factors = gguf.quants.dequantize(stored[_FACTORS].data, stored[_FACTORS].tensor_type)
@@ -83,6 +74,27 @@ def read_gguf(file: pathlib.Path, ignore: Collection[str] = ()) -> Source:
                 read = functools.partial(_in_halves, read, heads)
             tensors[_name(name)] = Stored(shapes[name], read)
     return Source(fields, tensors, read_tokenizer(metadata))
+
+
+def read_metadata(file: pathlib.Path) -> dict[str, Any]:
+    """The settings of a GGUF file. Raises ValueError if it is broken."""
+    return _opened(file)[0]
+
+
+def _opened(file: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Settings, tensors and their shapes."""
+    try:
+        reader = package("gguf").GGUFReader(file)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        shapes = {tensor.name: tuple(int(size) for size in tensor.shape[::-1]) for tensor in reader.tensors}
+    except ImportError:
+        raise
+    except Exception as error:  # the package checks little: what fails depends on the byte that is wrong
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"a GGUF file must be whole, got {told!r} at {str(file)!r}. Load another copy of the model."
+        ) from None
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}, shapes
 
 
 def _fields(

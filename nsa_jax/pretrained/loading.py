@@ -132,20 +132,31 @@ def _understand(
 
 
 def _open(source: str | os.PathLike[str], ignore: Collection[str], understand: Callable[..., Any]) -> Source:
+    path = found_source(source, [CONFIG])
+    if path.is_file():
+        return read_gguf(path, ignore)
+    if not pathlib.Path(source).exists():  # a repository
+        understand(read_config(path))  # before all the rest is downloaded
+        path = found_source(source, _FILES)
+    return read_folder(path)
+
+
+def found_source(source: str | os.PathLike[str], files: list[str]) -> pathlib.Path:
+    """The folder or GGUF file that `load` was asked for; of a repository, a folder with these files.
+
+    Raises TypeError or ValueError if there is none.
+    """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"source must be a path or a name, got {type(source).__name__}. Pass a string.")
     path = pathlib.Path(source)
-    if path.is_dir():
-        return read_folder(path)
-    if path.is_file() and path.suffix == ".gguf":
-        return read_gguf(path, ignore)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
     if path.exists() or not _REPOSITORY.fullmatch(str(source)) or path.suffix == ".gguf":
         raise ValueError(
             "source must be a folder, a .gguf file or the name of a repository of Hugging Face, got "
             f"{str(source)!r}. Check the path."
         )
-    understand(read_config(_download(str(source), [CONFIG])))  # before all the rest is downloaded
-    return read_folder(_download(str(source), _FILES))
+    return _download(str(source), files)
 
 
 def _download(name: str, files: list[str]) -> pathlib.Path:

@@ -13,6 +13,7 @@ from nsa_jax.model.abstract import parameters
 from nsa_jax.model.restorable import check_model
 from nsa_jax.model.stored_config import config_as_plain
 from nsa_jax.option_checks import check_int
+from nsa_jax.pretrained.chat_format import ChatFormat, files_of
 from nsa_jax.pretrained.extra import package
 from nsa_jax.pretrained.families import write_fields
 from nsa_jax.pretrained.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
@@ -25,6 +26,7 @@ def save(
     folder: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
+    chat_format: ChatFormat | None = None,
     fields: Mapping[str, Any] | None = None,
     file_bytes: int = 5 * 2**30,
 ) -> None:
@@ -38,13 +40,14 @@ def save(
       model: the model.
       folder: where to write; created if it does not exist. It must not hold a model yet.
       tokenizer: a `tokenizers.Tokenizer` to write beside it.
+      chat_format: chat template, special and end tokens to write beside it, of `load_chat_format`.
       fields: more fields of `config.json` for other programs, such as
         `dict(max_position_embeddings=8192, eos_token_id=2)`.
       file_bytes: most bytes of tensors in a file; more than that are written to several.
 
     Raises:
-      TypeError: `model` is not a `Transformer`, its configuration holds a function, or `fields` cannot be
-        written as JSON.
+      TypeError: `model` is not a `Transformer` or `chat_format` no `ChatFormat`, its configuration holds a
+        function, or `fields` cannot be written as JSON.
       ValueError: `folder` is a file or holds a model; a dense model has options that no family has; or
         `fields` has one that the configuration says.
       OSError: the files cannot be written, for example because the disk is full.
@@ -56,6 +59,10 @@ def save(
     """
     check_model(model)
     check_int(low=1, high=2**62, file_bytes=file_bytes)
+    if not isinstance(chat_format, ChatFormat | None):
+        raise TypeError(
+            f"chat_format must be a ChatFormat, got {type(chat_format).__name__}. Call load_chat_format."
+        )
     folder = pathlib.Path(folder)
     if folder.is_file() or any(folder.glob("*.safetensors")) or (folder / CONFIG).exists():
         raise ValueError(
@@ -90,6 +97,8 @@ def save(
             (folder / INDEX).write_text(_json(values), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(str(folder / TOKENIZER))
+        for name, content in ({} if chat_format is None else files_of(chat_format)).items():
+            (folder / name).write_text(content, encoding="utf-8")
         # Last, because a folder without it is no model.
         (folder / CONFIG).write_text(text, encoding="utf-8")
     except (OSError, package("safetensors").SafetensorError) as error:
