@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
-from nsa_jax.generate import generate, sample, start, truncate
+from nsa_jax.generate import generate, prepare, sample, start, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -490,6 +490,12 @@ CALLS = {
         model=TRANSFORMER,
         lengths=(np.full(2, 10, np.int32), Counts(axes=("B",), low=1, high=10)),
         key=(0, Kind(NO_KEY)),
+    ),
+    "prepare": Call(
+        lambda model, **given: nn.weights(prepare(model.make() if model is TRANSFORMER else model, **given)),
+        like=prepare,
+        model=TRANSFORMER,
+        donate=False,
     ),
     "MagicNumber": Call(evaluate.MagicNumber, encode=(ord, Function()), digits=5, keys=1),
     "PassKey": Call(evaluate.PassKey, encode=(ord, Function()), digits=5),

@@ -6,6 +6,7 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.loop import Generation, generate
+from nsa_jax.generate.prepared import prepare
 from nsa_jax.generate.requests import Prefix, Request, Written
 from nsa_jax.generate.sampling import sample, truncate
 from nsa_jax.generate.session import Continuation, Session, advance, extend, start
@@ -30,6 +31,7 @@ __all__ = [
     "extend",
     "gather",
     "generate",
+    "prepare",
     "repeat",
     "sample",
     "start",

@@ -13,6 +13,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn import IndexerConfig
+from nsa_jax.nn.joined import Joined
 from nsa_jax.nn.parameters import by_path, differences, listed
 
 SETTINGS = bool | int | float | str | tuple | NSAConfig | IndexerConfig | None
@@ -26,11 +27,16 @@ def check_model(model: Transformer) -> None:
 
     Raises:
       TypeError: it is not a `Transformer`, or its configuration holds something that JSON cannot.
-      ValueError: its parameters or modules are not those of its configuration, or its parameters are not
-        arrays that can be read, for example because they were donated.
+      ValueError: its parameters or modules are not those of its configuration, for example because it is
+        prepared, or its parameters are not arrays that can be read, for example because they were donated.
     """
     if type(model) is not Transformer:
         raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}.")
+    if any(isinstance(module, Joined) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "a model to be saved must not be prepared, got one that prepare made. Save the model that it was "
+            "made of."
+        )
     _check_config(model.config)
     expected = nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0)))
     _check_parameters(model, expected)
