@@ -213,6 +213,16 @@ def test_changed_modules_stay_as_they_are(change, number):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1000 * EPS * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("option", [dict(dtype="float32"), dict(precision="highest")], ids="_".join)
+def test_a_gate_that_computes_otherwise_stays_beside_the_joined_kernel(option):
+    numbers = dict(dtype="float64", param_dtype="float64") | option
+    model = made(gate=lambda *sizes, rngs: Gate(*sizes, **numbers, rngs=rngs))
+
+    held = weights(prepare(model).layers[0].attention)
+
+    assert {"joined.kernel", "gate.kernel_in"} <= set(held)
+
+
 class Own(Transformer):
     """A user's model, which may read its projections by their names."""
 
