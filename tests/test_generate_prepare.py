@@ -15,6 +15,7 @@ from nsa_jax.generate import prepared as prepared_models
 from nsa_jax.model import Transformer, TransformerConfig, save
 from nsa_jax.nn import Gate, IndexerConfig, weights
 from nsa_jax.nn.joined import Joined
+from nsa_jax.pretrained import to_nsa
 
 CONFIG = TransformerConfig(
     vocab_size=32, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, nsa=SMALL,
@@ -273,9 +274,13 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
-def test_a_prepared_model_is_not_saved(tmp_path):
-    with pytest.raises(ValueError, match=r"^a model to be saved must not be prepared, got one"):
-        save(tmp_path / "checkpoint", prepare(made()))
+def test_a_prepared_model_is_neither_saved_nor_converted(tmp_path):
+    prepared, message = prepare(made(attention="dense")), r"^a model must not be prepared to be saved or"
+
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "checkpoint", prepared)
+    with pytest.raises(ValueError, match=message):
+        to_nsa(prepared, rngs=nnx.Rngs(0))
     assert not any(tmp_path.iterdir())
 
 

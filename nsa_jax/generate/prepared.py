@@ -38,7 +38,7 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
     are the columns that were joined, filled up to a multiple of 128. In large models that is about 60 % of
     all numbers. What was neither joined, widened nor converted is shared with `model`.
 
-    `nsa_jax.model.save` refuses a prepared model. Keep the other one, or its checkpoint.
+    `nsa_jax.model.save` and `nsa_jax.pretrained` refuse a prepared model. Keep the other one, or its checkpoint.
 
     Args:
       model: see `generate`. It stays as it is.
@@ -46,8 +46,9 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
         at a time exist twice. `model` cannot be used then, nor what shares them with it.
 
     Returns:
-      The prepared model. What it leaves alone: your own modules, also beside ours in one layer; kernels that
-      are divided over devices; and a model that is prepared, or not exactly a `Transformer`.
+      The prepared model. Your own modules are left alone, also beside ours in one layer, and kernels that are
+      divided over devices are not joined. A model that is prepared, or not exactly a `Transformer`, is
+      returned as it is.
 
     Raises:
       TypeError: `model` is no `nnx.Module` with the methods of `Decoder`, or `donate` is not a bool.

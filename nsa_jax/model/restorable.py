@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.model.abstract import parameters
 from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn import IndexerConfig
-from nsa_jax.nn.joined import Joined
-from nsa_jax.nn.parameters import by_path, differences, listed
+from nsa_jax.nn.parameters import differences, listed
 
 SETTINGS = bool | int | float | str | tuple | NSAConfig | IndexerConfig | None
 # Settings that change how and where a module computes, not what. `restore` sets them again.
@@ -32,11 +32,6 @@ def check_model(model: Transformer) -> None:
     """
     if type(model) is not Transformer:
         raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}.")
-    if any(isinstance(module, Joined) for _, module in nnx.iter_modules(model)):
-        raise ValueError(
-            "a model to be saved must not be prepared, got one that prepare made. Save the model that it was "
-            "made of."
-        )
     _check_config(model.config)
     expected = nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0)))
     _check_parameters(model, expected)
@@ -99,10 +94,7 @@ def _values(of: Any) -> dict[str, Any]:
 
 
 def _check_parameters(model: Transformer, expected: Transformer) -> None:
-    held, wanted = (
-        {name: variable.get_value() for name, variable in by_path(nnx.state(each, nnx.Param)).items()}
-        for each in (model, expected)
-    )
+    held, wanted = (parameters(each) for each in (model, expected))
     for name, value in held.items():
         if kind := _without_numbers(value):
             raise ValueError(
