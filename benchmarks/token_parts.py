@@ -11,9 +11,10 @@ from benchmarks import timing
 from benchmarks.inputs import key
 from nsa_jax import cache
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.generate import sample
+from nsa_jax.generate import prepare, sample
 from nsa_jax.model import Transformer
 from nsa_jax.nn import weights
+from nsa_jax.nn.joined import projected
 
 STEPS = 32
 
@@ -33,14 +34,16 @@ class Products(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], **_: Any) -> Float[Array, "B T D"]:
         """The layer's output, as if attention returned its inputs."""
-        query = self.attention.query_proj(x)
-        for name in _projections(self.attention):
+        attention = self.attention
+        made = projected(attention, x, attention.input_projections)
+        query = made["query_proj"]
+        for name, kv_heads in made.items():
             if name.startswith(("key", "value")):
-                kv_heads = getattr(self.attention, name)(x)
                 query += jnp.repeat(kv_heads, query.shape[2] // kv_heads.shape[2], axis=2)
-        if hasattr(self.attention, "gate"):
-            query *= self.attention.gate(x).sum(axis=-1, keepdims=True)
-        return self.attention.out_proj(query)
+        if hasattr(attention, "gate"):
+            gates = attention.gate.of_hidden(made["gate"]) if "gate" in made else attention.gate(x)
+            query *= gates.sum(axis=-1, keepdims=True)
+        return attention.out_proj(query)
 
 
 class Given(nnx.Module):
@@ -64,9 +67,9 @@ class Mean(nnx.Module):
 
 
 def products(model: Transformer, batch: int, _: int) -> Part:
-    """All of a token's products with weights, from the embedding to the logits."""
+    """All of a token's products with weights, from the embedding to the logits, joined as in `generate`."""
+    model = prepare(model)
     read = sum(x.nbytes for name, x in weights(model).items() if "compressor" not in name)
-    model = _again(model)
     for layer in model.layers:
         layer.attention = Products(layer.attention)
     graph, state = nnx.split(model)

@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 import nsa_jax
 from nsa_jax import NSAConfig, Run, Runs, cache, debug, evaluate, model, nn, parallel
-from nsa_jax.generate import LookUp, generate, sample, start, truncate
+from nsa_jax.generate import LookUp, generate, prepare, sample, start, truncate
 
 CONFIG = NSAConfig(
     compression_block_size=4,
@@ -494,6 +494,12 @@ CALLS = {
         key=(0, Kind(NO_KEY)),
     ),
     "LookUp": Call(LookUp, num_tokens=4, match=3),
+    "prepare": Call(
+        lambda model, **given: nn.weights(prepare(model.make() if model is TRANSFORMER else model, **given)),
+        like=prepare,
+        model=TRANSFORMER,
+        donate=False,
+    ),
     "MagicNumber": Call(evaluate.MagicNumber, encode=(ord, Function()), digits=5, keys=1),
     "PassKey": Call(evaluate.PassKey, encode=(ord, Function()), digits=5),
     "sample": Call(sample, free="vocab", temperature=(1.0, Kind(TOO_HOT | {"0": 0.0}))),

@@ -15,8 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sharded_modules import drawn
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.generate import generate
+from nsa_jax.generate import generate, prepare
+from nsa_jax.generate.structure import are_whole, split
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn.joined import Joined
 
 NSA = NSAConfig(
     compression_block_size=4, compression_stride=2, selection_block_size=8, num_selected_blocks=4,
@@ -35,6 +37,10 @@ CONFIG = TransformerConfig(
 
 def make(config: TransformerConfig, sharding: dict[str, str] | None = None) -> Transformer:
     return drawn(lambda: Transformer(config, sharding=sharding, rngs=nnx.Rngs(0)), scale=0.15)
+
+
+def joined(model: Transformer) -> list[nnx.Module]:
+    return [module for _, module in nnx.iter_modules(model) if isinstance(module, Joined)]
 
 
 def main() -> None:
@@ -59,6 +65,17 @@ def main() -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.lengths, expected.lengths)
     assert len(np.unique(expected.tokens)) > NEW // 2, "too few tokens to tell right from wrong"
+    assert not joined(prepare(model))  # its kernels are divided
+    assert not are_whole(split(model)[1])
+
+    copies = nnx.clone(whole)  # each device has all of it, and some rows
+    state = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec())), nnx.state(copies))
+    nnx.update(copies, state)
+    assert joined(prepare(copies))
+    assert are_whole(split(copies)[1])
+    for each in (copies, prepare(copies)):
+        found = generate(each, place(prompts), lengths=place(lengths), **settings)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
 
     step = nnx.jit(Transformer.decode_step)
     held = jax.tree.map(

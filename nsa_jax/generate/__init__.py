@@ -8,6 +8,7 @@ from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.going_back import Checkpoint, checkpoint, rewind, rewind_to
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.loop import Generation, generate
+from nsa_jax.generate.prepared import prepare
 from nsa_jax.generate.requests import Prefix, Request, Written
 from nsa_jax.generate.sampling import sample, truncate
 from nsa_jax.generate.session import Continuation, Session, advance, extend, start
@@ -36,6 +37,7 @@ __all__ = [
     "extend",
     "gather",
     "generate",
+    "prepare",
     "repeat",
     "rewind",
     "rewind_to",

@@ -45,7 +45,7 @@ class Batcher:
     """Writes for many requests at once, each in a slot of its own, as `generate` would write for it alone.
 
     Args:
-      model: see `generate`.
+      model: see `generate`. The batcher holds it as `prepare` makes it, see `start`.
       slots: number of requests that are written at the same time. Their caches are allocated at once,
         `row_bytes` for each, and once more while a prompt is read.
       max_length: capacity of a slot in tokens: prompt and new tokens together.

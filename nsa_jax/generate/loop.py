@@ -17,7 +17,8 @@ from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.options import Sampling as _Sampling
-from nsa_jax.generate.structure import split
+from nsa_jax.generate.prepared import prepare
+from nsa_jax.generate.structure import are_whole, split
 from nsa_jax.option_checks import check_int
 
 
@@ -64,6 +65,10 @@ def generate(
     The values of the last four do not matter, and neither does `max_new_tokens` if `max_length` is given. For
     each new size JAX also compiles the slice of the result, and the padding of prompts that are not NumPy
     arrays, in milliseconds.
+
+    Each call begins by preparing the model, if it is not. For the time of the call, the memory of the device
+    then holds the kernels of `prepare` beside those of the model. If it has no room, pass what
+    `prepare(model, donate=True)` returns.
 
     Args:
       model: an `nnx.Module` with the methods of `nsa_jax.generate.Decoder`, such as
@@ -127,11 +132,14 @@ def generate(
         max_length=capacity,
         chunk_size=min(int(chunk_size), capacity),
         prefill_chunk=part,
+        join=are_whole(parameters),
     )
     return Generation(new.tokens[:, :max_new_tokens], new.lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "max_length", "chunk_size", "prefill_chunk"))
+@functools.partial(
+    jax.jit, static_argnames=("structure", "max_length", "chunk_size", "prefill_chunk", "join")
+)
 def _run(
     structure,
     parameters,
@@ -146,9 +154,11 @@ def _run(
     max_length,
     chunk_size,
     prefill_chunk,
+    join,
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model, options = structure.model(parameters), Options(sampling, eos_id, pad_id)
+    model = prepare(model) if join else model
     sizes = dict(max_length=max_length, prefill_chunk=prefill_chunk)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)

@@ -20,6 +20,7 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.drafts import DraftModel, LookUp, drafter
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
+from nsa_jax.generate.prepared import prepare
 from nsa_jax.generate.rows import Rows
 from nsa_jax.generate.sampling import Count, Number
 from nsa_jax.generate.structure import Structure, split
@@ -31,13 +32,13 @@ from nsa_jax.option_checks import check_int
 class Session:
     """The state of a generation, a pytree. `start` makes one.
 
-    It refers to the model's parameters as they were in `start`.
+    It refers to the parameters of the prepared model, as they were in `start`.
 
     Attributes:
       rows: caches, newest tokens, counters and keys of the rows. All arrays have the rows first.
       options: how tokens are chosen, and what ends a row.
-      parameters: arrays of the model.
-      structure: the model without its arrays.
+      parameters: arrays of the prepared model.
+      structure: that model without its arrays.
       max_length: capacity of a row in tokens.
       vocab_size: number of ids, by which `extend` checks tokens; None if the model does not say.
     """
@@ -125,6 +126,10 @@ def start(
     values of others do not, but for numbers of `eos_id`, and of stop sequences and their tokens in powers of
     two.
 
+    The session holds the model as `prepare` makes it: about 60 % of its parameters once more, for each
+    session that you start with a model that is not prepared. For several sessions, or if memory is short,
+    prepare the model yourself, and keep no other.
+
     `temperature` and the five parameters after it are one number for all rows, or an array with one for each.
     They apply in this order: hook, repetition, presence, temperature, `top_k`, `top_p`, `min_p`.
 
@@ -182,7 +187,7 @@ def start(
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
-    structure, parameters = split(model)
+    structure, parameters = split(prepare(model))
     keys = checks.check_key(key, len(tokens))
     begun = prefilled(
         structure, parameters, tokens, counts, keys, options, max_length=int(max_length),

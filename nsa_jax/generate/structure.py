@@ -41,6 +41,12 @@ def split(model: Any) -> tuple[Structure, tuple[Array, ...]]:
     return _known(graphdef, tree), tuple(arrays)
 
 
+def are_whole(arrays: tuple[Array, ...]) -> bool:
+    """Whether each device has all of each array, as far as that is known: while tracing, it is not."""
+    known = (x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    return all(x.sharding.is_fully_replicated for x in known)
+
+
 @functools.lru_cache(maxsize=32)
 def _known(graphdef: nnx.GraphDef, tree: Any) -> Structure:
     """One object for all that are equal, as a comparison takes as long as a hash."""

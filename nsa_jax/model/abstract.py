@@ -9,6 +9,7 @@ from flax import nnx
 from nsa_jax.array_typing import Array
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
+from nsa_jax.nn.joined import Joined
 from nsa_jax.nn.parameters import by_path
 from nsa_jax.nn.projections import Sharding
 
@@ -31,7 +32,16 @@ def abstract_transformer(
 
 
 def parameters(model: Transformer) -> dict[str, Any]:
-    """Parameters by their names in a checkpoint: their paths, joined by dots."""
+    """Parameters by their names in a checkpoint: their paths, joined by dots.
+
+    Raises:
+      ValueError: the model is prepared to write text, so that it has no longer all of them.
+    """
+    if any(isinstance(module, Joined) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "a model must not be prepared to be saved or converted, got one that prepare made. Pass the "
+            "model that it was made of."
+        )
     named = by_path(nnx.state(model, nnx.Param))
     return {name: variable.get_value() for name, variable in named.items()}
 

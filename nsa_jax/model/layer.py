@@ -12,6 +12,7 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
 from nsa_jax.nn import DenseAttention, NSAAttention, products
 from nsa_jax.nn.distillation import Target
+from nsa_jax.nn.joined import projected
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.parallel import Order
 
@@ -43,7 +44,13 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        made = projected(self, x, self.input_projections)
+        return self.down_proj(jax.nn.silu(made["gate_proj"]) * made["up_proj"])
+
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the input."""
+        return "gate_proj", "up_proj"
 
 
 class DecoderLayer(nnx.Module):

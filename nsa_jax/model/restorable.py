@@ -10,10 +10,11 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.model.abstract import parameters
 from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn import IndexerConfig
-from nsa_jax.nn.parameters import by_path, differences, listed
+from nsa_jax.nn.parameters import differences, listed
 
 SETTINGS = bool | int | float | str | tuple | NSAConfig | IndexerConfig | None
 # Settings that change how and where a module computes, not what. `restore` sets them again.
@@ -26,8 +27,8 @@ def check_model(model: Transformer) -> None:
 
     Raises:
       TypeError: it is not a `Transformer`, or its configuration holds something that JSON cannot.
-      ValueError: its parameters or modules are not those of its configuration, or its parameters are not
-        arrays that can be read, for example because they were donated.
+      ValueError: its parameters or modules are not those of its configuration, for example because it is
+        prepared, or its parameters are not arrays that can be read, for example because they were donated.
     """
     if type(model) is not Transformer:
         raise TypeError(f"model must be a Transformer, got {type(model).__name__}. {_REMEDY}.")
@@ -93,10 +94,7 @@ def _values(of: Any) -> dict[str, Any]:
 
 
 def _check_parameters(model: Transformer, expected: Transformer) -> None:
-    held, wanted = (
-        {name: variable.get_value() for name, variable in by_path(nnx.state(each, nnx.Param)).items()}
-        for each in (model, expected)
-    )
+    held, wanted = (parameters(each) for each in (model, expected))
     for name, value in held.items():
         if kind := _without_numbers(value):
             raise ValueError(

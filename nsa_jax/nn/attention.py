@@ -1,7 +1,7 @@
 """The NSA layer: projections for each branch, rotary embedding, compression, gates, and the branches."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -23,6 +23,7 @@ from nsa_jax.nn.compressor import CompressionMode, Compressor
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.gate import Gate
+from nsa_jax.nn.joined import beside, projected
 from nsa_jax.nn.operands import Operands, Selection
 from nsa_jax.nn.parts import MakeCompressor, MakeGate, check_parts, make_compressor, make_gate, weigh
 from nsa_jax.nn.projections import (
@@ -475,7 +476,8 @@ class NSAAttention(NSACacheSteps):
     def _project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Array, TokenKeysValues, Any]:
-        pairs = {name: self._pair(name, x) for name in _pairs(self.branches, self.share_keys_values)}
+        made = projected(self, x, self.input_projections)
+        pairs = {name: self._pair(name, made) for name in _pairs(self.branches, self.share_keys_values)}
         fields: dict[str, Any] = dict.fromkeys(TokenKeysValues._fields)
         for branch in self.branches:
             if self.share_keys_values and branch == "win":
@@ -483,16 +485,26 @@ class NSAAttention(NSACacheSteps):
             key, value = pairs["" if self.share_keys_values else f"_{branch}"]
             fields[f"key_{branch}"] = key if branch == "cmp" else turn(self.rotary, key, positions)
             fields[f"value_{branch}"] = value
-        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
+        query = turn(self.rotary, self.query_norm(made["query_proj"]), positions)
         gates = None
         if len(self.branches) > 1:
-            gates = weigh(self.gate, x, self.num_heads, self.branches).astype(query.dtype)
+            if "gate" in made:
+                assert isinstance(self.gate, Gate)
+                gates = self.gate.of_hidden(made["gate"])
+            else:
+                gates = weigh(self.gate, beside(self, x), self.num_heads, self.branches)
+            gates = gates.astype(query.dtype)
         return query, TokenKeysValues(**fields), gates
 
-    def _pair(self, name: str, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the layer input."""
+        pairs = _pairs(self.branches, self.share_keys_values)
+        return "query_proj", *(f"{kind}{name}_proj" for name in pairs for kind in ("key", "value"))
+
+    def _pair(self, name: str, made: Mapping[str, Array]) -> tuple[Array, Array]:
         """Keys of a branch, normalised and not rotated, and its values."""
-        key = getattr(self, f"key{name}_norm")(getattr(self, f"key{name}_proj")(x))
-        return key, getattr(self, f"value{name}_proj")(x)
+        return getattr(self, f"key{name}_norm")(made[f"key{name}_proj"]), made[f"value{name}_proj"]
 
     def _keys_values(self, tokens: TokenKeysValues) -> tuple[Any, ...]:
         """Keys and values of cmp, slc and win; the latter two may share theirs."""

@@ -16,6 +16,8 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import TARGETS, Target, mean_loss
+from nsa_jax.nn.indexer import Indexer
+from nsa_jax.nn.joined import beside, projected
 from nsa_jax.nn.operands import Operands
 from nsa_jax.nn.projections import token_positions
 from nsa_jax.nn.selector import Selector, choose
@@ -83,8 +85,19 @@ class Choosing(nnx.Module):
         """What the selector projects of whole rows, and the index of each token in its sequence."""
         at = token_positions(x, segment_ids)
         positions = at if positions is None else positions
-        queries, keys = self.selector.project(*jax.lax.stop_gradient((x, query)), positions)
+        queries, keys = self._project_to_choose(*jax.lax.stop_gradient((x, query)), positions)
         return queries, keys, at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
+
+    def _project_to_choose(
+        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+    ) -> tuple[Any, Any]:
+        """`project` of the selector, or the same by the joined product of a prepared layer."""
+        made, prefix = projected(self, x), "selector."
+        own = {name.removeprefix(prefix): out for name, out in made.items() if name.startswith(prefix)}
+        if own:
+            assert isinstance(self.selector, Indexer)
+            return self.selector.turned(own, positions)
+        return self.selector.project(beside(self, x), query, positions)
 
     def _check_selects(self) -> None:
         """Raises ValueError if nothing chooses blocks."""

@@ -17,6 +17,7 @@ from nsa_jax.nn.checks import (
     check_parameters,
     head_width,
 )
+from nsa_jax.nn.joined import projected
 from nsa_jax.nn.projections import (
     NORM_EPSILON,
     Sharding,
@@ -212,8 +213,14 @@ class DenseAttention(DenseCacheSteps):
         return self.dropout(self.out_proj(out), deterministic=deterministic, rngs=rngs)
 
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
-        query = turn(self.rotary, self.query_norm(self.query_proj(x)), positions)
-        return query, turn(self.rotary, self.key_norm(self.key_proj(x)), positions), self.value_proj(x)
+        made = projected(self, x, self.input_projections)
+        query = turn(self.rotary, self.query_norm(made["query_proj"]), positions)
+        return query, turn(self.rotary, self.key_norm(made["key_proj"]), positions), made["value_proj"]
+
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the layer input."""
+        return "query_proj", "key_proj", "value_proj"
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float) -> Float[Array, "B T N V"]:

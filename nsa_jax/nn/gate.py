@@ -105,11 +105,17 @@ class Gate(nnx.Module):
                 "this width as in_features."
             )
         parameters = (self.kernel_in, self.bias_in, self.kernel_out, self.bias_out)
-        x, kernel_in, bias_in, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
+        x, kernel_in, bias_in, *_ = nnx.nn.dtypes.promote_dtype(
             (x, *(parameter[...] for parameter in parameters)), dtype=self.dtype
         )
         kernel_in, bias_in = columns(x, kernel_in, bias_in)
-        hidden = jax.nn.silu(jnp.matmul(x, kernel_in, precision=self.precision) + bias_in)
+        return self.of_hidden(jnp.matmul(x, kernel_in, precision=self.precision) + bias_in)
+
+    def of_hidden(self, hidden: Float[Array, "B T hidden"]) -> Float[Array, "B T N branches"]:
+        """The gates, given the hidden layer before its SiLU."""
+        hidden, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
+            (jax.nn.silu(hidden), self.kernel_out[...], self.bias_out[...]), dtype=self.dtype
+        )
         kernel_out, bias_out = columns(hidden, kernel_out, bias_out)
         return jax.nn.sigmoid(
             jnp.einsum("btf,fng->btng", hidden, kernel_out, precision=self.precision) + bias_out

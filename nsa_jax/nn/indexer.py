@@ -1,6 +1,7 @@
 """A selector of its own parameters: index queries and keys whose products score the blocks."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -140,11 +141,22 @@ class Indexer(nnx.Module):
           keys `[B, T, I, E]`, where I is K, or 1 if all KV heads share them.
         """
         check_inputs(x, self.in_features)
-        queries = self.query_norm(self.query_proj(x))
+        return self.turned({name: getattr(self, name)(x) for name in self.input_projections}, positions)
+
+    @property
+    def input_projections(self) -> tuple[str, ...]:
+        """Names of the projections, all of which read the layer input."""
+        return ("query_proj", "key_proj") + ("weight_proj",) * self.options.weighted
+
+    def turned(
+        self, products: Mapping[str, Array], positions: Int[Array, "B T"]
+    ) -> tuple[tuple[Array, Array | None], Array]:
+        """What `project` returns, given what the projections make of the input."""
+        queries = self.query_norm(products["query_proj"])
         flat = queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
         queries = self._turned(flat, positions).reshape(queries.shape)
-        keys = self._turned(self.key_norm(self.key_proj(x)), positions)
-        weights = self.weight_proj(x).astype(queries.dtype) if self.options.weighted else None
+        keys = self._turned(self.key_norm(products["key_proj"]), positions)
+        weights = products["weight_proj"].astype(queries.dtype) if self.options.weighted else None
         return (queries, weights), keys.astype(queries.dtype)
 
     def _turned(

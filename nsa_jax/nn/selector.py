@@ -149,10 +149,12 @@ def check_selector(selector: Any, branches: tuple[Branch, ...]) -> None:
         ) from None
 
 
-def kept_of(selector: Selector, x: jax.ShapeDtypeStruct, query: jax.ShapeDtypeStruct, length: int) -> Any:
-    """Shapes of what a selector keeps of `length` tokens in each row of `x`."""
+def kept_of(
+    project: Callable[..., Any], x: jax.ShapeDtypeStruct, query: jax.ShapeDtypeStruct, length: int
+) -> Any:
+    """Shapes of what a selector keeps of `length` tokens in each row of `x`, by its method `project`."""
     positions = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
-    _, keys = jax.eval_shape(lambda *arrays: selector.project(*arrays), x, query, positions)
+    _, keys = jax.eval_shape(lambda *arrays: project(*arrays), x, query, positions)
     return jax.tree.map(lambda k: jax.ShapeDtypeStruct((k.shape[0], length, *k.shape[2:]), k.dtype), keys)
 
 

@@ -40,6 +40,11 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
     _prefill: ClassVar[Callable[..., Any]]  # of `nsa_jax.cache`, and the next one, too
     _decode_step: ClassVar[Callable[..., Any]]
 
+    @property
+    @abc.abstractmethod
+    def input_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the layer input, that of queries first."""
+
     @abc.abstractmethod
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Any, ...]:
         """What these two take of new tokens: rotated queries, keys and values, and what else there is."""
@@ -192,7 +197,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         dtype = self.dtype or self.query_proj.kernel.dtype
         x = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         query = jax.ShapeDtypeStruct((batch, 1, self.num_heads, self.head_dim), dtype)
-        return kept_of(self.selector, x, query, length)
+        return kept_of(self._project_to_choose, x, query, length)
 
     def _select(
         self,
@@ -207,7 +212,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
                 self._check_selects()
             return cache, block_indices
         check_arrays(CacheSteps.prefill, x=x, num_tokens=num_tokens)
-        queries, new = self.selector.project(x, query, _next_positions(x, cache))
+        queries, new = self._project_to_choose(x, query, _next_positions(x, cache))
         cache = decoding.keep(cache, new, num_tokens=num_tokens)
         if block_indices is None:
             admitted = slots.admit(cache.lengths, cache.max_length, x.shape[1], num_tokens)

@@ -1,0 +1,111 @@
+"""A model made ready to write text: what a layer multiplies its input by is one kernel.
+
+A decode step is little but products, which in one kernel take less time than in several. XLA joins them by
+itself, but anew in each step, as it converts parameters to the dtype of the computation and pads them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax.array_typing import Array
+from nsa_jax.generate.checks import check_model
+from nsa_jax.generate.decoder import Decoder
+from nsa_jax.model import Transformer
+from nsa_jax.model.layer import DecoderLayer, SwiGLU
+from nsa_jax.nn import Compressor, DenseAttention, Gate, NSAAttention
+from nsa_jax.nn.joined import WIDTH_MULTIPLE, is_joined, is_whole, join
+from nsa_jax.option_checks import check_flag
+
+# With a `dtype` they compute in it alone, so that their parameters may as well be stored in it.
+_OF_ONE_DTYPE = (nnx.Embed, nnx.Linear, nnx.LinearGeneral, Compressor, Gate)
+
+
+def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
+    """Makes a model that writes the same text in less time, with fewer and larger products.
+
+    In each attention layer of a `Transformer`, one kernel takes the place of all those by which the input is
+    multiplied: of the queries, the keys and values of all branches, the first product of a `Gate`, and an
+    `Indexer`. Another is for the two products of the MLP with its input. Its inner width becomes a multiple
+    of 128, by zeros. Kernels, tables and their biases are stored in the dtype of the computation. No value
+    changes by that, but sums may be added up in another order.
+
+    `generate`, `start` and `Batcher` prepare what they are given. Do it yourself to share a prepared model
+    between sessions, or to save memory. Its joined kernels are copies: of each layer `D * F` numbers, where F
+    are the columns that were joined, filled up to a multiple of 128. In large models that is about 60 % of
+    all numbers. What was neither joined, widened nor converted is shared with `model`.
+
+    `nsa_jax.model.save` and `nsa_jax.pretrained` refuse a prepared model. Keep the other one, or its checkpoint.
+
+    Args:
+      model: see `generate`. It stays as it is.
+      donate: whether to free the arrays that have been replaced, layer by layer, so that those of one layer
+        at a time exist twice. `model` cannot be used then, nor what shares them with it.
+
+    Returns:
+      The prepared model. Your own modules are left alone, also beside ours in one layer, and kernels that are
+      divided over devices are not joined. A model that is prepared, or not exactly a `Transformer`, is
+      returned as it is.
+
+    Raises:
+      TypeError: `model` is no `nnx.Module` with the methods of `Decoder`, or `donate` is not a bool.
+
+    Examples:
+      >>> model = prepare(model)
+      >>> chats = [start(model, prompt, max_length=4096) for prompt in prompts]
+    """
+    check_model(model)
+    check_flag(donate=donate)
+    if type(model) is not Transformer or any(map(is_joined, _parts(model))):
+        return model
+    prepared: Any = nnx.clone(model)
+    for old in _improve(prepared):
+        for array in old if donate else ():
+            if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+                array.delete()
+    return prepared
+
+
+def _improve(model: Transformer) -> Iterator[list[Array]]:
+    """Changes a model part by part; yields the arrays that it has replaced in each."""
+    for part in _parts(model):
+        if not is_joined(part):  # as one is that stands in two layers
+            yield _join(part)
+    for owner in (model, *_parts(model)):
+        for module in vars(owner).values():
+            if type(module) in _OF_ONE_DTYPE:
+                yield _convert(module)
+
+
+def _parts(model: Any) -> list[Any]:
+    """The attention and the MLP of all layers, as far as they are ours."""
+    layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
+    parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
+    return [part for part in parts if type(part) in (NSAAttention, DenseAttention, SwiGLU)]
+
+
+def _join(part: Any) -> list[Array]:
+    down = getattr(part, "down_proj", None)
+    if type(down) is not nnx.Linear or not is_whole(down.kernel):
+        return join(part, part.input_projections)
+    old = join(part, part.input_projections, WIDTH_MULTIPLE)
+    kernel = down.kernel[...]
+    padding = -len(kernel) % WIDTH_MULTIPLE
+    if not old or not padding:
+        return old
+    down.kernel = nnx.Param(jnp.pad(kernel, ((0, padding), (0, 0))))
+    return [*old, kernel]
+
+
+def _convert(module: Any) -> list[Array]:
+    own = [value for value in vars(module).values() if isinstance(value, nnx.Param)]
+    wide = [
+        each for each in own if each.get_value().dtype != jnp.dtype(module.dtype or each.get_value().dtype)
+    ]
+    old = [each.get_value() for each in wide]
+    for each, array in zip(wide, old, strict=True):
+        each.set_value(array.astype(module.dtype))
+    return old

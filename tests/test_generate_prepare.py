@@ -1,0 +1,293 @@
+"""A prepared model writes what the model writes, from joined kernels, and keeps what is not ours."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_layer import SMALL
+from flax import nnx
+from modules import abstract, randomised
+
+from nsa_jax.generate import Batcher, advance, generate, prepare, start
+from nsa_jax.generate import prepared as prepared_models
+from nsa_jax.model import Transformer, TransformerConfig, save
+from nsa_jax.nn import Gate, IndexerConfig, weights
+from nsa_jax.nn.joined import Joined
+from nsa_jax.pretrained import to_nsa
+
+CONFIG = TransformerConfig(
+    vocab_size=32, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, nsa=SMALL,
+    dtype="float64", param_dtype="float64",
+)  # fmt: skip
+TEXT = np.random.default_rng(0).integers(0, 32, (2, 31))
+PROMPT = 28
+EPS = np.finfo(np.float64).eps
+
+
+class OwnGate(nnx.Module):
+    """A user's gate, with a product of its own."""
+
+    def __init__(self, in_features, num_heads, *, rngs):
+        self.project = nnx.LinearGeneral(in_features, (num_heads, 3), param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.softmax(self.project(x))
+
+
+def wide_gate(in_features, num_heads, *, rngs):
+    return Gate(in_features, num_heads, 40, dtype="float64", param_dtype="float64", rngs=rngs)
+
+
+CASES = {
+    "nsa, tied": dict(),
+    "an indexer alone": dict(
+        branches=("slc",), selector=IndexerConfig(num_heads=2, dim=6, weighted=True), tie_embeddings=False
+    ),
+    "keys and values shared, another indexer and gate": dict(
+        share_keys_values=True,
+        selector=IndexerConfig(dim=6, shared_key=False, normalize=True),
+        gate=wide_gate,
+    ),
+    "layers of three kinds, biases, norms": dict(
+        num_layers=3, attention=("dense", "window", "nsa"), qkv_bias=True, normalize_qk=True
+    ),
+    "a user's gate": dict(gate=OwnGate),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def made(**options):
+    return randomised(abstract(Transformer, dataclasses.replace(CONFIG, **options)), 0.3)
+
+
+def joined(model):
+    return [path for path, module in nnx.iter_modules(model) if isinstance(module, Joined)]
+
+
+@nnx.jit
+def read(model, text):
+    """Logits of a forward pass, after a prompt, and of the steps behind it."""
+    last, cache = model.prefill(text[:, :PROMPT], model.init_cache(len(text), text.shape[1]))
+    behind, _ = model.decode_step(text[:, PROMPT:], cache)
+    return model(text), last, behind
+
+
+@nnx.jit
+def forward(model, text):
+    return model(text)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_it_computes_what_the_model_computes(options):
+    model = made(**options)
+    prepared = prepare(model)
+
+    assert len(joined(prepared)) == 2 * len(model.layers)
+    for found, expected in zip(read(prepared, TEXT), read(model, TEXT), strict=True):
+        # An output of one layer is a sum of a few hundred terms, added in another order, of at most 3 layers.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1000 * EPS * np.abs(expected).max())
+
+
+def test_what_reads_the_input_of_a_layer_is_one_kernel():
+    prepared = prepare(made(selector=IndexerConfig(dim=6)))
+
+    held = {
+        name: array.shape for name, array in weights(prepared.layers[0]).items() if "compressor" not in name
+    }
+
+    assert held == {
+        "attention.joined.kernel": (
+            16,
+            128,
+        ),  # 16 + 6 x 8 of queries, keys and values, 8 of the gate, 18 of the indexer
+        "attention.joined.bias": (128,),  # that of the gate
+        "attention.gate.kernel_out": (8, 4, 3),
+        "attention.gate.bias_out": (4, 3),
+        "attention.out_proj.kernel": (4, 4, 16),
+        "attention_norm.scale": (16,),
+        "mlp.joined.kernel": (16, 256),  # 24 of the gate and 24 of the other, each filled up to 128
+        "mlp.down_proj.kernel": (128, 16),
+        "mlp_norm.scale": (16,),
+    }
+    assert not np.any(prepared.layers[0].mlp.down_proj.kernel[24:])
+
+
+def test_what_is_written_is_what_the_model_finds_likeliest():
+    """By `generate`, with and without `prepare`, and by a session: the tokens of full forwards."""
+    model = made(**CASES["layers of three kinds, biases, norms"])
+    prepared, sizes = prepare(model), dict(lengths=np.array([12, 5]))
+
+    written = generate(model, TEXT[:, :12], max_new_tokens=16, **sizes).tokens
+
+    text = np.zeros((2, 28), np.int32)
+    for row, length in enumerate(sizes["lengths"]):
+        text[row, : length + 16] = *TEXT[row, :length], *np.asarray(written[row])
+    logits = np.asarray(forward(model, text))
+    for row, length in enumerate(sizes["lengths"]):
+        rows = logits[row, length - 1 : length + 15]
+        best = np.sort(rows, axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 1000 * EPS * np.abs(rows).max()
+        assert written[row].tolist() == rows.argmax(-1).tolist()
+    assert (generate(prepared, TEXT[:, :12], max_new_tokens=16, **sizes).tokens == written).all()
+    session, new = advance(start(model, TEXT[:, :12], max_length=40, **sizes), 16)
+    assert (new.tokens == written).all()
+    assert joined(session.structure.model(session.parameters)) == joined(prepared)
+
+
+def test_a_batcher_holds_joined_kernels():
+    session = Batcher(made(), 2, max_length=16)._session
+
+    assert len(joined(session.structure.model(session.parameters))) == 2
+
+
+def test_the_model_keeps_what_it_had_and_shares_what_stays():
+    model = made()
+    before = weights(model)
+
+    prepared = prepare(model)
+
+    assert all((before[name] == array).all() for name, array in weights(model).items())
+    assert prepared.embed.embedding.get_value() is model.embed.embedding.get_value()
+    assert prepare(prepared) is prepared
+
+
+class Negated(nnx.Module):
+    """Stands for what users put around a projection."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, x):
+        return -self.of(x)
+
+
+def negate_values(model):
+    model.layers[0].attention.value_slc_proj = Negated(model.layers[0].attention.value_slc_proj)
+
+
+def negate_queries(model):
+    model.layers[0].attention.query_proj = Negated(model.layers[0].attention.query_proj)
+
+
+def negate_mlp(model):
+    model.layers[0].mlp = Negated(model.layers[0].mlp)
+
+
+def negate_out(model):
+    model.layers[0].mlp.down_proj = Negated(model.layers[0].mlp.down_proj)
+
+
+def share_a_gate(model):
+    model.layers[1].attention.gate = model.layers[0].attention.gate
+
+
+def share_a_layer(model):
+    model.layers[1] = model.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (negate_values, 4),
+        (negate_queries, 3),
+        (negate_mlp, 3),
+        (negate_out, 4),
+        (share_a_gate, 4),
+        (share_a_layer, 2),
+    ],
+)
+def test_changed_modules_stay_as_they_are(change, number):
+    model = made(num_layers=2)
+    change(model)
+
+    prepared = prepare(model)
+
+    assert len(joined(prepared)) == number
+    found, expected = (forward(each, TEXT) for each in (prepared, model))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1000 * EPS * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("option", [dict(dtype="float32"), dict(precision="highest")], ids="_".join)
+def test_a_gate_that_computes_otherwise_stays_beside_the_joined_kernel(option):
+    numbers = dict(dtype="float64", param_dtype="float64") | option
+    model = made(gate=lambda *sizes, rngs: Gate(*sizes, **numbers, rngs=rngs))
+
+    held = weights(prepare(model).layers[0].attention)
+
+    assert {"joined.kernel", "gate.kernel_in"} <= set(held)
+
+
+class Own(Transformer):
+    """A user's model, which may read its projections by their names."""
+
+
+def test_a_user_s_model_stays_as_it_is():
+    model = abstract(Own, CONFIG)
+
+    assert prepare(model) is model
+
+
+def as_stored(path, variable):
+    value = variable.get_value()
+    return variable.replace(value if path[-2].endswith("norm") else value.astype("bfloat16"))
+
+
+def test_parameters_are_held_in_the_dtype_of_the_computation():
+    """As they are used: a model whose parameters are rounded beforehand computes the same bits."""
+    model = made(dtype="bfloat16", param_dtype="float32", tie_embeddings=False)
+    graph, state = nnx.split(model)
+    flat = [(path, as_stored(path, variable)) for path, variable in nnx.to_flat_state(state)]
+    rounded = nnx.merge(graph, nnx.from_flat_state(flat))
+    assert [x.lm_head.kernel.get_value().dtype for x in (model, rounded)] == [jnp.float32, jnp.bfloat16]
+
+    prepared, expected = weights(prepare(model)), weights(prepare(rounded))
+
+    assert {array.dtype for name, array in prepared.items() if "norm" not in name} == {jnp.dtype("bfloat16")}
+    assert all((prepared[name] == array).all() for name, array in expected.items())
+    assert all((x == y).all() for x, y in zip(read(model, TEXT), read(rounded, TEXT), strict=True))
+
+
+def test_donating_frees_what_was_replaced_part_by_part(monkeypatch):
+    model = made(num_layers=2, model_dim=64, mlp_dim=128)
+    held = [live_bytes()]
+    join = prepared_models._join
+    monkeypatch.setattr(prepared_models, "_join", lambda part: (join(part), held.append(live_bytes()))[0])
+
+    prepared = prepare(model, donate=True)
+
+    part = sum(x.nbytes for name, x in weights(prepared).items() if name.startswith("layers.0."))
+    assert len(held) == 5
+    assert max(held) <= max(held[0], live_bytes()) + part
+    assert model.layers[0].mlp.up_proj.kernel.get_value().is_deleted()
+    assert not model.layers[0].attention.out_proj.kernel.get_value().is_deleted()
+    assert np.isfinite(forward(prepared, TEXT)).all()
+
+
+def live_bytes():
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_a_prepared_model_is_neither_saved_nor_converted(tmp_path):
+    prepared, message = prepare(made(attention="dense")), r"^a model must not be prepared to be saved or"
+
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "checkpoint", prepared)
+    with pytest.raises(ValueError, match=message):
+        to_nsa(prepared, rngs=nnx.Rngs(0))
+    assert not any(tmp_path.iterdir())
+
+
+def test_it_can_be_prepared_inside_jit():
+    model = made()
+
+    found = nnx.jit(lambda model, text: prepare(model)(text))(model, TEXT)
+
+    expected = forward(model, TEXT)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1000 * EPS * np.abs(expected).max())
