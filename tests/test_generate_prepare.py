@@ -1,6 +1,8 @@
 """A prepared model writes what the model writes, from joined kernels, and keeps what is not ours."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +147,22 @@ def test_a_batcher_holds_joined_kernels():
     session = Batcher(made(), 2, max_length=16)._session
 
     assert len(joined(session.structure.model(session.parameters))) == 2
+
+
+def test_sessions_of_a_model_share_its_joined_kernels_while_one_is_left():
+    model = randomised(abstract(Transformer, CONFIG, implementation="xla"), 0.5)
+    session, other = (start(model, TEXT[:1, :PROMPT], max_length=40) for _ in range(2))
+    assert all(x is y for x, y in zip(session.parameters, other.parameters, strict=True))
+
+    own = set(map(id, jax.tree.leaves(nnx.state(model))))
+    joined = [weakref.ref(array) for array in session.parameters if id(array) not in own]
+    assert len(joined) == 3  # of attention, of the MLP, and its padded third
+    model.layers[0].mlp.up_proj.kernel[...] *= 2
+    changed = start(model, TEXT[:1, :PROMPT], max_length=40)
+    assert not np.allclose(changed.rows.logits, session.rows.logits)
+    del session, other
+    gc.collect()
+    assert all(array() is None for array in joined)
 
 
 def test_the_model_keeps_what_it_had_and_shares_what_stays():

@@ -4,12 +4,13 @@ import pathlib
 from typing import Any
 
 from nsa_jax.dispatch import default_platform
+from nsa_jax.generate import prepare
 from nsa_jax.model import Transformer
 from nsa_jax.pretrained import ChatFormat, load, load_chat_format
 
 
 def open_run(run: str) -> tuple[Transformer, Any, ChatFormat]:
-    """A model, in bfloat16 on a GPU and float32 elsewhere, its tokenizer, and its chat format.
+    """A prepared model, in bfloat16 on a GPU and float32 elsewhere, its tokenizer, and its chat format.
 
     Args:
       run: the folder of a run of `nsa_jax.adopt`, or what `load` takes.
@@ -26,4 +27,4 @@ def open_run(run: str) -> tuple[Transformer, Any, ChatFormat]:
             f"a model must have a tokenizer, got {source!r} with none that is known. Name the folder or "
             "repository that its tokenizer.json is in."
         )
-    return model, tokenizer, load_chat_format(source)
+    return prepare(model, donate=True), tokenizer, load_chat_format(source)

@@ -17,8 +17,9 @@ from nsa_jax.cache import rewinding
 from nsa_jax.generate import checks, history
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.options import Options
+from nsa_jax.generate.prepared import prepared_parts
 from nsa_jax.generate.rows import Rows, chosen, prefilled
-from nsa_jax.generate.structure import Structure, split
+from nsa_jax.generate.structure import Structure
 from nsa_jax.option_checks import check_int
 from nsa_jax.sharding import explicit
 
@@ -86,7 +87,7 @@ def drafter(drafts: Any, vocab_size: int | None) -> "_ByLookUp | _ByModel | None
             f"a DraftModel must have the vocabulary of the model, got {other} and {vocab_size} tokens. "
             "Pass one that was made for the same tokenizer."
         )
-    structure, parameters = split(drafts.model)
+    structure, parameters = prepared_parts(drafts.model)
     return _ByModel(parameters, structure, int(drafts.num_tokens))
 
 

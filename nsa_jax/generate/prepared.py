@@ -4,8 +4,10 @@ A decode step is little but products, which in one kernel take less time than in
 itself, but anew in each step, as it converts parameters to the dtype of the computation and pads them.
 """
 
+import collections
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from flax import nnx
 from nsa_jax.array_typing import Array
 from nsa_jax.generate.checks import check_model
 from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.structure import Structure, split
 from nsa_jax.model import Transformer
 from nsa_jax.model.layer import DecoderLayer, SwiGLU
 from nsa_jax.nn import Compressor, DenseAttention, Gate, NSAAttention
@@ -33,12 +36,13 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
     of 128, by zeros. Kernels, tables and their biases are stored in the dtype of the computation. No value
     changes by that, but sums may be added up in another order.
 
-    `generate`, `start` and `Batcher` prepare what they are given. Do it yourself to share a prepared model
-    between sessions, or to save memory. Its joined kernels are copies: of each layer `D * F` numbers, where F
-    are the columns that were joined, filled up to a multiple of 128. In large models that is about 60 % of
-    all numbers. What was neither joined, widened nor converted is shared with `model`.
+    `generate`, `start` and `Batcher` prepare what they are given. Do it yourself to save memory. Its joined
+    kernels are copies: of each layer `D * F` numbers, where F are the columns that were joined, filled up to
+    a multiple of 128. In large models that is about 60 % of all numbers. What was neither joined, widened
+    nor converted is shared with `model`.
 
-    `nsa_jax.model.save` and `nsa_jax.pretrained` refuse a prepared model. Keep the other one, or its checkpoint.
+    `nsa_jax.model.save` and `nsa_jax.pretrained` refuse a prepared model. Keep the other one, or its
+    checkpoint.
 
     Args:
       model: see `generate`. It stays as it is.
@@ -55,7 +59,7 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
 
     Examples:
       >>> model = prepare(model)
-      >>> chats = [start(model, prompt, max_length=4096) for prompt in prompts]
+      >>> session = start(model, prompts, max_length=4096)
     """
     check_model(model)
     check_flag(donate=donate)
@@ -67,6 +71,41 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
             if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
                 array.delete()
     return prepared
+
+
+def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
+    """Structure and arrays of a prepared model: the same as before, while anything still holds those."""
+    structure, arrays = split(model)
+    for shared in _SHARED:
+        found = tuple(array() for array in shared.prepared)
+        if shared.is_of(structure, arrays) and None not in found:
+            return shared.structure, found
+    made = split(prepare(model))
+    if all(isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) for array in arrays):
+        _SHARED.append(_Shared(structure, _weak(arrays), made[0], _weak(made[1])))
+    return made
+
+
+class _Shared(NamedTuple):
+    """A model and what was prepared of it. It keeps neither from being freed."""
+
+    model: Structure
+    arrays: tuple[weakref.ref[Array], ...]
+    structure: Structure
+    prepared: tuple[weakref.ref[Array], ...]
+
+    def is_of(self, model: Structure, arrays: tuple[Array, ...]) -> bool:
+        """Whether it is of this model, with just these arrays."""
+        return self.model == model and all(
+            known() is array for known, array in zip(self.arrays, arrays, strict=True)
+        )
+
+
+_SHARED: collections.deque[_Shared] = collections.deque(maxlen=8)
+
+
+def _weak(arrays: tuple[Array, ...]) -> tuple[weakref.ref[Array], ...]:
+    return tuple(map(weakref.ref, arrays))
 
 
 def _improve(model: Transformer) -> Iterator[list[Array]]:

@@ -20,10 +20,10 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.drafts import DraftModel, LookUp, drafter
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
-from nsa_jax.generate.prepared import prepare
+from nsa_jax.generate.prepared import prepared_parts
 from nsa_jax.generate.rows import Rows
 from nsa_jax.generate.sampling import Count, Number
-from nsa_jax.generate.structure import Structure, split
+from nsa_jax.generate.structure import Structure
 from nsa_jax.option_checks import check_int
 
 
@@ -126,9 +126,8 @@ def start(
     values of others do not, but for numbers of `eos_id`, and of stop sequences and their tokens in powers of
     two.
 
-    The session holds the model as `prepare` makes it: about 60 % of its parameters once more, for each
-    session that you start with a model that is not prepared. For several sessions, or if memory is short,
-    prepare the model yourself, and keep no other.
+    The session holds the model as `prepare` makes it, which is about 60 % of its parameters once more. Other
+    sessions of the same model share that. If memory is short, prepare the model yourself, and keep no other.
 
     `temperature` and the five parameters after it are one number for all rows, or an array with one for each.
     They apply in this order: hook, repetition, presence, temperature, `top_k`, `top_p`, `min_p`.
@@ -187,7 +186,7 @@ def start(
     checks.check_parts(prefill_chunk)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
-    structure, parameters = split(prepare(model))
+    structure, parameters = prepared_parts(model)
     keys = checks.check_key(key, len(tokens))
     begun = prefilled(
         structure, parameters, tokens, counts, keys, options, max_length=int(max_length),
