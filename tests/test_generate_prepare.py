@@ -156,7 +156,7 @@ def test_sessions_of_a_model_share_its_joined_kernels_while_one_is_left():
 
     own = set(map(id, jax.tree.leaves(nnx.state(model))))
     joined = [weakref.ref(array) for array in session.parameters if id(array) not in own]
-    assert len(joined) == 3  # of attention, of the MLP, and its padded third
+    assert len(joined) == 4  # kernel and bias of attention, kernel of the MLP, its padded third
     model.layers[0].mlp.up_proj.kernel[...] *= 2
     changed = start(model, TEXT[:1, :PROMPT], max_length=40)
     assert not np.allclose(changed.rows.logits, session.rows.logits)
