@@ -24,10 +24,7 @@ from nsa_jax.parallel import (
 
 CONFIG = NSAConfig()
 CHECKS = {  # every check that the program must report
-    "rows": (
-        *("1 device", "4 devices, odd length", "8 devices", "packed", "packed, contiguous"),
-        "declared order",
-    ),
+    "rows": ("1 device", "8 devices, odd length", "packed", "packed, contiguous", "declared order"),
     "modules": ("layer, any placement", "layer on three axes", "layer on explicit axes", "model"),
 }
 

@@ -47,15 +47,18 @@ def _where(case: cases.Case) -> dict:
     return dict(query_positions=jnp.asarray(case.query_positions), segment_ids=ids)
 
 
+def _placed(case: cases.Case, query):
+    batch, num_queries = query.shape[:2]
+    return place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
+
+
 def _select(case: cases.Case, given: Indexed, sizes: IndexSizes) -> np.ndarray:
-    batch, num_queries, _, _, dim = given.query.shape
-    placed = place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
-    arrays = (None if x is None else jnp.asarray(x, jnp.float32) for x in given)
-    scale = dim**-0.5 if case.scale is None else case.scale
+    arrays = (None if x is None else np.asarray(x, np.float32) for x in given)
+    scale = given.query.shape[-1] ** -0.5 if case.scale is None else case.scale
 
     def choose(query, key, weights):
         keys = flat_if_shared(key)
-        return selection.choose_by_index(query, keys, weights, placed, scale, sizes=sizes)
+        return selection.choose_by_index(query, keys, weights, _placed(case, query), scale, sizes=sizes)
 
     with interpreted():
         return np.asarray(jax.jit(choose)(*arrays))
@@ -178,20 +181,22 @@ def _check_taught(case: cases.Case, sizes: IndexSizes = SMALL, **of_index) -> No
 
 
 def _check_scores(case: cases.Case, given: Indexed, sizes: IndexSizes) -> None:
-    batch, num_queries, num_kv_heads, _, dim = given.query.shape
-    placed = place(case.config, batch=batch, num_queries=num_queries, num_keys=case.num_keys, **_where(case))
-    arrays = [None if x is None else jnp.asarray(x, jnp.float32) for x in given]
+    arrays = [None if x is None else np.asarray(x, np.float32) for x in given]
     num_blocks = -(-case.num_keys // case.config.selection_block_size)
-    shape = (batch, num_queries, num_kv_heads, num_blocks)
+    shape = (*given.query.shape[:3], num_blocks)
     cotangent = case.generator("index cotangent").standard_normal(shape).astype(np.float32)
-    scale = dim**-0.5 if case.scale is None else case.scale
+    scale = given.query.shape[-1] ** -0.5 if case.scale is None else case.scale
 
     def score(query, key, weights):
-        return operations.block_scores(query, key, weights, placed, scale)
+        return operations.block_scores(query, key, weights, _placed(case, query), scale)
+
+    @jax.jit
+    def scores_and_gradients(cotangent, *arrays):
+        scores, pull_back = jax.vjp(score, *arrays)
+        return scores, pull_back(cotangent)
 
     with interpreted(), mock.patch.object(selection, "_index_sizes", return_value=sizes):
-        scores, pull_back = jax.vjp(score, *arrays)
-        found = pull_back(jnp.asarray(cotangent))
+        scores, found = scores_and_gradients(cotangent, *arrays)
     rounded = Indexed(*(None if x is None else np.asarray(x, np.float64) for x in arrays))
     expected = index_cases.by_loops(case, rounded, cotangent.astype(np.float64))
     np.testing.assert_allclose(scores, expected.scores, rtol=1e-6, atol=1e-6, err_msg=case.name)

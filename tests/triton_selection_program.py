@@ -6,14 +6,13 @@ Run it as a program: `python tests/triton_selection_program.py [check ...]`.
 from triton_interpreter import interpreted  # isort: skip
 
 import dataclasses
-import functools
 import sys
 import time
+from collections.abc import Iterator
 
 import brute_force
 import cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.config import NSAConfig
@@ -46,21 +45,25 @@ MORE = dataclasses.replace(PAPER_RATIO, num_selected_blocks=32)
 FORCED_ONLY = dataclasses.replace(PAPER_RATIO, num_selected_blocks=3)
 
 
-def _select(case: cases.Case, operands: cases.Operands, sizes: SelectionSizes, lse=None):
-    """Blocks of the kernels, those by brute force, and their scores, all `[B, T, K, _]`."""
-    config = case.config
-    query, key = (jnp.asarray(x, jnp.float32) for x in (operands.query, operands.key_cmp))
-    where = dict(query_positions=jnp.asarray(case.query_positions))
-    where["segment_ids"] = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
-    placed = place(config, batch=case.batch, num_queries=query.shape[1], num_keys=case.num_keys, **where)
+def _select(case: cases.Case, operands: cases.Operands, *all_sizes: SelectionSizes, lse=None) -> Iterator:
+    """For each of the sizes: blocks of the kernels, those by brute force and their scores, `[B, T, K, _]`."""
+    query, key = (np.asarray(x, np.float32) for x in (operands.query, operands.key_cmp))
     rounded = operands._replace(query=np.asarray(query, np.float64), key_cmp=np.asarray(key, np.float64))
     expected = brute_force.evaluate(case, rounded)
-    lse = jnp.asarray(expected["lse_cmp"], jnp.float32) if lse is None else lse
-    with interpreted():
-        choose = functools.partial(selection.choose_blocks, sizes=sizes)
-        found = jax.jit(choose, static_argnums=4)(query, key, lse, placed, case.key_dim**-0.5)
-        found = np.asarray(found)
-    return found, expected["blocks"], expected["importance"]
+    lse = np.asarray(expected["lse_cmp"], np.float32) if lse is None else lse
+
+    def choose(query, key, lse, positions, segment_ids, sizes):
+        placed = place(
+            case.config, batch=case.batch, num_queries=query.shape[1], num_keys=case.num_keys,
+            query_positions=positions, segment_ids=segment_ids,
+        )  # fmt: skip
+        return selection.choose_blocks(query, key, lse, placed, case.key_dim**-0.5, sizes=sizes)
+
+    for sizes in all_sizes:
+        with interpreted():
+            run = jax.jit(choose, static_argnames="sizes")
+            found = np.asarray(run(query, key, lse, case.query_positions, case.segment_ids, sizes=sizes))
+        yield found, expected["blocks"], expected["importance"]
 
 
 def _agree(found, expected, scores, most_swapped: float = 0.02) -> None:
@@ -82,8 +85,8 @@ def _agree(found, expected, scores, most_swapped: float = 0.02) -> None:
 
 
 def _check(case: cases.Case, *all_sizes: SelectionSizes) -> None:
-    for sizes in all_sizes or (SMALL,):
-        _agree(*_select(case, case.draw(), sizes))
+    for found in _select(case, case.draw(), *all_sizes or (SMALL,)):
+        _agree(*found)
 
 
 def _plain(name: str, config: NSAConfig, **changes) -> cases.Case:
@@ -163,9 +166,8 @@ def check_ties():
         # Quarters, so that products are exact: a BLAS may add up the columns of one product in other orders.
         query, keys = (np.round(4 * x) / 4 for x in (operands.query, operands.key_cmp[:1, :1, :1]))
         tied = operands._replace(query=query, key_cmp=np.broadcast_to(keys, operands.key_cmp.shape))
-        for sizes in (SMALL, STREAMED):
-            found, expected, _ = _select(case, tied, sizes)
-            assert (found == expected).all(), (config, runs, sizes)
+        for found, expected, _ in _select(case, tied, SMALL, STREAMED):
+            assert (found == expected).all(), (config, runs)
 
 
 def check_ties_of_sums():
@@ -179,13 +181,13 @@ def check_ties_of_sums():
     exact = dataclasses.replace(case, positions=(65, 66, 129, 130))
     operands = exact.draw()
     tied = operands._replace(key_cmp=np.zeros_like(operands.key_cmp))
-    for sizes in (SMALL, STREAMED):
-        found, expected, _ = _select(exact, tied, sizes, lse=jnp.zeros((1, 4, 1)))  # each part is 1
-        assert (found == expected).all(), sizes
+    for found, expected, _ in _select(exact, tied, SMALL, STREAMED, lse=np.zeros((1, 4, 1), np.float32)):
+        assert (found == expected).all()  # each part is 1
     rounded = dataclasses.replace(case, positions=tuple(range(56, 91)))
     operands = rounded.draw()
     tied = operands._replace(key_cmp=np.zeros_like(operands.key_cmp))
-    _agree(*_select(rounded, tied, SMALL), most_swapped=1.0)
+    (found,) = _select(rounded, tied, SMALL)
+    _agree(*found, most_swapped=1.0)
 
 
 def check_scores_of_zero_are_chosen():
@@ -195,7 +197,7 @@ def check_scores_of_zero_are_chosen():
     operands.query[..., 0] = 100
     operands.key_cmp[..., 0] = -100
     operands.key_cmp[:, 17, :, 0] = 100
-    found, expected, scores = _select(case, operands, SMALL)
+    ((found, expected, scores),) = _select(case, operands, SMALL)
     assert (scores[:, -1] == 0).sum() > case.config.num_selected_blocks
     assert (found == expected).all()
 
@@ -204,7 +206,7 @@ def check_not_a_number_is_harmless():
     case = _plain("selection nan", PAPER_RATIO, num_heads=2, num_kv_heads=1)
     operands = case.draw()
     operands.query[:, 70:90] = np.nan
-    found, _, _ = _select(case, operands, SMALL)
+    ((found, _, _),) = _select(case, operands, SMALL)
     highest = (case.query_positions // case.config.selection_block_size)[:, :, None, None]
     assert (found >= -1).all()
     assert (found <= highest).all()
@@ -213,8 +215,8 @@ def check_not_a_number_is_harmless():
 def check_rows_without_a_normaliser():
     """Where lse is -inf nothing counts: ties at 0, the first blocks win."""
     case = _plain("selection empty", PAPER_RATIO, num_queries=3)
-    lse = jnp.full((case.batch, 3, case.num_heads), -jnp.inf)
-    found, _, _ = _select(case, case.draw(), SMALL, lse=lse)
+    lse = np.full((case.batch, 3, case.num_heads), -np.inf, np.float32)
+    ((found, _, _),) = _select(case, case.draw(), SMALL, lse=lse)
     assert found[0, -1, 0].tolist() == [0, 1, 2, 3, 4, 11, 12]
 
 
