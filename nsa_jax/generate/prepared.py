@@ -77,9 +77,9 @@ def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
     """Structure and arrays of a prepared model: the same as before, while anything still holds those."""
     structure, arrays = split(model)
     for shared in _SHARED:
-        found = tuple(array() for array in shared.prepared)
-        if shared.is_of(structure, arrays) and None not in found:
-            return shared.structure, found
+        alive = tuple(array for each in shared.prepared if (array := each()) is not None)
+        if len(alive) == len(shared.prepared) and shared.is_of(structure, arrays):
+            return shared.structure, alive
     made = split(prepare(model))
     if all(isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) for array in arrays):
         _SHARED.append(_Shared(structure, _weak(arrays), made[0], _weak(made[1])))
