@@ -129,12 +129,12 @@ def inputs(case: Case):
         indices[:, 8:24] = -1
 
     def normal(*shape):
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+        return jnp.asarray(random.standard_normal(shape).astype(np.float32))
 
     rows = (case.batch, num_queries, case.heads * case.kv_heads)
     query, d_out = normal(*rows, case.key_dim), normal(*rows, case.value_dim)
     key, value = (normal(case.batch, case.num_keys, case.kv_heads, x) for x in (case.key_dim, case.value_dim))
-    weight = jnp.asarray(random.uniform(size=rows), jnp.float32) if case.weighted else None
+    weight = jnp.asarray(random.uniform(size=rows).astype(np.float32)) if case.weighted else None
     previous = normal(*rows, case.key_dim) if case.previous else None
     operands = (query, key, value, jnp.asarray(indices))
     return operands, placed, (d_out, normal(*rows)), weight, previous
