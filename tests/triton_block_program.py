@@ -129,12 +129,12 @@ def inputs(case: Case):
         indices[:, 8:24] = -1
 
     def normal(*shape):
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+        return jnp.asarray(random.standard_normal(shape).astype(np.float32))
 
     rows = (case.batch, num_queries, case.heads * case.kv_heads)
     query, d_out = normal(*rows, case.key_dim), normal(*rows, case.value_dim)
     key, value = (normal(case.batch, case.num_keys, case.kv_heads, x) for x in (case.key_dim, case.value_dim))
-    weight = jnp.asarray(random.uniform(size=rows), jnp.float32) if case.weighted else None
+    weight = jnp.asarray(random.uniform(size=rows).astype(np.float32)) if case.weighted else None
     previous = normal(*rows, case.key_dim) if case.previous else None
     operands = (query, key, value, jnp.asarray(indices))
     return operands, placed, (d_out, normal(*rows)), weight, previous
@@ -260,7 +260,8 @@ def check_lists(case: Case) -> None:
     (_, _, _, indices), placed, *_ = inputs(case)
     tokens = 4
     with interpreted():
-        lists = jax.tree.map(np.asarray, union_lists(indices, placed, case.num_keys, tokens=tokens))
+        lists = jax.jit(lambda: union_lists(indices, placed, case.num_keys, tokens=tokens))()
+    lists = jax.tree.map(np.asarray, lists)
     rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
     assert (rows == lists.rows).all()
     starts = np.asarray(placed.sequence_start)[:, :, None, None] + np.asarray(indices) * case.block
@@ -283,10 +284,16 @@ def check_ring_lists(case: Case) -> None:
     """The lists of producer and consumers are those that loops find."""
     (_, _, _, indices), placed, *_ = inputs(case)
     rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
-    for tokens, gap in ((8, 2), (16, 5)):
-        shared = dict(tokens=tokens, warpgroups=2, longest_gap=gap)
-        with interpreted():
-            found = visit_lists(union_lists(indices, placed, case.num_keys, tokens=tokens), **shared)
+    sizes = [dict(tokens=tokens, warpgroups=2, longest_gap=gap) for tokens, gap in ((8, 2), (16, 5))]
+
+    @jax.jit
+    def visits_of_all():
+        every = [union_lists(indices, placed, case.num_keys, tokens=shared["tokens"]) for shared in sizes]
+        return [visit_lists(lists, **shared) for lists, shared in zip(every, sizes, strict=True)]
+
+    with interpreted():
+        every = visits_of_all()
+    for shared, found in zip(sizes, every, strict=True):
         expected = visit_lists_by_loops(
             np.asarray(indices), np.asarray(placed.sequence_start), rows,
             block=case.block, keys=case.block, **shared,

@@ -7,6 +7,7 @@ several, and steps of either fewer or more keys than a block.
 from triton_interpreter import interpreted  # isort: skip
 
 import dataclasses
+import functools
 import sys
 import time
 from unittest import mock
@@ -62,11 +63,11 @@ def run(case: Case, sizes: ProbabilitySizes, query, key, **more):
     with interpreted(), mock.patch.object(probabilities, "choose_sizes", return_value=sizes):
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
         where = dict(query_positions=jnp.asarray(case.query_positions)) | more
-        found = attention.block_probabilities(
-            jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32), config=case.config,
-            segment_ids=ids, scale=case.scale, implementation="triton", **where,
-        )  # fmt: skip
-        return np.asarray(found)
+        where |= dict(segment_ids=ids, scale=case.scale)
+        probabilities_of = functools.partial(
+            attention.block_probabilities, config=case.config, implementation="triton", **where
+        )
+        return np.asarray(jax.jit(probabilities_of)(np.float32(query), np.float32(key)))
 
 
 def rounded(case: Case):
@@ -100,11 +101,11 @@ def run_slots(case: Case, query, key, blocks, **more):
     sizes = SelectedForwardSizes(16, 16, 4, 1)
     with interpreted(), mock.patch.object(probabilities.slots, "choose_sizes", return_value=sizes):
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
-        return np.asarray(attention.selected_probabilities(
-            *(jnp.asarray(x, jnp.float32) for x in (query, key)), jnp.asarray(blocks), config=case.config,
-            segment_ids=ids, scale=case.scale, implementation="triton",
-            query_positions=jnp.asarray(case.query_positions), **more,
-        ))  # fmt: skip
+        where = dict(query_positions=jnp.asarray(case.query_positions), segment_ids=ids, scale=case.scale)
+        probabilities_of = functools.partial(
+            attention.selected_probabilities, config=case.config, implementation="triton", **where, **more
+        )
+        return np.asarray(jax.jit(probabilities_of)(np.float32(query), np.float32(key), blocks))
 
 
 def draw_blocks(case: Case):
