@@ -190,13 +190,19 @@ def test_look_up_finds_what_came_last_after_the_same_tokens(match):
                 return text[place + match :][: min(4, max(most, 0))]
         return []
 
-    held = Rows(*[None] * 11)._replace(history=jnp.asarray(tokens), held=counts - 1, pending=counts > 0)
+    held = Rows(*[None] * 12)._replace(history=jnp.asarray(tokens), held=counts - 1, pending=counts > 0)
     found, number, _ = drafts.drafter(LookUp(4, match=match), None).propose(held, jnp.asarray(most), None)
 
     proposed = [row[:count] for row, count in zip(found.tolist(), number.tolist(), strict=True)]
     texts = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
     assert proposed == [by_loops(text, limit) for text, limit in zip(texts, most, strict=True)]
     assert set(map(len, proposed)) == {0, 1, 2, 3, 4}
+
+
+def test_more_tokens_than_a_row_has_are_never_found():
+    for match in (ROOM + 1, ROOM + 9):
+        told, _ = written(MODEL, LookUp(match=match), calls=((5,),))
+        assert steps_of(told) == 4
 
 
 def test_what_cannot_draft_is_refused():

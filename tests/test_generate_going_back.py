@@ -123,12 +123,35 @@ def test_a_checkpoint_brings_everything_back():
         assert again.tokens.tolist() == first.tokens.tolist()
 
 
+def test_the_way_back_counts_from_where_a_row_was_longest():
+    """Its rings have lost what came before: behind another way back, a turn, and drafts that were refused."""
+    state, _ = advance(begun(TABLE), 20)
+    state = rewind(state, 5)
+    assert rewind(gather(state, np.arange(ROWS)), 2).lengths.tolist() == (LENGTHS + 13).tolist()
+    with refused(ValueError, r"at most \[2, 2, .*\], got \[3, 3,"):
+        rewind(state, 3)
+    state = extend(state, TURN[:, :3])
+    with refused(ValueError, r"at most \[5, 5, .*\], got \[6, 6,"):  # its cache had one token more
+        rewind(state, 6)
+
+    _, new = advance(begun(TABLE), 4)
+    drafted = begun(TABLE, drafts=DraftModel(TABLE, 7), eos_id=int(new.tokens[0, 3]))
+    state, new = advance(drafted, 12)
+    assert (new.ended[0], new.lengths[0], new.steps) == (Ended.END_TOKEN, 4, 2)
+    with refused(
+        ValueError, r"at most \[2, .*\], got \[3, 0, "
+    ):  # its cache had 8 tokens, of which it kept 3
+        rewind(state, np.where(BACK == 0, 3, 0))
+
+
 def test_what_cannot_go_back_is_refused():
     state = begun(TABLE)
     with refused(ValueError, r"num_tokens must be at least 0 and at most \[6, 6, .*\], got \[7, 7,"):
         rewind(state, 7)
     with refused(ValueError, "num_tokens must be at least 0"):
         rewind(state, -1)
+    with refused(ValueError, "num_tokens must be at most 7"):
+        rewind(state, 8)
     with refused(ValueError, r"num_tokens must be one number, or one for each row, got .*\(2,\) and batch=8"):
         rewind(state, np.array([1, 2]))
     with refused(TypeError, "num_tokens must be an int"):
@@ -136,8 +159,9 @@ def test_what_cannot_go_back_is_refused():
     past = checkpoint(state)
     with refused(TypeError, "past must be a Checkpoint, got Session"):
         rewind_to(state, state)
-    with refused(ValueError, r"past must be of this session, got one of \(8, 91\)"):
-        rewind_to(gather(state, np.array([0])), past)
+    for other in (gather(state, np.array([0])), begun(TABLE, repetition_penalty=1.1)):
+        with refused(ValueError, "past must be of this session, got one of another number of rows"):
+            rewind_to(other, past)
     moved = gather(state, np.array([1, 0, 2, 3, 4, 5, 6, 7]))
     with refused(ValueError, r"begin with the tokens of the checkpoint, got other ones in rows \[0, 1\]"):
         rewind_to(moved, past)

@@ -15,7 +15,7 @@ from modules import abstract, randomised
 from nsa_jax.generate import Batcher, advance, generate, prepare, start
 from nsa_jax.generate import prepared as prepared_models
 from nsa_jax.model import Transformer, TransformerConfig, save
-from nsa_jax.nn import Gate, IndexerConfig, weights
+from nsa_jax.nn import DenseAttention, Gate, IndexerConfig, NSAAttention, weights
 from nsa_jax.nn.joined import Joined
 from nsa_jax.pretrained import to_nsa
 
@@ -290,6 +290,34 @@ def test_donating_frees_what_was_replaced_part_by_part(monkeypatch):
 
 def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_donating_keeps_what_another_layer_still_reads():
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    model, expected = (randomised(abstract(Transformer, config, implementation="xla"), 0.5) for _ in range(2))
+    for each in (model, expected):
+        first, second = (layer.attention for layer in each.layers)
+        second.gate, second.key_slc_proj = first.gate, first.key_slc_proj
+        second.query_proj.kernel = first.query_proj.kernel
+
+    prepared = prepare(model, donate=True)
+
+    want = expected(TEXT)
+    np.testing.assert_allclose(prepared(TEXT), want, rtol=0, atol=1000 * EPS * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", [NSAAttention, DenseAttention])
+def test_a_layer_of_the_user_s_that_follows_its_parameters_dtype(kind):
+    options = dict(config=SMALL) if kind is NSAAttention else {}
+    model = randomised(abstract(Transformer, CONFIG, implementation="xla"), 0.5)
+    model.layers[0].attention = randomised(
+        abstract(kind, 4, 16, num_kv_heads=2, param_dtype="float64", implementation="xla", **options), 0.5
+    )
+
+    session = start(model, TEXT[:, :PROMPT], max_length=40)
+
+    assert session.rows.cache[0].lengths.tolist() == [PROMPT] * 2
+    np.testing.assert_allclose(session.rows.logits, model(TEXT[:, :PROMPT])[:, -1], rtol=0, atol=1e-10)
 
 
 def test_a_prepared_model_is_neither_saved_nor_converted(tmp_path):

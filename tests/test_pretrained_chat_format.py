@@ -56,6 +56,17 @@ def test_a_conversation_becomes_the_text_of_its_template():
     )
 
 
+def test_a_template_has_what_transformers_gives_it():
+    template = (
+        "{{ strftime_now('%Y')|length }} {{ messages[0]|tojson }}\n"
+        "{%- generation %} {{ messages[0].content }}{% endgeneration -%} \n."
+    )
+
+    text = ChatFormat(template).prompt([dict(role="user", content="é'<")])
+
+    assert text == """4 {"role": "user", "content": "é'<"} é'<."""
+
+
 PLACES = {
     "in the tokenizer": (
         dict(

@@ -237,7 +237,7 @@ def _checked(body: bytes) -> dict[str, Any]:
         raise ApiError(f"a request must be an object of JSON, got {type(given).__name__}. Add braces.")
     fields = {name: value for name, value in given.items() if value is not None and name not in UNUSED}
     for name, value in list(fields.items()):
-        if name in NEUTRAL and value == NEUTRAL[name]:
+        if name in NEUTRAL and value == NEUTRAL[name] and isinstance(value, bool) == _is_flag(name):
             del fields[name]
         elif name in NEUTRAL:
             raise ApiError(f"{name} must be {NEUTRAL[name]!r} here, got {value!r}. Leave it out.")
@@ -248,6 +248,10 @@ def _checked(body: bytes) -> dict[str, Any]:
             names = " or ".join(each.__name__ for each in kind)
             raise ApiError(f"{name} must be of type {names}, got {value!r}. Convert it.")
     return fields
+
+
+def _is_flag(name: str) -> bool:
+    return isinstance(NEUTRAL[name], bool)
 
 
 def _message(given: Any) -> dict[str, str]:

@@ -32,8 +32,9 @@ def rewind(cache: Cache, num_tokens: Int[Array, " B"]) -> Cache:
 
     Args:
       cache: the cache that an earlier step returned.
-      num_tokens: how many tokens to take back of each row: 0 .. `step_capacity - 1`, and no more than it
-        has. If more were taken back, the window and compression branches would read other tokens.
+      num_tokens: how many tokens to take back of each row: no more than it has, and 0 .. `step_capacity - 1`
+        in all since it was longest. If more were taken back, the window and compression branches would read
+        other tokens.
 
     Returns:
       The cache with shorter rows. All arrays but `lengths` are those that were passed.

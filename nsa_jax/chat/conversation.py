@@ -79,10 +79,14 @@ class Conversation:
         if self._stopped:  # while the question was read
             self._pieces.stop()
         answer = []
-        for piece in self._pieces:
-            assert piece.text is not None
-            answer.append(piece.text[0])
-            yield piece.text[0]
+        try:
+            for piece in self._pieces:
+                assert piece.text is not None
+                answer.append(piece.text[0])
+                yield piece.text[0]
+        except GeneratorExit:  # nobody takes the rest, which the session already has
+            self._forget()
+            raise
         self._session = session = self._pieces.session
         self._messages.append(dict(role="assistant", content="".join(answer)))
         ended = session.ended[0]
@@ -97,9 +101,13 @@ class Conversation:
         """The session with the newest question in it."""
         ids = self._tokens_of_turn()
         if ids is None:
-            self._session, ids = None, self._encode(self._prompt)
+            self._session = self._pieces = None  # before another one takes its place in memory
+            ids = self._encode(self._prompt)
         held = 0 if self._session is None else int(self._session.lengths[0])
-        if not ids or held + len(ids) >= self._max_length:
+        if not ids:
+            self._forget()
+            raise ConversationError("a question must have a token, got none. Begin again with more text.")
+        if held + len(ids) >= self._max_length:
             self._refuse(held + len(ids))
         tokens = np.array([ids], np.int32)
         if self._session is not None:

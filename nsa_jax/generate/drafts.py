@@ -2,8 +2,9 @@
 
 The tokens stay those of a session without drafts. Each is drawn from the model's own logits, with the key of
 its number, as always; a draft only spares a step if it is the token that is drawn. So nothing depends on how
-good the drafts are but time (arXiv:2211.17192 has another rule, with which the distribution stays, and not
-each token). A model that drafts draws with the same keys, which makes it agree more often.
+good the drafts are but time. Only the order in which a step adds up its sums may be another one. (With the
+rule of arXiv:2211.17192 the distribution stays, and not each token.) A model that drafts draws with the same
+keys, which makes it agree more often.
 """
 
 import dataclasses
@@ -116,6 +117,8 @@ class _ByLookUp:
     ) -> tuple[Int32[Array, "B D"], Int32[Array, " B"], None]:
         """Up to `most` drafts of each row, their number, and nothing to keep. A row with -1 takes no step."""
         count = rows.held + rows.pending
+        if rows.history.shape[1] <= self.match:
+            return jnp.zeros((len(count), self.num_tokens), jnp.int32), jnp.zeros_like(count), None
         newest = history.read(rows.history, count - self.match, self.match)
         size = rows.history.shape[1] - self.match
         same = jnp.ones((len(count), size), bool)

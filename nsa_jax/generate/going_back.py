@@ -51,11 +51,14 @@ def rewind(session: Session, num_tokens: int | Int[Array | np.ndarray, " B"]) ->
     Args:
       session: the newest session.
       num_tokens: how many tokens to take back, of all rows or of each: 0 .. 7, the `step_capacity` of a cache
-        less one, and one less of a row that has drawn none since its prompt or turn. A row keeps its first
-        token. For longer ways back, see `checkpoint`.
+        less one, and one less of a row that has drawn none since its prompt or turn. This counts from where
+        the cache of the row has been furthest, also with drafts that were refused, so that less may be left
+        behind those and behind another `rewind`. A row keeps its first token. For longer ways back, see
+        `checkpoint`.
 
     Returns:
-      The session with shorter rows. Inside `jit`, a row that cannot go back so far stays as it is.
+      The session with shorter rows. Where the host does not have the values, inside `jit` and on a GPU, a row
+      that cannot go back so far stays as it is.
 
     Raises:
       TypeError: an argument has the wrong type, or the model's caches are not those of `nsa_jax.cache`.
@@ -72,16 +75,15 @@ def rewind(session: Session, num_tokens: int | Int[Array | np.ndarray, " B"]) ->
                 "Pass an array [B]."
             )
     else:
-        check_int(num_tokens=num_tokens)
+        check_int(low=0, high=MOST, num_tokens=num_tokens)
         num_tokens = np.full(batch, num_tokens)
-    counts, held, pending = (on_host(x) for x in (num_tokens, rows.held, rows.pending))
-    if counts is not None and held is not None and pending is not None:
-        most = np.minimum(MOST, held) - ~pending
-        if ((counts < 0) | (counts > most)).any():
-            raise ValueError(
-                f"num_tokens must be at least 0 and at most {most.tolist()}, got {counts.tolist()}. Pass "
-                "fewer, or go back to a checkpoint."
-            )
+    counts = on_host(num_tokens)
+    most = None if on_host(rows.held) is None else np.asarray(_most(rows))
+    if counts is not None and most is not None and ((counts < 0) | (counts > most)).any():
+        raise ValueError(
+            f"num_tokens must be at least 0 and at most {most.tolist()}, got {counts.tolist()}. Pass fewer, "
+            "or go back to a checkpoint."
+        )
     of_session = session.structure, session.parameters, session.options.drafts
     return dataclasses.replace(session, rows=_rewind(*of_session, rows, num_tokens))
 
@@ -93,8 +95,7 @@ def _rewind(structure: Structure, parameters: Any, drafts: Any, rows: Rows, num_
     tokens = jnp.broadcast_to(rows.token[:, None], (len(rows.token), rewinding.LONGEST_STEP))
     jax.eval_shape(step, tokens, rows.cache, num_tokens=rows.held)
     num_tokens, _ = explicit.alike(num_tokens=jnp.asarray(num_tokens, jnp.int32), held=rows.held)
-    most = jnp.minimum(MOST, rows.held) - ~rows.pending
-    num_tokens = jnp.where((num_tokens >= 0) & (num_tokens <= most), num_tokens, 0)
+    num_tokens = jnp.where((num_tokens >= 0) & (num_tokens <= _most(rows)), num_tokens, 0)
     # The newest token that is left is one that the next step appends, as its logits are not known any more.
     goes = num_tokens > 0
     held = jnp.where(goes, rows.held + rows.pending - num_tokens - 1, rows.held)
@@ -116,11 +117,17 @@ def _rewind(structure: Structure, parameters: Any, drafts: Any, rows: Rows, num_
     return rows
 
 
+def _most(rows: Rows) -> Array:
+    """How many tokens each row can take back: as many as its rings hold beside what a step reads."""
+    left = MOST - (rows.furthest - rows.held)
+    return jnp.maximum(jnp.minimum(left, rows.held) - ~rows.pending, 0)
+
+
 def checkpoint(session: Session) -> Checkpoint:
     """Remembers where a session is, so that `rewind_to` can go back there.
 
-    It costs a copy of the rings, `Checkpoint.row_bytes` for each row, and not of whole caches as in `repeat`:
-    the tokens of a row stay in them while it goes on.
+    It costs a copy of the rings and of what is kept beside the caches, `Checkpoint.row_bytes` for each row,
+    and not of whole caches as in `repeat`: the tokens of a row stay in them while it goes on.
 
     Args:
       session: the newest session. It can still be used.
@@ -133,9 +140,7 @@ def checkpoint(session: Session) -> Checkpoint:
       ValueError: the session is used up.
     """
     check_session(session)
-    rows, room = session.rows, session.max_length
-    rows = _of_caches(rows, lambda cache: rewinding.forgetful(cache, room))
-    return Checkpoint(jax.tree.map(jnp.copy, rows))
+    return Checkpoint(jax.tree.map(jnp.copy, _remembered(session.rows, session.max_length)))
 
 
 def rewind_to(session: Session, past: Checkpoint) -> Session:
@@ -159,10 +164,11 @@ def rewind_to(session: Session, past: Checkpoint) -> Session:
     check_session(session)
     if not isinstance(past, Checkpoint):
         raise TypeError(f"past must be a Checkpoint, got {type(past).__name__}. Call checkpoint.")
-    if past.rows.history.shape != session.rows.history.shape:
+    like = jax.eval_shape(functools.partial(_remembered, room=session.max_length), session.rows)
+    if _form(past.rows) != _form(like):
         raise ValueError(
-            f"past must be of this session, got one of {past.rows.history.shape} tokens for "
-            f"{session.rows.history.shape}. Call checkpoint."
+            "past must be of this session, got one of another number of rows, size, model or options. Call "
+            "checkpoint."
         )
     same = _begins_alike(session.rows, past.rows)
     if not isinstance(same, jax.core.Tracer) and not np.asarray(same).all():
@@ -179,7 +185,7 @@ def _begins_alike(now: Rows, then: Rows) -> Array:
     count = then.held + then.pending
     place = jnp.arange(then.history.shape[1], dtype=jnp.int32)
     differs = (now.history != then.history) & (place < count[:, None])
-    return ~differs.any(axis=1) & (now.held + now.pending >= count)
+    return ~differs.any(axis=1) & (now.held >= then.held) & (now.held + now.pending >= count)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -193,9 +199,18 @@ def _recall(now: Rows, then: Rows) -> Rows:
     return then._replace(cache=recalled(now.cache, then.cache), drafting=drafting)
 
 
-def _of_caches(rows: Rows, function: Any) -> Rows:
-    """The rows with the function of each of their caches in its place."""
+def _remembered(rows: Rows, room: int) -> Rows:
+    """The rows without what stays in their caches, which have `room` tokens each."""
+
+    def of(caches: Any) -> Any:
+        return rewinding.each_cache(lambda cache: rewinding.forgetful(cache, room), caches)
+
     drafting = rows.drafting
     if drafting is not None:
-        drafting = drafting._replace(cache=rewinding.each_cache(function, drafting.cache))
-    return rows._replace(cache=rewinding.each_cache(function, rows.cache), drafting=drafting)
+        drafting = drafting._replace(cache=of(drafting.cache))
+    return rows._replace(cache=of(rows.cache), drafting=drafting)
+
+
+def _form(rows: Rows) -> Any:
+    leaves, tree = jax.tree.flatten(rows)
+    return tree, [(x.shape, x.dtype) for x in leaves]

@@ -5,6 +5,7 @@ itself, but anew in each step, as it converts parameters to the dtype of the com
 """
 
 import collections
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -67,8 +68,10 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
         return model
     prepared: Any = nnx.clone(model)
     for old in _improve(prepared):
+        kept = set(map(id, jax.tree.leaves(nnx.state(prepared)))) if donate else set()
         for array in old if donate else ():
-            if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            is_held = id(array) in kept or not isinstance(array, jax.Array)  # by another layer, or by nobody
+            if not (is_held or isinstance(array, jax.core.Tracer) or array.is_deleted()):
                 array.delete()
     return prepared
 
@@ -76,14 +79,18 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
 def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
     """Structure and arrays of a prepared model: the same as before, while anything still holds those."""
     structure, arrays = split(model)
-    for shared in _SHARED:
-        alive = tuple(array for each in shared.prepared if (array := each()) is not None)
-        if len(alive) == len(shared.prepared) and shared.is_of(structure, arrays):
-            return shared.structure, alive
-    made = split(prepare(model))
-    if all(isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) for array in arrays):
-        _SHARED.append(_Shared(structure, _weak(arrays), made[0], _weak(made[1])))
-    return made
+    with _LOCK:
+        for shared in _SHARED:
+            alive = tuple(array for each in shared.prepared if (array := each()) is not None)
+            if len(alive) == len(shared.prepared) and shared.is_of(structure, arrays):
+                return shared.structure, alive
+        made = prepare(model)
+        if made is model:
+            return structure, arrays
+        parts = split(made)
+        if all(isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) for array in arrays):
+            _SHARED.append(_Shared(structure, _weak(arrays), parts[0], _weak(parts[1])))
+        return parts
 
 
 class _Shared(NamedTuple):
@@ -102,6 +109,7 @@ class _Shared(NamedTuple):
 
 
 _SHARED: collections.deque[_Shared] = collections.deque(maxlen=8)
+_LOCK = threading.RLock()
 
 
 def _weak(arrays: tuple[Array, ...]) -> tuple[weakref.ref[Array], ...]:

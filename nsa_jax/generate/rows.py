@@ -40,6 +40,7 @@ class Rows(NamedTuple):
       ended: why it writes no more, see `Ended`.
       keys: key of the row. Its token number `n` is drawn by `fold_in(key, n)`.
       turn: number of tokens before those that were drawn in this turn.
+      furthest: largest number of tokens that the cache has had. It says how much its rings still hold.
       seen: tokens that the row has had, given or drawn; None without a repetition penalty.
       written: tokens that were drawn; None without a presence penalty.
       history: all tokens of the row, given and drawn, the pending one too, then anything: `[B, S + 1]` for
@@ -56,6 +57,7 @@ class Rows(NamedTuple):
     ended: Int32[Array, " B"]
     keys: PRNGKeyArray
     turn: Int32[Array, " B"]
+    furthest: Int32[Array, " B"]
     seen: Bool[Array, "B vocab"] | None
     written: Bool[Array, "B vocab"] | None
     history: Any = None
@@ -109,6 +111,7 @@ def begin(
         ended=none,
         keys=keys,
         turn=lengths.astype(jnp.int32),
+        furthest=lengths.astype(jnp.int32),
         seen=None if sampling.repetition_penalty is None else penalties.marked(had, prompts, lengths),
         written=None if sampling.presence_penalty is None else had,
         history=history.begun(prompts, lengths, max_length) if keeps_history else None,
@@ -153,6 +156,7 @@ def append(
         pending=rows.pending & ~given,
         held=rows.held + wanted,
         turn=jnp.where(given, rows.held + wanted, rows.turn),
+        furthest=jnp.maximum(rows.furthest, rows.held + wanted),
         ended=jnp.where(given, Ended.NO, jnp.where(fits, rows.ended, Ended.FULL)),
     )
 
@@ -196,7 +200,9 @@ def advance(
         rows, real = loop.rows, going(loop)
         count = real.astype(jnp.int32)
         logits, cache = model.decode_step(rows.token[:, None], rows.cache, num_tokens=count)
-        rows = rows._replace(cache=cache, held=rows.held + count, pending=rows.pending & ~real)
+        held, pending = rows.held + count, rows.pending & ~real
+        furthest = jnp.maximum(rows.furthest, held)
+        rows = rows._replace(cache=cache, held=held, pending=pending, furthest=furthest)
         return draw(loop._replace(rows=rows, steps=loop.steps + 1), logits[:, -1], real)
 
     def step_with_drafts(_, loop: Loop) -> Loop:
@@ -219,6 +225,7 @@ def advance(
             return draw(loop._replace(rows=rows), logits[:, number], asked)
 
         before = rows.held
+        loop = loop._replace(rows=rows._replace(furthest=jnp.maximum(rows.furthest, before + given)))
         loop = jax.lax.fori_loop(0, tokens.shape[1], verify, loop._replace(steps=loop.steps + 1))
         back = given - (loop.rows.held - before)
         cache = rewinding.each_cache(lambda cache: rewinding.rewind(cache, back), cache)

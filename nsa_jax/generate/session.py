@@ -156,7 +156,8 @@ def start(
       key: a seed, a typed key, or one for each row. Token number `n` of a row, counted from 0 through all its
         turns, is drawn by `jax.random.fold_in(key, n)` of the row's key.
       drafts: lets one decode step verify several tokens: a `LookUp` of what came next before, or a
-        `DraftModel`. The tokens are the same; a step takes longer, and fewer may do.
+        `DraftModel`. The tokens are the same, up to the order in which sums are added; a step takes longer,
+        and fewer may do.
       prefill_chunk: number of prompt tokens of a row that are prefilled at once.
 
     Returns:

@@ -1,6 +1,7 @@
 """New tokens and their text while they are written, one chunk behind the device, so that it never waits."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import NamedTuple
 
@@ -81,7 +82,10 @@ class Stream(Iterator[Piece]):
             try:
                 piece = await asyncio.shield(coming)
             except asyncio.CancelledError:
-                await asyncio.wait([coming])
+                while not coming.done():  # also if it is cancelled once more
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([coming])
+                coming.exception()  # nobody asks for it any more
                 raise
             if piece is None:
                 return

@@ -21,6 +21,7 @@ from nsa_jax.layout import Run, Runs, positions_of, slots
 from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.choosing import Choosing
 from nsa_jax.nn.compressor import Compressor
+from nsa_jax.nn.joined import is_joined
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
 from nsa_jax.nn.selector import choose, kept_of
@@ -44,6 +45,12 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
     @abc.abstractmethod
     def input_projections(self) -> tuple[str, ...]:
         """Names of the projections of the layer input, that of queries first."""
+
+    @property
+    def _cache_dtype(self) -> DType:
+        """The dtype of what it projects."""
+        projection = getattr(self, "joined" if is_joined(self) else self.input_projections[0])
+        return self.dtype or projection.kernel.dtype
 
     @abc.abstractmethod
     def _project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]) -> tuple[Any, ...]:
@@ -170,7 +177,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         Returns:
           A cache in which every row has length 0.
         """
-        dtype = (self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype
+        dtype = self._cache_dtype if dtype is None else dtype
         cache = decoding.init_cache(
             batch,
             max_length,
@@ -194,7 +201,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
 
     def _kept(self, batch: int, length: int) -> Any:
         """Shapes of what the selector keeps."""
-        dtype = self.dtype or self.query_proj.kernel.dtype
+        dtype = self._cache_dtype
         x = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         query = jax.ShapeDtypeStruct((batch, 1, self.num_heads, self.head_dim), dtype)
         return kept_of(self._project_to_choose, x, query, length)
@@ -311,7 +318,7 @@ class DenseCacheSteps(CacheSteps[DenseCache]):
             num_kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.head_dim,
-            dtype=(self.dtype or self.query_proj.kernel.dtype) if dtype is None else dtype,
+            dtype=self._cache_dtype if dtype is None else dtype,
             window_size=self._window_size,
             step_capacity=step_capacity,
         )

@@ -1,9 +1,12 @@
 """How a conversation becomes text, and which tokens end an answer: what others keep beside a model."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,19 +48,24 @@ class ChatFormat:
                 "a conversation needs a chat template, got a model without one. Use a model that was trained "
                 "to answer, or continue a text."
             )
-        jinja2, sandbox = package("jinja2"), package("jinja2.sandbox")
+        sandbox = package("jinja2.sandbox")
+        # As in `transformers`, for which templates are written.
+        # They mark answers, for training, by tags that change no text.
+        template = re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{%\1 set _ = 0 \2%}", self.template)
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )  # as in `transformers`, for which templates are written
-        environment.globals["raise_exception"] = _raise
+        )
+        environment.globals |= dict(raise_exception=_raise, strftime_now=time.strftime)
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         try:
-            return environment.from_string(self.template).render(
+            return environment.from_string(template).render(
                 messages=[dict(each) for each in messages], add_generation_prompt=True, **self.special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program
+            told = str(error).rstrip(".") or type(error).__name__
             raise ValueError(
-                f"the chat template must take these messages, got the error {str(error).rstrip('.')!r}. Use "
-                "the roles that the model knows, each in its turn."
+                f"the chat template must take these messages, got the error {told!r}. Use the roles that the "
+                "model knows, each in its turn."
             ) from None
 
 
