@@ -7,6 +7,7 @@ test would then mean something else when it runs alone.
 import os
 import pathlib
 import re
+import signal
 import sys
 
 import pytest
@@ -51,6 +52,14 @@ def pytest_sessionstart(session):
 def pytest_collection_modifyitems(items):
     """Slow tests first: one that began last would run while the other workers have nothing left to do."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt. A shell starts what runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_runtest_setup(item):

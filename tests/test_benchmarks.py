@@ -43,6 +43,7 @@ from benchmarks.report import verdicts
 from nsa_jax import attention as operations
 from nsa_jax import layout
 from nsa_jax.config import NSAConfig
+from nsa_jax.generate import prepare
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import attention as nn_attention
 
@@ -872,9 +873,11 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
     assert row.attention_bytes == 2 * (16 + 64 + 24) * 2 * 16 * 4
     assert row.sampling_bytes == 2 * 11 * 4
-    model = abstract(Transformer, TransformerConfig(**(row.model | {"nsa": SMALL})))
-    sizes = {name: x.size for name, x in named(nnx.split(model)[1]).items()}
-    assert row.parameters == sum(sizes.values())
+    config = TransformerConfig(**(row.model | {"nsa": SMALL}))
+    model = abstract(Transformer, config)
+    assert row.parameters == sum(x.size for x in named(nnx.split(model)[1]).values())
+    joined = nnx.eval_shape(lambda: prepare(Transformer(config, rngs=nnx.Rngs(0))))
+    sizes = {name: x.size for name, x in named(nnx.split(joined)[1]).items()}
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
     assert f"over_parts {row.over_parts:.5g}  products_ms {row.products_ms:.5g}" in printed
     assert "| 70 | nsa | " in tables.markdown([row])

@@ -212,6 +212,7 @@ def test_the_command_answers_and_ends_with_its_input(folder, small, tokenizer, m
     ] * 2
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_the_answer_and_twice_the_program(folder, monkeypatch, capsys, times):
     ask, before = Conversation.ask, signal.getsignal(signal.SIGINT)

@@ -389,6 +389,7 @@ def test_a_tokenizer_that_fails_disturbs_no_other_request(stub):
     assert whole == [text for text in texts if 9 not in text]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_takes_effect_between_chunks(stub, batcher, monkeypatch):
     """It comes at the worst time: arrays were donated, and what takes their place was not yet stored."""
     ask, calls = batching.dispatch, itertools.count()

@@ -25,20 +25,13 @@ from benchmarks.report.steps import Plan, Step
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HOST = Host(device="a CPU, 2 cores", platform="cpu", count=1, jax="1", jaxlib="2", triton=None)
 GOOD = "python -c pass"
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 @pytest.fixture(autouse=True)
 def _this_machine(monkeypatch):
     monkeypatch.setattr(host, "look", lambda: HOST)
     monkeypatch.delenv(records.COMMIT_VARIABLE, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c():
-    """A shell starts what runs in the background with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def step(name, *commands, limit_s=60.0, beside=False, **more):
