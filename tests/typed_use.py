@@ -5,7 +5,7 @@
 # pyright: strict, reportUnknownMemberType=false
 # (jax.numpy annotates its own functions in part only)
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import assert_type
 
 import jax
@@ -21,15 +21,22 @@ from nsa_jax.dispatch import Choice
 from nsa_jax.evaluate import BlockRecall, Needles, TokenPairs, block_recall, find_needles
 from nsa_jax.generate import (
     Batcher,
+    Checkpoint,
     Continuation,
+    DraftModel,
     Generation,
+    LookUp,
     Piece,
     Session,
     Written,
     advance,
+    checkpoint,
     extend,
     generate,
+    prepare,
     repeat,
+    rewind,
+    rewind_to,
     sample,
     start,
     stream,
@@ -140,6 +147,13 @@ def layers() -> None:
     assert_type(rotate(jnp.ones((1, LENGTH, 4, 16)), jnp.arange(LENGTH)[None]), jax.Array)
 
 
+class Letters:
+    """Stands for a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in ids)
+
+
 def language_model() -> None:
     """A model, and the text that it writes."""
     config = TransformerConfig(
@@ -183,11 +197,18 @@ def language_model() -> None:
     session = start(model, prompts, max_length=64, temperature=jnp.ones(1), stop=[[1, 2]], eos_id=[3, 4])
     assert_type(session, Session)
     assert_type(advance(repeat(session, 1), 4), tuple[Session, Continuation])
-    for piece in stream(extend(session, prompts), 4):
+    pieces = stream(extend(session, prompts), 4)
+    for piece in pieces:
         assert_type(piece, Piece)
         assert_type(piece.text, tuple[str, ...] | None)
-    assert_type(aiter(stream(session, 4)), AsyncIterator[Piece])
-    batcher = Batcher(model, 2, max_length=64)
+    assert_type(aiter(pieces), AsyncIterator[Piece])
+    past = checkpoint(pieces.session)
+    assert_type(past, Checkpoint)
+    assert_type(rewind_to(rewind(pieces.session, 0), past), Session)
+    model = prepare(model)
+    assert_type(model, Transformer)
+    assert_type(start(model, prompts, max_length=64, drafts=DraftModel(model)), Session)
+    batcher = Batcher(model, 2, max_length=64, tokenizer=Letters(), drafts=LookUp())
     for written in batcher.submit([1, 2], max_new_tokens=4, temperature=0.5, stop=[[1, 2], "end"]):
         assert_type(written, Written)
         assert_type(written.tokens, list[int])
