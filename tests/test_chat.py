@@ -12,35 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from messages import has_form, refused
-from modules import abstract, randomised
 from test_generate import Stub
 
 pytest.importorskip("safetensors", reason="chat needs the extra `pretrained`")
 pytest.importorskip("tokenizers", reason="chat needs the extra `pretrained`")
 pytest.importorskip("jinja2", reason="chat needs the extra `pretrained`")
 
-import tokenizers
+from letters import TOKENS, make_model, make_tokenizer
 
 from nsa_jax.chat import __main__ as command
 from nsa_jax.chat import conversation as conversations
 from nsa_jax.chat.conversation import Conversation, ConversationError
 from nsa_jax.generate import generate
-from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.pretrained import ChatFormat, save
 
 ROOM = 64
 TEMPLATE = """{% for message in messages %}<{{ message.role[0] }}>{{ message.content | trim }}{{ eos_token }}
 {% endfor %}<a>"""
-TOKENS = [*"abcdef\n", "<s>", "<u>", "<a>", "<e>"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token for each letter."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(TOKENS)}, []))
-    made.decoder = tokenizers.decoders.Fuse()
-    made.add_special_tokens(["<s>", "<u>", "<a>", "<e>"])
-    return made
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +166,7 @@ def test_logits_that_are_not_finite_are_said(model, tokenizer):
 
 @pytest.fixture(scope="module")
 def small():
-    sizes = dict(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=16, attention="dense")
-    return randomised(abstract(Transformer, TransformerConfig(vocab_size=len(TOKENS), **sizes)), 0.5, seed=4)
+    return make_model()
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ BAD = [
     *((name, ["--budget-s=nan"], "seconds above 0, got nan.") for name in MEASURING),
     *((name, ["--output", "{file}/rows.jsonl"], "must name a file that") for name in MEASURING),
     ("nsa_jax.chat", ["{none}"], "source must be a folder, a .gguf file or the name of a repository"),
-    ("nsa_jax.chat", ["{file}", "--top-p=1.5"], "must be a number between 0 and 1, got 1.5"),
+    ("nsa_jax.chat", ["{file}", "--top-p=1.5"], "must be a number above 0 and up to 1, got 1.5"),
     ("nsa_jax.chat", ["{file}", "--max-length=0"], "must be a whole number of at least 1, got 0"),
     ("nsa_jax.doctor", ["--seed=-1"], "--seed must be at least 0, got -1"),
     ("benchmarks.decode", ["--csv={file}/x.csv"], "--csv must name a file that can be written"),

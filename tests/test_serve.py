@@ -17,7 +17,6 @@ import urllib.request
 import numpy as np
 import pytest
 from messages import has_form
-from modules import abstract, randomised
 from test_generate import Stub
 
 pytest.importorskip("openai", reason="run by `tox -e serve`, which installs it")
@@ -26,16 +25,14 @@ pytest.importorskip("uvicorn", reason="run by `tox -e serve`, which installs it"
 pytest.importorskip("tokenizers", reason="run by `tox -e serve`, which installs it")
 
 import openai
-import tokenizers
+from letters import TOKENS, make_model, make_tokenizer
 
 from examples.serve.__main__ import main
 from examples.serve.api import Api, Server
 from nsa_jax.generate import Batcher, Ended, generate
-from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.pretrained import ChatFormat, save
 
 ROOM, SLOTS = 600, 3
-TOKENS = [*"abcdef\n", "<s>", "<u>", "<a>", "<e>"]
 TEMPLATE = """{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}<e>
 {% endfor %}<a>"""
 CHAT = ChatFormat(TEMPLATE)
@@ -44,11 +41,7 @@ PROMPTS = ["cab", "dead", "a", "face\nfeed", "bad", "cafe", "deaf", "bb"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token for each letter."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: n for n, token in enumerate(TOKENS)}, []))
-    made.decoder = tokenizers.decoders.Fuse()
-    made.add_special_tokens(TOKENS[-4:])
-    return made
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +51,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def small():
-    sizes = dict(num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=16, attention="dense")
-    return randomised(abstract(Transformer, TransformerConfig(vocab_size=len(TOKENS), **sizes)), 0.5, seed=4)
+    return make_model()
 
 
 @pytest.fixture(scope="module")

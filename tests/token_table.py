@@ -9,7 +9,7 @@ from nsa_jax.layout import slots
 
 
 class TokenTable(nnx.Module):
-    """Keeps its tokens as the keys of a `DenseCache`. Tokens from `not_finite` on have logits of NaN."""
+    """Keeps its tokens as the keys of a `DenseCache`. From the token `not_finite` on, logits are NaN."""
 
     def __init__(self, vocab_size, seed=0, not_finite=None):
         table = np.random.default_rng(seed).standard_normal((64, vocab_size))

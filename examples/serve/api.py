@@ -237,10 +237,11 @@ def _checked(body: bytes) -> dict[str, Any]:
         raise ApiError(f"a request must be an object of JSON, got {type(given).__name__}. Add braces.")
     fields = {name: value for name, value in given.items() if value is not None and name not in UNUSED}
     for name, value in list(fields.items()):
-        if name in NEUTRAL and value == NEUTRAL[name] and isinstance(value, bool) == _is_flag(name):
+        default = NEUTRAL.get(name)
+        if name in NEUTRAL and value == default and isinstance(value, bool) == isinstance(default, bool):
             del fields[name]
         elif name in NEUTRAL:
-            raise ApiError(f"{name} must be {NEUTRAL[name]!r} here, got {value!r}. Leave it out.")
+            raise ApiError(f"{name} must be {default!r} here, got {value!r}. Leave it out.")
         elif name not in FIELDS:
             raise ApiError(f"a field must be one of {', '.join(FIELDS)}, got {name!r}. Leave it out.")
         elif not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and FIELDS[name] is not bool):
@@ -248,10 +249,6 @@ def _checked(body: bytes) -> dict[str, Any]:
             names = " or ".join(each.__name__ for each in kind)
             raise ApiError(f"{name} must be of type {names}, got {value!r}. Convert it.")
     return fields
-
-
-def _is_flag(name: str) -> bool:
-    return isinstance(NEUTRAL[name], bool)
 
 
 def _message(given: Any) -> dict[str, str]:

@@ -50,7 +50,7 @@ def share(text: str) -> float:
 
 def up_to_1(text: str) -> float:
     """Reads a number above 0 and up to 1."""
-    return 1.0 if text in ("1", "1.0") else share(text)
+    return _number(text, math.nextafter(1, 2), "above 0 and up to 1")
 
 
 def rate(text: str) -> float:

@@ -20,6 +20,7 @@ from nsa_jax.sharding.explicit import alike
 type Cache = NSACache | DenseCache
 
 LONGEST_STEP = 8  # the `step_capacity` that `init_cache` gives by default
+LONGEST_WAY_BACK = LONGEST_STEP - 1
 
 # What a token leaves behind for ever in an `NSACache`, in a place of its own; the rest is rings and counts.
 LASTING = ("key_slc", "value_slc", "key_cmp", "value_cmp", "kept")
@@ -95,3 +96,8 @@ def each_cache(function: Any, caches: Any, *others: Any) -> Any:
         return function(cache, *rest)
 
     return jax.tree.map(apply, caches, *others, is_leaf=is_cache)
+
+
+def rewind_each(caches: Any, num_tokens: Int[Array, " B"]) -> Any:
+    """`rewind` of the caches of all layers of a model."""
+    return each_cache(lambda cache: rewind(cache, num_tokens), caches)

@@ -24,7 +24,7 @@ from nsa_jax.generate.structure import Structure
 from nsa_jax.option_checks import check_int
 from nsa_jax.sharding import explicit
 
-MOST = rewinding.LONGEST_STEP - 1  # one place of a step is that of the pending token
+MOST = rewinding.LONGEST_WAY_BACK  # all drafts of a step may be refused; its first place is no draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,6 @@ class _ByLookUp:
     def begin(self, *_: Any) -> None:
         pass
 
-    def append(self, *_: Any) -> None:
-        pass
-
-    def settle(self, *_: Any) -> None:
-        pass
-
     def rewind(self, *_: Any) -> None:
         pass
 
@@ -135,7 +129,7 @@ class _ByLookUp:
 class _Drafting(NamedTuple):
     """What a model that drafts holds of each row: a cache, and how many tokens are in it.
 
-    Those are all tokens of the row but one or two, or none if there is no pending one.
+    It lacks the newest one or two tokens of a row with a pending token, and none of any other.
     """
 
     cache: Any
@@ -202,12 +196,7 @@ class _ByModel:
         drafts = jnp.concatenate([first[:, None], others.T], axis=1)
         return drafts, counts, _Drafting(cache, held)
 
-    def settle(self, drafting: _Drafting, rows: Rows) -> _Drafting:
-        """Takes back drafts that were refused, now that `rows` have the tokens that were drawn."""
-        return self.rewind(drafting, rows.held)
-
     def rewind(self, drafting: _Drafting, held: Int32[Array, " B"]) -> _Drafting:
         """Takes back what is behind the first `held` tokens of a row."""
         back = jnp.maximum(drafting.held - held, 0)
-        cache = rewinding.each_cache(lambda cache: rewinding.rewind(cache, back), drafting.cache)
-        return _Drafting(cache, drafting.held - back)
+        return _Drafting(rewinding.rewind_each(drafting.cache, back), drafting.held - back)

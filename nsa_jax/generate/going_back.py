@@ -19,7 +19,7 @@ from nsa_jax.generate.structure import Structure
 from nsa_jax.option_checks import check_int
 from nsa_jax.sharding import explicit
 
-MOST = rewinding.LONGEST_STEP - 1
+MOST = rewinding.LONGEST_WAY_BACK
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +29,9 @@ class Checkpoint:
 
     Those are the rings, which hold about `w + l` tokens in a layer of NSA, and the logits, counters and
     tokens of each row.
+
+    Attributes:
+      rows: all arrays of the session's rows but those that hold every token; None in their places.
     """
 
     rows: Rows
@@ -51,10 +54,9 @@ def rewind(session: Session, num_tokens: int | Int[Array | np.ndarray, " B"]) ->
     Args:
       session: the newest session.
       num_tokens: how many tokens to take back, of all rows or of each: 0 .. 7, the `step_capacity` of a cache
-        less one, and one less of a row that has drawn none since its prompt or turn. This counts from where
-        the cache of the row has been furthest, also with drafts that were refused, so that less may be left
-        behind those and behind another `rewind`. A row keeps its first token. For longer ways back, see
-        `checkpoint`.
+        less one, and one less of a row that has drawn none since its prompt or turn. They count from the
+        longest that the cache of the row has been: fewer are left after another `rewind`, and after drafts
+        that were refused. A row keeps its first token. For longer ways back, see `checkpoint`.
 
     Returns:
       The session with shorter rows. Where the host does not have the values, inside `jit` and on a GPU, a row
@@ -99,10 +101,9 @@ def _rewind(structure: Structure, parameters: Any, drafts: Any, rows: Rows, num_
     # The newest token that is left is one that the next step appends, as its logits are not known any more.
     goes = num_tokens > 0
     held = jnp.where(goes, rows.held + rows.pending - num_tokens - 1, rows.held)
-    back = rows.held - held
     left = held + 1
     rows = rows._replace(
-        cache=rewinding.each_cache(lambda cache: rewinding.rewind(cache, back), rows.cache),
+        cache=rewinding.rewind_each(rows.cache, rows.held - held),
         token=jnp.where(goes, history.read(rows.history, held, 1)[:, 0], rows.token),
         pending=rows.pending | goes,
         held=held,

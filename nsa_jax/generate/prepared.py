@@ -17,7 +17,7 @@ from flax import nnx
 from nsa_jax.array_typing import Array
 from nsa_jax.generate.checks import check_model
 from nsa_jax.generate.decoder import Decoder
-from nsa_jax.generate.structure import Structure, split
+from nsa_jax.generate.structure import Structure, is_concrete, split
 from nsa_jax.model import Transformer
 from nsa_jax.model.layer import DecoderLayer, SwiGLU
 from nsa_jax.nn import Compressor, DenseAttention, Gate, NSAAttention
@@ -68,11 +68,11 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
         return model
     prepared: Any = nnx.clone(model)
     for old in _improve(prepared):
-        kept = set(map(id, jax.tree.leaves(nnx.state(prepared)))) if donate else set()
-        for array in old if donate else ():
-            is_held = id(array) in kept or not isinstance(array, jax.Array)  # by another layer, or by nobody
-            if not (is_held or isinstance(array, jax.core.Tracer) or array.is_deleted()):
-                array.delete()
+        if donate:
+            kept = set(map(id, jax.tree.leaves(nnx.state(prepared))))  # another layer may still read it
+            for array in filter(is_concrete, old):
+                if id(array) not in kept and not array.is_deleted():
+                    array.delete()
     return prepared
 
 
@@ -88,7 +88,7 @@ def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
         if made is model:
             return structure, arrays
         parts = split(made)
-        if all(isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) for array in arrays):
+        if all(map(is_concrete, arrays)):
             _SHARED.append(_Shared(structure, _weak(arrays), parts[0], _weak(parts[1])))
         return parts
 

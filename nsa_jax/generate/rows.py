@@ -227,9 +227,8 @@ def advance(
         before = rows.held
         loop = loop._replace(rows=rows._replace(furthest=jnp.maximum(rows.furthest, before + given)))
         loop = jax.lax.fori_loop(0, tokens.shape[1], verify, loop._replace(steps=loop.steps + 1))
-        back = given - (loop.rows.held - before)
-        cache = rewinding.each_cache(lambda cache: rewinding.rewind(cache, back), cache)
-        drafting = options.drafts.settle(drafting, loop.rows)
+        cache = rewinding.rewind_each(cache, given - (loop.rows.held - before))
+        drafting = options.drafts.rewind(drafting, loop.rows.held)
         return loop._replace(rows=loop.rows._replace(cache=cache, drafting=drafting))
 
     options = dataclasses.replace(options, sampling=_beside(rows, options.sampling))

@@ -75,7 +75,8 @@ class Continuation(NamedTuple):
       lengths: number of new tokens of each row.
       ended: why the row has ended, as a number of `Ended`; 0 for a row that has not.
       logprobs: log-probabilities of the new tokens, where `start` was asked for them.
-      steps: number of decode steps that it took, fewer than tokens where drafts agreed.
+      steps: number of decode steps that it took: whole chunks, or with drafts one by one until all rows had
+        their tokens.
     """
 
     tokens: Int32[Array, "B new"]

@@ -41,10 +41,14 @@ def split(model: Any) -> tuple[Structure, tuple[Array, ...]]:
     return _known(graphdef, tree), tuple(arrays)
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether it is an array of JAX with values, not one that is traced."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def are_whole(arrays: tuple[Array, ...]) -> bool:
     """Whether each device has all of each array, as far as that is known: while tracing, it is not."""
-    known = (x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    return all(x.sharding.is_fully_replicated for x in known)
+    return all(x.sharding.is_fully_replicated for x in arrays if is_concrete(x))
 
 
 @functools.lru_cache(maxsize=32)

@@ -49,8 +49,8 @@ class ChatFormat:
                 "to answer, or continue a text."
             )
         sandbox = package("jinja2.sandbox")
-        # As in `transformers`, for which templates are written.
-        # They mark answers, for training, by tags that change no text.
+        # All of this is as in `transformers`, for which templates are written. The tags that mark an answer,
+        # for training, do nothing here.
         template = re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{%\1 set _ = 0 \2%}", self.template)
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -127,7 +127,7 @@ def _of_folder(folder: pathlib.Path) -> ChatFormat:
 def _of_gguf(file: pathlib.Path) -> ChatFormat:
     metadata = read_metadata(file)
     words, prefix = metadata.get("tokenizer.ggml.tokens", []), "tokenizer.ggml."
-    ids = {name: metadata.get(f"{prefix}{name}_token_id") for name in ("bos", "eos", "eot", "unknown")}
+    ids = {name: metadata.get(f"{prefix}{name}_token_id") for name in ("bos", "eos", "eot")}
     known = {name: number for name, number in ids.items() if number is not None and number < len(words)}
     ends = dict.fromkeys(known[name] for name in ("eos", "eot") if name in known)
     special = {f"{name}_token": words[known[name]] for name in ("bos", "eos") if name in known}
