@@ -50,6 +50,8 @@ SHAPES = {
     "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), 2**31),
     "two_heads": (dict(heads=2, batch=2, length=333), 2**20),
     "one_head": (dict(heads=1, key_dim=64, value_dim=64), 2**31),
+    "wide": (dict(heads=2, kv_heads=2, key_dim=256, value_dim=256), 2**31),
+    "wide_in_chunks": (dict(heads=4, key_dim=256, value_dim=192), 2**21),
     "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), 2**31),
     "last_queries": (dict(heads=4, length=77, keys=1000), 2**31),
     "float16": (dict(heads=4, dtype="float16"), 2**31),

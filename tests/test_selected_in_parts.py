@@ -71,13 +71,14 @@ def launches(function, arrays, capability=90) -> dict[str, list[int]]:
         (dict(dtype="float32"), {}),
         (dict(block=32), {}),
         (dict(block=128), {}),
-        (dict(dim=256), {}),
+        (dict(dim=256), {FORWARD: [1], BACKWARD: [1]}),
+        (dict(heads=8, kv_heads=4, dim=256, length=8192), {BACKWARD: [1]}),
         (dict(length=2**18), {FORWARD: [1]}),
         (dict(heads=4, kv_heads=1, length=8192), {}),
     ],
     ids=[
         *("llama", "float16", "8k", "smollm", "smollm_short", "sixteen_heads", "float32", "small_blocks"),
-        *("large_blocks", "wide", "cut_along_the_queries", "few_pairs"),
+        *("large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )
 def test_only_calls_that_gain_come_in_parts(shape, expected):
@@ -126,7 +127,8 @@ def test_memory_is_bounded_and_nothing_is_copied():
 # Most bytes that a thread may store to spill registers, as measured with Triton 3.8; others spill nothing.
 SPILLS = {
     (3, 64): {},
-    (4, 128): {FORWARD: 4, BACKWARD: 192},
+    (4, 128): {FORWARD: 4, BACKWARD: 224},  # 192 of two stages, which take 5 % longer
+    (2, 256): {BACKWARD: 1480},  # of half the rows and two stages far fewer, which take 3 % longer
 }
 
 

@@ -28,7 +28,7 @@ from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
-from nsa_jax.kernels.triton.sizes import ITEM_QUERIES, ITEM_QUERIES_FROM_4, SelectionSizes  # noqa: E402
+from nsa_jax.kernels.triton.sizes import SelectionSizes, item_queries  # noqa: E402
 from nsa_jax.nn import NSAAttention  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
 
@@ -88,8 +88,8 @@ def formula(kind) -> float:
     # A branch reads the query gradient that the branch before it left, and writes another; one of the two is
     # the result. Delta, products and gate are one number for each row. Later, the gradient of the selected
     # keys sorts pairs by block and stores partial sums: at most two slots for each full item of queries.
-    item = ITEM_QUERIES.get(padded_heads(HEADS // KV_HEADS), ITEM_QUERIES_FROM_4)
-    slots = 2 * LENGTH * KV_HEADS * CONFIG.num_selected_blocks // item
+    pairs = LENGTH * KV_HEADS * CONFIG.num_selected_blocks
+    slots = 2 * pairs // item_queries(HEADS // KV_HEADS, pairs)
     partials = slots * CONFIG.selection_block_size * 2 * DIM * 4
     d_query = branch
     backward = max(d_query + 6 * row + 2 * indices, 6 * row + 4 * indices + partials)

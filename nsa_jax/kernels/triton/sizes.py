@@ -18,6 +18,8 @@ KIB = 1024
 AMPERE, ADA, HOPPER = 80, 89, 90  # A100; consumer cards, which have less shared memory; Hopper and Blackwell
 ALL, BEFORE_HOPPER = (AMPERE, ADA, HOPPER), (AMPERE, ADA)
 
+FEW_HEADS = "docs/kernel_log.md, few heads"  # what chose most rows for up to 4 query heads a KV head
+
 # Shared memory that one program may have.
 SHARED_BYTES = {AMPERE: 163 * KIB, ADA: 99 * KIB, HOPPER: 227 * KIB}
 
@@ -157,6 +159,7 @@ class RangeQuerySizes(NamedTuple):
 
 _Q = RangeQuerySizes
 RANGE_FORWARD = (
+    Row(Bounds(heads=4, largest_dim=64, from_0=True), _Q(64, 128, 4, 1, 128, halve=True), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=192, value_dim=128, from_0=True),
         _Q(64, 128, 4, 1, 168, halve=True), "h100_long, h100_192_128"),
     Row(Bounds(heads=64, value_dim=96), _Q(64, 64, 4, 1, 128), "other dims"),
@@ -172,11 +175,14 @@ RANGE_FORWARD = (
     Row(Bounds(ALL, 4), _Q(16, 32, 4, 1, peel=False), "compiled"),
 )  # fmt: skip
 RANGE_QUERY_GRADIENT = (
+    Row(Bounds(heads=4, largest_dim=64), _Q(64, 32, 4, 3), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=128), _Q(64, 64, 4, 1, 168), FEW_HEADS),
     Row(Bounds(heads=64, largest_dim=128, from_0=True), _Q(64, 64, 4, 2), "h100_long"),
     Row(Bounds(heads=64, largest_dim=64), _Q(64, 64, 4, 1, 128), "other dims"),
     Row(Bounds(heads=64, largest_dim=128), _Q(64, 64, 4, 1, 168), "h100_long"),
     Row(Bounds(heads=64, dims=320), _Q(64, 32, 4, 3), "h100_192_128"),
     Row(Bounds(heads=64, dims=384), _Q(64, 32, 4, 2), "other dims"),
+    Row(Bounds(heads=4), _Q(128, 64, 8, 1), FEW_HEADS),
     Row(Bounds(heads=64), _Q(64, 32, 4, 3), "other dims"),
     Row(Bounds(smallest_dim=128), _Q(64, 64, 8, 2), "compiled"),
     Row(Bounds(), _Q(64, 32, 8, 2), "compiled"),
@@ -221,9 +227,11 @@ class RangeKeySizes(NamedTuple):
 _K = RangeKeySizes
 RANGE_KEY_GRADIENTS = (
     Row(Bounds(heads=64, dims=192), _K(64, 64, 4, 3), "other dims"),
+    Row(Bounds(heads=4, dims=256), _K(64, 64, 4, 2), FEW_HEADS),
     Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),
     Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 3), "h100_192_128"),
     Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 2), "compiled"),
+    Row(Bounds(heads=4), _K(64, 64, 8, 2), FEW_HEADS),
     Row(Bounds(dims=256), _K(64, 64, 8, 3), "compiled"),
     Row(Bounds(dims=256), _K(64, 64, 8, 2), "compiled"),
     Row(Bounds(dims=256), _K(64, 64, 8, 1), "compiled"),
@@ -240,11 +248,15 @@ RANGE_KEY_GRADIENTS = (
 )
 
 # The queries of a compressed branch are cut into as many segments as give RANGE_PROGRAMS programs: 16 for
-# each of 132 SMs, about half of them empty in the causal case. But a segment has at least SEGMENT_TOKENS (a
+# each of 132 SMs, about half of them empty in the causal case. But a segment has at least `segment_tokens` (a
 # shorter one takes longer to start and to store than to sum), and the sums take at most SEGMENT_BYTES.
 RANGE_PROGRAMS = 2048
-SEGMENT_TOKENS = 128
 SEGMENT_BYTES = 300_000_000
+
+
+def segment_tokens(heads: int) -> int:
+    """Fewest queries of a segment, by the query heads of a KV head (docs/kernel_log.md, few heads)."""
+    return 512 if heads <= 4 else 256
 
 
 # --- Blocks: the selected branch ----------------------------------------------------------------------------
@@ -320,6 +332,7 @@ SELECTED_QUERY_GRADIENT = (
     Row(Bounds(heads=64, largest_dim=128), _G(64, 64, 4, 2), "h100_long"),
     Row(Bounds(heads=64, dims=320), _G(64, 32, 4, 3), "h100_192_128"),
     Row(Bounds(heads=64, dims=384), _G(64, 32, 4, 2), "other dims"),
+    Row(Bounds(heads=4), _G(64, 64, 4, 2), FEW_HEADS),
     Row(Bounds(heads=64), _G(64, 32, 4, 3), "other dims"),
     Row(Bounds(largest_dim=128), _G(64, 64, 8, 2), "compiled"),
     Row(Bounds(largest_dim=128), _G(64, 32, 8, 2), "compiled"),
@@ -374,6 +387,7 @@ SELECTED_KEY_GRADIENTS = (
     Row(Bounds(dims=256), _B(64, 64, 4, 2), "h100_long"),
     Row(Bounds(dims=256), _B(64, 64, 4, 1), "compiled"),
     Row(Bounds(heads=32, dims=384), _B(32, 64, 4, 2), "h100_192_128, other dims"),
+    Row(Bounds(heads=4), _B(128, 64, 8, 1), FEW_HEADS),
     Row(Bounds(), _B(32, 64, 8, 2), "other dims"),
     Row(Bounds(), _B(32, 64, 8, 1), "compiled"),
     Row(Bounds(BEFORE_HOPPER, dims=256), _B(64, 64, 4, 2), "compiled"),
@@ -384,9 +398,24 @@ SELECTED_KEY_GRADIENTS = (
     Row(Bounds(ALL, 4), _B(32, 16, 4, 1), "compiled"),
     Row(Bounds(ALL, 4), _B(16, 16, 4, 1), "compiled"),
 )
-# Most queries of an item, by the padded query heads of a KV head; the last is for 4 heads and more.
-ITEM_QUERIES = {1: 8192, 2: 4096}
-ITEM_QUERIES_FROM_4 = 2048  # h100_long: less to add up than with 1024, half the memory of segments
+
+
+def item_queries(heads: int, pairs: int) -> int:
+    """Most queries of an item of the gradients of keys, where the table does not say it.
+
+    The more, the fewer partial sums there are to add up (h100_long), as long as the items fill the GPU.
+    """
+    return fitting_item({1: 8192, 2: 4096}.get(padded_heads(heads), 2048), pairs, least=1024)
+
+
+def fitting_item(item: int, pairs: int, least: int) -> int:
+    """`item`, halved down to `least` until that cuts the pairs of a query and a block into FULL_ITEMS."""
+    while item > least and pairs < item * FULL_ITEMS:
+        item //= 2
+    return item
+
+
+FULL_ITEMS = 1024  # about 8 for each of 132 SMs
 
 
 class SelectedPartSizes(NamedTuple):
@@ -417,16 +446,18 @@ class SelectedPartSizes(NamedTuple):
         return (rows * shape.dims + 2 * self.rows * shape.block_size) * shape.float_bytes
 
 
-_O, _FEW_HEADS = SelectedPartSizes, "docs/kernel_log.md, few heads"
-# Calls for which there is no row take the kernels with queries outside. Measured were 3 heads of 64 and 4 of
-# 128; with fewer heads tiles mask more, and a part is smaller.
+_O = SelectedPartSizes
+# Calls for which there is no row take the kernels with queries outside. Measured were 3 and 4 heads of 64, 4
+# of 128 and 2 of 256; with fewer heads tiles mask more, and a part is smaller.
 OUTPUT_PARTS = (
-    Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1), _FEW_HEADS),
-    Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.7), _FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.7), FEW_HEADS),
+    Row(Bounds(heads=4), _O(64, 4, 1, None, 512, 12288, 2.4), FEW_HEADS),
 )
 GRADIENT_PARTS = (
-    Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 2, None, 1024, 6144, 4), _FEW_HEADS),
-    Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 2, None, 2048, 6144, 2.2), _FEW_HEADS),
+    Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 3, None, 1024, 6144, 4), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.4), FEW_HEADS),
+    Row(Bounds(heads=4), _O(128, 8, 1, None, 1024, 6144, 3.0), FEW_HEADS),
 )
 
 
@@ -464,7 +495,11 @@ class SelectionSizes(NamedTuple):
 
 
 _S = SelectionSizes
-SELECTION = tuple(
+SELECTION = (
+    Row(Bounds(heads=4, largest_dim=64), _S(64, 64, 4, 3), FEW_HEADS),
+    Row(Bounds(largest_dim=192), _S(64, 128, 4, 3), "h100_long"),
+    Row(Bounds(heads=4), _S(64, 128, 4, 1), FEW_HEADS),
+) + tuple(
     Row(Bounds(gpus, float_bytes), sizes, by)
     for float_bytes in (2, 4)
     for gpus, sizes, by in (

@@ -63,15 +63,17 @@ from nsa_jax.kernels.triton.sizes import (
     RANGE_KEY_GRADIENTS,
     RANGE_PROGRAMS,
     SEGMENT_BYTES,
-    SEGMENT_TOKENS,
     RangeKeySizes,
     choose_sizes,
+    segment_tokens,
 )
 
 _SMALLEST_GATE = 1e-18
 
 
-def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, dims: int, keys: int) -> int:
+def choose_segments(
+    batch: int, num_queries: int, num_keys: int, kv_heads: int, heads: int, dims: int, keys: int
+) -> int:
     """Segments of the queries: one for a window (as many keys as queries), else enough to fill the GPU.
 
     Limited by the memory of the sums, `segments B S K (H + V) 4` bytes.
@@ -80,7 +82,7 @@ def choose_segments(batch: int, num_queries: int, num_keys: int, kv_heads: int, 
         return 1
     wanted = triton.cdiv(RANGE_PROGRAMS, triton.cdiv(num_keys, keys) * batch * kv_heads)
     fitting = SEGMENT_BYTES // (batch * num_keys * kv_heads * dims * 4)
-    return max(1, min(wanted, fitting, num_queries // SEGMENT_TOKENS))
+    return max(1, min(wanted, fitting, num_queries // segment_tokens(heads)))
 
 
 def query_bounds(
@@ -175,7 +177,7 @@ def range_key_gradients(
         sizes = choose_sizes(RANGE_KEY_GRADIENTS, shape_of(query, key, value))
     tokens = tokens_of(sizes.rows, heads)
     segments = sizes.segments or choose_segments(
-        batch, num_queries, num_keys, num_kv_heads, key_dim + value_dim, sizes.keys
+        batch, num_queries, num_keys, num_kv_heads, heads, key_dim + value_dim, sizes.keys
     )
     scalars = scalars_of_rows(given.lse, delta, given.weight, heads, tokens)
     edges, (*_, runs) = ranges.kernel_operands(tokens)

@@ -49,11 +49,10 @@ from nsa_jax.kernels.triton.pieces import (
 from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems, invert
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes import (
-    ITEM_QUERIES,
-    ITEM_QUERIES_FROM_4,
     SELECTED_KEY_GRADIENTS,
     SelectedKeySizes,
     choose_sizes,
+    item_queries,
 )
 from nsa_jax.kernels.triton.softmax import load_lse
 
@@ -88,7 +87,7 @@ def selected_key_gradients(
         sizes = choose_sizes(SELECTED_KEY_GRADIENTS, shape)
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
-    item = sizes.item or ITEM_QUERIES.get(padded_heads(heads), ITEM_QUERIES_FROM_4)
+    item = sizes.item or item_queries(heads, block_indices.size)
     items = invert(block_indices, placement, num_keys, item=item)
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     slots = max(items.num_slots, 1)

@@ -31,7 +31,7 @@ from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sum_output_parts import add_output_parts
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.sizes import SelectedPartSizes
+from nsa_jax.kernels.triton.sizes import SelectedPartSizes, fitting_item
 from nsa_jax.layout import Placement
 from nsa_jax.sharding.manual import vary, varying_axes
 
@@ -94,6 +94,7 @@ def gradients_in_parts(
     """`(d_query, d_key, d_value, products)` as of `selected.selected_gradients`."""
     slots, block_size = block_indices.shape[3], placement.config.selection_block_size
     chunks = chunks_of(query, block_indices, query.shape[3], most_bytes)
+    sizes = sizes._replace(item=fitting_item(sizes.item, block_indices.size, least=512))
     items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
     table = chunks.table(items)
     products, delta = row_deltas(given)
