@@ -248,6 +248,28 @@ def test_values_and_gradients_equal_those_of_xla(length):
     assert_as_xla(cotangent, arrays, blocks)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_short_rows_attend_to_all_that_a_query_may_select(packed, dtype):
+    """Without lists, as `test_short_rows` sees: against `xla`, which selects; the future changes no bit."""
+    arrays = operands(900, batch=2, heads=8, kv_heads=2, key_dim=64, value_dim=64, dtype=dtype)
+    cotangent = jax.random.normal(jax.random.key(9), (2, 900, 8, 64), dtype)
+    segments = jnp.repeat(jnp.asarray([[0, 1, 2, 0], [3, 1, 7, 2]]), jnp.asarray([5, 300, 500, 95]), axis=1)
+    more = dict(segment_ids=segments) if packed else {}
+
+    def run(cotangent, *arrays, implementation="xla"):
+        function = functools.partial(attend, implementation=implementation, **more)
+        return with_gradients(cotangent, *arrays, function=function)
+
+    ours = jax.jit(functools.partial(run, implementation="triton"))
+    poison_memory()
+    found = ours(cotangent, *arrays)
+    same, exact = jax.jit(run)(cotangent, *arrays), in_float64(run, cotangent, *arrays)
+    assert_within_budget(("out", *NAMES), found, same, exact)
+    later = [x.at[:, -(x.shape[1] // 9) :].set(3) for x in arrays]
+    assert np.array_equal(*(np.asarray(ours(cotangent, *x)[0][:, :790], np.float32) for x in (arrays, later)))
+
+
 def test_many_heads_of_one_kv_head_equal_those_of_xla():
     """More heads than a tile has rows, and large dims: the largest tiles that shared memory holds."""
     arrays = operands(300, heads=100, key_dim=256, value_dim=192)

@@ -66,6 +66,7 @@ def launches(function, arrays, capability=90) -> dict[str, list[int]]:
         (dict(dtype="float16"), {FORWARD: [1], BACKWARD: [1]}),
         (dict(length=8192), {BACKWARD: [1]}),
         (dict(heads=9, kv_heads=3, dim=64), {FORWARD: [1], BACKWARD: [0]}),
+        (dict(heads=9, kv_heads=3, dim=64, length=8192), {FORWARD: [0], BACKWARD: [0]}),
         (dict(heads=9, kv_heads=3, dim=64, length=4096), {}),
         (dict(kv_heads=2), {}),
         (dict(dtype="float32"), {}),
@@ -77,7 +78,7 @@ def launches(function, arrays, capability=90) -> dict[str, list[int]]:
         (dict(heads=4, kv_heads=1, length=8192), {}),
     ],
     ids=[
-        *("llama", "float16", "8k", "smollm", "smollm_short", "sixteen_heads", "float32", "small_blocks"),
+        *("llama", "float16", "8k", "smollm", "smollm_8k", "smollm_short", "sixteen_heads", "float32", "small_blocks"),
         *("large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )

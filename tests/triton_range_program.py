@@ -76,6 +76,9 @@ CASES = {
     "known_strides": Case(
         8, 16, 16, "strides", num_queries=75, num_keys=18, edges=known(0, None, 8, 4), segments=3
     ),
+    "known_causal": Case(
+        4, 16, 16, "strides_1", num_queries=53, edges=known(0, None), keys=32, halve=True, weighted=True
+    ),
     "known_halves": Case(
         8,
         16,
@@ -206,6 +209,8 @@ def ranges_of(case: Case, random) -> tuple[np.ndarray, np.ndarray]:
         start, end = np.maximum(t - 10, 0), np.minimum(t + 1, case.num_keys)
     elif case.ranges.startswith("window_"):
         start, end = np.maximum(t + 1 - int(case.ranges[7:]), 0), t + 1
+    elif case.ranges == "strides_1":
+        start, end = 0 * t, t + 1
     elif case.ranges == "strides":
         start, end = 0 * t, np.maximum((t - 7) // 4 + 1, 0)
     elif case.ranges == "compressed":

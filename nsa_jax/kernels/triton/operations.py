@@ -27,6 +27,7 @@ from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
+    causal_ranges,
     compression_ranges,
     range_gradients,
     window_ranges,
@@ -35,7 +36,14 @@ from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
 from nsa_jax.kernels.triton.selection.block_scores import score_gradients
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
-from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues, slots
+from nsa_jax.layout import (
+    DenseCache,
+    NSACache,
+    Placement,
+    TokenKeysValues,
+    num_selection_blocks,
+    slots,
+)
 from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
 from nsa_jax.sharding.auto import partitioned
 from nsa_jax.sharding.vmap import folds_vmap
@@ -405,11 +413,19 @@ def _native_forward(query, keys_values, gates, block_indices, placement, scale, 
 
 
 def _first_two_branches(query, keys_values, block_indices, placement, scale):
-    """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter."""
+    """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter.
+
+    The blocks are None where the row is so short that every query selects all of them: then the selected
+    branch is causal attention.
+    """
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
     ranges = compression_ranges(placement, key_cmp.shape[1])
     cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
     if block_indices is None:
+        config, num_keys = placement.config, key_slc.shape[1]
+        if num_selection_blocks(num_keys, config) <= config.num_selected_blocks:
+            causal = causal_ranges(placement, num_keys)
+            return cmp, _saved(*_attend_ranges(query, key_slc, value_slc, causal, scale)), None
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
     slc = _saved(*_attend_selected(query, key_slc, value_slc, block_indices, placement, scale))
     return cmp, slc, block_indices
@@ -430,9 +446,13 @@ def _native_backward(scale, gradients, residuals, d_out):
     given = Backward(cmp[0], cmp[1], d_out, weight=gate_cmp)
     compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
     d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
-    selected = (query, key_slc, value_slc, block_indices, placement)
     given = Backward(slc[0], slc[1], d_out, weight=gate_slc, previous=d_query)
-    d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
+    if block_indices is None:
+        causal = (query, key_slc, value_slc, causal_ranges(placement, key_slc.shape[1]))
+        d_query, *d_slc, d_gate_slc = _range_gradients(causal, given, scale)
+    else:
+        selected = (query, key_slc, value_slc, block_indices, placement)
+        d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
     given = Backward(win[0], win[1], d_out, weight=gate_win, previous=d_query)
     d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)

@@ -430,6 +430,8 @@ class SelectedPartSizes(NamedTuple):
       fewest_keys: of a row: in shorter rows neighbours share too much, even where they choose at random.
       most_shared: choices of 4 neighbours for each block that some of them chose, up to which these kernels
         are faster than those with queries outside; 4 where they always are.
+      unasked: pairs of a query and a block up to which nobody asks what neighbours share, because the host
+        waits for the answer longer than the better way saves: these kernels run.
     """
 
     rows: int
@@ -439,6 +441,7 @@ class SelectedPartSizes(NamedTuple):
     item: int
     fewest_keys: int
     most_shared: float
+    unasked: int = 0
 
     def shared_bytes(self, shape: Shape) -> int:
         """The block's keys and values, rows of all stages, twice the logits."""
@@ -450,14 +453,14 @@ _O = SelectedPartSizes
 # Calls for which there is no row take the kernels with queries outside. Measured were 3 and 4 heads of 64, 4
 # of 128 and 2 of 256; with fewer heads tiles mask more, and a part is smaller.
 OUTPUT_PARTS = (
-    Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1), FEW_HEADS),
+    Row(Bounds(heads=4, largest_dim=64), _O(64, 4, 1, 128, 512, 6144, 2.1, 2**19), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 1, 128, 512, 12288, 1.7), FEW_HEADS),
     Row(Bounds(heads=4), _O(64, 4, 1, None, 512, 12288, 2.4), FEW_HEADS),
 )
 GRADIENT_PARTS = (
     Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 3, None, 1024, 6144, 4), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.4), FEW_HEADS),
-    Row(Bounds(heads=4), _O(128, 8, 1, None, 1024, 6144, 3.0), FEW_HEADS),
+    Row(Bounds(heads=4), _O(128, 8, 1, None, 1024, 6144, 2.6), FEW_HEADS),
 )
 
 

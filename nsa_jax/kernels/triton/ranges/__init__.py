@@ -1,4 +1,8 @@
-"""Attention in which every query sees one range of keys (Eq. 4): compressed and window branch."""
+"""Attention in which every query sees one range of keys (Eq. 4).
+
+These are the compressed and the window branch, and the selected branch of rows that are so short that every
+query selects all blocks.
+"""
 
 import jax.numpy as jnp
 
@@ -7,9 +11,21 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.ranges import forward
 from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
-from nsa_jax.kernels.triton.ranges.edges import KeyRanges, compression_ranges, window_ranges
+from nsa_jax.kernels.triton.ranges.edges import (
+    KeyRanges,
+    causal_ranges,
+    compression_ranges,
+    window_ranges,
+)
 
-__all__ = ["KeyRanges", "attend_ranges", "compression_ranges", "range_gradients", "window_ranges"]
+__all__ = [
+    "KeyRanges",
+    "attend_ranges",
+    "causal_ranges",
+    "compression_ranges",
+    "range_gradients",
+    "window_ranges",
+]
 
 
 def attend_ranges(

@@ -130,6 +130,13 @@ def window_ranges(placement: Placement, num_keys: int) -> KeyRanges:
     return _ranges(placement, placement.window_range(num_keys), edges, origin)
 
 
+def causal_ranges(placement: Placement, num_keys: int) -> KeyRanges:
+    """All keys of its sequence up to each query, in the array of the selected branch."""
+    end = placement.selection_end(num_keys)
+    start = jnp.clip(placement.selection_start(), 0, end)
+    return _ranges(placement, (start, end), Edges("selected_causal"), placement.first_keys.slc)
+
+
 def _ranges(
     placement: Placement, limits: tuple[Array, Array], edges: Edges, origin: Index | None
 ) -> KeyRanges:

@@ -121,7 +121,7 @@ def _either[T](
         or not FEWEST_PAIRS <= block_indices.size < 2**31
     ):
         return by_tiles()
-    if sizes.most_shared >= NEIGHBOURS:
+    if sizes.most_shared >= NEIGHBOURS or block_indices.size <= sizes.unasked:
         return in_parts(sizes)
     few = shares_less(block_indices, NEIGHBOURS, sizes.most_shared)
     return jax.lax.cond(few, lambda: in_parts(sizes), by_tiles)
