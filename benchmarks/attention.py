@@ -16,7 +16,17 @@ import jax
 
 from benchmarks import gate, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS, SELECTING, Draw, NotCoherent, Shape, shape_of
+from benchmarks.inputs import (
+    DISTRIBUTIONS,
+    LAYERS,
+    MEASURED_BY_DEFAULT,
+    OPERATIONS,
+    SELECTING,
+    Draw,
+    NotCoherent,
+    Shape,
+    shape_of,
+)
 from benchmarks.verdict import Verdict
 from nsa_jax.config import NSAConfig
 
@@ -179,7 +189,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices={
             "operations": ((*OPERATIONS, "layer"), whole, "operations to measure"),
             "modes": (records.MODES[:3], ("fwd", "fwd_bwd"), "forward, backward, or both in one program"),
-            "distributions": (DISTRIBUTIONS, DISTRIBUTIONS, "how the selected blocks are drawn"),
+            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how the selected blocks are drawn"),
             "implementations": (records.MEASURED, ("xla",), f"all but xla need a GPU; {compared}"),
         },
         sizes={

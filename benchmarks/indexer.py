@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import gate, inputs, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, Draw, Shape, normal, shape_of
+from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, Shape, normal, shape_of
 from benchmarks.roofline import Cost
 from benchmarks.selections import check_form, check_scores
 from benchmarks.timing import Compiled
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         dtype=("float32", "of queries, keys and values"),
         choices={
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need a GPU"),
-            "distributions": (DISTRIBUTIONS, DISTRIBUTIONS, "how much neighbouring index queries agree"),
+            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how much neighbouring index queries agree"),
         },
         sizes={
             "batch": (1, "sequences"),

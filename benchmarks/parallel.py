@@ -14,7 +14,7 @@ import jax
 
 from benchmarks import devices, records, strategies, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
-from benchmarks.inputs import DISTRIBUTIONS, Draw, NotCoherent, Shape, shape_of
+from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, NotCoherent, Shape, shape_of
 from benchmarks.strategies import STRATEGIES, Strategy
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
@@ -121,7 +121,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices={
             "strategies": (STRATEGIES, STRATEGIES, "how attention is spread"),
             "modes": (MODES, MODES, "forward, or forward and backward in one program"),
-            "distributions": (DISTRIBUTIONS, DISTRIBUTIONS, "how selections are drawn"),
+            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how selections are drawn"),
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need GPUs"),
         },
         sizes={

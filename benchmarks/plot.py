@@ -29,7 +29,11 @@ MODES = {
     "decode": "One decode step, started by the host",
     "decode_loop": "One decode step in a compiled loop",
 }
-BLOCKS = {"random": "random blocks", "coherent": "neighbours share blocks"}
+BLOCKS = {
+    "random": "random blocks",
+    "coherent": "neighbours share blocks",
+    "trained": "neighbours share as in a trained model",
+}
 BESIDE_TRITON = {"xla": " (XLA)", "mosaic_gpu": " (Pallas gradients)"}
 # One colour a curve in all figures: blue and green are NSA, red is dense attention.
 RED, BLUE = "#c8372d", "#0b5fa5"
