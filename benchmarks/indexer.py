@@ -96,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         dtype=("float32", "of queries, keys and values"),
         choices={
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need a GPU"),
-            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how much neighbouring index queries agree"),
+            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far index queries agree"),
         },
         sizes={
             "batch": (1, "sequences"),

@@ -1,4 +1,4 @@
-"""Rows so short that every query selects all blocks: their selected branch is causal attention, without lists."""
+"""Rows so short that every query selects all blocks: the selected branch is causal, without lists."""
 
 import re
 
@@ -51,7 +51,9 @@ def test_rows_that_select_all_need_no_lists(packed):
     assert {"nsa_selected_causal_forward", "nsa_selected_causal_key_gradients"} <= found
 
 
-@pytest.mark.parametrize(("length", "given"), [(LONGEST + 1, False), (LONGEST, True)], ids=["longer", "given"])
+@pytest.mark.parametrize(
+    ("length", "given"), [(LONGEST + 1, False), (LONGEST, True)], ids=["longer", "given"]
+)
 def test_longer_rows_and_blocks_that_are_given_need_them(length, given):
     found = kernels(length, given=given)
 

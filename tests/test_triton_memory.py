@@ -26,7 +26,6 @@ from modules import abstract  # noqa: E402
 
 from nsa_jax import attention, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.triton.dims import padded_heads  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
 from nsa_jax.kernels.triton.sizes import SelectionSizes, item_queries  # noqa: E402
 from nsa_jax.nn import NSAAttention  # noqa: E402

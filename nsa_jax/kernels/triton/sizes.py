@@ -502,20 +502,21 @@ SELECTION = (
     Row(Bounds(heads=4, largest_dim=64), _S(64, 64, 4, 3), FEW_HEADS),
     Row(Bounds(largest_dim=192), _S(64, 128, 4, 3), "h100_long"),
     Row(Bounds(heads=4), _S(64, 128, 4, 1), FEW_HEADS),
-) + tuple(
-    Row(Bounds(gpus, float_bytes), sizes, by)
-    for float_bytes in (2, 4)
-    for gpus, sizes, by in (
-        ((HOPPER,), _S(64, 128, 4, 3), "h100_long"),
-        ((HOPPER,), _S(64, 128, 4, 2), "compiled"),
-        (BEFORE_HOPPER, _S(64, 128, 8, 3), "compiled"),
-        (BEFORE_HOPPER, _S(64, 128, 8, 2), "compiled"),
-        (ALL, _S(64, 64, 4, 2), "compiled"),
-        (ALL, _S(32, 64, 4, 2), "compiled"),
-        (ALL, _S(32, 32, 4, 2), "compiled"),
-        (ALL, _S(32, 32, 4, 1), "compiled"),
-        (ALL, _S(16, 32, 4, 1), "compiled"),
-    )
+    *(
+        Row(Bounds(gpus, float_bytes), sizes, by)
+        for float_bytes in (2, 4)
+        for gpus, sizes, by in (
+            ((HOPPER,), _S(64, 128, 4, 3), "h100_long"),
+            ((HOPPER,), _S(64, 128, 4, 2), "compiled"),
+            (BEFORE_HOPPER, _S(64, 128, 8, 3), "compiled"),
+            (BEFORE_HOPPER, _S(64, 128, 8, 2), "compiled"),
+            (ALL, _S(64, 64, 4, 2), "compiled"),
+            (ALL, _S(32, 64, 4, 2), "compiled"),
+            (ALL, _S(32, 32, 4, 2), "compiled"),
+            (ALL, _S(32, 32, 4, 1), "compiled"),
+            (ALL, _S(16, 32, 4, 1), "compiled"),
+        )
+    ),
 )
 
 
