@@ -38,6 +38,7 @@ class Shape:
     max_length: int = 65536
     config: NSAConfig = CONFIG
     branches: tuple[str, ...] = BRANCHES
+    kept: str | None = None  # dtype of the cache, if it is quantised
 
     def operands(self):
         """Cache, query, tokens and gates, of 4 KV heads."""
@@ -47,9 +48,8 @@ class Shape:
 
         sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim, config=self.config)
         sizes["branches"] = self.branches
-        held = jax.eval_shape(
-            lambda: cache.init_cache(self.batch, self.max_length, dtype=self.dtype, **sizes)
-        )
+        sizes |= dict(dtype=self.kept or self.dtype, raw_dtype=self.dtype)
+        held = jax.eval_shape(lambda: cache.init_cache(self.batch, self.max_length, **sizes))
         tokens = TokenKeysValues(*(array(4, dim) for dim in (self.key_dim, self.value_dim) * 3))
         absent = {f"{x}_{branch}" for x in ("key", "value") for branch in set(BRANCHES) - {*self.branches}}
         gates = array(4 * self.heads, len(self.branches)) if len(self.branches) > 1 else None
