@@ -49,7 +49,9 @@ def load_scales(scales, start, offset, inside):
 
 @triton.jit
 def _nearest(x, scale, dtype: tl.constexpr):
-    y = tl.where((scale > 0.0)[:, None], tl.div_rn(x.to(tl.float32), scale[:, None]), 0.0)
+    some = scale > 0.0  # neither 0 nor NaN
+    y = tl.div_rn(x.to(tl.float32), tl.where(some, scale, 1.0)[:, None])
+    y = tl.where(some[:, None], y, 0.0)
     if dtype == tl.int8:
         y = tl.clamp((y + ROUNDS) - ROUNDS, -LARGEST_INT8, LARGEST_INT8)
     return y.to(dtype)
