@@ -108,6 +108,7 @@ VALUES = dict(
     **dict(shared_key=True, slow_pairs=False),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
+    **dict.fromkeys(("raw_dtype", "cache_dtype"), (None, DType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
     **dict.fromkeys(("kernel_init", "bias_init"), (nnx.initializers.zeros_init(), Function())),
     **dict(compress=(cache.Compression(), Function()), sharding=(None, Sharding())),
