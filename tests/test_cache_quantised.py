@@ -15,11 +15,13 @@ from cache_layer import Layer
 from flax import nnx
 from messages import refused
 from modules import abstract, randomised
+from token_table import TokenTable
 
-from nsa_jax import attention, cache, reference
+from nsa_jax import attention, cache, generate, reference
 from nsa_jax.cache import Compression, rewinding
 from nsa_jax.layout import Quantised
 from nsa_jax.layout.quantised import LARGEST, quantised, widened
+from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import IndexerConfig, NSAAttention
 
 LENGTH = 57
@@ -289,3 +291,44 @@ def test_widening_leaves_what_is_not_quantised():
     assert found["a"] is tree["a"]
     assert found["b"].dtype == jnp.bfloat16
     assert found["b"].tolist() == [[1.0] * 4] * 2
+
+
+def test_sessions_go_back_and_copy_rows():
+    """Numbers, scales and what an indexer keeps: a checkpoint, a few tokens back, rows in other places."""
+    options = dict(nsa=cache_layer.SMALL, selector=IndexerConfig(dim=8), vocab_size=17, num_layers=1)
+    config = TransformerConfig(**options, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=16)
+    model = randomised(abstract(Transformer, config), 0.5, seed=4)
+    prompts = np.random.default_rng(0).integers(0, 17, (2, 40))
+
+    state = generate.start(model, prompts, max_length=64, cache_dtype="int8")
+    assert {x.dtype.name for x in jax.tree.leaves(state.rows.cache[0].kept)} == {"int8", "float32"}
+    past = generate.checkpoint(state)
+    swapped = generate.gather(state, np.array([1, 0]))
+    state, new = generate.advance(state, 12)
+    tokens = np.asarray(new.tokens)
+
+    _, found = generate.advance(swapped, 12)
+    assert (found.tokens == tokens[::-1]).all()
+    state, found = generate.advance(generate.rewind(state, 5), 5)
+    assert (found.tokens == tokens[:, 7:]).all()
+    _, found = generate.advance(generate.rewind_to(state, past), 12)
+    assert (found.tokens == tokens).all()
+
+
+def test_models_are_asked_for_the_dtype():
+    asked = []
+
+    class Asked(TokenTable):
+        def init_cache(self, batch, max_length, *, dtype=None):
+            asked.append(dtype)
+            return super().init_cache(batch, max_length)
+
+    prompts, options = np.zeros((1, 3), int), dict(max_new_tokens=2)
+    for dtype in ("int8", jnp.float8_e4m3fn, None):
+        generate.generate(Asked(5), prompts, cache_dtype=dtype, **options)
+    generate.Batcher(Asked(5), 1, max_length=8, cache_dtype="int8").read_prefix([1, 2])
+
+    # Prompts of the batcher take the program that made its slots; one without the dtype would be another.
+    assert asked == ["int8", "float8_e4m3fn", None, "int8"]
+    with refused(TypeError, r"must have init_cache\(batch, max_length, \*, dtype\) for a cache_dtype, got TokenT"):
+        generate.generate(TokenTable(5), prompts, cache_dtype="int8", **options)
