@@ -121,7 +121,7 @@ def test_step_equals_xla(dtype, num_new, more):
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def attended(after, first, query, gates, blocks, config):
-    """Plain attention to a cache as it is, after the step that began at `first`; and the blocks it chooses."""
+    """Plain attention to a cache as it is after the step that began at `first`; and the blocks it chooses."""
     added, history = after.lengths - first, config.window_size - 1
     names = "key_cmp", "value_cmp", "key_slc", "value_slc"
     rings = (held_array(after, name) for name in ("key_win_ring", "value_win_ring"))
@@ -173,7 +173,8 @@ def test_step_attends_to_a_quantised_cache(kept, dtype, num_new, more):
             assert (jnp.abs(got - want) <= jnp.maximum(1, jnp.abs(want) / 8)).all(), name
             assert (got == want).mean() > 0.999, name
         else:  # means of blocks have been rounded to the dtype of tokens
-            assert jnp.allclose(got, want, rtol=4 * float(jnp.finfo(dtype).eps) if "cmp" in name else 1e-6), name
+            rounding = 4 * float(jnp.finfo(dtype).eps) if "cmp" in name else 1e-6
+            assert jnp.allclose(got, want, rtol=rounding), name
     assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
 
 

@@ -234,7 +234,8 @@ def check_case(name: str) -> float:
             # Compressed blocks have been summed up in float32; all else is copied, or rounded as in float64.
             summed = "_cmp" in field and want.dtype.kind == "f"
             atol = TOLERANCE * float(np.nanmax(np.abs(want))) if summed else 0
-            rtol = 2.0**-22 if field.endswith("scale") else 1e-7  # a scale is a product with 1 / 127: 2 roundings
+            # A scale is a product with 1 / 127, which is rounded, too.
+            rtol = 2.0**-22 if field.endswith("scale") else 1e-7
             np.testing.assert_allclose(got, want, rtol=rtol, atol=atol, err_msg=f"{name}: {field}")
     return error
 

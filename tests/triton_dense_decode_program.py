@@ -74,7 +74,8 @@ def draw(case: Case, seed: int = 0):
     lengths = jnp.asarray(case.lengths, jnp.int32)
     slot = jnp.arange(held.key.shape[1])[None, :, None, None]
     there = slot < lengths[:, None, None, None]
-    filled = {name: jnp.where(there, normal(*x.shape[1:]), jnp.nan) for name, x in zip(NAMES, held, strict=False)}
+    shapes = dict(key=held.key.shape[1:], value=held.value.shape[1:])
+    filled = {name: jnp.where(there, normal(*shape), jnp.nan) for name, shape in shapes.items()}
     if case.kept == "int8":
         filled = fields({name: quantised(x, jnp.int8) for name, x in filled.items()})
     held = held._replace(**filled, lengths=lengths)

@@ -88,8 +88,8 @@ def _check_quantised(holder: Any) -> list[str]:
     dtypes = sorted({getattr(holder, name).dtype.name for name in names if name in given})
     if lacking or len(dtypes) > 1 or not is_quantised(dtypes[0]):
         raise ValueError(
-            f"a cache with scales must have all its keys and values in one dtype of {tuple(LARGEST)} and a scale "
-            f"of each, got {dtypes} and {lacking} without the other. Pass what init_cache gives."
+            f"a cache with scales must have keys and values in one dtype of {tuple(LARGEST)} and a scale of "
+            f"each, got {dtypes} and {lacking} without the other. Pass what init_cache gives."
         )
     return names
 
@@ -308,8 +308,8 @@ def check_raw_dtype(dtype: DType, raw_dtype: DType | None, branches: Sequence[Br
         return dtype
     if raw_dtype is None and "cmp" in branches:
         raise ValueError(
-            f"raw_dtype must be given for a quantised cache, got None and dtype {dtype_name(dtype)}. Pass the "
-            "dtype of queries and new tokens."
+            f"raw_dtype must be given for a quantised cache, got None and dtype {dtype_name(dtype)}. Pass "
+            "the dtype of queries and new tokens."
         )
     return raw_dtype
 

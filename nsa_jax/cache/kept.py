@@ -35,9 +35,7 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
     """
     checks.check_kind(cache)
     checks.check_arrays(keep, dict(cache=cache), num_tokens=num_tokens)
-    held, given = (
-        jax.tree.map(_beside_tokens, tree, is_leaf=_is_quantised) for tree in (cache.kept, new)
-    )
+    held, given = (jax.tree.map(_beside_tokens, tree, is_leaf=_is_quantised) for tree in (cache.kept, new))
     if held != given:
         raise ValueError(
             "new must have the form of cache.kept, [B, ...] without the axis of tokens, got "

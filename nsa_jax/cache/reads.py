@@ -64,7 +64,8 @@ def count_reads(
             "block_indices that were chosen."
         )
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, widened(held(cache, "key_cmp"), query.dtype)))
+    key_cmp = widened(held(cache, "key_cmp"), query.dtype)
+    query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, key_cmp))
     batch, num_new, num_kv_heads = *query.shape[:2], cache.key_slc.shape[2]
     first = jnp.asarray(cache.lengths) - (num_new if num_tokens is None else num_tokens.astype(jnp.int32))
     queries = Runs((Run(num_new, first),), num_queries=num_tokens)

@@ -23,9 +23,8 @@ LONGEST_STEP = 8  # the `step_capacity` that `init_cache` gives by default
 LONGEST_WAY_BACK = LONGEST_STEP - 1
 
 # What a token leaves behind for ever in an `NSACache`, in a place of its own; the rest is rings and counts.
-LASTING = ("key_slc", "value_slc", "key_cmp", "value_cmp", "kept") + tuple(
-    f"{part}_{branch}_scale" for part in ("key", "value") for branch in ("slc", "cmp")
-)
+_ARRAYS = ("key_slc", "value_slc", "key_cmp", "value_cmp")
+LASTING = (*_ARRAYS, *(f"{name}_scale" for name in _ARRAYS), "kept")
 
 
 def rewind(cache: Cache, num_tokens: Int[Array, " B"]) -> Cache:

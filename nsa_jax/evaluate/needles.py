@@ -130,7 +130,8 @@ def find_needles(
             rows = np.stack(prompts[begin : begin + batch])
             missing = batch - len(rows)  # filled up, so that there is one shape and one program
             rows = np.pad(rows, ((0, missing), (0, 0)), mode="edge")
-            new = np.asarray(generate(model, rows, max_new_tokens=most, cache_dtype=cache_dtype).tokens).tolist()
+            written = generate(model, rows, max_new_tokens=most, cache_dtype=cache_dtype).tokens
+            new = np.asarray(written).tolist()
             for question, depth, written in zip(questions[begin:], at[begin:], new, strict=False):
                 found[row, depth] += tuple(written[: len(question.answer)]) == question.answer
     return Needles(lengths, depths, asked, found, float(task.chance))

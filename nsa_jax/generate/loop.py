@@ -167,9 +167,7 @@ def _run(
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model, options = structure.model(parameters), Options(sampling, eos_id, pad_id)
     model = prepare(model) if join else model
-    sizes: dict[str, Any] = dict(
-        max_length=max_length, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype
-    )
+    sizes: dict[str, Any] = dict(max_length=max_length, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)
     new = rows.advance(model, start, options, max_new_tokens, **sizes).new

@@ -17,9 +17,9 @@ class NSACache(NamedTuple):
     the selection arrays, and the window rings are None. The arrays of a branch that a layer does not have are
     None, too.
 
-    Keys and values may be quantised: in int8 or float8_e4m3fn, each with a scale for every token and head that
-    multiplies it. All but the rings of what awaits compression are then, and what reads them reads rounded
-    ones everywhere, those of the newest token too.
+    Keys and values may be quantised: in int8 or float8_e4m3fn, with a scale for every token and head that
+    multiplies it. All but the rings of what awaits compression then are, and every step reads them rounded,
+    those of its own tokens too.
 
     Attributes:
       key_slc: rotated keys of the selected branch; `S` is the capacity `max_length`.

@@ -173,8 +173,8 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         Args:
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together.
-          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. "int8" and
-            "float8_e4m3fn" make a quantised cache.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. A
+            quantised cache has "int8" or "float8_e4m3fn".
           step_capacity: most tokens that one `decode_step` can append to a row.
 
         Returns:
@@ -315,8 +315,8 @@ class DenseCacheSteps(CacheSteps[DenseCache]):
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together. It does not matter to a
             window layer if it is at least `window_size`.
-          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. "int8" and
-            "float8_e4m3fn" make a quantised cache.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. A
+            quantised cache has "int8" or "float8_e4m3fn".
           step_capacity: most tokens that one `decode_step` of a window layer can append to a row.
 
         Returns:

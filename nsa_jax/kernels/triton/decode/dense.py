@@ -141,7 +141,9 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
         its_token = tl.sum(tl.where(c == j, token, 0), 0)
         new = (one < D.T) & (one < tokens.number)
         edge = tl.sum(tl.where(c == j, at_edge.to(tl.int32), 0), 0) + tl.zeros([1], tl.int32) > 0
-        v = _load_new(held.new_value, held.value, scales.value, b, kv_head, its_token, one, new, edge, D, VALUE)
+        v = _load_new(
+            held.new_value, held.value, scales.value, b, kv_head, its_token, one, new, edge, D, VALUE
+        )
         x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
     state = Softmax(x, top, tl.sum(p, 1))
     store_part(found.out, found.sums, bk, D.PARTS, D.PARTS + 1, D.T * D.G, rows, state, VALUE)

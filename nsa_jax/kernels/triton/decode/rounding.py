@@ -10,8 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import Pieces, cast, nonfinite_rows
+from nsa_jax.kernels.triton.loading import store_at
+from nsa_jax.kernels.triton.pieces import Pieces, nonfinite_rows
 from nsa_jax.layout.quantised import LARGEST
 
 LARGEST_INT8: tl.constexpr = tl.constexpr(LARGEST["int8"])

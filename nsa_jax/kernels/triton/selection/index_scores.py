@@ -221,7 +221,8 @@ def index_scores_kernel(
 ):  # fmt: skip
     """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk, times `scale`, which is not negative.
 
-    Queries and keys come from `key_tiles`, quantised keys with a `key_scale` `[B, S, I]`; `sequence_start` is None where rows are not packed.
+    Queries and keys come from `key_tiles`, keys in 8 bits with a `key_scale` `[B, S, I]`; `sequence_start` is
+    None where rows are not packed.
     """
     DIM: tl.constexpr = Dim(E0, E1)
     blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED, TILES_EACH)
