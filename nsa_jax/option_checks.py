@@ -81,13 +81,14 @@ def dtype_name(value: Any) -> str | None:
         return None
 
 
-def check_dtype(*, others: tuple[str, ...] = (), **values: Any) -> None:
-    """Raises ValueError unless the values are floating-point dtypes of at least 16 bits, or names of such.
+def check_dtype(**values: Any) -> None:
+    """Raises ValueError unless the values are floating-point dtypes of at least 16 bits, or names of such."""
+    check_dtype_among(FLOATS, "floating", **values)
 
-    Dtypes with the names in `others` may be given, too.
-    """
+
+def check_dtype_among(known: tuple[str, ...], kind: str, /, **values: Any) -> None:
+    """Raises ValueError unless the values are dtypes that are known, or names of such."""
     for name, value in values.items():
-        if dtype_name(value) not in FLOATS + others:
+        if dtype_name(value) not in known:
             given = getattr(value, "__name__", repr(value))
-            rule = "must be floating or quantised" if others else "must be floating"
-            raise ValueError(f"{name} {rule}, got {given}. Pass one of {FLOATS + others}.")
+            raise ValueError(f"{name} must be {kind}, got {given}. Pass one of {known}.")

@@ -238,6 +238,18 @@ def test_a_bad_row_stays_alone():
         assert all((got[row] == want[row]).all() for got, want in held)
 
 
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf], ids=str)
+def test_what_is_not_finite_stays_in_its_row_and_head_of_an_int8_cache(number):
+    """One number of a value: all who see it see NaN, as int8 cannot hold it, and nobody else does."""
+    held, query, tokens, gates = operands(jnp.bfloat16, 4, lengths=(700, 2000, 65000), kept="int8")
+    clean = by_kernels(held, query, tokens, gates, None, PAPER)
+    spoilt = tokens._replace(value_win=tokens.value_win.at[1, 2, 0, 3].set(number))
+    found = by_kernels(held, query, spoilt, gates, None, PAPER)
+
+    assert jnp.isnan(found.out[1, 2:, :16]).all()
+    assert (found.out.at[1, 2:, :16].set(clean.out[1, 2:, :16]) == clean.out).all()
+
+
 def mlp(seed, dim=128, units=256):
     keys = jax.random.split(jax.random.key(seed), 5)
     shapes = ((32, dim), (32 * dim, units), (units,), (units, dim), (dim,))

@@ -1,5 +1,7 @@
 """The choice of blocks that the selected branch attends: by importance, an indexer, or scores of your own."""
 
+from typing import Any
+
 import jax
 from jax import lax
 
@@ -107,7 +109,7 @@ def select_by_index(
       No gradient flows through the selection. An indexer learns from the gradients of `block_scores`.
     """
     arrays = dict(query_index=query_index, key_index=key_index, weights=weights)
-    keys = arrays["key_index"]
+    keys: Any = key_index
     if isinstance(keys, Quantised):
         keys = jax.ShapeDtypeStruct(keys.shape, query_index.dtype)  # in its place
     call = arguments.check(

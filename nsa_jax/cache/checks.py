@@ -14,7 +14,7 @@ from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation, check_compress
 from nsa_jax.config import LONGEST, Branch, NSAConfig, check_config
 from nsa_jax.layout import NSACache, TokenKeysValues
-from nsa_jax.layout.quantised import LARGEST, is_quantised
+from nsa_jax.layout.quantised import LARGEST, check_kept_dtype, is_quantised
 from nsa_jax.option_checks import check_dtype, check_int, dtype_name
 
 
@@ -292,7 +292,7 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
 def check_new_cache(dtype: DType, **sizes: int) -> None:
     """Raises TypeError or ValueError unless a cache can have these sizes and this dtype."""
     check_int(low=1, high=LONGEST, **{name: x for name, x in sizes.items() if not export.is_symbolic_dim(x)})
-    check_dtype(dtype=dtype, others=tuple(LARGEST))
+    check_kept_dtype(dtype=dtype)
 
 
 def check_raw_dtype(dtype: DType, raw_dtype: DType | None, branches: Sequence[Branch]) -> DType:
@@ -311,7 +311,7 @@ def check_raw_dtype(dtype: DType, raw_dtype: DType | None, branches: Sequence[Br
             f"raw_dtype must be given for a quantised cache, got None and dtype {dtype_name(dtype)}. Pass "
             "the dtype of queries and new tokens."
         )
-    return raw_dtype
+    return jnp.float32 if raw_dtype is None else raw_dtype  # if None, of arrays that the cache lacks
 
 
 def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:

@@ -121,9 +121,9 @@ def _prefill(
     if "win" in cache.branches(gates):
         window = window_tokens(cache, recent, new, num_new, history, query.dtype)
     names = "key_cmp", "value_cmp", "key_slc", "value_slc"
-    keys_values = widened([held(cache, name) for name in names], query.dtype)
+    key_cmp, value_cmp, key_slc, value_slc = (widened(held(cache, name), query.dtype) for name in names)
     out = attention.native_sparse_attention(
-        query, *keys_values, *window, gates,
+        query, key_cmp, value_cmp, key_slc, value_slc, *window, gates,
         config=config, block_indices=block_indices, first_key_win=new.start - history, scale=scale,
         query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
         implementation=implementation,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, DType, Float32
-from nsa_jax.option_checks import dtype_name
+from nsa_jax.option_checks import FLOATS, check_dtype_among, dtype_name
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -37,6 +37,11 @@ class Quantised(NamedTuple):
         """The array in a floating dtype."""
         wide = jnp.promote_types(dtype, jnp.float32)
         return (self.numbers.astype(wide) * self.scale[..., None].astype(wide)).astype(dtype)
+
+
+def check_kept_dtype(**dtypes: Any) -> None:
+    """Raises ValueError unless a cache can be of these dtypes."""
+    check_dtype_among((*FLOATS, *LARGEST), "floating or quantised", **dtypes)
 
 
 def is_quantised(dtype: Any) -> bool:
@@ -87,7 +92,7 @@ def held(cache: Any, name: str) -> Any:
 
 def fields(arrays: dict[str, Any]) -> dict[str, Any]:
     """The fields of a cache for arrays by name, the inverse of `held`."""
-    found = {}
+    found = dict[str, Any]()
     for name, array in arrays.items():
         if isinstance(array, Quantised):
             found |= {name: array.numbers, f"{name}_scale": array.scale}

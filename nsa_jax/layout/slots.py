@@ -4,7 +4,7 @@ A write is one scatter for rows of any length, which XLA does in place. `dynamic
 operation per row, and would shift a chunk whose padding reaches beyond the end of the array.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,8 @@ def admit(
     return Admitted(lengths, jnp.where(fits, wanted, 0), fits)
 
 
-def write[A: (Array, Quantised)](
-    buffer: A, new: Array | Quantised, slot: Int32[Array, "B T"], valid: Bool[Array, "B T"]
-) -> A:
-    """Writes `new[b, t]` to `buffer[b, slot[b, t]]` where `valid[b, t]`, rounded as `buffer` is."""
+def write(buffer: Any, new: Any, slot: Int32[Array, "B T"], valid: Bool[Array, "B T"]) -> Any:
+    """Writes `new[b, t]` to `buffer[b, slot[b, t]]` where `valid[b, t]`, rounded if that is `Quantised`."""
     if isinstance(buffer, Quantised):
         new = new if isinstance(new, Quantised) else quantised(new, buffer.numbers.dtype)
         return Quantised(*(write(x, y, slot, valid) for x, y in zip(buffer, new, strict=True)))
@@ -62,7 +60,7 @@ def write[A: (Array, Quantised)](
     return jax.lax.optimization_barrier(written)
 
 
-def write_ring[A: (Array, Quantised)](ring: A, new: A, admitted: Admitted) -> A:
+def write_ring(ring: Any, new: Any, admitted: Admitted) -> Any:
     """Writes the admitted tokens to the ring; only the last of them if the ring is too short for all."""
     if isinstance(ring, Quantised):
         return Quantised(*(write_ring(x, y, admitted) for x, y in zip(ring, new, strict=True)))
@@ -74,7 +72,7 @@ def write_ring[A: (Array, Quantised)](ring: A, new: A, admitted: Admitted) -> A:
     return write(ring, new, slot, offset < admitted.num_tokens[:, None])
 
 
-def read_ring[A: (Array, Quantised)](ring: A, first: Int32[Array, " B"], length: int) -> A:
+def read_ring(ring: Any, first: Int32[Array, " B"], length: int) -> Any:
     """Reads tokens `first .. first + length - 1` in order; arbitrary numbers for tokens not in the ring."""
     if isinstance(ring, Quantised):
         return Quantised(*(read_ring(x, first, length) for x in ring))

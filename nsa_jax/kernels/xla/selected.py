@@ -13,7 +13,7 @@ starts of their blocks. Keys keep their layout `[tokens, K, H]`, with batch and 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,12 +135,8 @@ def _forward(query, key, value, blocks, scale, sizes):
         def attend_items(step, partials):
             at = step * sizes.items_per_step
             read = _read_items(items, blocks, at, sizes, key.shape, heads)
-            part = attend_tile(
-                _rows_of(query, read),
-                *(widened(_read_blocks(x, read), query.dtype) for x in (key, value)),
-                read.visible,
-                scale,
-            )
+            k, v = (widened(_read_blocks(x, read), query.dtype) for x in (key, value))
+            part = attend_tile(_rows_of(query, read), k, v, read.visible, scale)
             return jax.tree.map(
                 lambda whole, p: jax.lax.dynamic_update_slice_in_dim(
                     whole, p.reshape(-1, *whole.shape[1:]), at, 0
@@ -284,7 +280,7 @@ def _rows_of(per_row: Float[Array, "rows G X"], read: _Read) -> Float[Array, "it
     return gathered.reshape(gathered.shape[0], 1, -1, gathered.shape[-1])
 
 
-def _read_blocks[A: (Array, Quantised)](array: A, read: _Read) -> A:
+def _read_blocks(array: Array | Quantised, read: _Read) -> Any:
     """`[items, block, 1, X]` of `[tokens, K, X]`."""
     at = read.token, read.head[:, None]
     return jax.tree.map(lambda x: x.at[at].get(mode="promise_in_bounds")[:, :, None], array)

@@ -412,7 +412,8 @@ def _second(
     updated, (merged, blocks, _) = launch(
         second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, *of_slc,
         key, value, *of_win, found.block_key, found.block_value, found.block_logits,
-        found.scores, found.tails, found.tops, block_indices, out=out, in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
+        found.scores, found.tails, found.tops, block_indices, out=out,
+        in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
         grid=(sizes.shares * batch * kv_heads * num_new,), num_warps=sizes.share_warps, num_stages=1,
         registers=sizes.registers, scale=float(scale * LOG2_E.value), PADDED_G=_padded(shapes.heads),
         WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,

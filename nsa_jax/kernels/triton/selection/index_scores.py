@@ -22,7 +22,7 @@ ms at 64 a clock and SM; keys from L2, 17 GB with 128 pairs a tile, some 3 ms, b
 takes 5.0 ms, top-n and all, as predicted.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import triton
@@ -103,7 +103,7 @@ class IndexQueries(NamedTuple):
     TMA: tl.constexpr
 
 
-def flat_if_shared[A: (Array, Quantised)](keys: A) -> A:
+def flat_if_shared(keys: Array | Quantised) -> Any:
     """Index keys as they are divided among devices: `[B, S, K, E]`, or `[B, S E]` if all KV heads share one.
 
     Axis 2 of an operand is divided with the heads of a call, so what all share has none.
@@ -111,7 +111,7 @@ def flat_if_shared[A: (Array, Quantised)](keys: A) -> A:
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1) if x.shape[2] == 1 else x, keys)
 
 
-def by_heads[A: (Array, Quantised)](keys: A, dim: int) -> A:
+def by_heads(keys: Array | Quantised, dim: int) -> Any:
     """The inverse of `flat_if_shared`: `[B, S, I, E]`."""
     if isinstance(keys, Quantised):
         scale = keys.scale[..., None] if keys.scale.ndim == 2 else keys.scale
