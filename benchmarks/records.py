@@ -46,7 +46,7 @@ FIELDS = NEEDED | {
     *("adjacent_share", "mean_union_4", "noise", "new_tokens", "compression", "num_layers", "bytes"),
     *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
-    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size"),
+    *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size", "cache_dtype"),
 }
 # What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")

@@ -90,13 +90,16 @@ def cost(operation: str, mode: str, shape: Shape) -> Cost:
     return Cost(_flops(operation, mode, shape), moved)
 
 
-def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape) -> Cost:
+def decode_cost(
+    operation: str, reads: Mapping[str, np.ndarray], shape: Shape, cache_dtype: str | None = None
+) -> Cost:
     """One decode step, the mean of those whose `reads` these are.
 
     Args:
       operation: the whole operation, a layer around it, or a branch alone, which appends nothing.
       reads: keys that each query gathers in each attention, `[steps, T]`.
       shape: the sizes; its length is not used.
+      cache_dtype: dtype of a quantised cache, which has a scale of 4 bytes beside each key and value.
 
     A key that several of the `T` queries of a step see is moved once, but selected ones as often as they were
     selected. New tokens are written to each array that keeps them. A layer's parameters are read once,
@@ -130,7 +133,12 @@ def decode_cost(operation: str, reads: Mapping[str, np.ndarray], shape: Shape) -
         words += sum(x.size for name, x in parameters if not name.startswith("compressor"))
         new = dataclasses.replace(shape, length=num_new)
         flops += 2 * layers.products(operation, new)
-    return Cost(round(flops), round(words * jnp.dtype(shape.dtype).itemsize))
+    moved = words * jnp.dtype(shape.dtype).itemsize
+    if cache_dtype is not None:
+        raw = shape.batch * shape.kv_heads * dims * num_new  # await compression as they are
+        saved = jnp.dtype(shape.dtype).itemsize - jnp.dtype(cache_dtype).itemsize - 2 * 4 / dims
+        moved -= (words - raw) * saved
+    return Cost(round(flops), round(moved))
 
 
 def _visible_keys(operation: str, t: np.ndarray, config: NSAConfig) -> np.ndarray:

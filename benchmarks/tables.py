@@ -57,6 +57,7 @@ def _of_operations(rows: Sequence[Row]) -> tuple[str, list[str]]:
         tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
         most = max(row.num_layers or 1 for row in rows)
         sizes += f", {tokens} a step, {first.compression} compression, {most} layers in the loop"
+        sizes += f", cache in {first.cache_dtype}" if first.cache_dtype else ""
     return sizes, lines
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.array_typing import Array, Bool, Float, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Float32, Int32
 from nsa_jax.option_checks import FLOATS, LARGEST_INT
 
 
@@ -111,7 +111,7 @@ def check_dtypes(annotations: Annotations, arrays: Mapping[str, Any]) -> None:
             check_integers(**{name: array})
 
 
-_EXACT = {Int32: "int32", Bool: "bool"}
+_EXACT = {Int32: "int32", Bool: "bool", Float32: "float32"}
 
 
 def _own_dtype(name: str) -> bool:

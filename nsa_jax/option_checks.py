@@ -73,13 +73,22 @@ def check_function(**values: Any) -> None:
             raise TypeError(f"{name} must be a function, got {type(value).__name__}. Pass a function.")
 
 
+def dtype_name(value: Any) -> str | None:
+    """The name of a dtype that is given in any form; None for what is none."""
+    try:
+        return None if value is None else jnp.dtype(value).name  # NumPy takes None for float64
+    except TypeError:  # no dtype has this name
+        return None
+
+
 def check_dtype(**values: Any) -> None:
     """Raises ValueError unless the values are floating-point dtypes of at least 16 bits, or names of such."""
+    check_dtype_among(FLOATS, "floating", **values)
+
+
+def check_dtype_among(known: tuple[str, ...], kind: str, /, **values: Any) -> None:
+    """Raises ValueError unless the values are dtypes that are known, or names of such."""
     for name, value in values.items():
-        try:
-            known = value is not None and jnp.dtype(value).name in FLOATS  # NumPy takes None for float64
-        except TypeError:  # no dtype has this name
-            known = False
-        if not known:
+        if dtype_name(value) not in known:
             given = getattr(value, "__name__", repr(value))
-            raise ValueError(f"{name} must be floating, got {given}. Pass one of {FLOATS}.")
+            raise ValueError(f"{name} must be {kind}, got {given}. Pass one of {known}.")

@@ -26,6 +26,7 @@ from bad_values import (
     FreeName,
     Function,
     Integers,
+    KeptDType,
     Kind,
     Lengths,
     Name,
@@ -55,6 +56,7 @@ SIZES = dict(
     B=2, T=10, M=3, S=10, W=10, P=10, N=4, K=2, H=4, V=3, D=12, C=4, R=4, J=3, I=2, E=5, branches=3, m=4, l=4,
     vocab=VOCAB,
 )  # fmt: skip
+KEPT_DTYPE = ("float32", KeptDType())
 RATE = Kind(NO_FLOAT | {"negative": -0.1, "1": 1.0, "10^400": 10**400})
 SHARE = Kind(NO_FLOAT | {"negative": -0.1, "0": 0.0, "above 1": 1.5, "10^400": 10**400})
 TOO_HOT = NO_FLOAT | {"negative": -1.0, "10^400": 10**400, "1e300": 1e300}
@@ -108,6 +110,7 @@ VALUES = dict(
     **dict(shared_key=True, slow_pairs=False),
     **dict(layout="BTKn2", axis=("context", FreeName()), context_axis=(None, FreeName())),
     **dict.fromkeys(("dtype", "param_dtype"), ("float32", DType())),
+    **dict(raw_dtype=("float32", DType()), cache_dtype=("int8", KeptDType())),
     **dict.fromkeys(("compressor", "gate", "rotary", "out_kernel_init"), (None, Function())),
     **dict.fromkeys(("kernel_init", "bias_init"), (nnx.initializers.zeros_init(), Function())),
     **dict(compress=(cache.Compression(), Function()), sharding=(None, Sharding())),
@@ -149,8 +152,8 @@ class Call:
         for name, value in given.items():  # arrays of a cache are arguments of their own
             if isinstance(value, cache.NSACache | cache.DenseCache | cache.TokenKeysValues):
                 for field, shape in inspect.get_annotations(type(value)).items():
-                    if shape is typing.Any:  # what a selector keeps may be anything
-                        continue
+                    if shape is typing.Any or getattr(value, field) is None:
+                        continue  # what a selector keeps may be anything; some caches have no scales
                     if parts := typing.get_args(shape):
                         shape = parts[0]
                         self.optional.add(f"{name}.{field}")
@@ -425,8 +428,8 @@ CALLS = {
     "weights": Call(nn.weights),
     "rotate": Call(nn.rotate, free="N H"),
     "token_windows": Call(nn.token_windows, free="K H"),
-    "init_cache": Call(cache.init_cache),
-    "init_dense_cache": Call(cache.init_dense_cache),
+    "init_cache": Call(cache.init_cache, dtype=KEPT_DTYPE),
+    "init_dense_cache": Call(cache.init_dense_cache, dtype=KEPT_DTYPE),
     "expected_reads": Call(cache.expected_reads),
     "keep": Call(cache.keep, cache=HELD._replace(kept=[np.zeros((2, ROOM, 3))]), new=NEW_KEPT, **STEP),
     "rewind": Call(cache.rewind, cache=HELD, num_tokens=(np.zeros(2, np.int32), Counts(axes=("B",), high=0))),
@@ -436,13 +439,13 @@ CALLS = {
     "dense_prefill": Call(cache.dense_prefill, window_size=(None, Whole()), **DENSE_STEP),
     "dense_decode_step": Call(cache.dense_decode_step, window_size=(None, Whole()), **DENSE_STEP),
     "Rotation.of": Call(cache.Rotation.of, frequency=(np.array([1.0, 0.5]), Kind(NO_FREQUENCY))),
-    "NSAAttention.init_cache": LAYER.call("init_cache"),
+    "NSAAttention.init_cache": LAYER.call("init_cache", dtype=KEPT_DTYPE),
     "NSAAttention.check_cache": LAYER.call(
         "check_cache", cache=(HELD, Of()), batch=(2, Whole(error=ValueError))
     ),
     "NSAAttention.prefill": LAYER.call("prefill", cache=HELD, free="T", **STEP),
     "NSAAttention.decode_step": LAYER.call("decode_step", cache=HELD, free="T", **STEP),
-    "DenseAttention.init_cache": DENSE.call("init_cache"),
+    "DenseAttention.init_cache": DENSE.call("init_cache", dtype=KEPT_DTYPE),
     "DenseAttention.decode_step": DENSE.call(
         "decode_step", cache=DENSE_OF_LAYER, free="T", **STEP, block_indices=(None, OF_NSA)
     ),
@@ -470,7 +473,7 @@ CALLS = {
     "token_losses": Call(model.token_losses, free="vocab"),
     "token_divergences": Call(model.token_divergences, sizes={"E": 3}),
     "Transformer.inspect": TRANSFORMER.call("inspect"),
-    "Transformer.init_cache": TRANSFORMER.call("init_cache"),
+    "Transformer.init_cache": TRANSFORMER.call("init_cache", dtype=KEPT_DTYPE),
     "Transformer.prefill": TRANSFORMER.call(
         "prefill", cache=MODEL_HELD, free="T", **STEP, block_indices=(None, OF_LAYERS)
     ),

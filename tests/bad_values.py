@@ -131,6 +131,14 @@ class DType(Kind):
         return {} if value is None else {"numpy": np.dtype(value)}
 
 
+@dataclasses.dataclass(frozen=True)
+class KeptDType(DType):
+    """One of those, or of the two of a quantised cache."""
+
+    def wrong(self, value, rng):
+        return super().wrong(value, rng) | {"float8": ml_dtypes.float8_e5m2, "uint8": "uint8"}
+
+
 class Of(Kind):
     """An object of a class of ours, or of Flax."""
 

@@ -33,16 +33,39 @@ def append(held: NSACache, tokens, num_tokens, config, compress) -> NSACache:
         for at in range(start, start + number):
             for name, token in names.items():
                 if (array := arrays[name]) is not None:
-                    array[b, at % array.shape[1]] = getattr(tokens, token)[b, at - start]
+                    store(arrays, name, (b, at % array.shape[1]), getattr(tokens, token)[b, at - start])
             first = at + 1 - config.compression_block_size
             if compress is not None and first >= 0 and first % config.compression_stride == 0:
                 slots = np.arange(first, at + 1) % arrays["key_raw_ring"].shape[1]
                 key, value = (arrays[f"{x}_raw_ring"][b, slots] for x in ("key", "value"))
                 block = first // config.compression_stride
                 key, value = compressed(compress, key, value, first)
-                arrays["key_cmp"][b, block], arrays["value_cmp"][b, block] = key, value
+                store(arrays, "key_cmp", (b, block), key)
+                store(arrays, "value_cmp", (b, block), value)
         arrays["lengths"][b] += number
     return NSACache(**arrays)
+
+
+def store(arrays, name: str, place, token) -> None:
+    """Writes a token `[K, D]`; in a quantised cache as the nearest numbers, and their scales."""
+    if (scales := arrays.get(f"{name}_scale")) is None:
+        arrays[name][place] = token
+        return
+    token, numbers = np.float64(token), arrays[name]
+    most = 127 if numbers.dtype == np.int8 else 448
+    for head, vector in enumerate(token):
+        scale = np.float32(max(abs(vector)) / most)
+        scales[(*place, head)] = scale if np.isfinite(vector).all() else np.nan
+        nearest = vector / scale if 0 < scale < np.inf else 0 * vector
+        if most == 127:
+            nearest = np.rint(nearest)
+        numbers[(*place, head)] = np.where(np.isfinite(nearest), nearest, 0).astype(numbers.dtype)
+
+
+def read(cache: NSACache, name: str) -> np.ndarray:
+    """An array of a cache as the numbers that it stands for."""
+    array, scale = getattr(cache, name), getattr(cache, f"{name}_scale", None)
+    return array if scale is None else np.float64(array) * np.float64(scale)[..., None]
 
 
 def copied(x) -> np.ndarray | None:
@@ -98,7 +121,7 @@ def decode_step(held, query, tokens, gates, num_tokens, blocks, config, compress
             rows["cmp"] = range(max(strides + 1, 0))
         if blocks is None:
             scores = np.zeros(candidates)
-            for i, share in enumerate(shares(queries, after.key_cmp[b, rows["cmp"], k], scale)):
+            for i, share in enumerate(shares(queries, read(after, "key_cmp")[b, rows["cmp"], k], scale)):
                 scores += share * overlaps(config, i, after.key_slc.shape[1] // size + 2)[:candidates]
             mine = best_blocks(config, scores, candidates)
         else:
@@ -128,5 +151,5 @@ def keys_values(cache: NSACache, branch: str, row: int, tokens, head: int) -> li
     """Those of a branch; the window branch reads the selected one's if they share them."""
     name = f"{branch}_ring" if branch == "win" and not cache.shares_keys_values else branch
     name = "slc" if name == "win" else name
-    arrays = [getattr(cache, f"{x}_{name}")[row, :, head] for x in ("key", "value")]
+    arrays = [read(cache, f"{x}_{name}")[row, :, head] for x in ("key", "value")]
     return [x[np.array(tokens, int) % len(x)] for x in arrays]

@@ -277,6 +277,10 @@ def test_floor_of_a_decode_step_by_hand():
     dims, appended, word = 3 + 5, 3 + 1 / 4, 2 * 2 * 2
     assert nsa.bytes == word * dims * (16 + 54 + 24 + appended)
     assert nsa.flops == 2 * 2 * 4 * (dims * (16 + 54 + 24) + 3 * 16)
+    # In 8 bits a key and its value have a scale of 4 bytes each; what awaits compression stays as it is.
+    kept = roofline.decode_cost("native_sparse_attention", first, shape, "int8")
+    assert kept.bytes == 2 * 2 * ((dims + 2 * 4) * (16 + 54 + 24 + appended - 1) + 2 * dims)
+    assert kept.flops == nsa.flops
     # What both tokens see counts once, a selected block as often as it was selected.
     assert both.bytes == word * dims * (17 + 54 + 55 + 25 + 2 * appended)
     assert both.flops == 2 * 2 * 4 * (dims * (33 + 109 + 48) + 3 * 33)
@@ -570,6 +574,8 @@ def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
         ["--value-dim", "128"],
         ["--layer", "32", "--branch", "cmp"],
         ["--layer", "32", "--compression", "mean"],
+        ["--layer", "32", "--cache-dtype", "int8"],
+        ["--branch", "slc", "--cache-dtype", "int8"],
     ],
 )
 def test_decode_options_that_exclude_each_other(capsys, options):
@@ -683,6 +689,13 @@ def test_decode_gate_sees_a_wrong_compression(monkeypatch):
     monkeypatch.setattr(decode_steps, "compression", lambda *_: wrong)
 
     assert not judge().green
+
+
+def test_decode_gate_rounds_as_a_quantised_cache_does():
+    """In float32, where rounding to 8 bits is a thousand times the budget."""
+    setting = dataclasses.replace(setting_of(new_tokens=3), cache_dtype="int8")
+
+    assert 0 < decode_gate.check("native_sparse_attention", "xla", setting).share <= 1
 
 
 @pytest.mark.parametrize("operation", ["dense_attention", "dense_layer"])

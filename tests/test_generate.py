@@ -153,7 +153,7 @@ def test_the_end_is_asked_for_once_a_chunk(model, ends_after, steps):
 def test_the_compiler_knows_how_many_steps_a_chunk_has(model):
     """Otherwise a GPU asks the host after each step whether there is another one."""
     arrays = PROMPTS.astype(np.int32), LENGTHS.astype(np.int32), jax.random.split(jax.random.key(0), 3)
-    sizes = dict(max_length=15, chunk_size=7, prefill_chunk=5, join=True)
+    sizes = dict(max_length=15, chunk_size=7, prefill_chunk=5, cache_dtype=None, join=True)
     lowered = _run.lower(*split(model), *arrays, _Sampling(None, None, None), None, PAD, 10, **sizes)
 
     assert '"known_trip_count":{"n":"7"}' in lowered.compile().as_text()

@@ -13,6 +13,9 @@ from nsa_jax import attention, cache, dispatch
 from nsa_jax.cache import Compression, ResidualMLP, TokenKeysValues
 from nsa_jax.config import BRANCHES, NSAConfig
 from nsa_jax.kernels.triton.decode import step as steps
+from nsa_jax.layout import Run, Runs, slots
+from nsa_jax.layout.quantised import fields, is_quantised, like, widened
+from nsa_jax.layout.quantised import held as held_array
 from nsa_jax.nn.rotary import Rotary
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +31,7 @@ LENGTHS = (0, 30, 31, 32, 46, 577, 1023, 1025, 2047, 4095, 16383, 30000, 65520, 
 
 
 def operands(dtype, num_new, *, config=PAPER, lengths=LENGTHS, heads=(32, 2), dims=(128, 128), equal=False,
-             max_length=65536):  # fmt: skip
+             max_length=65536, kept=None):  # fmt: skip
     keys = iter(jax.random.split(jax.random.key(num_new), 40))
     batch, (num_heads, num_kv_heads) = len(lengths), heads
 
@@ -37,14 +40,14 @@ def operands(dtype, num_new, *, config=PAPER, lengths=LENGTHS, heads=(32, 2), di
 
     empty = cache.init_cache(
         batch, max_length, num_kv_heads=num_kv_heads, key_dim=dims[0], value_dim=dims[1], config=config,
-        dtype=dtype,
+        dtype=kept or dtype, raw_dtype=dtype,
     )  # fmt: skip
     filled = {
-        name: normal(x.shape, equal and name.startswith("key"))
+        name: like(normal(x.shape, equal and name.startswith("key")), held_array(empty, name))
         for name, x in empty._asdict().items()
-        if name not in ("lengths", "overflowed") and x is not None
+        if name not in ("lengths", "overflowed") and not name.endswith("_scale") and x is not None
     }
-    held = empty._replace(**filled, lengths=jnp.asarray(lengths, jnp.int32))
+    held = empty._replace(**fields(filled), lengths=jnp.asarray(lengths, jnp.int32))
     shapes = [(batch, num_new, num_kv_heads, dim) for dim in dims * 3]
     tokens = TokenKeysValues(*(normal(shape, equal and i % 2 == 0) for i, shape in enumerate(shapes)))
     gates = jax.nn.sigmoid(normal((batch, num_new, num_heads, 3)))
@@ -116,6 +119,65 @@ def test_step_equals_xla(dtype, num_new, more):
     assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
 
 
+@functools.partial(jax.jit, static_argnames=("config",))
+def attended(after, first, query, gates, blocks, config):
+    """Plain attention to a cache as it is after the step that began at `first`; and the blocks it chooses."""
+    added, history = after.lengths - first, config.window_size - 1
+    names = "key_cmp", "value_cmp", "key_slc", "value_slc"
+    rings = (held_array(after, name) for name in ("key_win_ring", "value_win_ring"))
+    window = [slots.read_ring(x, first - history, history + query.shape[1]) for x in rings]
+    arrays = widened([held_array(after, name) for name in names], query.dtype)
+    runs = Runs((Run(query.shape[1], first),), num_queries=added)
+    where = dict(config=config, query_positions=runs, implementation="xla")
+    out = attention.native_sparse_attention(
+        query, *arrays, *widened(window, query.dtype), gates, first_key_win=first - history,
+        block_indices=blocks, **where,
+    )  # fmt: skip
+    return out, attention.select_blocks(query, arrays[0], **where)
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "num_new", "more"),
+    [
+        ("int8", "bfloat16", 1, {}),
+        ("int8", "bfloat16", 4, dict(heads=(8, 8), dims=(192, 128))),
+        ("int8", "float16", 8, dict(heads=(12, 2), dims=(64, 32))),
+        ("int8", "float32", 3, dict(config=OTHER, max_length=8192, lengths=(0, 15, 16, 31, 700, 8000))),
+        ("int8", "bfloat16", 1, dict(equal=True)),
+        ("float8_e4m3fn", "bfloat16", 1, {}),
+        ("float8_e4m3fn", "float32", 2, dict(heads=(16, 1), lengths=(200_000, 7), max_length=262_144)),
+    ],
+)
+def test_step_attends_to_a_quantised_cache(kept, dtype, num_new, more):
+    """To what is in it afterwards, which differs from what `xla` writes where half a number is rounded."""
+    config = more.get("config", PAPER)
+    arrays = before, query, _, gates = operands(jnp.dtype(dtype), num_new, kept=kept, **more)
+    num_tokens = None if num_new == 1 else jnp.arange(len(before.lengths), dtype=jnp.int32) % (num_new + 1)
+    found = by_kernels(*arrays, num_tokens, config)
+    blocks = jnp.sort(jnp.where(found.blocks < 0, 2**20, found.blocks), -1)
+    blocks = jnp.where(blocks == 2**20, -1, blocks)
+    of_cache = found.cache, before.lengths
+    own, own_blocks = attended(*of_cache, query, gates, blocks, config)
+    exact, exact_blocks = attended(*of_cache, *wide((query, gates)), blocks, config)
+
+    assert distance(found.out, exact) <= 2 * distance(own, exact) + 4e-6
+    assert ((blocks == own_blocks).all(-1) | (blocks == exact_blocks).all(-1)).all()
+    settings = dict(num_tokens=num_tokens, config=config, compress=Compression(), implementation="xla")
+    expected = jax.jit(lambda *arrays: cache.decode_step(*arrays, **settings).cache)(*arrays)
+    for name, got in found.cache._asdict().items():
+        want = getattr(expected, name)
+        if got is None or name in ("lengths", "overflowed", "key_raw_ring", "value_raw_ring"):
+            assert got is want is None or (got == want).all(), name
+        elif is_quantised(got.dtype):  # neighbours in int8; in float8 at most 1 / 8 apart
+            got, want = (x.astype(jnp.float32) for x in (got, want))
+            assert (jnp.abs(got - want) <= jnp.maximum(1, jnp.abs(want) / 8)).all(), name
+            assert (got == want).mean() > 0.999, name
+        else:  # means of blocks have been rounded to the dtype of tokens
+            rounding = 4 * float(jnp.finfo(dtype).eps) if "cmp" in name else 1e-6
+            assert jnp.allclose(got, want, rtol=rounding), name
+    assert (found.out == by_kernels(*arrays, num_tokens, config).out).all(), "two runs differ"
+
+
 @pytest.mark.parametrize(
     ("branches", "dtype", "num_new", "config"),
     [
@@ -174,6 +236,18 @@ def test_a_bad_row_stays_alone():
         assert (found.out[row] == clean.out[row]).all()
         held = zip(jax.tree.leaves(found.cache), jax.tree.leaves(clean.cache), strict=True)
         assert all((got[row] == want[row]).all() for got, want in held)
+
+
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf], ids=str)
+def test_what_is_not_finite_stays_in_its_row_and_head_of_an_int8_cache(number):
+    """One number of a value: all who see it see NaN, as int8 cannot hold it, and nobody else does."""
+    held, query, tokens, gates = operands(jnp.bfloat16, 4, lengths=(700, 2000, 65000), kept="int8")
+    clean = by_kernels(held, query, tokens, gates, None, PAPER)
+    spoilt = tokens._replace(value_win=tokens.value_win.at[1, 2, 0, 3].set(number))
+    found = by_kernels(held, query, spoilt, gates, None, PAPER)
+
+    assert jnp.isnan(found.out[1, 2:, :16]).all()
+    assert (found.out.at[1, 2:, :16].set(clean.out[1, 2:, :16]) == clean.out).all()
 
 
 def mlp(seed, dim=128, units=256):

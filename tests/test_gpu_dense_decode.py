@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
 from nsa_jax import cache, dispatch
+from nsa_jax.layout.quantised import fields, like
+from nsa_jax.layout.quantised import held as held_array
 
 pytestmark = pytest.mark.gpu
 
@@ -28,20 +30,19 @@ LENGTHS = (0, 1, 63, 64, 1000, 4095, 4096, 4100, 30000, 65520, 65536)
 
 
 def operands(dtype, num_new, *, window_size=None, lengths=LENGTHS, heads=(32, 2), dims=(128, 128),
-                   max_length=65536):  # fmt: skip
+                   max_length=65536, kept=None):  # fmt: skip
     keys = iter(jax.random.split(jax.random.key(num_new), 5))
 
     def normal(*shape):
         return jax.random.normal(next(keys), (len(lengths), *shape), dtype)
 
     empty = cache.init_dense_cache(
-        len(lengths), max_length, num_kv_heads=heads[1], key_dim=dims[0], value_dim=dims[1], dtype=dtype,
-        window_size=window_size,
+        len(lengths), max_length, num_kv_heads=heads[1], key_dim=dims[0], value_dim=dims[1],
+        dtype=kept or dtype, window_size=window_size,
     )  # fmt: skip
-    held = empty._replace(
-        key=normal(*empty.key.shape[1:]), value=normal(*empty.value.shape[1:]),
-        lengths=jnp.asarray(lengths, jnp.int32),
-    )  # fmt: skip
+    shapes = dict(key=empty.key.shape[1:], value=empty.value.shape[1:])
+    filled = {name: like(normal(*shape), held_array(empty, name)) for name, shape in shapes.items()}
+    held = empty._replace(**fields(filled), lengths=jnp.asarray(lengths, jnp.int32))
     return held, *(
         normal(num_new, *x) for x in ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
     )
@@ -64,6 +65,8 @@ def step(implementation, window_size, num_tokens, *arrays):
         ("bfloat16", 2, dict(heads=(64, 1), dims=(192, 128))),
         ("float32", 8, dict(window_size=5, heads=(8, 8), lengths=(0, 3, 4, 5, 6, 70000))),
         ("bfloat16", 1, dict(heads=(16, 1), lengths=(500_000, 65536, 7), max_length=524_288)),
+        ("bfloat16", 1, dict(kept="int8")),
+        ("bfloat16", 8, dict(kept="int8", window_size=4096, heads=(64, 4))),
     ],
 )
 def test_step_equals_xla(dtype, num_new, more):
@@ -76,7 +79,13 @@ def test_step_equals_xla(dtype, num_new, more):
 
     assert distance(found.out, exact.out) <= 2 * distance(own.out, exact.out) + 4e-6
     for name, got, want in zip(found.cache._fields, found.cache, own.cache, strict=True):
-        assert (got == want).all(), name
+        if name.endswith("_scale"):
+            assert got is want is None or jnp.allclose(got, want, rtol=1e-6), name
+        elif got.dtype == jnp.int8:  # XLA divides less exactly than the kernels where a half is rounded
+            assert distance(got, want) <= 1, name
+            assert (got == want).mean() > 0.999, name
+        else:
+            assert (got == want).all(), name
     assert (found.out == step("triton", window, num_tokens, *arrays).out).all(), "two runs differ"
 
 
@@ -122,7 +131,8 @@ def test_compiled_loop_equals_steps_of_xla(window_size):
     assert found.lengths.tolist() == [120, 80, 1120, 8192 if window_size is None else 8270]
     assert found.overflowed.tolist() == [False, False, False, window_size is None]
     assert distance(out, right) <= 1e-5
-    assert all((got == want).all() for got, want in zip(found, expected, strict=True))
+    same = jax.tree.map(lambda got, want: bool((got == want).all()), found, expected)
+    assert all(jax.tree.leaves(same)), same
 
 
 def test_step_kernels_are_what_runs_by_default():

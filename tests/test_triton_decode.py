@@ -38,6 +38,7 @@ class Shape:
     max_length: int = 65536
     config: NSAConfig = CONFIG
     branches: tuple[str, ...] = BRANCHES
+    kept: str | None = None  # dtype of the cache, if it is quantised
 
     def operands(self):
         """Cache, query, tokens and gates, of 4 KV heads."""
@@ -47,9 +48,8 @@ class Shape:
 
         sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim, config=self.config)
         sizes["branches"] = self.branches
-        held = jax.eval_shape(
-            lambda: cache.init_cache(self.batch, self.max_length, dtype=self.dtype, **sizes)
-        )
+        sizes |= dict(dtype=self.kept or self.dtype, raw_dtype=self.dtype)
+        held = jax.eval_shape(lambda: cache.init_cache(self.batch, self.max_length, **sizes))
         tokens = TokenKeysValues(*(array(4, dim) for dim in (self.key_dim, self.value_dim) * 3))
         absent = {f"{x}_{branch}" for x in ("key", "value") for branch in set(BRANCHES) - {*self.branches}}
         gates = array(4 * self.heads, len(self.branches)) if len(self.branches) > 1 else None
@@ -75,6 +75,7 @@ SHAPES = {
     "1m tokens": Shape(batch=32, max_length=2**20),
     "one row of 192/192": Shape(batch=1, key_dim=192, value_dim=192),
     "one row of 256/256": Shape(batch=1, key_dim=256, value_dim=256),
+    "int8": Shape(kept="int8"),
     "selected alone": Shape(branches=("slc",), config=NSAConfig(selection_block_size=128)),
     "selected and window": Shape(branches=("slc", "win"), num_new=3, dtype="float32"),
 }
@@ -83,7 +84,7 @@ LARGE = Shape(dtype="float32", key_dim=256, value_dim=256, config=NSAConfig(comp
 SHAPES_OF_ALL = SHAPES | {"large": LARGE}
 # Here also the kernels of MLPs, beside the others, so that the second kernel is compiled once for both.
 WITH_MLP = [*((c, "main") for c in triton_kernels.TARGETS), (89, "wide float32")]
-CASES = [*((90, name) for name in SHAPES if name != "main"), *WITH_MLP, (89, "large")]
+CASES = [*((90, name) for name in SHAPES if name != "main"), *WITH_MLP, (89, "large"), (80, "int8")]
 # As in `test_triton_compile`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (89, "large"): {"nsa_step_first": 152, "nsa_step_second": 84},
@@ -201,6 +202,8 @@ def test_steps_that_do_not_fit_are_refused():
 
     assert reason() is None
     assert reason(max_length=2**20) is None
+    assert reason(kept="float8_e4m3fn") is None
+    assert reason(gpu=80, kept="int8") is None
     refused = {
         "at most 8 tokens": reason(num_new=9),
         "fit into shared memory": reason(gpu=80, key_dim=256, dtype="float32", selection_block_size=128),
@@ -211,6 +214,7 @@ def test_steps_that_do_not_fit_are_refused():
         "selection_block_size of at most 128": reason(selection_block_size=144),
         "32 compression strides": reason(compression_stride=1),
         "power of two": reason(key_dim=100),
+        "8.9 or newer for float8_e4m3fn, got 8.0": reason(gpu=80, kept="float8_e4m3fn"),
     }
     for part, text in refused.items():
         assert text is not None

@@ -34,6 +34,7 @@ class Shape:
     dtype: str = "bfloat16"
     max_length: int = 65536
     window_size: int | None = None
+    kept: str | None = None  # dtype of the cache, if it is quantised
 
     def operands(self):
         """Cache, query, key and value, of 4 KV heads."""
@@ -41,7 +42,8 @@ class Shape:
         def array(*last):
             return jax.ShapeDtypeStruct((self.batch, self.num_new, *last), jnp.dtype(self.dtype))
 
-        sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim, dtype=self.dtype)
+        sizes = dict(num_kv_heads=4, key_dim=self.key_dim, value_dim=self.value_dim)
+        sizes["dtype"] = self.kept or self.dtype
         held = jax.eval_shape(
             lambda: cache.init_dense_cache(self.batch, self.max_length, window_size=self.window_size, **sizes)
         )

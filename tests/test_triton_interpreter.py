@@ -25,6 +25,7 @@ CHECKS = {
         *("case groups of rows", "case many lists", "case few parts", "case three heads of two"),
         *("case given blocks", "case given blocks of four tokens", "case the selected branch alone"),
         *("case no compressed branch", "case no compressed branch, shared", "case no window"),
+        *("case int8", "case int8, shared, two pieces a dim", "not a number in int8"),
         *("public", "not a number", "ranks"),
     ),
     "range": (
@@ -80,6 +81,7 @@ CHECKS = {
         *("check_scores_that_are_given", "check_scores_that_are_taught", "check_public"),
         "check_keys_of_each_kv_head",
         "check_scores_that_are_not_finite_have_no_gradient",
+        "check_quantised_keys",
     ),
     "probabilities": (
         *("case consecutive", "case last queries", "case half a block", "case one head", "case many blocks"),
@@ -93,6 +95,7 @@ CHECKS = {
         *("case some of four tokens", "case eight tokens, two pieces a dim", "case groups of rows"),
         *("case a ring", "case a ring, some of eight tokens", "case a window shorter than the step"),
         *("case an array shorter than the window", "public", "not a number"),
+        *("case int8", "case int8, a ring"),
     ),
     "operations": (
         *("case consecutive", "case packed", "case anywhere", "whole", "one token"),

@@ -49,7 +49,7 @@ def in_loops(**options):
     def run(parameters, prompts, lengths, keys):
         return loop._run(
             structure, parameters, prompts, lengths, keys, loop._Sampling(None, None, None), None, 0, 64,
-            max_length=512, chunk_size=4, prefill_chunk=64, join=join,
+            max_length=512, chunk_size=4, prefill_chunk=64, cache_dtype=None, join=join,
         )  # fmt: skip
 
     prompts, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((BATCH, 64), (BATCH,)))

@@ -190,7 +190,7 @@ def test_generation_gathers_no_cache():
     def run(parameters, prompts, lengths, keys):
         return loop._run(
             structure, parameters, prompts, lengths, keys, loop._Sampling(None, None, None), None, 0, 64,
-            max_length=max_length, chunk_size=4, prefill_chunk=width, join=True,
+            max_length=max_length, chunk_size=4, prefill_chunk=width, cache_dtype=None, join=True,
         )  # fmt: skip
 
     program = compiled(

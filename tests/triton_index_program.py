@@ -24,7 +24,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import operations, selection
 from nsa_jax.kernels.triton.selection.index_scores import flat_if_shared
 from nsa_jax.kernels.triton.sizes import IndexSizes, SelectionSizes
-from nsa_jax.layout import place
+from nsa_jax.layout import Quantised, place
 
 SMALL = IndexSizes(32, 32, 4, 2)
 SMALL_CHUNKS = SMALL._replace(buffer_bytes=1, key_tiles=1)
@@ -53,7 +53,7 @@ def _placed(case: cases.Case, query):
 
 
 def _select(case: cases.Case, given: Indexed, sizes: IndexSizes) -> np.ndarray:
-    arrays = (None if x is None else np.asarray(x, np.float32) for x in given)
+    arrays = (np.asarray(x, np.float32) if isinstance(x, np.ndarray) else x for x in given)
     scale = given.query.shape[-1] ** -0.5 if case.scale is None else case.scale
 
     def choose(query, key, weights):
@@ -125,6 +125,20 @@ def check_few_queries():
         _check(_plain("index step", FORCED, num_queries=queries, num_keys=397, batch=2), SMALL, STREAMED)
     _check(_plain("index one token", num_keys=1, num_queries=1))
     _check(_plain("index all blocks fit", num_keys=37, num_queries=37))
+
+
+def check_quantised_keys():
+    """Each token's product takes its own scale, in tiles of whole blocks and in padded ones."""
+    for case in (_plain("int8 keys", FORCED, num_queries=3, num_keys=397), _plain("int8 odd", ODD_BLOCKS)):
+        given = index_cases.draw(case, dim=16, heads=2, shared=case.config is FORCED)
+        # Whole numbers up to 127 are kept as they are; the scales are powers of 2, so all is exact.
+        key = np.round(16 * given.key)
+        key[..., 0] = 127
+        powers = 2.0 ** np.random.default_rng(0).integers(-3, 1, (*key.shape[:3], 1))
+        given = Indexed(np.round(4 * given.query) / 4, key * powers, None)
+        keys = Quantised(jnp.asarray(key, jnp.int8), jnp.asarray(powers[..., 0], jnp.float32))
+        found = _select(case, given._replace(key=keys), SMALL)
+        assert (found == index_cases.by_loops(case, given).blocks).all(), case.name
 
 
 def check_what_is_not_finite_stays():

@@ -24,6 +24,7 @@ from benchmarks.inputs import Draw, abstract_arguments, shape_of
 from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch
 from nsa_jax.config import NSAConfig
+from nsa_jax.layout.quantised import LARGEST
 
 # Names of the programs of a length: the whole step or layer, branches, dense attention by implementation.
 TOTAL = "total"
@@ -63,6 +64,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compression of blocks; mlp also rotates compressed keys; default: mean, mlp with --layer",
     )
     parser.add_argument(
+        "--cache-dtype",
+        choices=tuple(LARGEST),
+        help="quantised keys and values in the cache of NSA; default: --dtype, which dense attention keeps",
+    )
+    parser.add_argument(
         "--csv", type=pathlib.Path, help="CSV file for branch times and reads, replaced; default: none"
     )
     options = parse_sizes(parser, argv)
@@ -77,6 +83,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "a whole layer has all branches and MLP compressors, got --layer beside --branch or "
             "--compression mean. Leave one out."
+        )
+    if options.cache_dtype and (options.branch != "all" or options.layer or options.csv):
+        parser.error(
+            "--cache-dtype is of a whole step, got it beside --branch, --layer or --csv. Leave one out."
         )
     check_writable(options.csv, "--csv")
     options.compression = options.compression or ("mlp" if options.layer else "mean")
@@ -112,6 +122,8 @@ def refusal(program: Program, setting: Setting) -> str | None:
             return reason
     query, *_ = abstract_arguments("window_attention", setting.new)
     _, *held = abstract_arguments("window_attention" if is_dense else "compressed_attention", shape)
+    if setting.cache_dtype and not is_dense:
+        held = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(setting.cache_dtype)) for x in held]
     step = "dense_decode_step" if is_dense else "decode_step"
     return dispatch.unsupported_reason(step, runs_as, query, *held, config=shape.config)
 
@@ -155,7 +167,7 @@ class Run(records.Run):
         self.ceiling = roofline.measure_ceiling(options.dtype)
         print(f"ceiling in {options.dtype}: {self.ceiling}\nconfig {config}", flush=True)
         self.passed: list[str] = []
-        more = options.implementation, options.new_tokens, options.compression
+        more = options.implementation, options.new_tokens, options.compression, options.cache_dtype
         shapes = (shape_of(options, length, config, options.layer) for length in options.lengths)
         self.settings = [Setting(shape, *more) for shape in shapes]
 
@@ -187,7 +199,8 @@ class Run(records.Run):
             measured = measure(found, setting, mode, num_layers, self.options.budget_s)
             dense_ms = [time.median_ms for name, (time, _) in measured.items() if "dense" in name]
             for name, (time, compiled) in measured.items():
-                cost = roofline.decode_cost(found[name].operation, reads, setting.shape)
+                kept = setting.cache_dtype if name == TOTAL else None
+                cost = roofline.decode_cost(found[name].operation, reads, setting.shape, kept)
                 bytes_per_s = 1e3 * cost.bytes / time.median_ms
                 self.add(
                     benchmark="decode", operation=found[name].operation, mode=mode,
@@ -195,6 +208,7 @@ class Run(records.Run):
                     **Draw("random", found[name].x).fields, **time.fields, **compiled.fields,
                     floor_ms=self.ceiling.floor_ms(cost), new_tokens=setting.new_tokens, bytes=cost.bytes,
                     compression=setting.compression if name == TOTAL else None, num_layers=num_layers,
+                    **({} if kept is None else dict(cache_dtype=kept)),
                     gb_per_s=bytes_per_s / 1e9, copy_share=bytes_per_s / self.ceiling.bytes_per_s,
                     dense_over_this=min(dense_ms) / time.median_ms if dense_ms else None,
                 )  # fmt: skip

@@ -21,6 +21,8 @@ from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, cache, layout
 from nsa_jax.array_typing import Array
+from nsa_jax.layout import Quantised
+from nsa_jax.layout.quantised import quantised, widened
 from nsa_jax.nn import DenseAttention, NSAAttention, rotate
 
 
@@ -85,7 +87,11 @@ def _check_nsa(program: Program, setting: Setting) -> Verdict:
     compress_blocks: Any = compression(setting, 0)
     compressed = compress_blocks(*windows, jnp.asarray(first_positions, jnp.int32)[None])
     now = {name: raw[name][:, positions] for name in ("query", "gates")}
-    operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True)) | now
+    operands = raw | dict(zip(("key_cmp", "value_cmp"), compressed, strict=True))
+    if setting.cache_dtype is not None:  # what rounding changes is not the step's error
+        rounded = {name: quantised(operands[name], setting.cache_dtype) for name in TOKEN_NAMES}
+        operands |= widened(rounded, jnp.dtype(shape.dtype))
+    operands |= now
     blocks = _selected(now["query"], state, setting)
     named = {name: operands[name] for name in ARGUMENTS["native_sparse_attention"]}
     exact = functools.partial(definitions.results, operation="native_sparse_attention", shape=shape)
@@ -154,7 +160,10 @@ def _selected(query: Array, state: cache.NSACache, setting: Setting) -> Array:
     )  # fmt: skip
     num_blocks = layout.num_compression_blocks(length, setting.shape.config)
     assert state.key_cmp is not None
-    return jax.jit(select)(query, state.key_cmp[:, :num_blocks])
+    keys = state.key_cmp
+    if state.key_cmp_scale is not None:  # in bfloat16 they would be rounded once more
+        query, keys = query.astype(jnp.float32), Quantised(keys, state.key_cmp_scale).widened(jnp.float32)
+    return jax.jit(select)(query, keys[:, :num_blocks])
 
 
 def _decode(

@@ -12,23 +12,29 @@ from benchmarks.inputs import Shape, normal
 from nsa_jax import cache
 from nsa_jax.array_typing import Array
 from nsa_jax.dispatch import Implementation
+from nsa_jax.layout.quantised import fields, is_quantised, quantised
 from nsa_jax.nn import Compressor
 from nsa_jax.nn.rotary import DEFAULT_BASE, Rotary
 
 NUM_STEPS = 64  # of one loop; the cache has room for their tokens beyond `S`
 TOKEN_NAMES = cache.TokenKeysValues._fields
+rounded = jax.jit(quantised, static_argnums=1)
 
 type Compression = Literal["mean", "mlp"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Sizes of one measurement; `shape.length` tokens a row are in the cache before the first step."""
+    """Sizes of one measurement; `shape.length` tokens a row are in the cache before the first step.
+
+    `cache_dtype` is that of the keys and values of NSA, if not that of the inputs.
+    """
 
     shape: Shape
     implementation: Implementation
     new_tokens: int = 1
     compression: Compression = "mean"
+    cache_dtype: str | None = None
 
     @property
     def max_length(self) -> int:
@@ -58,13 +64,15 @@ def compression(setting: Setting, number: int) -> cache.Compression:
 
 def nsa_cache(number: int, setting: Setting) -> cache.NSACache:
     """The cache of one layer, with `S` random tokens a row and room for the new ones."""
-    settings = {"config": setting.shape.config, "step_capacity": max(8, setting.new_tokens)}
+    shape = setting.shape
+    settings = {"config": shape.config, "step_capacity": max(8, setting.new_tokens)}
+    settings |= {"dtype": setting.cache_dtype or shape.dtype, "raw_dtype": shape.dtype}
     return _filled(cache.init_cache, number, setting, settings)
 
 
 def dense_cache(number: int, setting: Setting) -> cache.DenseCache:
     """The same for dense attention."""
-    return _filled(cache.init_dense_cache, number, setting, {})
+    return _filled(cache.init_dense_cache, number, setting, {"dtype": setting.shape.dtype})
 
 
 def pair(name: str, length: int, number: int, setting: Setting) -> tuple[Array, Array]:
@@ -83,13 +91,15 @@ def first_lengths(setting: Setting) -> Array:
 def _filled(make: Any, number: int, setting: Setting, settings: dict[str, Any]) -> Any:
     """A cache of random keys and values; allocates nothing else."""
     shape = setting.shape
-    settings |= dict(num_kv_heads=shape.kv_heads, dtype=shape.dtype)
-    settings |= dict(key_dim=shape.key_dim, value_dim=shape.value_dim)
+    settings |= dict(num_kv_heads=shape.kv_heads, key_dim=shape.key_dim, value_dim=shape.value_dim)
     empty = jax.eval_shape(lambda: make(shape.batch, setting.max_length, **settings))
 
-    def fill(name: str, x: jax.ShapeDtypeStruct) -> Array:
+    def fill(name: str, x: jax.ShapeDtypeStruct) -> Any:
+        if is_quantised(x.dtype):
+            return rounded(normal(f"{name} {number}", x.shape, shape.dtype), x.dtype.name)
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return normal(f"{name} {number}", x.shape, x.dtype.name) if floating else jnp.zeros(x.shape, x.dtype)
 
-    arrays = {name: None if x is None else fill(name, x) for name, x in empty._asdict().items()}
-    return empty._replace(**arrays | {"lengths": first_lengths(setting)})
+    found = empty._asdict().items()
+    arrays = {name: fill(name, x) for name, x in found if x is not None and not name.endswith("_scale")}
+    return empty._replace(**fields(arrays) | {"lengths": first_lengths(setting)})

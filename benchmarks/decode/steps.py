@@ -181,7 +181,7 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
         length=setting.shape.length, query_heads=1, kv_heads=1, key_dim=8, value_dim=8,
         config=setting.shape.config,
     )  # fmt: skip
-    setting = dataclasses.replace(setting, shape=shape, compression="mean")
+    setting = dataclasses.replace(setting, shape=shape, compression="mean", cache_dtype=None)
     program = nsa(setting)
     state, (tokens, gates, compress) = program.draw(0)
 

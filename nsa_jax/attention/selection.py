@@ -1,12 +1,15 @@
 """The choice of blocks that the selected branch attends: by importance, an indexer, or scores of your own."""
 
+from typing import Any
+
+import jax
 from jax import lax
 
 from nsa_jax import arguments, dispatch, keywords
 from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.layout import Runs
+from nsa_jax.layout import Quantised, Runs
 
 
 @keywords.known
@@ -69,7 +72,7 @@ def select_blocks(
 @keywords.known
 def select_by_index(
     query_index: Float[Array, "B T K J E"],
-    key_index: Float[Array, "B S I E"],
+    key_index: Float[Array, "B S I E"] | Quantised,
     *,
     weights: Float[Array, "B T K J"] | None = None,
     config: NSAConfig,
@@ -86,7 +89,8 @@ def select_by_index(
 
     Args:
       query_index: `J` index queries for each KV head, rotated if the keys are.
-      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share.
+      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share. A quantised
+        cache keeps them as `Quantised`.
       weights: weight of each index head; None for the largest product instead of a sum.
       config: block structure.
 
@@ -105,15 +109,18 @@ def select_by_index(
       No gradient flows through the selection. An indexer learns from the gradients of `block_scores`.
     """
     arrays = dict(query_index=query_index, key_index=key_index, weights=weights)
+    keys: Any = key_index
+    if isinstance(keys, Quantised):
+        keys = jax.ShapeDtypeStruct(keys.shape, query_index.dtype)  # in its place
     call = arguments.check(
         select_by_index,
-        arrays,
+        arrays | dict(key_index=keys),
         config=config,
         query_positions=query_positions,
         segment_ids=segment_ids,
         scale=scale,
     )
-    given = [x for x in arrays.values() if x is not None]
+    given = [x.numbers if isinstance(x, Quantised) else x for x in arrays.values() if x is not None]
     operands = dict(**lax.stop_gradient(arrays), **call._asdict())
     return dispatch.run("select_by_index", implementation, given, operands, config=config)
 

@@ -1,6 +1,6 @@
 """Checks of the arguments of a step: shapes and dtypes at trace time, values if they are concrete."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.compression import Compress, Compression, ResidualMLP, Rotation, check_compress
 from nsa_jax.config import LONGEST, Branch, NSAConfig, check_config
 from nsa_jax.layout import NSACache, TokenKeysValues
-from nsa_jax.option_checks import check_dtype, check_int
+from nsa_jax.layout.quantised import LARGEST, check_kept_dtype, is_quantised
+from nsa_jax.option_checks import check_dtype, check_int, dtype_name
 
 
 def check_operands(
@@ -71,8 +72,26 @@ def check_arrays(
     if "query" in arrays:
         arguments.check_heads(sizes)
         check_some_token(arrays["query"])
-    check_dtypes(annotations, held | arrays)
+    rounded = [f"{prefix}.{name}" for prefix, x in holders.items() for name in _check_quantised(x)]
+    check_dtypes(annotations, {name: x for name, x in (held | arrays).items() if name not in rounded})
     return sizes
+
+
+def _check_quantised(holder: Any) -> list[str]:
+    """The arrays in 8 bits. Raises ValueError unless all that can be are, in one dtype, or none is."""
+    given = {name for name in holder._fields if getattr(holder, name) is not None}
+    scales = {name for name in holder._fields if name.endswith("_scale")}
+    if not scales & given:
+        return []
+    names = sorted(scale.removesuffix("_scale") for scale in scales)
+    lacking = [name for name in names if (name in given) != (f"{name}_scale" in given)]
+    dtypes = sorted({getattr(holder, name).dtype.name for name in names if name in given})
+    if lacking or len(dtypes) > 1 or not is_quantised(dtypes[0]):
+        raise ValueError(
+            f"a cache with scales must have keys and values in one dtype of {tuple(LARGEST)} and a scale of "
+            f"each, got {dtypes} and {lacking} without the other. Pass what init_cache gives."
+        )
+    return names
 
 
 def check_lengths(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:
@@ -273,7 +292,26 @@ def _check_window(cache: NSACache, tokens: TokenKeysValues) -> None:
 def check_new_cache(dtype: DType, **sizes: int) -> None:
     """Raises TypeError or ValueError unless a cache can have these sizes and this dtype."""
     check_int(low=1, high=LONGEST, **{name: x for name, x in sizes.items() if not export.is_symbolic_dim(x)})
-    check_dtype(dtype=dtype)
+    check_kept_dtype(dtype=dtype)
+
+
+def check_raw_dtype(dtype: DType, raw_dtype: DType | None, branches: Sequence[Branch]) -> DType:
+    """The dtype of what awaits compression in a new cache. Raises ValueError unless that is known."""
+    if raw_dtype is not None:
+        check_dtype(raw_dtype=raw_dtype)
+    if not is_quantised(dtype):
+        if raw_dtype is not None and dtype_name(raw_dtype) != dtype_name(dtype):
+            raise ValueError(
+                "raw_dtype must be dtype in a cache that is not quantised, got "
+                f"{dtype_name(raw_dtype)} and {dtype_name(dtype)}. Leave it out."
+            )
+        return dtype
+    if raw_dtype is None and "cmp" in branches:
+        raise ValueError(
+            f"raw_dtype must be given for a quantised cache, got None and dtype {dtype_name(dtype)}. Pass "
+            "the dtype of queries and new tokens."
+        )
+    return jnp.float32 if raw_dtype is None else raw_dtype  # if None, of arrays that the cache lacks
 
 
 def check_room(lengths: Array, max_length: int, num_new: int, num_tokens: Int[Array, " B"] | None) -> None:

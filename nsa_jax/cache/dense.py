@@ -15,6 +15,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import DenseCache, Run, Runs, slots
 from nsa_jax.layout.appending import append_dense
+from nsa_jax.layout.quantised import fields, held, like, widened, zeros
 from nsa_jax.sharding.explicit import DENSE_STEP, per_shard
 
 
@@ -50,7 +51,7 @@ def init_dense_cache(
       num_kv_heads: KV heads, `K`.
       key_dim: width of a key, `H`.
       value_dim: width of a value, `V`.
-      dtype: floating-point dtype of keys and values.
+      dtype: dtype of keys and values, see `init_cache`.
       window_size: tokens that a query sees, its own included; None for all. The steps must be given the same.
       step_capacity: most tokens that one `dense_decode_step` can append to a row of a ring.
 
@@ -60,7 +61,7 @@ def init_dense_cache(
 
     Raises:
       TypeError: `window_size` or another size is not an int.
-      ValueError: a size is below 1 or above 2^30, or `dtype` is not floating, of at least 16 bits.
+      ValueError: a size is below 1 or above 2^30, or `dtype` is none of those of a cache.
     """
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
@@ -69,9 +70,12 @@ def init_dense_cache(
         length = max_length
     else:
         length = window_size + step_capacity - 1
+    arrays = {
+        name: zeros((batch, length, num_kv_heads, dim), dtype)
+        for name, dim in (("key", key_dim), ("value", value_dim))
+    }
     return DenseCache(
-        key=jnp.zeros((batch, length, num_kv_heads, key_dim), dtype),
-        value=jnp.zeros((batch, length, num_kv_heads, value_dim), dtype),
+        **fields(arrays),
         lengths=jnp.zeros(batch, jnp.int32),
         overflowed=jnp.zeros(batch, bool),
     )
@@ -137,18 +141,18 @@ def _prefill(
     new = slots.admit(cache.lengths, max_length, num_new, num_tokens)
     window, where = cache.ring_window(window_size), dict[str, Any]()
     written = append_dense(cache, key, value, new)
+    arrays: Any
     if window is None:
-        arrays, window = (written.key, written.value), cache.key.shape[1]
+        arrays, window = (held(written, "key"), held(written, "value")), cache.key.shape[1]
     else:
-        first = new.start - window + 1
-        arrays = (
-            jnp.concatenate([slots.read_ring(cache.key, first, window - 1), key], axis=1),
-            jnp.concatenate([slots.read_ring(cache.value, first, window - 1), value], axis=1),
-        )
+        first, rings = new.start - window + 1, (held(cache, "key"), held(cache, "value"))
+        earlier = tuple(slots.read_ring(ring, first, window - 1) for ring in rings)
+        tokens = tuple(map(like, (key, value), rings))
+        arrays = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), earlier, tokens)
         where = dict(first_key=first)
     attended = attention.window_attention(
         query,
-        *arrays,
+        *widened(arrays, query.dtype),
         config=NSAConfig(window_size=window),
         query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
         scale=scale,

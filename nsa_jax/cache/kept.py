@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.cache import checks
-from nsa_jax.layout import NSACache, slots
+from nsa_jax.layout import NSACache, Quantised, slots
 from nsa_jax.sharding.explicit import Sharing, per_shard
 
 _KEEP = Sharing(results=("kept",), alike=False)
@@ -21,7 +21,7 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
 
     Args:
       cache: a cache whose `kept` is a tree of arrays `[B, S, ...]`.
-      new: a tree like `cache.kept`, of arrays `[B, T, ...]`; cast to its dtypes.
+      new: a tree like `cache.kept`, of arrays `[B, T, ...]`; cast or rounded to its dtypes.
       num_tokens: how many of the `T` tokens of each row are real; all by default.
 
     Returns:
@@ -35,7 +35,7 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
     """
     checks.check_kind(cache)
     checks.check_arrays(keep, dict(cache=cache), num_tokens=num_tokens)
-    held, given = (jax.tree.map(_beside_tokens, tree) for tree in (cache.kept, new))
+    held, given = (jax.tree.map(_beside_tokens, tree, is_leaf=_is_quantised) for tree in (cache.kept, new))
     if held != given:
         raise ValueError(
             "new must have the form of cache.kept, [B, ...] without the axis of tokens, got "
@@ -49,8 +49,12 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
     return cache._replace(kept=per_shard(_keep, _KEEP, **operands, max_length=cache.max_length))
 
 
+def _is_quantised(x: Any) -> bool:
+    return isinstance(x, Quantised)
+
+
 def _beside_tokens(x: Any) -> tuple[int, ...]:
-    shape = jnp.shape(x)
+    shape = x.shape if isinstance(x, Quantised) else jnp.shape(x)
     return (*shape[:1], *shape[2:])
 
 
@@ -59,4 +63,8 @@ def _keep(kept: Any, new: Any, lengths: Array, num_tokens: Array | None, max_len
     admitted = slots.admit(lengths, max_length, num_new, num_tokens)
     offset = jnp.arange(num_new, dtype=jnp.int32)[None]
     where = admitted.start[:, None] + offset, offset < admitted.num_tokens[:, None]
-    return jax.tree.map(lambda array, x: slots.write(array, x.astype(array.dtype), *where), kept, new)
+
+    def write(array: Any, x: Array) -> Any:
+        return slots.write(array, x if isinstance(array, Quantised) else x.astype(array.dtype), *where)
+
+    return jax.tree.map(write, kept, new, is_leaf=_is_quantised)

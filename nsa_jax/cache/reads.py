@@ -10,6 +10,7 @@ from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig, check_config
 from nsa_jax.layout import NSACache, Run, Runs
+from nsa_jax.layout.quantised import held, widened
 from nsa_jax.option_checks import check_int
 
 
@@ -63,7 +64,8 @@ def count_reads(
             "block_indices that were chosen."
         )
     checks.check_lengths(cache.lengths, cache.max_length, query.shape[1], num_tokens)
-    query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, cache.key_cmp))
+    key_cmp = widened(held(cache, "key_cmp"), query.dtype)
+    query, num_tokens, key_cmp = jax.tree.map(jnp.asarray, (query, num_tokens, key_cmp))
     batch, num_new, num_kv_heads = *query.shape[:2], cache.key_slc.shape[2]
     first = jnp.asarray(cache.lengths) - (num_new if num_tokens is None else num_tokens.astype(jnp.int32))
     queries = Runs((Run(num_new, first),), num_queries=num_tokens)

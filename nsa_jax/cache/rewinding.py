@@ -23,7 +23,8 @@ LONGEST_STEP = 8  # the `step_capacity` that `init_cache` gives by default
 LONGEST_WAY_BACK = LONGEST_STEP - 1
 
 # What a token leaves behind for ever in an `NSACache`, in a place of its own; the rest is rings and counts.
-LASTING = ("key_slc", "value_slc", "key_cmp", "value_cmp", "kept")
+_ARRAYS = ("key_slc", "value_slc", "key_cmp", "value_cmp")
+LASTING = (*_ARRAYS, *(f"{name}_scale" for name in _ARRAYS), "kept")
 
 
 def rewind(cache: Cache, num_tokens: Int[Array, " B"]) -> Cache:
@@ -75,7 +76,7 @@ def forgetful(cache: Cache, max_length: int) -> Cache:
     lasting: dict[str, Any] = dict.fromkeys(LASTING)
     if isinstance(cache, DenseCache):
         is_ring = cache.key.shape[1] < max_length
-        lasting = {} if is_ring else dict(key=None, value=None)
+        lasting = {} if is_ring else dict.fromkeys(("key", "value", "key_scale", "value_scale"))
     return cache._replace(**lasting)
 
 

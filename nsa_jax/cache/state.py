@@ -10,6 +10,7 @@ from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.cache import checks
 from nsa_jax.config import BRANCHES, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.layout import NSACache
+from nsa_jax.layout.quantised import fields, zeros
 from nsa_jax.option_checks import check_flag
 
 
@@ -34,6 +35,7 @@ def init_cache(
     value_dim: int,
     config: NSAConfig,
     dtype: DType,
+    raw_dtype: DType | None = None,
     step_capacity: int = 8,
     share_keys_values: bool = False,
     branches: Sequence[Branch] = BRANCHES,
@@ -47,7 +49,10 @@ def init_cache(
       key_dim: width of a key, `H`.
       value_dim: width of a value, `V`.
       config: block structure. The steps must be given the same.
-      dtype: floating-point dtype of keys and values.
+      dtype: dtype of keys and values: a floating one of at least 16 bits, or "int8" or "float8_e4m3fn" for a
+        quantised cache, which has about half the bytes of bfloat16.
+      raw_dtype: dtype of the keys and values that await compression, which is that of the tokens: by default
+        `dtype`. It must be given if `dtype` has 8 bits and there is a compressed branch.
       step_capacity: most tokens that one `decode_step` can append to a row.
       share_keys_values: whether the window branch uses the keys and values of the selection branch. The cache
         then has no window rings, and the steps must be given tokens without `key_win` and `value_win`.
@@ -61,22 +66,23 @@ def init_cache(
     Raises:
       TypeError: a size is not an int, `config` is not an `NSAConfig`, `share_keys_values` is not a bool, or
         `branches` is not a sequence of names.
-      ValueError: a size is below 1 or above 2^30, `dtype` is not floating, of at least 16 bits, or a branch
-        is unknown or given twice, or "slc" is absent.
+      ValueError: a size is below 1 or above 2^30, `dtype` or `raw_dtype` is none of these, or a branch is
+        unknown or given twice, or "slc" is absent.
     """
     check_config(config)
     check_flag(share_keys_values=share_keys_values)
     branches = check_branches(branches)
     sizes = dict(batch=batch, max_length=max_length, num_kv_heads=num_kv_heads, key_dim=key_dim)
     checks.check_new_cache(dtype, **sizes, value_dim=value_dim, step_capacity=step_capacity)
+    raw_dtype = checks.check_raw_dtype(dtype, raw_dtype, branches)
     num_blocks = layout.num_compression_blocks(int(max_length), config)
 
-    def arrays(name: str, length: int) -> dict[str, Array]:
+    def arrays(name: str, length: int, dtype: DType = dtype) -> dict[str, Array]:
         dims = {f"key_{name}": key_dim, f"value_{name}": value_dim}
-        return {key: jnp.zeros((batch, length, num_kv_heads, dim), dtype) for key, dim in dims.items()}
+        return fields({key: zeros((batch, length, num_kv_heads, dim), dtype) for key, dim in dims.items()})
 
     compressed = arrays("cmp", num_blocks) | arrays(
-        "raw_ring", config.compression_block_size + step_capacity - 1
+        "raw_ring", config.compression_block_size + step_capacity - 1, raw_dtype
     )
     window = arrays("win_ring", config.window_size + step_capacity - 1)
     return NSACache(

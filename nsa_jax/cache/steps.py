@@ -16,6 +16,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
+from nsa_jax.layout.quantised import fields, held, widened
 from nsa_jax.sharding.explicit import STEP, per_shard
 
 
@@ -108,19 +109,21 @@ def _prefill(
 ) -> tuple[Array, NSACache]:
     num_new = query.shape[1]
     new = slots.admit(cache.lengths, cache.max_length, num_new, num_tokens)
-    written, recent = {}, {}
+    written, recent = dict[str, Any](), dict[str, Any]()
     for name, ring, token, history in rings(cache, tokens, config):
         earlier = slots.read_ring(ring, new.start - history, history)
-        recent[name] = jnp.concatenate([earlier, token], axis=1)
+        recent[name] = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), earlier, token)
         written[name] = slots.write_ring(ring, token, new)
-    cache = append(cache._replace(**written), tokens, recent, new, config, compress)
+    cache = append(cache._replace(**fields(written)), tokens, recent, new, config, compress)
 
     history = config.window_size - 1
     window: tuple[Any, Any] = None, None
     if "win" in cache.branches(gates):
-        window = window_tokens(cache, recent, new, num_new, history)
+        window = window_tokens(cache, recent, new, num_new, history, query.dtype)
+    names = "key_cmp", "value_cmp", "key_slc", "value_slc"
+    key_cmp, value_cmp, key_slc, value_slc = (widened(held(cache, name), query.dtype) for name in names)
     out = attention.native_sparse_attention(
-        query, cache.key_cmp, cache.value_cmp, cache.key_slc, cache.value_slc, *window, gates,
+        query, key_cmp, value_cmp, key_slc, value_slc, *window, gates,
         config=config, block_indices=block_indices, first_key_win=new.start - history, scale=scale,
         query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
         implementation=implementation,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nsa_jax.array_checks import check_integers
-from nsa_jax.array_typing import Array, Int
+from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.evaluate.table import markdown
 from nsa_jax.evaluate.tasks import Question, Task
 from nsa_jax.generate import Decoder, generate
@@ -76,6 +76,7 @@ def find_needles(
     batch: int = 8,
     start: Sequence[int] = (),
     seed: int = 0,
+    cache_dtype: DType | None = None,
 ) -> Needles:
     """Hides facts in a text at each depth, asks for them at its end, and counts the right answers.
 
@@ -95,6 +96,7 @@ def find_needles(
       batch: prompts that are answered together.
       start: token ids that a text begins with, such as that of its beginning.
       seed: of the questions, and of what is taken from the filler.
+      cache_dtype: see `nsa_jax.generate.generate`.
 
     Returns:
       The counts, as `Needles`.
@@ -128,7 +130,8 @@ def find_needles(
             rows = np.stack(prompts[begin : begin + batch])
             missing = batch - len(rows)  # filled up, so that there is one shape and one program
             rows = np.pad(rows, ((0, missing), (0, 0)), mode="edge")
-            new = np.asarray(generate(model, rows, max_new_tokens=most).tokens).tolist()
+            written = generate(model, rows, max_new_tokens=most, cache_dtype=cache_dtype).tokens
+            new = np.asarray(written).tolist()
             for question, depth, written in zip(questions[begin:], at[begin:], new, strict=False):
                 found[row, depth] += tuple(written[: len(question.answer)]) == question.answer
     return Needles(lengths, depths, asked, found, float(task.chance))

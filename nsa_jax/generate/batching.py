@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from nsa_jax.array_typing import Array, Int, PRNGKeyArray
+from nsa_jax.array_typing import Array, DType, Int, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, copies, interrupts
 from nsa_jax.generate.decoder import Decoder
@@ -58,6 +58,7 @@ class Batcher:
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: see `generate`.
+      cache_dtype: see `generate`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -84,6 +85,7 @@ class Batcher:
         drafts: LookUp | DraftModel | None = None,
         chunk_size: int = 8,
         prefill_chunk: int | None = None,
+        cache_dtype: DType | None = None,
     ) -> None:
         checks.check_counts(slots=slots, chunk_size=chunk_size)
         check_int(low=0, max_waiting=max_waiting)
@@ -92,11 +94,13 @@ class Batcher:
         self._names = _names(sampling)
         # The slots begin as copies of a row that nobody has asked for anything.
         settings: dict[str, Any] = dict(
-            max_length=max_length, logprobs=logprobs, drafts=drafts, prefill_chunk=prefill_chunk
-        )
+            max_length=max_length, logprobs=logprobs, drafts=drafts, prefill_chunk=prefill_chunk,
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
         row = start(model, np.zeros((1, 1), np.int32), **settings, **_neutral(self._names))
         self._session = copies.gather(row, np.zeros(slots, np.int32))
         self._chunk_size, self._prefill_chunk = int(chunk_size), prefill_chunk
+        self._cache_dtype = checks.check_cache_dtype(model, cache_dtype)
         self._max_waiting, self._tokenizer = int(max_waiting), tokenizer
         self._slots: list[Request | None] = [None] * int(slots)
         self._until = np.zeros(slots, np.int32)  # number of tokens after which a slot stops
@@ -349,7 +353,7 @@ class Batcher:
         return prefilled(
             session.structure, session.parameters, tokens[None], np.array([len(tokens)]), key,
             dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
-            prefill_chunk=self._prefill_chunk,
+            prefill_chunk=self._prefill_chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
 
     def _ask_for_chunk(self) -> None:

@@ -10,7 +10,7 @@ class Decoder(Protocol):
 
     The model must also be an `nnx.Module`. `num_tokens` is passed by its name, all other arguments by
     position. If the model has an int `vocab_size`, ids that are not below it are refused where the host has
-    their values.
+    their values. Its `init_cache` is given a keyword `dtype` where a caller asks for a `cache_dtype`.
     """
 
     def init_cache(self, batch: int, max_length: int) -> Any:

@@ -6,12 +6,12 @@ of steps computes beyond the end is cut off.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
+from nsa_jax.array_typing import Array, DType, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
@@ -51,6 +51,7 @@ def generate(
     key: int | PRNGKeyArray = 0,
     chunk_size: int = 8,
     prefill_chunk: int | None = None,
+    cache_dtype: DType | None = None,
 ) -> Generation:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
@@ -59,7 +60,7 @@ def generate(
 
     * the structure of the model and the number of rows,
     * the bucket of `P` and the capacity of the cache,
-    * `chunk_size` and `prefill_chunk`,
+    * `chunk_size`, `prefill_chunk` and `cache_dtype`,
     * which of `temperature`, `top_k`, `top_p` and `eos_id` are used.
 
     The values of the last four do not matter, and neither does `max_new_tokens` if `max_length` is given. For
@@ -93,6 +94,9 @@ def generate(
       prefill_chunk: number of prompt tokens of a row that are prefilled at once, which bounds the memory.
         Chunks beyond the longest prompt are skipped. By default equal parts with at most about 8192 tokens of
         all rows together, but not less than 512 tokens of a row.
+      cache_dtype: dtype of the keys and values in the caches; by default that of the model. "int8" and
+        "float8_e4m3fn" halve the bytes of bfloat16 that a step reads, and round keys and values, see
+        `nsa_jax.cache.init_cache`.
 
     Returns:
       `Generation(tokens, lengths)`.
@@ -113,6 +117,7 @@ def generate(
     checks.check_counts(max_new_tokens=max_new_tokens, chunk_size=chunk_size)
     check_int(high=LONGEST // 2, max_new_tokens=max_new_tokens)
     checks.check_parts(prefill_chunk)
+    cache_dtype = checks.check_cache_dtype(model, cache_dtype)
     options = Options.make(sampling, eos_id, pad_id)
     checks.check_room(counts, max_new_tokens, max_length)
     max_new_tokens, width = int(max_new_tokens), buckets.width(tokens.shape[1], max_length)
@@ -132,13 +137,15 @@ def generate(
         max_length=capacity,
         chunk_size=min(int(chunk_size), capacity),
         prefill_chunk=part,
+        cache_dtype=cache_dtype,
         join=are_whole(parameters),
     )
     return Generation(new.tokens[:, :max_new_tokens], new.lengths)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("structure", "max_length", "chunk_size", "prefill_chunk", "join")
+    jax.jit,
+    static_argnames=("structure", "max_length", "chunk_size", "prefill_chunk", "cache_dtype", "join"),
 )
 def _run(
     structure,
@@ -154,12 +161,13 @@ def _run(
     max_length,
     chunk_size,
     prefill_chunk,
+    cache_dtype,
     join,
 ) -> Generation:
     """`generate` with `max_length` columns of tokens, which is always enough."""
     model, options = structure.model(parameters), Options(sampling, eos_id, pad_id)
     model = prepare(model) if join else model
-    sizes = dict(max_length=max_length, prefill_chunk=prefill_chunk)
+    sizes: dict[str, Any] = dict(max_length=max_length, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)
     new = rows.advance(model, start, options, max_new_tokens, **sizes).new

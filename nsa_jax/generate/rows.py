@@ -89,11 +89,13 @@ def begin(
     *,
     max_length: int,
     prefill_chunk: int,
+    cache_dtype: str | None,
     keeps_history: bool = False,
 ) -> Rows:
     """Rows that hold their prompts, before the first token is drawn."""
     prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
-    cache = model.init_cache(prompts.shape[0], max_length)
+    of_cache: dict[str, Any] = {} if cache_dtype is None else dict(dtype=cache_dtype)
+    cache = model.init_cache(prompts.shape[0], max_length, **of_cache)
     logits, cache = prefill_in_parts(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.array_typing import Array, Int, Int32, PRNGKeyArray
+from nsa_jax.array_typing import Array, DType, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
@@ -118,6 +118,7 @@ def start(
     key: int | PRNGKeyArray = 0,
     drafts: LookUp | DraftModel | None = None,
     prefill_chunk: int | None = None,
+    cache_dtype: DType | None = None,
 ) -> Session:
     """Begins a session: reads the prompts. `advance` then draws the first token.
 
@@ -160,6 +161,7 @@ def start(
         `DraftModel`. The tokens are the same, up to the order in which sums are added; a step takes longer,
         and fewer may do.
       prefill_chunk: number of prompt tokens of a row that are prefilled at once.
+      cache_dtype: see `generate`. The caches of a `DraftModel` are of its own dtype.
 
     Returns:
       The session, in which nothing is drawn yet.
@@ -186,13 +188,14 @@ def start(
     if logprobs is not None and vocab_size is not None:
         check_int(high=vocab_size, logprobs=logprobs)
     checks.check_parts(prefill_chunk)
+    cache_dtype = checks.check_cache_dtype(model, cache_dtype)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
     structure, parameters = prepared_parts(model)
     keys = checks.check_key(key, len(tokens))
     begun = prefilled(
         structure, parameters, tokens, counts, keys, options, max_length=int(max_length),
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=prefill_chunk, cache_dtype=cache_dtype,
     )  # fmt: skip
     return Session(begun, options, parameters, structure, int(max_length), vocab_size)
 
@@ -207,12 +210,13 @@ def prefilled(
     *,
     max_length: int,
     prefill_chunk: int | None,
+    cache_dtype: str | None,
 ) -> Rows:
     """Rows that hold their prompts, by the program for their bucket."""
     width = buckets.width(tokens.shape[1], max_length)
     part = buckets.part(len(tokens), width, prefill_chunk)
     tokens = buckets.widened(tokens, -(-width // part) * part)
-    sizes = dict(max_length=max_length, prefill_chunk=part)
+    sizes = dict(max_length=max_length, prefill_chunk=part, cache_dtype=cache_dtype)
     return _start(structure, parameters, tokens, counts, keys, options, **sizes)
 
 
@@ -305,9 +309,9 @@ def dispatch(
     return dataclasses.replace(session, rows=advanced), new
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"))
-def _start(structure, parameters, prompts, lengths, keys, options, *, max_length, prefill_chunk) -> Rows:
-    model, sizes = structure.model(parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
+@functools.partial(jax.jit, static_argnames=("structure", "max_length", "prefill_chunk", "cache_dtype"))
+def _start(structure, parameters, prompts, lengths, keys, options, **sizes) -> Rows:
+    model = structure.model(parameters)
     return rows.begin(model, prompts, lengths, keys, options, keeps_history=True, **sizes)
 
 

@@ -26,6 +26,7 @@ from nsa_jax.layout.placement import (
     place,
     positions_of,
 )
+from nsa_jax.layout.quantised import Quantised
 from nsa_jax.layout.sequences import (
     blocks_ended,
     compression_block_starts,
@@ -41,6 +42,7 @@ __all__ = [
     "Index",
     "NSACache",
     "Placement",
+    "Quantised",
     "Run",
     "Runs",
     "TokenKeysValues",

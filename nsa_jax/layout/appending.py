@@ -1,16 +1,17 @@
 """Writes the new tokens of a step to the cache by XLA scatters, and forms the blocks that they complete."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.array_typing import Array, Float
+from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.compression import Compress, compress_blocks
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout import slots
 from nsa_jax.layout.cache import DenseCache, NSACache, TokenKeysValues
+from nsa_jax.layout.quantised import Quantised, fields, held, like, widened
 
 
 class Ring(NamedTuple):
@@ -19,13 +20,13 @@ class Ring(NamedTuple):
     Attributes:
       name: field of `NSACache`.
       array: the ring.
-      new: new tokens for it.
+      new: new tokens for it, rounded as it is.
       history: number of earlier tokens that a token needs from it.
     """
 
     name: str
-    array: Float[Array, "B ring K D"]
-    new: Float[Array, "B T K D"]
+    array: Float[Array, "B ring K D"] | Quantised
+    new: Float[Array, "B T K D"] | Quantised
     history: int
 
 
@@ -35,8 +36,9 @@ def rings(cache: NSACache, tokens: TokenKeysValues, config: NSAConfig) -> Iterat
     if cache.key_win_ring is not None and cache.value_win_ring is not None:
         assert tokens.key_win is not None
         assert tokens.value_win is not None
-        yield Ring("key_win_ring", cache.key_win_ring, tokens.key_win, window)
-        yield Ring("value_win_ring", cache.value_win_ring, tokens.value_win, window)
+        for name, new in (("key_win_ring", tokens.key_win), ("value_win_ring", tokens.value_win)):
+            ring = held(cache, name)
+            yield Ring(name, ring, like(new, ring), window)
     if cache.key_raw_ring is not None and cache.value_raw_ring is not None:
         assert tokens.key_cmp is not None
         assert tokens.value_cmp is not None
@@ -47,7 +49,7 @@ def rings(cache: NSACache, tokens: TokenKeysValues, config: NSAConfig) -> Iterat
 def append(
     cache: NSACache,
     tokens: TokenKeysValues,
-    recent: dict[str, Array],
+    recent: dict[str, Any],
     new: slots.Admitted,
     config: NSAConfig,
     compress: Compress | None,
@@ -62,13 +64,17 @@ def append(
     if cache.key_cmp is not None and cache.value_cmp is not None:
         blocks = slots.completed_blocks(new, offset.shape[1], config)
         key_cmp, value_cmp = _compress(recent, blocks, new, offset.shape[1], config, compress)
-        cache = cache._replace(
-            key_cmp=slots.write(cache.key_cmp, key_cmp, *blocks),
-            value_cmp=slots.write(cache.value_cmp, value_cmp, *blocks),
+        written = dict(
+            key_cmp=slots.write(held(cache, "key_cmp"), key_cmp, *blocks),
+            value_cmp=slots.write(held(cache, "value_cmp"), value_cmp, *blocks),
         )
+        cache = cache._replace(**fields(written))
+    written = dict(
+        key_slc=slots.write(held(cache, "key_slc"), tokens.key_slc, index, valid),
+        value_slc=slots.write(held(cache, "value_slc"), tokens.value_slc, index, valid),
+    )
     return cache._replace(
-        key_slc=slots.write(cache.key_slc, tokens.key_slc, index, valid),
-        value_slc=slots.write(cache.value_slc, tokens.value_slc, index, valid),
+        **fields(written),
         lengths=new.start + new.num_tokens,
         overflowed=cache.overflowed | ~new.fits,
     )
@@ -92,24 +98,28 @@ def _compress(recent, blocks, new, num_new, config, compress):
 
 
 def window_tokens(
-    cache: NSACache, recent: dict[str, Array], new: slots.Admitted, num_new: int, history: int
+    cache: NSACache, recent: dict[str, Any], new: slots.Admitted, num_new: int, history: int, dtype: DType
 ) -> tuple[Array, Array]:
-    """Keys and values of the new tokens and of the `history` tokens before them.
+    """Keys and values of the new tokens and of the `history` tokens before them; quantised ones as `dtype`.
 
     If the branches share keys and values, they are read from the selection arrays. These count as a ring that
     is as large as the capacity, so no token in it was overwritten.
     """
     if not cache.shares_keys_values:
-        return recent["key_win_ring"], recent["value_win_ring"]
-    first, length = new.start - history, history + num_new
-    return slots.read_ring(cache.key_slc, first, length), slots.read_ring(cache.value_slc, first, length)
+        window = recent["key_win_ring"], recent["value_win_ring"]
+    else:
+        whole = held(cache, "key_slc"), held(cache, "value_slc")
+        window = tuple(slots.read_ring(x, new.start - history, history + num_new) for x in whole)
+    return widened(window, dtype)
 
 
 def append_dense(cache: DenseCache, key: Array, value: Array, new: slots.Admitted) -> DenseCache:
     """Appends the admitted tokens to the cache. A ring keeps only the last of them if they do not all fit."""
+    arrays = dict(key=held(cache, "key"), value=held(cache, "value"))
+    tokens = dict(key=key, value=value)
+    written = {name: slots.write_ring(x, like(tokens[name], x), new) for name, x in arrays.items()}
     return DenseCache(
-        key=slots.write_ring(cache.key, key, new),
-        value=slots.write_ring(cache.value, value, new),
+        **fields(written),
         lengths=new.start + new.num_tokens,
         overflowed=cache.overflowed | ~new.fits,
     )

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from nsa_jax.array_typing import Array, Bool, Float, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Float32, Int32
 from nsa_jax.config import BRANCHES, Branch
 
 
@@ -16,6 +16,10 @@ class NSACache(NamedTuple):
     If the branches share keys and values, these are stored once: the window branch reads the last tokens of
     the selection arrays, and the window rings are None. The arrays of a branch that a layer does not have are
     None, too.
+
+    Keys and values may be quantised: in int8 or float8_e4m3fn, with a scale for every token and head that
+    multiplies it. All but the rings of what awaits compression then are, and every step reads them rounded,
+    those of its own tokens too.
 
     Attributes:
       key_slc: rotated keys of the selected branch; `S` is the capacity `max_length`.
@@ -31,6 +35,12 @@ class NSACache(NamedTuple):
       overflowed: whether a row was ever given more tokens than it had room for.
       kept: what the selector of the layer keeps of each token: any tree of arrays `[B, S, ...]`, in slot `s`
         that of token `s`. None for selection by importance, which needs the compressed keys alone.
+      key_slc_scale: scales of `key_slc`, and so on; None if the cache is not quantised.
+      value_slc_scale: of `value_slc`.
+      key_cmp_scale: of `key_cmp`.
+      value_cmp_scale: of `value_cmp`.
+      key_win_ring_scale: of `key_win_ring`.
+      value_win_ring_scale: of `value_win_ring`.
     """
 
     key_slc: Float[Array, "B S K H"]
@@ -44,6 +54,12 @@ class NSACache(NamedTuple):
     lengths: Int32[Array, " B"]
     overflowed: Bool[Array, " B"]
     kept: Any = None
+    key_slc_scale: Float32[Array, "B S K"] | None = None
+    value_slc_scale: Float32[Array, "B S K"] | None = None
+    key_cmp_scale: Float32[Array, "B C K"] | None = None
+    value_cmp_scale: Float32[Array, "B C K"] | None = None
+    key_win_ring_scale: Float32[Array, "B window K"] | None = None
+    value_win_ring_scale: Float32[Array, "B window K"] | None = None
 
     @property
     def max_length(self) -> int:
@@ -79,12 +95,16 @@ class DenseCache(NamedTuple):
       value: values.
       lengths: number of tokens in each row, those that a ring has overwritten included.
       overflowed: whether a row was ever given more tokens than it had room for.
+      key_scale: scales of `key` in a quantised cache, see `NSACache`; else None.
+      value_scale: of `value`.
     """
 
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
     lengths: Int32[Array, " B"]
     overflowed: Bool[Array, " B"]
+    key_scale: Float32[Array, "B S K"] | None = None
+    value_scale: Float32[Array, "B S K"] | None = None
 
     def ring_window(self, window_size: int | None) -> int | None:
         """`window_size` if the arrays are a ring; None for shorter arrays, or if a query sees all tokens."""

@@ -4,7 +4,7 @@ A write is one scatter for rows of any length, which XLA does in place. `dynamic
 operation per row, and would shift a chunk whose padding reaches beyond the end of the array.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.layout.blocks import blocks_of_step, num_compression_blocks
 from nsa_jax.layout.cache import NSACache, TokenKeysValues
+from nsa_jax.layout.quantised import Quantised, quantised
 
 
 class Admitted(NamedTuple):
@@ -40,8 +41,11 @@ def admit(
     return Admitted(lengths, jnp.where(fits, wanted, 0), fits)
 
 
-def write(buffer: Array, new: Array, slot: Int32[Array, "B T"], valid: Bool[Array, "B T"]) -> Array:
-    """Writes `new[b, t]` to `buffer[b, slot[b, t]]` where `valid[b, t]`."""
+def write(buffer: Any, new: Any, slot: Int32[Array, "B T"], valid: Bool[Array, "B T"]) -> Any:
+    """Writes `new[b, t]` to `buffer[b, slot[b, t]]` where `valid[b, t]`, rounded if that is `Quantised`."""
+    if isinstance(buffer, Quantised):
+        new = new if isinstance(new, Quantised) else quantised(new, buffer.numbers.dtype)
+        return Quantised(*(write(x, y, slot, valid) for x, y in zip(buffer, new, strict=True)))
     size = buffer.shape[1]
     if size == 0:
         return buffer
@@ -56,8 +60,10 @@ def write(buffer: Array, new: Array, slot: Int32[Array, "B T"], valid: Bool[Arra
     return jax.lax.optimization_barrier(written)
 
 
-def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
+def write_ring(ring: Any, new: Any, admitted: Admitted) -> Any:
     """Writes the admitted tokens to the ring; only the last of them if the ring is too short for all."""
+    if isinstance(ring, Quantised):
+        return Quantised(*(write_ring(x, y, admitted) for x, y in zip(ring, new, strict=True)))
     kept = min(ring.shape[1], new.shape[1])
     offset = jnp.maximum(admitted.num_tokens - kept, 0)[:, None] + jnp.arange(kept, dtype=jnp.int32)[None]
     if kept < new.shape[1]:
@@ -66,8 +72,10 @@ def write_ring(ring: Array, new: Array, admitted: Admitted) -> Array:
     return write(ring, new, slot, offset < admitted.num_tokens[:, None])
 
 
-def read_ring(ring: Array, first: Int32[Array, " B"], length: int) -> Array:
+def read_ring(ring: Any, first: Int32[Array, " B"], length: int) -> Any:
     """Reads tokens `first .. first + length - 1` in order; arbitrary numbers for tokens not in the ring."""
+    if isinstance(ring, Quantised):
+        return Quantised(*(read_ring(x, first, length) for x in ring))
     token = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return ring.at[_rows(ring), token % ring.shape[1]].get(mode="promise_in_bounds")
 

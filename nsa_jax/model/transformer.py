@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax.array_checks import check_arrays, check_ids
-from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
 from nsa_jax.model.config import TransformerConfig
@@ -318,19 +318,22 @@ class Transformer(nnx.Module):
             x, _ = layer(x, positions, segment_ids, deterministic=True)
         return selections
 
-    def init_cache(self, batch: int, max_length: int, *, step_capacity: int = 8) -> tuple[LayerCache, ...]:
+    def init_cache(
+        self, batch: int, max_length: int, *, dtype: DType | None = None, step_capacity: int = 8
+    ) -> tuple[LayerCache, ...]:
         """Makes empty caches for `prefill` and `decode_step`.
 
         Args:
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together.
+          dtype: dtype of keys and values, see `NSAAttention.init_cache`.
           step_capacity: most tokens that one `decode_step` can append to a row.
 
         Returns:
           One cache for each layer: an `nsa_jax.cache.NSACache`, or a `DenseCache` if the layer is not "nsa".
         """
         return tuple(
-            layer.attention.init_cache(batch, max_length, step_capacity=step_capacity)
+            layer.attention.init_cache(batch, max_length, dtype=dtype, step_capacity=step_capacity)
             for layer in self.layers
         )
 

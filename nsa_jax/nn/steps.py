@@ -17,10 +17,12 @@ from nsa_jax.cache.dense import check_dense_layer_cache
 from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import Branch, NSAConfig
 from nsa_jax.dispatch import Implementation
-from nsa_jax.layout import Run, Runs, positions_of, slots
+from nsa_jax.layout import Quantised, Run, Runs, positions_of, slots
+from nsa_jax.layout.quantised import is_quantised, widened, zeros
 from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.choosing import Choosing
 from nsa_jax.nn.compressor import Compressor
+from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.joined import is_joined
 from nsa_jax.nn.parts import CompressorFunction, compress
 from nsa_jax.nn.rotary import Rotary, RotaryFunction, turn
@@ -171,7 +173,8 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         Args:
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together.
-          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. A
+            quantised cache has "int8" or "float8_e4m3fn".
           step_capacity: most tokens that one `decode_step` can append to a row.
 
         Returns:
@@ -186,6 +189,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
             value_dim=self.value_dim,
             config=self.config,
             dtype=dtype,
+            raw_dtype=self._cache_dtype if is_quantised(dtype) else None,
             step_capacity=step_capacity,
             share_keys_values=self.share_keys_values,
             branches=self.branches,
@@ -193,11 +197,14 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         if self.selects != "selector":
             return cache
 
-        def zeros(kept: jax.ShapeDtypeStruct) -> Array:
-            is_float = jnp.issubdtype(kept.dtype, jnp.floating)
-            return jnp.zeros(kept.shape, dtype if is_float else kept.dtype)
+        def empty(kept: jax.ShapeDtypeStruct) -> Array | Quantised:
+            if not jnp.issubdtype(kept.dtype, jnp.floating):
+                return jnp.zeros(kept.shape, kept.dtype)
+            # A number of its own for each token would need a scale of its own.
+            single = is_quantised(dtype) and len(kept.shape) == 2
+            return zeros(kept.shape, kept.dtype if single else dtype)
 
-        return cache._replace(kept=jax.tree.map(zeros, self._kept(batch, max_length)))
+        return cache._replace(kept=jax.tree.map(empty, self._kept(batch, max_length)))
 
     def _kept(self, batch: int, length: int) -> Any:
         """Shapes of what the selector keeps."""
@@ -224,8 +231,10 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         if block_indices is None:
             admitted = slots.admit(cache.lengths, cache.max_length, x.shape[1], num_tokens)
             runs = Runs((Run(x.shape[1], admitted.start),), num_queries=admitted.num_tokens)
+            # An indexer reads rounded keys; to other selectors they are as they were.
+            kept = cache.kept if type(self.selector) is Indexer else widened(cache.kept, self._cache_dtype)
             block_indices = choose(
-                self.selector, queries, cache.kept, positions_of(runs, x.shape[0]), self.num_kv_heads,
+                self.selector, queries, kept, positions_of(runs, x.shape[0]), self.num_kv_heads,
                 config=self.config, query_positions=runs, segment_ids=None,
                 implementation=self.implementation,
             )  # fmt: skip
@@ -256,7 +265,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         if self.selects != "selector":
             return
         expected, held = (
-            jax.tree.map(lambda x: tuple(x.shape), tree)
+            jax.tree.map(lambda x: tuple(x.shape), tree, is_leaf=lambda x: isinstance(x, Quantised))
             for tree in (self._kept(batch, cache.max_length), cache.kept)
         )
         if held != expected:
@@ -269,7 +278,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         return dict(
             block_indices=block_indices,
             config=self.config,
-            compress=self._compression(cache.key_slc.dtype) if "cmp" in self.branches else None,
+            compress=None if cache.key_raw_ring is None else self._compression(cache.key_raw_ring.dtype),
             scale=self.scale,
             implementation=self.implementation,
         )
@@ -306,7 +315,8 @@ class DenseCacheSteps(CacheSteps[DenseCache]):
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together. It does not matter to a
             window layer if it is at least `window_size`.
-          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters.
+          dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. A
+            quantised cache has "int8" or "float8_e4m3fn".
           step_capacity: most tokens that one `decode_step` of a window layer can append to a row.
 
         Returns:

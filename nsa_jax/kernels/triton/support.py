@@ -15,10 +15,14 @@ from nsa_jax.kernels.triton import gpu
 from nsa_jax.kernels.triton.decode.sizes import STEP_LIST_BLOCKS, step_list_blocks
 from nsa_jax.kernels.triton.dims import padded_heads, splits
 from nsa_jax.kernels.triton.sizes import SHARED_BYTES
+from nsa_jax.layout.quantised import LARGEST, is_quantised
 
 OLDEST_CAPABILITY = (8, 0)
+OLDEST_FLOAT8 = (8, 9)
 DTYPES = ("bfloat16", "float16", "float32")
+FLOAT8 = "float8_e4m3fn"
 WITHOUT_KERNELS = ("importance_scores",)  # operations that are plain JAX alone
+_OF_A_CACHE = ("decode_step", "dense_decode_step", "select_by_index")  # which may be quantised
 _OF_AN_INDEX = ("block_scores", "select_by_index")
 _MOST_HEADS = 256  # the longest side of a tile that the tensor memory accelerator loads
 _MOST_STEP_TOKENS = 8  # new tokens of a row in a decode step
@@ -49,8 +53,15 @@ def unsupported_reason(
         return (
             f"the Triton kernels need compute capability 8.0 or newer, got {got}. Use implementation='xla'."
         )
-    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
-    if unsupported := [x.dtype.name for x in floats if x.dtype.name not in DTYPES]:
+    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) or is_quantised(x.dtype)]
+    names = {x.dtype.name for x in floats}
+    if FLOAT8 in names and found is not None and found < OLDEST_FLOAT8:
+        return (
+            f"the Triton kernels need compute capability 8.9 or newer for {FLOAT8}, got "
+            f"{'.'.join(map(str, found))}. Make a cache in int8, or use implementation='xla'."
+        )
+    quantised = tuple(LARGEST) if operation in _OF_A_CACHE else ()
+    if unsupported := sorted(names - {*DTYPES, *quantised}):
         return (
             f"the Triton kernels support the dtypes {', '.join(DTYPES)}, got {unsupported[0]}. "
             "Cast the arrays, or use implementation='xla'."

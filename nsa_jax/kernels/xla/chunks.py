@@ -4,6 +4,7 @@ The rows of a chunk are its query tokens, each with the G heads of its KV head: 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
+from nsa_jax.array_typing import Array, Bool, DType, Float, Int, Int32
 from nsa_jax.kernels.xla.sizes import Sizes
 from nsa_jax.layout import Placement
+from nsa_jax.layout.quantised import widened
 
 
 class TileSizes(NamedTuple):
@@ -113,18 +115,20 @@ class Look(NamedTuple):
         return first, (last - first + sizes.tile - 1) // sizes.tile
 
     def read(
-        self, first: Int[Array, ""], sizes: TileSizes, block_size: int, *arrays: Array
+        self, first: Int[Array, ""], sizes: TileSizes, block_size: int, dtype: DType, *arrays: Any
     ) -> tuple[Bool[Array, "B #K tokens tile"], list[Array]]:
         """Reads keys `first .. first + tile - 1` of each array, and finds which of them each query sees.
 
         The slice is clamped at the end of the array. Keys before `first` are then masked, because the tile
-        before had them.
+        before had them. Quantised arrays become tiles of `dtype`.
         """
         if sizes.tile == arrays[0].shape[1]:
             clamped, tiles = jnp.int32(0), list(arrays)
         else:
             clamped = jnp.minimum(first, arrays[0].shape[1] - sizes.tile)
-            tiles = [jax.lax.dynamic_slice_in_dim(x, clamped, sizes.tile, axis=1) for x in arrays]
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=clamped, slice_size=sizes.tile)
+            tiles = jax.tree.map(functools.partial(cut, axis=1), list(arrays))
+        tiles = widened(tiles, dtype)
         key = clamped + jnp.arange(sizes.tile, dtype=jnp.int32)[None, None]
         visible = (key >= jnp.maximum(self.start, first)[..., None]) & (key < self.end[..., None])
         if self.chosen is None:

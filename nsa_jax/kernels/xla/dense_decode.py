@@ -9,6 +9,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.xla import chunks, masked, operations
 from nsa_jax.layout import DenseCache, Run, Runs, slots
 from nsa_jax.layout.appending import append_dense
+from nsa_jax.layout.quantised import held, widened
 
 
 def dense_decode_step(
@@ -43,7 +44,8 @@ def _attend_whole(query, cache, new, scale):
         num_keys=num_keys,
         query_positions=Runs((Run(num_new, new.start),), num_queries=new.num_tokens),
     )
-    return operations.window_attention(query, cache.key, cache.value, placement, scale).out
+    key, value = held(cache, "key"), held(cache, "value")
+    return operations.window_attention(query, key, value, placement, scale).out
 
 
 def _attend_ring(query, cache, new, window, scale):
@@ -58,9 +60,10 @@ def _attend_ring(query, cache, new, window, scale):
     visible = (token >= 0) & (token <= position) & (token > position - window)
     visible = chunks.of_rows(visible[:, None], num_heads // num_kv_heads)
     rows = chunks.split_rows(query, num_kv_heads, num_new)[0]
+    key, value = widened((held(cache, "key"), held(cache, "value")), query.dtype)
 
     def attend(attend_keys):
-        out, _ = masked.normalised(attend_keys(rows, cache.key, cache.value, visible, scale))
+        out, _ = masked.normalised(attend_keys(rows, key, value, visible, scale))
         return out
 
     if masked.are_few(rows):

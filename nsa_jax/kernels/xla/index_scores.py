@@ -20,6 +20,7 @@ from nsa_jax.kernels.xla.chunks import ChunkPlaces
 from nsa_jax.kernels.xla.masked import accumulator, finite, product
 from nsa_jax.kernels.xla.sizes import Sizes
 from nsa_jax.layout import Placement
+from nsa_jax.layout.quantised import widened
 from nsa_jax.option_checks import LARGEST_INT
 
 
@@ -103,7 +104,7 @@ def _split(query, weights, placement, plan: ScorePlan):
 
 def padded_keys(keys: Float[Array, "B S I E"], plan: ScorePlan) -> Float[Array, "B keys I E"]:
     """The keys with a tile of zeros behind them, so that a tile may begin at any key."""
-    return jnp.pad(keys, ((0, 0), (0, plan.tile), (0, 0), (0, 0)))
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, plan.tile), *((0, 0),) * (x.ndim - 2))), keys)
 
 
 def scores_of_chunk(
@@ -116,6 +117,7 @@ def scores_of_chunk(
     """The scores of the queries of one chunk."""
 
     def score_tile(tile: _Tile, scores):
+        tile = tile._replace(keys=widened(tile.keys, query.dtype))
         part = _score(_products(query, tile, plan), weights, tile, plan)[0]
         old = jax.lax.dynamic_slice_in_dim(scores, tile.first_block, part.shape[-1], axis=3)
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.maximum(old, part), tile.first_block, axis=3)
@@ -169,7 +171,8 @@ def _slices(
     x: Float[Array, "B keys I E"], start: Int32[Array, " B"], size: int
 ) -> Float[Array, "B tile I E"]:
     """A slice of each row. Where a row has no such keys the slice is others, which nothing sees."""
-    return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(x, start)
+    cut = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))
+    return jax.tree.map(lambda x: cut(x, start), x)
 
 
 def _products(query, tile: _Tile, plan: ScorePlan) -> Float[Array, "B tokens K J tile"]:

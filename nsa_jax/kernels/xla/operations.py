@@ -201,7 +201,7 @@ def _attend_listed(query, key, value, block_indices, placement, scale, sizes):
         sizes=sizes,
     )
     grouped = query.reshape(batch, num_queries, num_kv_heads, heads, -1)
-    keys, values = (x.reshape(batch * num_keys, *x.shape[2:]) for x in (key, value))
+    keys, values = jax.tree.map(lambda x: x.reshape(batch * num_keys, *x.shape[2:]), (key, value))
     rows = block_attention(flatten(grouped), keys, values, blocks, scale, sizes)
     out, lse = (x.reshape(batch, num_kv_heads, num_queries, *x.shape[1:]).swapaxes(1, 2) for x in rows)
     return Attended(

@@ -155,7 +155,7 @@ def _along(axis: int, size: int) -> Int32[Array, "*ones size"]:
 
 def _visible(look: Look, keys: Array) -> Bool[Array, "B 1 tokens S"]:
     """Which of all keys each query sees."""
-    return look.read(jnp.int32(0), TileSizes(keys.shape[1], True), 1, keys)[0]
+    return look.read(jnp.int32(0), TileSizes(keys.shape[1], True), 1, keys.dtype, keys)[0]
 
 
 @jax.custom_vjp

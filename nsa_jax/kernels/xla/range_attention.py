@@ -7,6 +7,7 @@ backward pass repeats the loops with the saved normaliser and adds `dk, dv` tile
 Branches in one loop share the work that concerns only the queries, and their program compiles faster.
 """
 
+import itertools
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from nsa_jax.kernels.xla.masked import (
 from nsa_jax.kernels.xla.selection import choose_blocks
 from nsa_jax.kernels.xla.sizes import Sizes
 from nsa_jax.layout import Placement
+from nsa_jax.layout.quantised import check_differentiable
 
 type BranchName = Literal["cmp", "slc", "win"]
 type KeysValues = tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]
@@ -216,7 +218,7 @@ def _attend_chunk(rows, look, key, value, branch, plan, placement):
 
     def add_up(attend, sizes, wanted=None):
         def attend_keys(first, sums):
-            visible, (k, v) = look.read(first, sizes, block_size, key, value)
+            visible, (k, v) = look.read(first, sizes, block_size, rows.dtype, key, value)
             part = attend(rows, k, v, cutting.of_rows(visible, heads), plan.scale)
             return part if sums is None else merged(sums, part)
 
@@ -244,6 +246,7 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
 
     With `gates`, `d_out` is the cotangent of the gated sum, otherwise of the output of the only branch.
     """
+    check_differentiable(*itertools.chain(*keys_values))
     num_queries, num_heads = query.shape[1:3]
     num_kv_heads = keys_values[0][0].shape[2]
     accumulate = saved.lse.dtype
@@ -305,7 +308,7 @@ def _differentiate_chunk(rows, look, key, value, carry, branch, plan, placement)
 
     def differentiate_keys(first, carry):
         d_query, d_keys, d_values = carry
-        visible, (k, v) = look.read(first, branch.sizes, block_size, key, value)
+        visible, (k, v) = look.read(first, branch.sizes, block_size, rows.query.dtype, key, value)
         part, d_k, d_v = tile_gradients(rows, k, v, cutting.of_rows(visible, heads), plan.scale)
         d_keys = cutting.add_tile(d_keys, first, d_k, axis=1)
         return d_query + part, d_keys, cutting.add_tile(d_values, first, d_v, axis=1)

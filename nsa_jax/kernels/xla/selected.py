@@ -13,7 +13,7 @@ starts of their blocks. Keys keep their layout `[tokens, K, H]`, with batch and 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from nsa_jax.kernels.xla.masked import (
     tile_gradients,
 )
 from nsa_jax.kernels.xla.sizes import Sizes
+from nsa_jax.layout import Quantised
+from nsa_jax.layout.quantised import check_differentiable, widened
 
 NO_BLOCK = jnp.iinfo(jnp.int32).max  # the start of a missing block: it sorts after every block
 
@@ -133,9 +135,8 @@ def _forward(query, key, value, blocks, scale, sizes):
         def attend_items(step, partials):
             at = step * sizes.items_per_step
             read = _read_items(items, blocks, at, sizes, key.shape, heads)
-            part = attend_tile(
-                _rows_of(query, read), _read_blocks(key, read), _read_blocks(value, read), read.visible, scale
-            )
+            k, v = (widened(_read_blocks(x, read), query.dtype) for x in (key, value))
+            part = attend_tile(_rows_of(query, read), k, v, read.visible, scale)
             return jax.tree.map(
                 lambda whole, p: jax.lax.dynamic_update_slice_in_dim(
                     whole, p.reshape(-1, *whole.shape[1:]), at, 0
@@ -164,6 +165,7 @@ def _forward(query, key, value, blocks, scale, sizes):
 
 def _backward(scale, sizes, residuals, cotangents):
     query, key, value, blocks, out, lse = residuals
+    check_differentiable(key, value)
     d_out, d_lse = cotangents
     num_rows, heads, key_dim = query.shape
     accumulate = lse.dtype
@@ -278,8 +280,10 @@ def _rows_of(per_row: Float[Array, "rows G X"], read: _Read) -> Float[Array, "it
     return gathered.reshape(gathered.shape[0], 1, -1, gathered.shape[-1])
 
 
-def _read_blocks(array: Float[Array, "tokens K X"], read: _Read) -> Float[Array, "items block 1 X"]:
-    return array.at[read.token, read.head[:, None]].get(mode="promise_in_bounds")[:, :, None]
+def _read_blocks(array: Array | Quantised, read: _Read) -> Any:
+    """`[items, block, 1, X]` of `[tokens, K, X]`."""
+    at = read.token, read.head[:, None]
+    return jax.tree.map(lambda x: x.at[at].get(mode="promise_in_bounds")[:, :, None], array)
 
 
 def _by_pair(partials: Array, items: _Items, sizes: ItemSizes) -> Array:

@@ -35,7 +35,7 @@ def choose_blocks(
 
     def add_up(multiply, sizes, wanted=None):
         def score_keys(first, probabilities):
-            visible, (k,) = look.read(first, sizes, 1, key_cmp)
+            visible, (k,) = look.read(first, sizes, 1, rows.dtype, key_cmp)
             weights = jnp.exp(multiply(rows, k) * scale - normaliser)
             part = weights.reshape(batch, num_kv_heads, tokens, -1, sizes.tile).sum(axis=3)
             part = jnp.where(visible, part, 0)

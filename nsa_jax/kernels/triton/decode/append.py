@@ -29,6 +29,7 @@ from nsa_jax.kernels.triton.decode.parts import (
     store_part,
     store_placed,
 )
+from nsa_jax.kernels.triton.decode.rounding import Scales, as_kept, store_kept
 from nsa_jax.kernels.triton.loading import load_at, store_at
 from nsa_jax.kernels.triton.pieces import inner
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
@@ -38,7 +39,8 @@ class Appending(NamedTuple):
     """Arrays of the cache, updated in place, and the new tokens.
 
     Raw keys and values are None without a compressed branch; those of the window without that branch, or if
-    it shares those of the selected branch.
+    it shares those of the selected branch. A quantised cache has scales; new blocks are then attended to as
+    they will be kept.
     """
 
     key_slc: tl.tensor
@@ -47,6 +49,8 @@ class Appending(NamedTuple):
     value_raw: tl.tensor | None
     key_win: tl.tensor | None
     value_win: tl.tensor | None
+    scales_slc: Scales
+    scales_win: Scales
     new_key_cmp: tl.tensor | None
     new_value_cmp: tl.tensor | None
     new_key_slc: tl.tensor
@@ -181,18 +185,21 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
             store_at(found.value, place * V, v, complete, VALUE)
         tl.debug_barrier()
         k = load_at(found.key, place * H, complete, KEY)
+        k = as_kept(k, arrays.scales_slc.key, arrays.key_slc, k.first.dtype)
 
     row = (b.to(tl.int64) * D.MAX_LENGTH + tokens.start) * D.KV_HEADS + kv_head
-    store_at(arrays.key_slc + row * H, i * (D.KV_HEADS * H), k_slc, new, KEY)
-    store_at(arrays.value_slc + row * V, i * (D.KV_HEADS * V), v_slc, new, VALUE)
+    scales = arrays.scales_slc
+    store_kept(arrays.key_slc, scales.key, row, i * D.KV_HEADS, k_slc, new, H, KEY)
+    store_kept(arrays.value_slc, scales.value, row, i * D.KV_HEADS, v_slc, new, V, VALUE)
     if D.BLOCKS > 0:
         slot = (b.to(tl.int64) * D.RAW + (tokens.start + i) % D.RAW) * D.KV_HEADS + kv_head
         store_at(arrays.key_raw, slot * H, k_raw, new, KEY)
         store_at(arrays.value_raw, slot * V, v_raw, new, VALUE)
     if arrays.key_win is not None:
         slot = (b.to(tl.int64) * D.RING + (tokens.start + i) % D.RING) * D.KV_HEADS + kv_head
-        store_at(arrays.key_win, slot * H, k_win, new, KEY)
-        store_at(arrays.value_win, slot * V, v_win, new, VALUE)
+        scales = arrays.scales_win
+        store_kept(arrays.key_win, scales.key, 0, slot, k_win, new, H, KEY)
+        store_kept(arrays.value_win, scales.value, 0, slot, v_win, new, V, VALUE)
 
     for first in tl.static_range(0, ATTENDING, D.ROWS):
         rows = query_rows(first, D.ROWS, D.T, D.G, D.KV_HEADS)
@@ -206,6 +213,7 @@ def append_row(arrays, forming, found, query, tokens, bk, part, scale, D, PRECIS
         for j in tl.static_range(D.BLOCKS):
             one = tl.zeros([1], tl.int32) + ((b * D.BLOCKS + j) * D.KV_HEADS + kv_head)
             v = load_at(found.value, one * V, (before + j < after) & (one >= 0), VALUE)
+            v = as_kept(v, arrays.scales_slc.value, arrays.value_slc, v.first.dtype)
             x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
         store_part(found.out, found.sums, bk, part, D.PARTS, R, rows, Softmax(x, top, tl.sum(p, 1)), VALUE)
         at = (bk * R + rows.number)[:, None] * D.BLOCKS + c[None, :]

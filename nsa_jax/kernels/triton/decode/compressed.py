@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
+from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.softmax import no_keys
 
@@ -61,6 +62,7 @@ class Compressed(NamedTuple):
 
     Attributes:
       key, value: `[B, MAX_BLOCKS, K, D]`.
+      scales: theirs `[B, MAX_BLOCKS, K]`, or None.
       out, sums: the parts, see `parts`.
       scores: `[B, K, R, TILES * TILE_BLOCKS]`: sums of the selection blocks.
       tails, tops: `[B, K, R, TILES]`: what reaches beyond a tile, and the largest logit up to it.
@@ -70,6 +72,7 @@ class Compressed(NamedTuple):
 
     key: tl.tensor
     value: tl.tensor
+    scales: Scales
     out: tl.tensor
     sums: tl.tensor
     scores: tl.tensor
@@ -134,7 +137,9 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
         seen = (column % X.PADDED < X.OWN) & (start + offset < visible)
         k = load_at(keys + start.to(tl.int64) * KEY_ROW, offset * KEY_ROW, seen, KEY)
         v = load_at(values + start.to(tl.int64) * VALUE_ROW, offset * VALUE_ROW, seen, VALUE)
-        state, p = attend(state, q, k, v, seen, scale, PRECISION)
+        place = (b.to(tl.int64) * X.MAX_BLOCKS + start) * D.KV_HEADS + kv_head
+        scales = load_scales(cmp.scales, place, offset * D.KV_HEADS, seen)
+        state, p = attend(state, q, k, v, scales, seen, scale, PRECISION)
         if X.SCORED:
             of_blocks, tail = _block_sums(p, D.ROWS, X.TILE_BLOCKS, X.OWN, X.PADDED, D.SIZE // D.STRIDE)
             at = (row * (X.TILES * X.TILE_BLOCKS))[:, None] + (tile * X.TILE_BLOCKS + block)[None, :]

@@ -34,17 +34,19 @@ from nsa_jax.kernels.triton.decode.parts import (
     store_part,
     store_placed,
 )
+from nsa_jax.kernels.triton.decode.rounding import Scales, as_kept, load_scales, store_kept, times
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.loading import load_at, store_at
+from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.pieces import Dim, Pieces, inner
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax, no_keys
 
 
 class Held(NamedTuple):
-    """Keys and values of the cache, updated in place, and of the new tokens."""
+    """Keys and values of the cache with their scales, updated in place, and those of the new tokens."""
 
     key: tl.tensor
     value: tl.tensor
+    scales: Scales
     new_key: tl.tensor
     new_value: tl.tensor
 
@@ -87,14 +89,21 @@ def _together(x, y):
 
 
 @triton.jit
-def _load_new(new, cache, b, kv_head, token, column, is_new, at_edge, D, DIM):
-    """The tokens of some columns: the first T columns are new tokens, the others are old ones in the ring."""
+def _load_new(new, cache, scales, b, kv_head, token, column, is_new, at_edge, D, DIM):
+    """The tokens of some columns: the first T columns are new tokens, the others are old ones in the ring.
+
+    In a quantised cache, which has `scales`, the new ones are as it will keep them.
+    """
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     x = load_at(new, ((b * D.T + column) * D.KV_HEADS + kv_head) * WIDTH, is_new, DIM)
+    x = as_kept(x, scales, cache, x.first.dtype)
     if D.WINDOW > 0:
         slot = tl.where(at_edge, token, 0) % D.SIZE
         row = (b.to(tl.int64) * D.SIZE + slot) * D.KV_HEADS + kv_head
-        x = _together(x, load_at(cache, row * WIDTH, at_edge, DIM))
+        y = load_at(cache, row * WIDTH, at_edge, DIM)
+        if scales is not None:
+            y = times(y, tl.load(scales + row, mask=at_edge, other=0.0), x.first.dtype)
+        x = _together(x, y)
     return x
 
 
@@ -113,7 +122,8 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
     is_new = c < tokens.number
     token = tl.where(c < D.T, tokens.start + c, tokens.start - D.WINDOW + 1 + c - D.T)
     at_edge = (c >= D.T) & (c < COLUMNS) & (token >= 0) & (token < tokens.start) & (tokens.number > 0)
-    k = _load_new(held.new_key, held.key, b, kv_head, token, c, is_new, at_edge, D, KEY)
+    scales = held.scales
+    k = _load_new(held.new_key, held.key, scales.key, b, kv_head, token, c, is_new, at_edge, D, KEY)
     new_v = load_at(held.new_value, ((b * D.T + c) * D.KV_HEADS + kv_head) * V, is_new, VALUE)
 
     rows = query_rows(group * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
@@ -131,15 +141,19 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
         its_token = tl.sum(tl.where(c == j, token, 0), 0)
         new = (one < D.T) & (one < tokens.number)
         edge = tl.sum(tl.where(c == j, at_edge.to(tl.int32), 0), 0) + tl.zeros([1], tl.int32) > 0
-        v = _load_new(held.new_value, held.value, b, kv_head, its_token, one, new, edge, D, VALUE)
+        v = _load_new(
+            held.new_value, held.value, scales.value, b, kv_head, its_token, one, new, edge, D, VALUE
+        )
         x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
     state = Softmax(x, top, tl.sum(p, 1))
     store_part(found.out, found.sums, bk, D.PARTS, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
     written = is_new & (group == 0)
     slot = (b.to(tl.int64) * D.SIZE + (tokens.start + c) % D.SIZE) * D.KV_HEADS + kv_head
-    store_at(held.key, slot * H, k, written, KEY)
-    store_at(held.value, slot * V, new_v, written, VALUE)
+    if scales.key is not None:  # what is rounded already must not be rounded again
+        k = load_at(held.new_key, ((b * D.T + c) * D.KV_HEADS + kv_head) * H, is_new, KEY)
+    store_kept(held.key, scales.key, 0, slot, k, written, H, KEY)
+    store_kept(held.value, scales.value, 0, slot, new_v, written, V, VALUE)
     if (group == 0) & (kv_head == 0):
         store_placed(found.placed, b, tokens)
 
@@ -168,14 +182,18 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
     for tile in tl.range(part * tiles // D.PARTS, (part + 1) * tiles // D.PARTS, num_stages=D.STAGES):
         first = tile * D.TILE
         seen = first + i < count
+        head = b.to(tl.int64) * (D.SIZE * D.KV_HEADS) + kv_head
         if D.WINDOW > 0:
             slot = ((oldest + first + i) % D.SIZE).to(tl.int64)
             k = load_at(keys, slot * KEY_ROW, seen, KEY)
             v = load_at(values, slot * VALUE_ROW, seen, VALUE)
+            scales = load_scales(held.scales, head, slot * D.KV_HEADS, seen)
         else:
             k = load_at(keys + first.to(tl.int64) * KEY_ROW, i * KEY_ROW, seen, KEY)
             v = load_at(values + first.to(tl.int64) * VALUE_ROW, i * VALUE_ROW, seen, VALUE)
-        state, _ = attend(state, q, k, v, seen, scale, PRECISION)
+            head += first.to(tl.int64) * D.KV_HEADS
+            scales = load_scales(held.scales, head, i * D.KV_HEADS, seen)
+        state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
     store_part(found.out, found.sums, bk, part, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
 
@@ -189,7 +207,7 @@ class Found(NamedTuple):
 
 @triton.jit(repr=named("nsa_step_dense"))
 def dense_kernel(
-    key, value,
+    key, value, key_scale, value_scale,
     lengths, num_tokens, new_key, new_value, query,
     placed, out, sums,
     scale, batch, max_length, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
@@ -202,7 +220,7 @@ def dense_kernel(
         T=T, G=G, KV_HEADS=KV_HEADS, SIZE=SIZE, WINDOW=WINDOW, PARTS=PARTS, TILE=TILE, ROWS=ROWS,
         STAGES=STAGES, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
     )  # fmt: skip
-    held = Held(key, value, new_key, new_value)
+    held = Held(key, value, Scales(key_scale, value_scale), new_key, new_value)
     found = Found(placed, out, sums)
     group = tl.program_id(0) % GROUPS
     bk = tl.program_id(0) // GROUPS % (batch * KV_HEADS)

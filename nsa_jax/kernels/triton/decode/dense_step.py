@@ -51,7 +51,10 @@ def dense_decode_step(
         dense_kernel, cache.lengths, num_tokens, key, value, query,
         out=(jax.ShapeDtypeStruct((batch, 3), jnp.int32), floats(parts, rows, value_dim),
              floats(parts, 2, rows)),
-        in_place=dict(key=cache.key, value=cache.value), grid=(parts * batch * kv_heads * sizes.groups,),
+        in_place=dict(
+            key=cache.key, value=cache.value, key_scale=cache.key_scale, value_scale=cache.value_scale
+        ),
+        grid=(parts * batch * kv_heads * sizes.groups,),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, scale=float(scale * LOG2_E.value),
         batch=batch, max_length=max_length, SIZE=slots, WINDOW=cache.ring_window(window_size) or 0,
         PARTS=sizes.parts, TILE=sizes.keys, ROWS=sizes.rows, GROUPS=sizes.groups, STAGES=sizes.num_stages,

@@ -13,6 +13,7 @@ from nsa_jax.kernels.triton.decode.append import Appended, Appending, StepDims, 
 from nsa_jax.kernels.triton.decode.compressed import Compressed, Tiling, attend_part
 from nsa_jax.kernels.triton.decode.forming import Forming, OutputLayer, Turning
 from nsa_jax.kernels.triton.decode.parts import admit
+from nsa_jax.kernels.triton.decode.rounding import Scales
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.pieces import Dim
 
@@ -20,9 +21,11 @@ from nsa_jax.kernels.triton.pieces import Dim
 @triton.jit(repr=named("nsa_step_first"))
 def first_kernel(
     key_slc, value_slc, key_raw_ring, value_raw_ring, key_win_ring, value_win_ring,
+    key_slc_scale, value_slc_scale, key_win_ring_scale, value_win_ring_scale,
     lengths, num_tokens, new_key_cmp, new_value_cmp, new_key_slc, new_value_slc, new_key_win, new_value_win,
     given_key, given_value, hidden, key_bias_in, key_kernel_out, key_bias_out,
     value_bias_in, value_kernel_out, value_bias_out, ticks, rest, magnitude, query, key_cmp, value_cmp,
+    key_cmp_scale, value_cmp_scale,
     out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, arrivals,
     scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
     RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -43,12 +46,15 @@ def first_kernel(
     attending = SHARES * batch * KV_HEADS * GROUPS
     pid = tl.program_id(0)
     if key_cmp is not None and pid < attending:
-        cmp = Compressed(key_cmp, value_cmp, out, sums, scores, tails, tops)
+        scales = Scales(key_cmp_scale, value_cmp_scale)
+        cmp = Compressed(key_cmp, value_cmp, scales, out, sums, scores, tails, tops)
         attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECISION)
     else:
         arrays = Appending(
             key_slc=key_slc, value_slc=value_slc, key_raw=key_raw_ring, value_raw=value_raw_ring,
-            key_win=key_win_ring, value_win=value_win_ring, new_key_cmp=new_key_cmp,
+            key_win=key_win_ring, value_win=value_win_ring,
+            scales_slc=Scales(key_slc_scale, value_slc_scale),
+            scales_win=Scales(key_win_ring_scale, value_win_ring_scale), new_key_cmp=new_key_cmp,
             new_value_cmp=new_value_cmp, new_key_slc=new_key_slc, new_value_slc=new_value_slc,
             new_key_win=new_key_win, new_value_win=new_value_win,
         )  # fmt: skip

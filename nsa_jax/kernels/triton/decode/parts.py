@@ -10,8 +10,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nsa_jax.kernels.triton.decode.rounding import times
 from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import Pieces, add_product, inner, scaled
+from nsa_jax.kernels.triton.pieces import Pieces, add_product, cast, inner, scaled
 from nsa_jax.kernels.triton.softmax import LOWEST, Softmax
 
 
@@ -88,15 +89,29 @@ def load_query(query, b, kv_head, rows, T: tl.constexpr, G: tl.constexpr, KV_HEA
 
 
 @triton.jit
-def attend(state, q, k, v, seen, scale, PRECISION: tl.constexpr):
-    """The state after a tile of keys, and their `exp2(logit - largest)`; all rows see the keys in `seen`."""
+def attend(state, q, k, v, scales, seen, scale, PRECISION: tl.constexpr):
+    """The state after a tile of keys, and their `exp2(logit - largest)`; all rows see the keys in `seen`.
+
+    Keys and values of a quantised cache have `Scales`.
+    """
+    if scales.key is not None:
+        k = cast(k, q.first.dtype)
     logits = inner(q, k, PRECISION) * scale
+    if scales.key is not None:
+        logits *= scales.key[None, :]
     logits = tl.where(seen[None, :], logits, float("-inf"))
     top = tl.maximum(state.largest, tl.max(logits, 1))
     p = tl.exp2(logits - top[:, None])
     decay = tl.exp2(state.largest - top)
     out = scaled(state.out, decay[:, None])
-    out = add_product(p.to(v.first.dtype), v, out, PRECISION)
+    weights = p
+    if scales.value is not None:
+        if q.first.dtype == tl.float16:  # in which small weights would lose bits
+            v = times(v, scales.value, q.first.dtype)
+        else:
+            v = cast(v, q.first.dtype)
+            weights = p * scales.value[None, :]
+    out = add_product(weights.to(v.first.dtype), v, out, PRECISION)
     return Softmax(out, top, state.total * decay + tl.sum(p, 1)), p
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
 from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
 from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
+from nsa_jax.kernels.triton.decode.rounding import Scales
 from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
 from nsa_jax.kernels.triton.decode.selected import Selected, SelectedDims, attend_selected
 from nsa_jax.kernels.triton.decode.window import Lacking, Window, WindowDims, attend_window, complete_cache
@@ -34,8 +35,9 @@ from nsa_jax.kernels.triton.pieces import Dim
 
 @triton.jit(repr=named("nsa_step_second"))
 def second_kernel(
-    key_cmp, value_cmp, lengths, overflowed, out, sums, arrivals,
-    placed, query, gates, key_slc, value_slc, key_win, value_win, block_key, block_value, block_logits,
+    key_cmp, value_cmp, key_cmp_scale, value_cmp_scale, lengths, overflowed, out, sums, arrivals,
+    placed, query, gates, key_slc, value_slc, key_slc_scale, value_slc_scale,
+    key_win, value_win, key_win_scale, value_win_scale, block_key, block_value, block_logits,
     scores, tails, tops, given,
     merged, chosen, best,
     scale, T: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -88,16 +90,18 @@ def second_kernel(
         arrive(arrived)
 
     if WIN > 0 and share >= SLC - WIN:
-        window = Window(key_win, value_win, out, sums)
+        window = Window(key_win, value_win, Scales(key_win_scale, value_win_scale), out, sums)
         attend_window(window, q, rows, tokens, bk, token, share - (SLC - WIN), scale, W, PRECISION)
 
     if given is None:
         wait_for(arrived, SLC)
-    selected = Selected(key_slc, value_slc, given, best, chosen, out, sums)
+    scales = Scales(key_slc_scale, value_slc_scale)
+    selected = Selected(key_slc, value_slc, scales, given, best, chosen, out, sums)
     attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECISION)
     arrive(arrived)
     if (share == 0) & (token == 0):
-        lacking = Lacking(key_cmp, value_cmp, lengths, overflowed, block_key, block_value)
+        scales_cmp = Scales(key_cmp_scale, value_cmp_scale)
+        lacking = Lacking(key_cmp, value_cmp, scales_cmp, lengths, overflowed, block_key, block_value)
         complete_cache(lacking, tokens, b, kv_head, W)
 
     wait_for(arrived, 2 * SLC if given is None else SLC)

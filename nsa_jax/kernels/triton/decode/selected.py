@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.parts import attend, ranks, store_part
+from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.softmax import no_keys
 
@@ -33,6 +34,7 @@ class Selected(NamedTuple):
 
     Attributes:
       key, value: `[B, MAX_LENGTH, K, D]`.
+      scales: theirs `[B, MAX_LENGTH, K]`, or None.
       given: `[B, T, K, SELECTED]`, blocks to attend to, -1 for none, in any order; None to take the best.
       best: `[B, K, T, LISTS, 2, SLOTS]`, see `scores`; read if no blocks are given.
       chosen: `[B, T, K, SELECTED]`, the blocks that were attended to, -1 for none.
@@ -41,6 +43,7 @@ class Selected(NamedTuple):
 
     key: tl.tensor
     value: tl.tensor
+    scales: Scales
     given: tl.tensor | None
     best: tl.tensor
     chosen: tl.tensor
@@ -132,6 +135,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     in_block = column % S.PADDED_BLOCK
     keys = selected.key + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * H
     values = selected.value + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * V
+    row = b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head
     state = no_keys(S.ROWS, VALUE)
     # The end is not a constant: if Triton knew that the loop runs once, it would load values after keys.
     end = tl.where(tokens.number >= 0, EACH, 0)
@@ -154,5 +158,6 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
             key = key.to(tl.int64)
         k = load_at(keys, key * (S.KV_HEADS * H), seen, KEY)
         v = load_at(values, key * (S.KV_HEADS * V), seen, VALUE)
-        state, _ = attend(state, q, k, v, seen, scale, PRECISION)
+        scales = load_scales(selected.scales, row, key * S.KV_HEADS, seen)
+        state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
     store_part(selected.out, selected.sums, bk, S.FIRST + share, S.PARTS, S.T * S.G, rows, state, VALUE)

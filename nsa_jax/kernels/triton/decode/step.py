@@ -350,17 +350,19 @@ def _first(
         shapes.floats(rows, tiles),
         shapes.floats(rows, tiles),
         jax.ShapeDtypeStruct((batch, 3), jnp.int32),
-        like(cache.key_slc, (*block, shapes.key_dim)),
-        like(cache.value_slc, (*block, shapes.value_dim)),
+        like(tokens.key_slc, (*block, shapes.key_dim)),
+        like(tokens.value_slc, (*block, shapes.value_dim)),
         shapes.floats(rows, blocks),
         jax.ShapeDtypeStruct((batch, kv_heads, shapes.num_new), jnp.int32),
     )
     updated, found = launch(
         first_kernel, cache.lengths, num_tokens, *tokens, *formed, query, cache.key_cmp, cache.value_cmp,
-        out=out,
+        cache.key_cmp_scale, cache.value_cmp_scale, out=out,
         in_place=dict(
             key_slc=cache.key_slc, value_slc=cache.value_slc, key_raw_ring=raw,
             value_raw_ring=cache.value_raw_ring, key_win_ring=ring, value_win_ring=cache.value_win_ring,
+            key_slc_scale=cache.key_slc_scale, value_slc_scale=cache.value_slc_scale,
+            key_win_ring_scale=cache.key_win_ring_scale, value_win_ring_scale=cache.value_win_ring_scale,
         ),
         grid=(attending + batch * kv_heads,), num_warps=sizes.cmp_warps, num_stages=sizes.cmp_stages,
         scale=float(scale * LOG2_E.value), batch=batch, RAW=1 if raw is None else raw.shape[1],
@@ -389,8 +391,10 @@ def _second(
     config, sizes = shapes.config, shapes.sizes
     batch, num_new, kv_heads, value_dim = shapes.batch, shapes.num_new, shapes.kv_heads, shapes.value_dim
     key, value = cache.key_win_ring, cache.value_win_ring
+    of_slc = cache.key_slc_scale, cache.value_slc_scale
+    of_win = cache.key_win_ring_scale, cache.value_win_ring_scale
     if key is None or value is None:
-        key, value = cache.key_slc, cache.value_slc
+        key, value, of_win = cache.key_slc, cache.value_slc, of_slc
     chunks = shapes.chunks if block_indices is None else 1  # one that nobody reads
     out = (
         like(query, (*query.shape[:3], value_dim)),
@@ -402,12 +406,14 @@ def _second(
         min(_padded(-(-shapes.heads // sizes.shares)), MERGED_AT_ONCE // (padded * _padded(value_dim))), 1
     )
     of_cache = dict(
-        key_cmp=cache.key_cmp, value_cmp=cache.value_cmp, lengths=cache.lengths, overflowed=cache.overflowed
-    )
+        key_cmp=cache.key_cmp, value_cmp=cache.value_cmp, key_cmp_scale=cache.key_cmp_scale,
+        value_cmp_scale=cache.value_cmp_scale, lengths=cache.lengths, overflowed=cache.overflowed,
+    )  # fmt: skip
     updated, (merged, blocks, _) = launch(
-        second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, key, value,
-        found.block_key, found.block_value, found.block_logits, found.scores, found.tails, found.tops,
-        block_indices, out=out, in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
+        second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, *of_slc,
+        key, value, *of_win, found.block_key, found.block_value, found.block_logits,
+        found.scores, found.tails, found.tops, block_indices, out=out,
+        in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
         grid=(sizes.shares * batch * kv_heads * num_new,), num_warps=sizes.share_warps, num_stages=1,
         registers=sizes.registers, scale=float(scale * LOG2_E.value), PADDED_G=_padded(shapes.heads),
         WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,

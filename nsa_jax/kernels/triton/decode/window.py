@@ -26,15 +26,17 @@ from nsa_jax.kernels.triton.decode.parts import (
     num_blocks,
     store_part,
 )
-from nsa_jax.kernels.triton.loading import load_at, store_at
+from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales, store_kept
+from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.softmax import no_keys
 
 
 class Window(NamedTuple):
-    """Keys and values of the ring or selection arrays, and the parts, see `parts`."""
+    """Keys and values of the ring or selection arrays, their scales, and the parts, see `parts`."""
 
     key: tl.tensor
     value: tl.tensor
+    scales: Scales
     out: tl.tensor
     sums: tl.tensor
 
@@ -44,6 +46,7 @@ class Lacking(NamedTuple):
 
     key_cmp: tl.tensor | None
     value_cmp: tl.tensor | None
+    scales: Scales
     lengths: tl.tensor
     overflowed: tl.tensor
     block_key: tl.tensor
@@ -106,12 +109,13 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
         place = base + (tl.where(seen, key, 0) % W.RING).to(tl.int64) * W.KV_HEADS
         k = load_at(window.key, place * (KEY.D0 + KEY.D1), seen, KEY)
         v = load_at(window.value, place * (VALUE.D0 + VALUE.D1), seen, VALUE)
-        state, _ = attend(state, q, k, v, seen, scale, PRECISION)
+        scales = load_scales(window.scales, 0, place, seen)
+        state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
     store_part(window.out, window.sums, bk, W.FIRST + share, W.PARTS, W.T * W.G, rows, state, VALUE)
 
 
 @triton.jit
-def _write_blocks(block, cmp, b, kv_head, before, after, W, DIM):
+def _write_blocks(block, cmp, scales, b, kv_head, before, after, W, DIM):
     """Writes the blocks that the step has completed into the cache."""
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     PADDED: tl.constexpr = triton.next_power_of_2(W.BLOCKS)
@@ -119,7 +123,7 @@ def _write_blocks(block, cmp, b, kv_head, before, after, W, DIM):
     complete = (c < W.BLOCKS) & (before + c < after)
     x = load_at(block, ((b * W.BLOCKS + c) * W.KV_HEADS + kv_head) * WIDTH, complete, DIM)
     to = (b.to(tl.int64) * W.MAX_BLOCKS + before) * W.KV_HEADS + kv_head
-    store_at(cmp + to * WIDTH, c * (W.KV_HEADS * WIDTH), x, complete, DIM)
+    store_kept(cmp, scales, to, c * W.KV_HEADS, x, complete, WIDTH, DIM)
 
 
 @triton.jit
@@ -128,8 +132,9 @@ def complete_cache(lacking, tokens, b, kv_head, W):
     if lacking.key_cmp is not None:
         before = num_blocks(tokens.start, W.SIZE, W.STRIDE)
         after = num_blocks(tokens.start + tokens.number, W.SIZE, W.STRIDE)
-        _write_blocks(lacking.block_key, lacking.key_cmp, b, kv_head, before, after, W, W.KEY)
-        _write_blocks(lacking.block_value, lacking.value_cmp, b, kv_head, before, after, W, W.VALUE)
+        key, value = lacking.scales.key, lacking.scales.value
+        _write_blocks(lacking.block_key, lacking.key_cmp, key, b, kv_head, before, after, W, W.KEY)
+        _write_blocks(lacking.block_value, lacking.value_cmp, value, b, kv_head, before, after, W, W.VALUE)
     if kv_head == 0:
         tl.store(lacking.lengths + b, tokens.start + tokens.number)
         tl.store(lacking.overflowed + b, True, mask=tokens.fits == 0)

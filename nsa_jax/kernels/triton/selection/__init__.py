@@ -31,7 +31,7 @@ from nsa_jax.kernels.triton.sizes import (
     Shape,
     choose_sizes,
 )
-from nsa_jax.layout import Placement
+from nsa_jax.layout import Placement, Quantised
 
 type Common = dict[str, Any]  # what the kernels of a chunk are told alike
 type Score = Callable[[Int32[Array, "1"], Common], Float[Array, "B K T M"]]  # the scores of a chunk
@@ -77,7 +77,7 @@ def choose_blocks(
 
 def choose_by_index(
     query: Float[Array, "B T K J E"],
-    keys: Float[Array, "B ..."],
+    keys: Float[Array, "B ..."] | Quantised,
     weights: Float[Array, "B T K J"] | None,
     placement: Placement,
     scale: float,
@@ -248,10 +248,11 @@ def _score_by_index(
     each = min(max(key_tiles_of_row * tiles * shape[0] * key_heads // INDEX_PROGRAMS, 1), sizes.key_tiles)
     key_programs = -(-key_tiles_of_row // each)
     tma = has_tma() and padded == block  # else keys are loaded one by one
+    numbers, key_scale = keys if isinstance(keys, Quantised) else (keys, None)
     rows = query.reshape(batch, num_queries * shared, key_heads * heads, dim)
     return launch(
         index_scores_kernel,
-        *key_tiles(rows, pairs, tma), *key_tiles(keys, columns, tma), weights,
+        *key_tiles(rows, pairs, tma), *key_tiles(numbers, columns, tma), key_scale, weights,
         placement.position, placement.selection_start() if placement.packed else None, chunk,
         out=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=(tiles * key_programs, shape[0] * key_heads), num_warps=sizes.num_warps,

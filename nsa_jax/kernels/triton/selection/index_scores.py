@@ -22,15 +22,17 @@ ms at 64 a clock and SM; keys from L2, 17 GB with 128 pairs a tile, some 3 ms, b
 takes 5.0 ms, top-n and all, as predicted.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float
+from nsa_jax.array_typing import Array
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import Keys, load_chosen_keys, load_keys
-from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, inner
+from nsa_jax.kernels.triton.pieces import LARGEST_INT, Dim, cast, inner
+from nsa_jax.layout import Quantised
 
 
 class IndexBlocks(NamedTuple):
@@ -101,16 +103,19 @@ class IndexQueries(NamedTuple):
     TMA: tl.constexpr
 
 
-def flat_if_shared(keys: Float[Array, "B S I E"]) -> Float[Array, "B ..."]:
+def flat_if_shared(keys: Array | Quantised) -> Any:
     """Index keys as they are divided among devices: `[B, S, K, E]`, or `[B, S E]` if all KV heads share one.
 
     Axis 2 of an operand is divided with the heads of a call, so what all share has none.
     """
-    return keys.reshape(keys.shape[0], -1) if keys.shape[2] == 1 else keys
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1) if x.shape[2] == 1 else x, keys)
 
 
-def by_heads(keys: Float[Array, "B ..."], dim: int) -> Float[Array, "B S I E"]:
-    """The inverse of `flat_if_shared`."""
+def by_heads(keys: Array | Quantised, dim: int) -> Any:
+    """The inverse of `flat_if_shared`: `[B, S, I, E]`."""
+    if isinstance(keys, Quantised):
+        scale = keys.scale[..., None] if keys.scale.ndim == 2 else keys.scale
+        return Quantised(by_heads(keys.numbers, dim), scale)
     return keys.reshape(keys.shape[0], -1, 1 if keys.ndim == 2 else keys.shape[2], dim)
 
 
@@ -127,7 +132,7 @@ def load_head(queries, pairs, head):
 @triton.jit
 def part_of_head(queries, pairs, head, q, k):
     """What one index head gives each token: its product with the query or, with weights, its summand."""
-    part = inner(q, k, queries.PRECISION)
+    part = inner(q, cast(k, q.first.dtype), queries.PRECISION)
     if queries.NEGATIVE:
         part = -part
     if queries.weights is not None:
@@ -147,6 +152,14 @@ def hold_queries(queries, pairs):
     else:
         held = None
     return held
+
+
+@triton.jit
+def tile_tokens(tile, blocks):
+    """The tokens in the columns of a tile, counted from the first of the sequence."""
+    column = tl.arange(0, blocks.COLUMNS)
+    block = tile * (blocks.COLUMNS // blocks.PADDED) + column // blocks.PADDED
+    return block * blocks.BLOCK + column % blocks.PADDED
 
 
 @triton.jit
@@ -171,7 +184,7 @@ def score_tokens(queries, keys, pairs, held, start, tile, blocks):
 
 
 @triton.jit
-def _score_index_sequence(queries, keys, pairs, start, here, first_tile, scores, scale, blocks):
+def _score_index_sequence(queries, keys, key_scale, pairs, start, here, first_tile, scores, scale, blocks):
     """Scores of the pairs that are `here`, in the sequence whose first key is `start`."""
     BLOCKS: tl.constexpr = blocks.COLUMNS // blocks.PADDED
     column = tl.arange(0, blocks.COLUMNS)
@@ -182,6 +195,11 @@ def _score_index_sequence(queries, keys, pairs, start, here, first_tile, scores,
         held = hold_queries(queries, pairs)
         for tile in range(first_tile, last_tile):
             total = score_tokens(queries, keys, pairs, held, start, tile, blocks)
+            if key_scale is not None:  # not negative, so the largest product stays the largest
+                token = start + tile_tokens(tile, blocks)
+                place = (keys.b.to(tl.int64) * keys.length + token) * keys.HEADS + keys.head
+                scales = tl.load(key_scale + place, mask=token < keys.length, other=0.0)
+                total *= scales[None, :]
             if blocks.PADDED != blocks.BLOCK:
                 total = tl.where((column % blocks.PADDED < blocks.BLOCK)[None, :], total, float("-inf"))
             # The maximum drops NaN, unless all are; then the top-n kernel takes it for the lowest score.
@@ -193,7 +211,7 @@ def _score_index_sequence(queries, keys, pairs, start, here, first_tile, scores,
 
 @triton.jit(repr=named("nsa_index_scores"))
 def index_scores_kernel(
-    queries0, queries1, keys0, keys1, weights, position, sequence_start, chunk, scores,
+    queries0, queries1, keys0, keys1, key_scale, weights, position, sequence_start, chunk, scores,
     batch, num_queries, num_keys, scale,
     CHUNKS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
     KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
@@ -203,7 +221,8 @@ def index_scores_kernel(
 ):  # fmt: skip
     """Scores `[CHUNK_ROWS, K, CHUNK_TOKENS, ROW]` of one chunk, times `scale`, which is not negative.
 
-    Queries and keys come from `key_tiles`; `sequence_start` is None where rows are not packed.
+    Queries and keys come from `key_tiles`, keys in 8 bits with a `key_scale` `[B, S, I]`; `sequence_start` is
+    None where rows are not packed.
     """
     DIM: tl.constexpr = Dim(E0, E1)
     blocks: tl.constexpr = IndexBlocks(BLOCK, LOCAL, COLUMNS, PADDED, TILES_EACH)
@@ -235,12 +254,12 @@ def index_scores_kernel(
     )  # fmt: skip
     keys: tl.constexpr = Keys(keys0, keys1, b, key_head, num_keys, KEY_HEADS, COLUMNS, DIM, TMA)
     if sequence_start is None:
-        _score_index_sequence(queries, keys, pairs, 0, scored, first_tile, scores, scale, blocks)
+        _score_index_sequence(queries, keys, key_scale, pairs, 0, scored, first_tile, scores, scale, blocks)
     else:
         begin = tl.where(scored, tl.load(sequence_start + place, mask=exists, other=0), LARGEST_INT)
         start = tl.min(begin, 0)
         while start < LARGEST_INT:
             _score_index_sequence(
-                queries, keys, pairs, start, begin == start, first_tile, scores, scale, blocks
+                queries, keys, key_scale, pairs, start, begin == start, first_tile, scores, scale, blocks
             )
             start = tl.min(tl.where(begin > start, begin, LARGEST_INT), 0)
