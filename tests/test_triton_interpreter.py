@@ -40,6 +40,7 @@ CHECKS = {
             "case known_later",
             "case known_strides",
             "case known_halves",
+            "case known_causal",
             "case known_halves_many",
             "case runs_window",
             "case runs_one",
@@ -98,7 +99,8 @@ CHECKS = {
         *("case int8", "case int8, a ring"),
     ),
     "operations": (
-        *("case consecutive", "case packed", "case anywhere", "whole", "one token"),
+        *("case consecutive", "case packed", "case anywhere", "one token"),
+        *("whole", "whole, short rows", "whole, short packed rows"),
         *("not finite, consecutive", "not finite, packed", "a key that is not a number"),
     ),
 }

@@ -5,6 +5,7 @@ Through `nsa_jax.attention`, so with dispatch, lists, layouts and custom gradien
 
 from triton_interpreter import interpreted  # isort: skip
 
+import dataclasses
 import sys
 import time
 from functools import partial
@@ -128,18 +129,21 @@ def check_a_key_that_is_not_a_number() -> float:
     return 0.0
 
 
-def check_whole() -> float:
+def check_whole(name: str, slots: int) -> float:
     """`native_sparse_attention`, its own selection included, and `vmap` of it, equal those of `xla`.
 
-    First without and then with gradients, which are different kernels.
+    First without and then with gradients, which are different kernels. The rows have three blocks: with as
+    many slots, the selected branch is causal.
     """
-    case = CASES["consecutive"]
+    case, config = CASES[name], dataclasses.replace(CONFIG, num_selected_blocks=slots)
+    where = {} if case.runs is None else dict(segment_ids=jnp.asarray(case.segment_ids))
     operands = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
 
     def with_gradients(implementation):
         def attend(*operands):
-            return attention.native_sparse_attention(*operands, config=CONFIG, implementation=implementation)
+            more = dict(config=config, implementation=implementation)
+            return attention.native_sparse_attention(*operands, **where, **more)
 
         def run(cotangent, *operands):
             out, pull_back = jax.vjp(attend, *operands)
@@ -180,7 +184,9 @@ CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES
     "not finite, consecutive": lambda: check_not_finite("consecutive"),
     "not finite, packed": lambda: check_not_finite("packed"),
     "a key that is not a number": check_a_key_that_is_not_a_number,
-    "whole": check_whole,
+    "whole": lambda: check_whole("consecutive", 2),
+    "whole, short rows": lambda: check_whole("consecutive", 3),
+    "whole, short packed rows": lambda: check_whole("packed", 3),
     "one token": check_one_token,
 }
 
