@@ -1,0 +1,43 @@
+"""Into how many pieces calls of few heads are cut: by their own numbers, without a GPU."""
+
+import pytest
+
+WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
+pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
+
+from nsa_jax.kernels.triton.ranges.backward_key import choose_segments  # noqa: E402
+from nsa_jax.kernels.triton.sizes import FULL_ITEMS, fitting_item, item_queries  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "kv_heads", "heads", "segments"),
+    [
+        (65536, 4095, 4, 16, 16),  # as many as fill the GPU
+        (8192, 511, 4, 16, 32),  # 256 queries each
+        (8192, 511, 8, 4, 16),  # 512 each
+        (8192, 511, 8, 1, 16),
+        (200, 11, 4, 4, 1),
+        (8192, 8192, 8, 4, 1),  # a window: each key is seen by few queries
+        (2**20, 65535, 4, 16, 1),  # more would take too much memory
+    ],
+)
+def test_segments_of_queries(queries, keys, kv_heads, heads, segments):
+    tile = 128 if heads == 16 else 64
+
+    assert choose_segments(1, queries, keys, kv_heads, heads, 256, tile) == segments
+
+
+@pytest.mark.parametrize(
+    ("heads", "pairs", "item"),
+    [(16, 2**22, 2048), (16, 2**19, 1024), (4, 2**21, 2048), (4, 2**21 - 1, 1024), (4, 100, 1024)]
+    + [(1, 2**23, 8192), (2, 2**22, 4096), (1, 2**19, 1024)],
+)
+def test_items_of_the_gradients_of_keys(heads, pairs, item):
+    assert item_queries(heads, pairs) == item
+
+
+def test_an_item_is_halved_until_there_are_enough():
+    assert fitting_item(1024, 1024 * FULL_ITEMS, least=512) == 1024
+    assert fitting_item(1024, 1024 * FULL_ITEMS - 1, least=512) == 512
+    assert fitting_item(1024, 1, least=512) == 512
+    assert fitting_item(16, 1, least=512) == 16  # of a test
