@@ -125,7 +125,7 @@ def test_what_reads_the_input_of_a_layer_is_one_kernel():
 
 
 def test_what_is_written_is_what_the_model_finds_likeliest():
-    """By `generate`, which prepares a model, and by a session of a prepared one: the tokens of full forwards."""
+    """By `generate`, which prepares a model, and by a session of a prepared one: as full forwards say."""
     model = made(**THREE_KINDS)
     prepared, sizes = prepare(model), dict(lengths=np.array([12, 5]))
 

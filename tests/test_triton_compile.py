@@ -101,8 +101,9 @@ MANY_HEADS = ("64 heads", "128 heads")
 FEW_HEADS = ("4 heads", "1 head")  # whose selected branch may come in parts
 LIKE_WINDOW = ("256", "float32", "128 wide heads", *MANY_HEADS)
 HAS_ROWS_OF_ITS_OWN = (90, 100)  # the compressed branch, in the tables of `sizes`
-# What recomputes has the same sizes and the same `mma.sync` on every GPU, in 24 KiB of shared memory, and takes
-# 16 heads at a time, however many there are. It is compiled for the oldest GPU, and with the most dims and heads.
+# What recomputes has the same sizes and the same `mma.sync` on every GPU, in 24 KiB of shared memory, and
+# takes 16 heads at a time, however many there are. It is compiled for the oldest GPU, and with the most dims
+# and heads.
 RECOMPUTED = {(80, "main"), (90, "main"), (90, "192/128"), (90, "float32"), (90, "128 wide heads")}
 # The main shape on every GPU; the others, 5 to 15 s each, on Hopper alone.
 CASES = [

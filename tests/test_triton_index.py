@@ -78,8 +78,8 @@ def program(shape: Shape):
 def test_kernel_becomes_machine_code(capability, shape):
     """Two programs share a multiprocessor, in the shape that the sizes are made for.
 
-    One's maxima run beside the other's products. The best blocks are chosen by the kernel that `select_blocks`
-    has, too: it is compiled in one case here, and in `test_triton_compile`.
+    One's maxima run beside the other's products. The best blocks are chosen by the kernel that
+    `select_blocks` has, too: it is compiled in one case here, and in `test_triton_compile`.
     """
     main = (capability, shape) == (90, MSA)
     known = set() if main else {"nsa_best_blocks"}

@@ -22,8 +22,8 @@ DEVICE_KINDS = {
     120: "NVIDIA RTX PRO 6000 Blackwell",
 }
 # XLA optimises the program as always, but its own kernels, at which no test looks, just so far that NVIDIA's
-# assembler is soon done with them: at 0, which the tests of a CPU ask for, it takes twice as long. It also tries
-# no tiles of products, of which it would compile each: the program differs in nothing else.
+# assembler is soon done with them: at 0, which the tests of a CPU ask for, it takes twice as long. Nor does
+# it try tiles of products, of which it would compile each: the program differs in nothing else.
 FAST_TO_COMPILE = {"xla_backend_optimization_level": 1, "xla_gpu_autotune_level": 0}
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 H100 = """
@@ -56,7 +56,7 @@ def lower(function, *arguments, capability: int = 90, num_cores: int = 132):
 
 @contextlib.contextmanager
 def without_code_of_kernels():
-    """Context in which kernels stand in a program as always, but without code: for tests of what is around them.
+    """Context in which kernels stand in a program as always, but without code: for tests of the rest.
 
     Most of the time of lowering such a program goes into that code. What is lowered here is forgotten.
     """
@@ -112,7 +112,8 @@ def compile_on(mesh, function, *arguments, **options):
 
     Triton kernels stand in it without code. The arguments are `jax.ShapeDtypeStruct`s with their shardings.
     """
-    with without_code_of_kernels(), jax.set_mesh(mesh):  # XLA asks for kernels while it compiles, and these for the kind of device
+    # XLA asks for kernels while it compiles, and these for the kind of device.
+    with without_code_of_kernels(), jax.set_mesh(mesh):
         return jax.jit(function, **options).lower(*arguments).compile(compiler_options=FAST_TO_COMPILE)
 
 

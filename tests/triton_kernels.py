@@ -72,7 +72,7 @@ def compiled(program, *arguments, capability: int, but: Collection[str] = ()) ->
 
 @contextlib.contextmanager
 def kernels_forgotten(*, keep: bool = False):
-    """Context that knows no kernel that was compiled before it; `keep` is whether those behind it know its own."""
+    """Context that knows no kernel that was compiled before it; with `keep`, its own are known after it."""
     functions = jit_functions()
     before = {function: dict(vars(function).get("_jT_kernel_cache", {})) for function in functions}
     for function in functions:
