@@ -19,8 +19,9 @@ from nsa_jax.nn import DenseAttention, Gate, IndexerConfig, NSAAttention, weight
 from nsa_jax.nn.joined import Joined
 from nsa_jax.pretrained import to_nsa
 
+NSA = dataclasses.replace(SMALL, num_local_blocks=1, num_selected_blocks=3)  # the last queries choose one
 CONFIG = TransformerConfig(
-    vocab_size=32, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, nsa=SMALL,
+    vocab_size=32, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, nsa=NSA,
     dtype="float64", param_dtype="float64",
 )  # fmt: skip
 TEXT = np.random.default_rng(0).integers(0, 32, (2, 31))
@@ -289,7 +290,7 @@ def test_donating_keeps_what_another_layer_still_reads():
 
 @pytest.mark.parametrize("kind", [NSAAttention, DenseAttention])
 def test_a_layer_of_the_user_s_that_follows_its_parameters_dtype(kind):
-    options = dict(config=SMALL) if kind is NSAAttention else {}
+    options = dict(config=NSA) if kind is NSAAttention else {}
     model = made(attention="dense")
     model.layers[0].attention = randomised(
         abstract(kind, 4, 16, num_kv_heads=2, param_dtype="float64", **options), 0.5
