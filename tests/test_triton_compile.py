@@ -238,6 +238,8 @@ def known_of_others(capability: int, name: str) -> set[str]:
     constants in both branches, and is compiled for both once.
     """
     known = set() if (capability, name) in RECOMPUTED else RECOMPUTING
+    if capability in (89, 100, 120) or name == "192/128":
+        known = known | WITHOUT_PRODUCTS  # as on an A100 and on Hopper, and as with other keys
     if name in LIKE_WINDOW or capability not in HAS_ROWS_OF_ITS_OWN:
         return known | COMPRESSED
     return known if (capability, name) == (90, "main") else known | COMPRESSED & RECOMPUTING
