@@ -48,15 +48,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(152, bare=True),
-    "twelve_heads": Case(37, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
-    "four_heads": Case(70, 200, heads=4, kv_heads=2, item=40),
+    "plain": Case(88, bare=True),
+    "twelve_heads": Case(29, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
     "one_head": Case(40, 96, heads=1, kv_heads=2),
-    "packed": Case(60, packed=True, empty=True),
-    "packed_blocks_of_64": Case(96, packed=True, block=64, heads=8, item=9),
-    "wide_keys": Case(72, 136, dims=(192, 128), block=64, empty=True),
+    "packed": Case(60, heads=8, packed=True, empty=True, item=9),
+    "four_heads_wide_keys": Case(72, 136, heads=4, dims=(192, 128), block=64, empty=True, item=40),
     "parts_of_queries": Case(72, 200, block=64, bare=True, item=20, range=40),
-    "packed_parts": Case(70, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=70),
+    "packed_parts": Case(44, heads=12, kv_heads=2, block=64, packed=True, empty=True, item=9, range=44),
     "blocks_of_128": Case(72, 264, dims=(128, 128), block=128, dtype="float16"),
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from messages import has_form, refused
 
+from benchmarks.report import verdicts
 from nsa_jax import budget, dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
 from nsa_jax.doctor import checks, choices, machine, operations, steps, targets, text, versions
@@ -69,6 +70,8 @@ def test_a_machine_without_gpu_torch_and_extras_is_well():
     assert done.returncode == 0, done.stdout + done.stderr
     report = last_line(done.stdout)
     assert list(report) == KEYS
+    checks = f"{len(report['checks'])} checks of operations"
+    assert verdicts.judge(["python", "-m", "nsa_jax.doctor"], 0, done.stdout)[:2] == ([], checks)
     assert report["doctor"] == 1
     assert report["ok"]
     assert report["problems"] == []

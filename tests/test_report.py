@@ -713,8 +713,10 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
     assert seen.device == records.device()
 
 
-# Instead of the quick sizes: one case, and one branch at one short length.
+# Instead of the quick sizes: one case, and one branch at one short length. What the doctor really says is
+# judged in test_doctor.
 SHORT = {
+    "environment": ("python -m benchmarks.roofline",),
     "parity": ("python -m parity --dtype bfloat16 --case odd_dims --output $OUT/rows.jsonl",),
     "decode": (
         "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "

@@ -82,9 +82,17 @@ SHAPES = {
 # A selection block of 32 compressed keys is more than an L4 can load ahead.
 LARGE = Shape(dtype="float32", key_dim=256, value_dim=256, config=NSAConfig(compression_stride=2))
 SHAPES_OF_ALL = SHAPES | {"large": LARGE}
-# Here also the kernels of MLPs, beside the others, so that the second kernel is compiled once for both.
-WITH_MLP = [*((c, "main") for c in triton_kernels.TARGETS), (89, "wide float32")]
-CASES = [*((90, name) for name in SHAPES if name != "main"), *WITH_MLP, (89, "large"), (80, "int8")]
+# Here also the kernels of MLPs, beside the others, so that the second kernel is compiled once for both. They
+# have the same code on other GPUs, and on an A100 fewer stages than on an L4.
+WITH_MLP = [(89, "main"), (90, "main"), (89, "wide float32")]
+ON_OTHERS = [(c, "main") for c in (80, 100, 120)]
+CASES = [
+    *((90, name) for name in SHAPES if name != "main"),
+    *WITH_MLP,
+    *ON_OTHERS,
+    (89, "large"),
+    (80, "int8"),
+]
 # As in `test_triton_compile`.
 SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (89, "large"): {"nsa_step_first": 152, "nsa_step_second": 84},
@@ -95,7 +103,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (90, "one head"): {"nsa_step_second": 8},
 }
 
-MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16, (120, "main"): 8}
+MLP_SPILLS = {(89, "wide float32"): 492, (89, "main"): 8, (90, "main"): 16}
 
 
 def step(compress, config, held, query, tokens, gates, **others):
@@ -171,7 +179,8 @@ def test_loop_copies_no_cache_and_launches_few_kernels(compress, kernels):
         return jax.lax.fori_loop(0, 100, body, (caches, query))
 
     given = data, shape.blocks(), (held, held), query, tokens, gates
-    program = triton_compile.compile_for_h100(loop, *given)
+    whole = compress == Compression()  # of one loop, what XLA's assembler says to the kernels, too
+    program = triton_compile.compile_for_h100(loop, *given, code_of_kernels=whole)
     body = program.as_text().split("ENTRY")[0]
 
     arrays = held.key_slc, held.key_cmp, held.key_win_ring, held.key_raw_ring
@@ -235,11 +244,11 @@ def test_vmap_is_a_larger_batch(given):
 
         return jax.vmap(one)(blocks, *operands)
 
-    text = triton_compile.lower(mapped, blocks, *operands).as_text()
+    text = triton_compile.traced(mapped, blocks, *operands)
 
-    assert "6x4096x4x128" in text
-    assert ("6x4x16x64xf32" in text) != given
-    assert text.count("triton_kernel_call_ffi") == len(CHAIN)
+    assert "bf16[6,4096,4,128]" in text
+    assert ("f32[6,4,16,64]" in text) != given
+    assert text.count("= triton_kernel_call[") == len(CHAIN)
 
 
 def test_vmap_over_weights_runs_once_for_each():
@@ -253,14 +262,14 @@ def test_vmap_over_weights_runs_once_for_each():
             lambda c, *x: step(c, shape.config, *x).out, (0 if weights_are_mapped else None, 0, 0, 0, 0)
         )(compress, *operands)
 
-    apart = triton_compile.lower(lambda *x: mapped(True, *x), *operands).as_text()
-    together = triton_compile.lower(lambda *x: mapped(False, *x), compression(shape), *operands[1:]).as_text()
+    apart = triton_compile.traced(lambda *x: mapped(True, *x), *operands)
+    together = triton_compile.traced(lambda *x: mapped(False, *x), compression(shape), *operands[1:])
 
-    launches = len(BY_MLP)
-    assert apart.count("triton_kernel_call_ffi") == together.count("triton_kernel_call_ffi") == launches
-    assert "stablehlo.while" in apart
-    assert "stablehlo.while" not in together
-    assert "6x4096x4x128" in together
+    assert apart.count("= triton_kernel_call[") == together.count("= triton_kernel_call[") == len(BY_MLP)
+    assert "= while[" in apart or "= scan[" in apart
+    assert "= while[" not in together
+    assert "= scan[" not in together
+    assert "bf16[6,4096,4,128]" in together
 
 
 def test_shards_of_heads_agree_on_lengths():
@@ -279,6 +288,6 @@ def test_shards_of_heads_agree_on_lengths():
 
     with jax.sharding.use_abstract_mesh(mesh):
         sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs, *rest_specs), out_specs=(of_heads, specs))
-        text = jax.jit(sharded).trace(held, *rest).lower(lowering_platforms=("cuda",)).as_text()
+        text = str(jax.jit(sharded).trace(held, *rest).jaxpr)
 
-    assert "triton_kernel_call_ffi" in text
+    assert text.count("= triton_kernel_call[") == len(CHAIN)

@@ -160,9 +160,9 @@ def test_shards_of_heads_agree_on_lengths():
             lambda *operands: tuple(shape.step(*operands)), mesh=mesh, in_specs=(specs, *[of_heads] * 3),
             out_specs=(of_heads, specs),
         )  # fmt: skip
-        text = jax.jit(sharded).trace(*shape.operands()).lower(lowering_platforms=("cuda",)).as_text()
+        text = str(jax.jit(sharded).trace(*shape.operands()).jaxpr)
 
-    assert "triton_kernel_call_ffi" in text
+    assert "= triton_kernel_call[" in text
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])

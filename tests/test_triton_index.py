@@ -76,26 +76,27 @@ def program(shape: Shape):
 
 @pytest.mark.parametrize(("capability", "shape"), CASES, ids=str)
 def test_kernel_becomes_machine_code(capability, shape):
-    found = triton_kernels.compiled(program(shape), *operands(shape), capability=capability)
+    """Two programs share a multiprocessor, in the shape that the sizes are made for.
 
-    assert {kernel.name for kernel in found} == {"nsa_index_scores", "nsa_best_blocks"}
+    One's maxima run beside the other's products. The best blocks are chosen by the kernel that
+    `select_blocks` has, too: it is compiled in one case here, and in `test_triton_compile`.
+    """
+    main = (capability, shape) == (90, MSA)
+    known = set() if main else {"nsa_best_blocks"}
+    found = triton_kernels.compiled(program(shape), *operands(shape), capability=capability, but=known)
+
+    assert {kernel.name for kernel in found} == {"nsa_index_scores", "nsa_best_blocks"} - known
     for kernel in found:
         print(shape, kernel._replace(ptx=""))  # shown if the test fails
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
         assert kernel.spill_bytes == kernel.scratch_bytes == 0
-    ptx = next(kernel.ptx for kernel in found if kernel.name == "nsa_index_scores")
-    assert ("cp.async.bulk.tensor" in ptx) == (capability >= 90 and shape not in LOADED_BY_ROW)
+    scores = next(kernel for kernel in found if kernel.name == "nsa_index_scores")
+    assert ("cp.async.bulk.tensor" in scores.ptx) == (capability >= 90 and shape not in LOADED_BY_ROW)
     if capability == 90:
-        assert ("wgmma" in ptx) != (shape in SMALL_TILES)
-
-
-def test_two_programs_share_a_multiprocessor():
-    """Of the shape that the sizes are made for: one program's maxima run beside the other's products."""
-    found = triton_kernels.compiled(program(MSA), *operands(MSA), capability=90)
-    (kernel,) = (kernel for kernel in found if kernel.name == "nsa_index_scores")
-
-    assert 2 * (kernel.shared_bytes + 1024) <= 228 * 1024  # a program takes 1 KB more
-    assert 2 * 256 * kernel.registers <= 65536
+        assert ("wgmma" in scores.ptx) != (shape in SMALL_TILES)
+    if main:
+        assert 2 * (scores.shared_bytes + 1024) <= 228 * 1024  # a program takes 1 KB more
+        assert 2 * 256 * scores.registers <= 65536
 
 
 TAUGHT = [
@@ -110,7 +111,7 @@ TAUGHT_SPILLS = {(90, SHAPES["odd blocks"]): 36}
     ("capability", "shape"),
     [
         *((90, shape) for shape in TAUGHT),
-        *((capability, TAUGHT[0]) for capability in TARGETS if capability != 90),
+        *((capability, TAUGHT[0]) for capability in (80, 89, 100)),  # 120 has the sizes and products of 89
     ],
     ids=str,
 )

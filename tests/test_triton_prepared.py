@@ -78,9 +78,7 @@ def operations(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [dict(), dict(gate=OwnGate), dict(param_dtype="float32")],
-    ids=["", "of a user's gate", "in float32"],
+    "options", [dict(), dict(gate=OwnGate, param_dtype="float32")], ids=["", "in float32, a user's gate"]
 )
 def test_the_loop_copies_no_weights(options):
     assert in_loops(**options) == []

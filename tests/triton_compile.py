@@ -4,8 +4,11 @@ Needs `jax-cuda13-plugin` (its compiler, no GPU) and the environment variables `
 `JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1`.
 """
 
+import contextlib
 import functools
 import math
+import re
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -19,8 +22,9 @@ DEVICE_KINDS = {
     120: "NVIDIA RTX PRO 6000 Blackwell",
 }
 # XLA optimises the program as always, but its own kernels, at which no test looks, just so far that NVIDIA's
-# assembler is soon done with them: at 0, which the tests of a CPU ask for, it takes twice as long.
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 1}
+# assembler is soon done with them: at 0, which the tests of a CPU ask for, it takes twice as long. Nor does
+# it try tiles of products, of which it would compile each: the program differs in nothing else.
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 1, "xla_gpu_autotune_level": 0}
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 H100 = """
 gpu_device_info {
@@ -50,18 +54,55 @@ def lower(function, *arguments, capability: int = 90, num_cores: int = 132):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
+@contextlib.contextmanager
+def without_code_of_kernels():
+    """Context in which kernels stand in a program as always, but without code: for tests of the rest.
+
+    Most of the time of lowering such a program goes into that code. What is lowered here is forgotten.
+    """
+    import triton_kernels
+    from jax_triton import triton_lib
+
+    some_type = next(iter(triton_lib._TMA_DTYPE_DEVICE_TO_HOST))
+
+    def compile_nothing(function, spec, target, backend, options):
+        types = " ".join(map(str, jax.tree.leaves(spec.signature)))
+        blocks = [tuple(map(int, x.split(","))) for x in re.findall(r"tensordesc<\w+\[([\d, ]+)\]", types)]
+        metadata = [
+            dict(block_size=block, elem_size=2, elem_type=some_type, fp4_padded=False,
+                 is_im2col=False, swizzle=0)
+            for block in blocks
+        ]  # fmt: skip
+        code = f".version 8.0\n.target sm_{target.arch}\n.address_size 64\n.entry left_out() {{ ret; }}\n"
+        result = triton_lib.CompilationResult(code, "left_out", 0, "", "", tensordesc_meta=metadata)
+        kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
+            result.name, options["num_warps"], options["num_ctas"], 0, code, "", target.arch
+        )
+        return kernel, "", options, result
+
+    with (
+        triton_kernels.kernels_forgotten(),
+        mock.patch.object(triton_lib.TritonFunction, "_compile_kernel", compile_nothing),
+    ):
+        yield
+
+
 def traced(function, *arguments, capability: int = 90) -> str:
     """The traced program with the names of its scopes: it holds the calls of kernels, and compiles none."""
     with device(capability):
         return jax.jit(function).trace(*arguments).jaxpr.pretty_print(name_stack=True)
 
 
-def compile_for_h100(function, *arguments, **options):
-    """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s and options of XLA."""
+def compile_for_h100(function, *arguments, code_of_kernels: bool = False, **options):
+    """The executable of `function` for an H100, from `jax.ShapeDtypeStruct`s and options of XLA.
+
+    Without `code_of_kernels`, Triton kernels stand in it without code, see `without_code_of_kernels`.
+    """
     mesh = mesh_of_h100s(x=1)
     whole = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), arguments)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    context = contextlib.nullcontext() if code_of_kernels else without_code_of_kernels()
+    with context, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*arguments)
     return lowered.compile(compiler_options=FAST_TO_COMPILE | options)
 
@@ -69,9 +110,10 @@ def compile_for_h100(function, *arguments, **options):
 def compile_on(mesh, function, *arguments, **options):
     """The executable of `function` for all GPUs of `mesh_of_h100s`; options are those of `jax.jit`.
 
-    The arguments are `jax.ShapeDtypeStruct`s with their shardings.
+    Triton kernels stand in it without code. The arguments are `jax.ShapeDtypeStruct`s with their shardings.
     """
-    with jax.set_mesh(mesh):  # XLA asks for kernels while it compiles, and these for the kind of device
+    # XLA asks for kernels while it compiles, and these for the kind of device.
+    with without_code_of_kernels(), jax.set_mesh(mesh):
         return jax.jit(function, **options).lower(*arguments).compile(compiler_options=FAST_TO_COMPILE)
 
 

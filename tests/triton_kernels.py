@@ -4,6 +4,7 @@ Triton's own assembler turns their PTX into machine code and says what that need
 """
 
 import concurrent.futures
+import contextlib
 import importlib
 import pathlib
 import pkgutil
@@ -58,20 +59,32 @@ def compiled(program, *arguments, capability: int, but: Collection[str] = ()) ->
         found.append(pool.submit(assemble, result, TARGETS[capability]))  # during the next one's PTX
         return result
 
-    caches = [vars(function).get("_jT_kernel_cache", {}) for function in jit_functions()]
-    others = [dict(cache) for cache in caches]
-    for cache in caches:
-        cache.clear()  # compiles again what another test compiled, and keeps that for tests that only run it
     with (
+        kernels_forgotten(keep=True),  # compiles again what another test compiled
         concurrent.futures.ThreadPoolExecutor(2) as pool,
         mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", spy),
         mock.patch.object(jax_triton, "triton_call", call_most),
     ):
         # JAX keeps what it traces for a device: what lacks kernels is of a device that no other test has.
         triton_compile.lower(program, *arguments, capability=capability, num_cores=131 if but else 132)
-    for cache, other in zip(caches, others, strict=True):
-        cache |= other
     return [kernel.result() for kernel in found]
+
+
+@contextlib.contextmanager
+def kernels_forgotten(*, keep: bool = False):
+    """Context that knows no kernel that was compiled before it; with `keep`, its own are known after it."""
+    functions = jit_functions()
+    before = {function: dict(vars(function).get("_jT_kernel_cache", {})) for function in functions}
+    for function in functions:
+        vars(function).get("_jT_kernel_cache", {}).clear()
+    try:
+        yield
+    finally:
+        for function, kernels in before.items():
+            cache = vars(function).get("_jT_kernel_cache", {})
+            if not keep:
+                cache.clear()
+            cache |= kernels
 
 
 def jit_functions() -> dict[triton.JITFunction, str]:
