@@ -243,7 +243,7 @@ def _first_that_counts(attempt: Callable[[float | None], Draw], distribution: st
     if distribution == "random":
         return attempt(None)
     if distribution == "trained":
-        return _that_agrees(attempt, TRAINED_AGREEMENT)
+        return _that_agrees(attempt, TRAINED_AGREEMENT, shape)
     best = 0.0
     for noise in NOISES:
         draw = attempt(noise)
@@ -257,8 +257,12 @@ def _first_that_counts(attempt: Callable[[float | None], Draw], distribution: st
     )
 
 
-def _that_agrees(attempt: Callable[[float | None], Draw], agreement: float) -> Draw:
-    """The draw in which neighbours share `agreement` of the way from chance to all blocks, to a hundredth."""
+def _that_agrees(attempt: Callable[[float | None], Draw], agreement: float, shape: Shape) -> Draw:
+    """The draw in which neighbours share `agreement` of the way from chance to all blocks, to a hundredth.
+
+    Raises:
+      NotCoherent: no noise gives that, or it is more than `MAX_ADJACENT_SHARE`: the row is too short.
+    """
 
     def share(draw: Draw) -> float:
         assert draw.overlap is not None
@@ -270,10 +274,13 @@ def _that_agrees(attempt: Callable[[float | None], Draw], agreement: float) -> D
     for _ in range(12):
         middle = (low + high) / 2
         draw = attempt(math.exp(middle))
-        if abs(share(draw) - wanted) < 0.01:
-            break
+        if abs(share(draw) - wanted) < 0.01 and share(draw) <= MAX_ADJACENT_SHARE:
+            return draw
         low, high = (middle, high) if share(draw) > wanted else (low, middle)
-    return draw
+    raise NotCoherent(
+        f"neighbours of a trained selection must share {wanted:.2f} of their blocks, and at most "
+        f"{MAX_ADJACENT_SHARE}, got {share(draw):.2f} at length {shape.length}. Measure a longer one."
+    )
 
 
 def key(name: str) -> Array:

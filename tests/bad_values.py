@@ -133,10 +133,18 @@ class DType(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class KeptDType(DType):
-    """One of those, or of the two of a quantised cache."""
+    """One of those of a cache: floating, or one of the two of 8 bits."""
 
     def wrong(self, value, rng):
         return super().wrong(value, rng) | {"float8": ml_dtypes.float8_e5m2, "uint8": "uint8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedDType(KeptDType):
+    """One of those two."""
+
+    def wrong(self, value, rng):
+        return super().wrong(value, rng) | {"float32": "float32", "bfloat16": ml_dtypes.bfloat16}
 
 
 class Of(Kind):

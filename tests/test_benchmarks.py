@@ -142,14 +142,17 @@ def test_lengths_are_checked_before_anything_runs(capsys, length):
     assert f"got {length}" in capsys.readouterr().err
 
 
-def test_too_short_for_coherent_is_refused(capsys):
-    command = ["--lengths", "300:fwd", "--operations", "selected_attention", "--distributions", "coherent"]
+def test_too_short_for_coherent_or_trained_is_refused(capsys):
+    command = ["--lengths", "300:fwd", "--operations", "selected_attention", "--distributions"]
 
-    attention.main([*command, *SIZES], SMALL)
+    attention.main([*command, "coherent", "trained", *SIZES], SMALL)
 
     printed, summary = last_line(capsys)
     assert summary["rows"] == 0
     assert "refused: selected_attention xla fwd coherent T=300: a coherent selection must have" in printed
+    assert (
+        "refused: selected_attention xla fwd trained T=300: neighbours of a trained selection must" in printed
+    )
 
 
 def test_overlap_by_hand():
@@ -204,6 +207,9 @@ def test_coherent_queries_give_a_coherent_selection(jax_draws):
     random = inputs.overlap(choose(inputs.tensor("query", shape), inputs.tensor("key_cmp", shape)))
     assert draw.overlap.adjacent_share > random.adjacent_share + 0.1
     assert draw.noise in inputs.NOISES
+    chance = random.adjacent_share
+    trained = inputs.draw_queries(shape, "trained", choose).overlap.adjacent_share
+    assert trained == pytest.approx(chance + inputs.TRAINED_AGREEMENT * (1 - chance), abs=0.01)
 
 
 @pytest.mark.parametrize("operation", inputs.OPERATIONS)

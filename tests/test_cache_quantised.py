@@ -286,6 +286,53 @@ def test_what_does_not_fit_is_refused():
         jax.eval_shape(loss, query)
 
 
+def test_rounding_has_no_gradient_and_says_so():
+    """Keys of a prompt; its queries have one. In dense layers, too."""
+    made = Layer.make(length=9)
+    query, tokens, gates = made.slice(0, 9)[:3]
+    held, settings = made.empty(9, dtype="int8", raw_dtype="float32"), dict(config=made.config)
+
+    def attend(query, key):
+        given = tokens._replace(key_slc=key)
+        return cache.prefill(held, query, given, gates, compress=Compression(), **settings).out.sum()
+
+    def dense(value):
+        empty = cache.init_dense_cache(2, 9, num_kv_heads=2, key_dim=8, value_dim=8, dtype="int8")
+        return cache.dense_prefill(empty, value, value, value).out.sum()
+
+    assert jax.eval_shape(jax.grad(attend), query, tokens.key_slc).shape == query.shape
+    for gradient, arrays in (
+        (jax.grad(attend, 1), (query, tokens.key_slc)),
+        (jax.grad(dense), (jnp.ones((2, 9, 2, 8)),)),
+    ):
+        with refused(NotImplementedError, "gradients need keys and values of a floating dtype, got int8"):
+            jax.eval_shape(gradient, *arrays)
+
+
+def test_index_keys_that_are_no_pair_are_refused():
+    """Where they are chosen by, in a layer, and where they are written."""
+    query, key = jnp.ones((1, 9, 2, 3, 8)), quantised(jnp.ones((1, 60, 1, 8)), "int8")
+    choose = functools.partial(attention.select_by_index, query, config=cache_layer.SMALL)
+    layer = NSAAttention(
+        4, 16, num_kv_heads=2, config=cache_layer.SMALL, selector=IndexerConfig(dim=8), rngs=nnx.Rngs(0)
+    )
+    held = layer.init_cache(1, 60, dtype="int8")
+    wrong = {
+        r"a scale float32\[1, 60, 1\], got int8\[1, 60, 1, 8\] and float32\[1, 30, 1\]": key.scale[:, :30],
+        r"got int8\[1, 60, 1, 8\] and bfloat16\[1, 60, 1\]": key.scale.astype(jnp.bfloat16),
+        r"got int8\[1, 60, 1, 8\]\. Pass": None,
+    }
+    for message, scale in wrong.items():
+        with refused(ValueError, f"key_index must have numbers in one of .* {message}"):
+            choose(key._replace(scale=scale))
+        with refused(ValueError, f"cache.kept must have numbers in one of .* {message}"):
+            layer.check_cache(held._replace(kept=key._replace(scale=scale)), 1)
+    with refused(ValueError, r"got int32\[1, 60, 1, 8\] and float32"):
+        choose(key._replace(numbers=key.numbers.astype(jnp.int32)))
+    with refused(ValueError, r"new must have numbers in .* a scale float32\[1, 2, 1\], got"):
+        cache.keep(held, Quantised(key.numbers[:, :2], key.scale[:, :1]))
+
+
 def test_widening_leaves_what_is_not_quantised():
     tree = {"a": jnp.ones(2), "b": quantised(jnp.ones((2, 4)), "int8"), "c": None}
 

@@ -71,7 +71,12 @@ OF_PARTS = {  # of few heads
     *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
     *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
 }
-EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC | OF_PARTS
+OF_SHORT_ROWS = {  # the window's, by other names and with other ranges
+    f"nsa_selected_causal_{recompute}{what}"
+    for recompute in ("", "recompute_")
+    for what in ("forward", "query_gradient", "key_gradients")
+}
+EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC | OF_PARTS | OF_SHORT_ROWS
 
 
 class Shape(NamedTuple):
@@ -287,6 +292,34 @@ def test_kernels_become_machine_code(capability, name):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "spilled"), [(90, 264), (100, 368)])
+def test_few_wide_heads_become_machine_code(capability, spilled):
+    """Two heads of 256, as in Gemma 2: Blackwell has other sizes, and in the backward pass no parts."""
+    shape = operands(Shape(2, 256, 256, "bfloat16"))
+    own = WITH_PRODUCTS - COMPRESSED - {"nsa_importance"}
+
+    found = triton_kernels.compiled(with_gradients, *shape, capability=capability, but=EVERY - own)
+
+    assert {kernel.name for kernel in found} == own  # test_selected_in_parts has the parts on Hopper
+    for kernel in found:
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
+        assert kernel.spill_bytes <= spilled, (kernel.name, kernel.spill_bytes)
+    traced = triton_compile.traced(with_gradients, *shape, capability=capability)
+    assert ("nsa_selected_gradient_parts" in traced) == (capability == 90)
+
+
+def test_kernels_of_short_rows_become_machine_code():
+    own = OF_SHORT_ROWS - RECOMPUTING
+
+    found = triton_kernels.compiled(everything, *operands(MAIN, 1024), capability=90, but=EVERY - own)
+
+    assert {kernel.name for kernel in found} == own
+    for kernel in found:
+        assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90], kernel.name
+        assert kernel.spill_bytes == 0, kernel.name
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "spilled"),
     [
@@ -335,7 +368,7 @@ def test_no_two_functions_share_a_name():
     assert [name for name, count in names.items() if count > 1] == []
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
-               for branch in ("compressed", "window", "selected")}  # fmt: skip
+               for branch in ("compressed", "window", "selected", "selected_causal")}  # fmt: skip
     assert kernels == EVERY
 
 

@@ -29,8 +29,10 @@ def test_segments_of_queries(queries, keys, kv_heads, heads, segments):
 
 @pytest.mark.parametrize(
     ("heads", "pairs", "item"),
-    [(16, 2**22, 2048), (16, 2**19, 1024), (4, 2**21, 2048), (4, 2**21 - 1, 1024), (4, 100, 1024)]
-    + [(1, 2**23, 8192), (2, 2**22, 4096), (1, 2**19, 1024)],
+    [
+        *((16, 2**22, 2048), (16, 2**19, 1024), (4, 2**21, 2048), (4, 2**21 - 1, 1024), (4, 100, 1024)),
+        *((1, 2**23, 8192), (2, 2**22, 4096), (1, 2**19, 1024)),
+    ],
 )
 def test_items_of_the_gradients_of_keys(heads, pairs, item):
     assert item_queries(heads, pairs) == item

@@ -51,6 +51,14 @@ def reason(operation="native_sparse_attention", arrays=None, config=CONFIG, plat
     return dispatch.unsupported_reason(operation, "triton", *arrays, config=config, platform=platform)
 
 
+def test_blocks_of_few_bits_are_no_keys(installed):
+    """Int8 is a dtype of caches, too."""
+    query, _, _, key, value, *_ = shapes()
+    blocks = jax.ShapeDtypeStruct((1, 99, 2, 16), "int8")
+    assert reason("selected_attention", (query, key, value, blocks)) is None
+    assert reason("selected_probabilities", (query, key, blocks)) is None
+
+
 def test_paper_configuration_is_supported(installed):
     arrays = shapes(key_dim=192)
     for operation, operands in {

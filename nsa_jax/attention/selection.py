@@ -10,6 +10,7 @@ from nsa_jax.array_typing import Array, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Quantised, Runs
+from nsa_jax.layout.quantised import check_quantised
 
 
 @keywords.known
@@ -85,12 +86,12 @@ def select_by_index(
 
     The scores are those of `block_scores`; the rest of the rule is that of `select_blocks`: which blocks are
     candidates, which are always selected, and who wins a tie. Scores are stored for a bounded chunk of
-    queries. The arguments are those of `block_scores`.
+    queries. The arguments are those of `block_scores`, but that keys may be in 8 bits.
 
     Args:
       query_index: `J` index queries for each KV head, rotated if the keys are.
-      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share. A quantised
-        cache keeps them as `Quantised`.
+      key_index: index keys of each token of the row: `I = K`, or one that all KV heads share; or what a cache
+        in 8 bits keeps of them, a pair `nsa_jax.layout.Quantised(numbers [B, S, I, E], scale [B, S, I])`.
       weights: weight of each index head; None for the largest product instead of a sum.
       config: block structure.
 
@@ -108,6 +109,7 @@ def select_by_index(
     Gradients:
       No gradient flows through the selection. An indexer learns from the gradients of `block_scores`.
     """
+    check_quantised(key_index=key_index)
     arrays = dict(query_index=query_index, key_index=key_index, weights=weights)
     keys: Any = key_index
     if isinstance(keys, Quantised):

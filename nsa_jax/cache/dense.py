@@ -118,7 +118,8 @@ def dense_prefill(
       As in `nsa_jax.window_attention`.
 
     Gradients:
-      With respect to `query`, `key` and `value`.
+      With respect to `query`, `key` and `value`; a cache in 8 bits refuses those of `key` and `value`
+      (NotImplementedError).
     """
     _check_operands(dense_prefill, cache, query, key, value, window_size, num_tokens)
     checks.check_room(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)
@@ -200,7 +201,7 @@ def dense_decode_step(
       As in `nsa_jax.window_attention`.
 
     Gradients:
-      On `xla` as in `dense_prefill`; the kernels of `triton` have none.
+      On `xla` as in `dense_prefill`, but none beside a cache in 8 bits; the kernels of `triton` have none.
     """
     _check_operands(dense_decode_step, cache, query, key, value, window_size, num_tokens)
     checks.check_lengths(cache.lengths, cache.max_length(window_size), query.shape[1], num_tokens)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Int
 from nsa_jax.cache import checks
 from nsa_jax.layout import NSACache, Quantised, slots
+from nsa_jax.layout.quantised import check_quantised
 from nsa_jax.sharding.explicit import Sharing, per_shard
 
 _KEEP = Sharing(results=("kept",), alike=False)
@@ -35,6 +36,9 @@ def keep(cache: NSACache, new: Any, *, num_tokens: Int[Array, " B"] | None = Non
     """
     checks.check_kind(cache)
     checks.check_arrays(keep, dict(cache=cache), num_tokens=num_tokens)
+    for name, tree in (("cache.kept", cache.kept), ("new", new)):
+        for x in jax.tree.leaves(tree, is_leaf=_is_quantised):
+            check_quantised(**{name: x})
     held, given = (jax.tree.map(_beside_tokens, tree, is_leaf=_is_quantised) for tree in (cache.kept, new))
     if held != given:
         raise ValueError(

@@ -72,7 +72,8 @@ def prefill(
       As in the operations of `nsa_jax.attention`.
 
     Gradients:
-      No gradient flows through the selection. A cache is meant for inference.
+      No gradient flows through the selection. A cache is meant for inference. One in 8 bits refuses gradients
+      with respect to keys and values (NotImplementedError).
     """
     sizes = checks.check_operands(prefill, cache, query, tokens, gates, num_tokens, block_indices)
     checks.step_capacity(cache, config)
@@ -183,7 +184,7 @@ def decode_step(
       As in the operations of `nsa_jax.attention`.
 
     Gradients:
-      On `xla` as in `prefill`; the kernels of `triton` have none.
+      On `xla` as in `prefill`, but none beside a cache in 8 bits; the kernels of `triton` have none.
     """
     sizes = checks.check_operands(decode_step, cache, query, tokens, gates, num_tokens, block_indices)
     capacity = checks.step_capacity(cache, config)
@@ -204,6 +205,8 @@ def decode_step(
     arrays: Any = query, cache.key_cmp, cache.value_cmp
     if cache.key_cmp is None:
         arrays = query, cache.key_slc, cache.value_slc, block_indices
+        if block_indices is not None:  # of which int8 would be taken for keys
+            arrays = *arrays[:3], jax.ShapeDtypeStruct(block_indices.shape, "int32")
 
     def step(**operands: Any) -> tuple[Array, NSACache]:
         return dispatch.run("decode_step", implementation, arrays, operands, config=config)

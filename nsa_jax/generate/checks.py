@@ -14,8 +14,8 @@ from nsa_jax.array_checks import check_ids, check_integers, check_values, on_hos
 from nsa_jax.array_typing import Array, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate.keys import is_keys, mappable
-from nsa_jax.layout.quantised import check_kept_dtype
-from nsa_jax.option_checks import LARGEST_INT, check_function, check_int, dtype_name
+from nsa_jax.layout.quantised import LARGEST
+from nsa_jax.option_checks import LARGEST_INT, check_dtype_among, check_function, check_int, dtype_name
 
 
 def check_model(model: Any) -> None:
@@ -44,7 +44,7 @@ def check_cache_dtype(model: Any, cache_dtype: Any) -> str | None:
     """The name of a dtype of caches. Raises TypeError or ValueError unless the model can make them."""
     if cache_dtype is None:
         return None
-    check_kept_dtype(cache_dtype=cache_dtype)
+    check_dtype_among(tuple(LARGEST), "quantised", cache_dtype=cache_dtype)
     signature = inspect.signature(model.init_cache)
     if not _takes(signature, "dtype"):
         raise TypeError(

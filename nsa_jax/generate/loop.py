@@ -94,9 +94,8 @@ def generate(
       prefill_chunk: number of prompt tokens of a row that are prefilled at once, which bounds the memory.
         Chunks beyond the longest prompt are skipped. By default equal parts with at most about 8192 tokens of
         all rows together, but not less than 512 tokens of a row.
-      cache_dtype: dtype of the keys and values in the caches; by default that of the model. "int8" and
-        "float8_e4m3fn" halve the bytes of bfloat16 that a step reads, and round keys and values, see
-        `nsa_jax.cache.init_cache`.
+      cache_dtype: "int8" or "float8_e4m3fn" for caches of half the bytes of bfloat16, which round keys and
+        values, see `nsa_jax.cache.init_cache`; None for the dtype of the model.
 
     Returns:
       `Generation(tokens, lengths)`.

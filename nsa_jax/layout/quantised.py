@@ -1,11 +1,12 @@
 """Keys and values in 8 bits: numbers, and one scale for each token and head that multiplies them all.
 
 A scale takes the largest number of its token and head to the largest one that 8 bits hold. So int8 errs by at
-most `largest / 254`, and float8_e4m3fn by 1/16 of each number. The latter has its scale for the same reason:
-alone it would lose what is below 2^-9 or above 448. A key or value that is not finite has the scale NaN,
-because int8 has no other way to say so.
+most `largest / 254`, and float8_e4m3fn by 1/16 of each number that is not below 1/28672 of the largest. The
+latter has its scale for the same reason: alone it would lose what is below 2^-9 or above 448. A key or value
+that is not finite has the scale NaN, because int8 has no other way to say so.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +50,23 @@ def is_quantised(dtype: Any) -> bool:
     return dtype_name(dtype) in LARGEST
 
 
+def check_quantised(**arrays: Any) -> None:
+    """Raises ValueError unless those that are `Quantised` have 8-bit numbers and a scale for each vector."""
+    for name, x in arrays.items():
+        if not isinstance(x, Quantised):
+            continue
+        found = tuple(f"{jnp.result_type(y).name}{list(jnp.shape(y))}" for y in x if y is not None)
+        wanted = f"float32{list(jnp.shape(x.numbers)[:-1])}"
+        if not is_quantised(jnp.result_type(x.numbers)) or found[1:] != (wanted,):
+            raise ValueError(
+                f"{name} must have numbers in one of {tuple(LARGEST)} and a scale {wanted}, got "
+                f"{' and '.join(found)}. Pass what init_cache gives."
+            )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def quantised(x: Array, dtype: DType) -> Quantised:
-    """Rounds an array to 8 bits, half to even."""
+    """Rounds an array to 8 bits, half to even. It has no gradient, and says so when asked for one."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     most = LARGEST[jnp.dtype(dtype).name]
     largest = jnp.abs(wide).max(axis=-1, initial=0)
@@ -62,6 +78,12 @@ def quantised(x: Array, dtype: DType) -> Quantised:
     if jnp.issubdtype(dtype, jnp.integer):
         numbers = jnp.round(numbers)
     return Quantised(jnp.clip(numbers, -most, most).astype(dtype), scale)
+
+
+@quantised.defjvp
+def _quantised_jvp(dtype: DType, primals: tuple[Array], _: tuple[Array]) -> Any:
+    check_differentiable(Quantised(jax.ShapeDtypeStruct(primals[0].shape, dtype), primals[0]))
+    raise AssertionError("it is quantised")
 
 
 def like(x: Array, buffer: Array | Quantised) -> Array | Quantised:

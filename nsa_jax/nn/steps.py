@@ -18,7 +18,7 @@ from nsa_jax.compression import Compress, Compression
 from nsa_jax.config import Branch, NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Quantised, Run, Runs, positions_of, slots
-from nsa_jax.layout.quantised import is_quantised, widened, zeros
+from nsa_jax.layout.quantised import check_quantised, is_quantised, widened, zeros
 from nsa_jax.nn.checks import check_inputs
 from nsa_jax.nn.choosing import Choosing
 from nsa_jax.nn.compressor import Compressor
@@ -174,7 +174,8 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
           batch: number of rows.
           max_length: most tokens that a row can hold, prompt and new tokens together.
           dtype: dtype of keys and values; by default the layer's `dtype`, or that of its parameters. A
-            quantised cache has "int8" or "float8_e4m3fn".
+            quantised cache has "int8" or "float8_e4m3fn": then what a selector keeps in floating-point arrays
+            `[B, S, ..., D]` is rounded, too.
           step_capacity: most tokens that one `decode_step` can append to a row.
 
         Returns:
@@ -231,7 +232,7 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         if block_indices is None:
             admitted = slots.admit(cache.lengths, cache.max_length, x.shape[1], num_tokens)
             runs = Runs((Run(x.shape[1], admitted.start),), num_queries=admitted.num_tokens)
-            # An indexer reads rounded keys; to other selectors they are as they were.
+            # An indexer reads what is rounded as it is; other selectors get it as floats.
             kept = cache.kept if type(self.selector) is Indexer else widened(cache.kept, self._cache_dtype)
             block_indices = choose(
                 self.selector, queries, kept, positions_of(runs, x.shape[0]), self.num_kv_heads,
@@ -264,6 +265,8 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
         )
         if self.selects != "selector":
             return
+        for x in jax.tree.leaves(cache.kept, is_leaf=lambda x: isinstance(x, Quantised)):
+            check_quantised(**{"cache.kept": x})
         expected, held = (
             jax.tree.map(lambda x: tuple(x.shape), tree, is_leaf=lambda x: isinstance(x, Quantised))
             for tree in (self._kept(batch, cache.max_length), cache.kept)

@@ -20,8 +20,9 @@ def target() -> int:
 
 def shape_of(query: Array, key: Array, value: Array | None = None, **known: Any) -> Shape:
     """`Shape` of a call with [B, T, N, H], [B, S, K, H] and [B, S, K, V]; `known` are its other fields."""
-    dims = (key if value is None else value).shape
-    return Shape(target(), query.dtype.itemsize, query.shape[2] // dims[2], query.shape[3], dims[3], **known)
+    dims, heads = (key if value is None else value).shape, query.shape[2]
+    known["blackwell"] = (10, 0) <= (capability() or (9, 0)) < (12, 0)
+    return Shape(target(), query.dtype.itemsize, heads // dims[2], query.shape[3], dims[3], **known)
 
 
 def has_tma() -> bool:

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
       gated: whether the kernel ends in the gated sum of the branches.
       block_size: tokens of a selection block, which are the most keys of a step.
       block_columns: padded columns of two selection blocks, which are the fewest columns of a tile of scores.
+      blackwell: whether the GPU is a data-centre Blackwell, which mostly has the sizes of HOPPER.
     """
 
     gpu: int
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     gated: bool = False
     block_size: int = 128
     block_columns: int = 16
+    blackwell: bool = False
 
     @property
     def dims(self) -> int:
@@ -80,6 +82,7 @@ class Bounds(NamedTuple):
     dims: int = 512
     from_0: bool | None = None
     gated: bool | None = None
+    blackwell: bool | None = None
 
     def hold(self, shape: Shape) -> bool:
         """Whether the row is for calls of this shape."""
@@ -93,6 +96,7 @@ class Bounds(NamedTuple):
             and shape.dims <= self.dims
             and self.from_0 in (None, shape.from_0)
             and self.gated in (None, shape.gated)
+            and self.blackwell in (None, shape.blackwell)
         )
 
 
@@ -125,7 +129,7 @@ def choose_sizes[S: Sizes](table: tuple[Row[S], ...], shape: Shape) -> S:
     return find_sizes(table, shape) or [row.sizes for row in table if row.bounds.hold(shape)][-1]
 
 
-# --- Ranges: the compressed and the window branch -----------------------------------------------------------
+# --- Ranges: the compressed and the window branch, and the selected branch of short rows --------------------
 
 
 class RangeQuerySizes(NamedTuple):
@@ -231,7 +235,8 @@ RANGE_KEY_GRADIENTS = (
     Row(Bounds(heads=64, dims=256), _K(128, 64, 8, 3), "h100_long"),
     Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 3), "h100_192_128"),
     Row(Bounds(heads=64, dims=384), _K(128, 32, 8, 2), "compiled"),
-    Row(Bounds(heads=4), _K(64, 64, 8, 2), FEW_HEADS),
+    # On Blackwell it takes too much shared memory, and the parts below too much tensor memory.
+    Row(Bounds(heads=4, blackwell=False), _K(64, 64, 8, 2), FEW_HEADS),
     Row(Bounds(dims=256), _K(64, 64, 8, 3), "compiled"),
     Row(Bounds(dims=256), _K(64, 64, 8, 2), "compiled"),
     Row(Bounds(dims=256), _K(64, 64, 8, 1), "compiled"),
@@ -460,7 +465,7 @@ OUTPUT_PARTS = (
 GRADIENT_PARTS = (
     Row(Bounds(heads=3, largest_dim=64), _O(64, 4, 3, None, 1024, 6144, 4), FEW_HEADS),
     Row(Bounds(heads=4, largest_dim=128), _O(64, 4, 3, None, 1024, 6144, 2.4), FEW_HEADS),
-    Row(Bounds(heads=4), _O(128, 8, 1, None, 1024, 6144, 2.6), FEW_HEADS),
+    Row(Bounds(heads=4, blackwell=False), _O(128, 8, 1, None, 1024, 6144, 2.6), FEW_HEADS),
 )
 
 

@@ -53,14 +53,19 @@ def unsupported_reason(
         return (
             f"the Triton kernels need compute capability 8.0 or newer, got {got}. Use implementation='xla'."
         )
-    floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) or is_quantised(x.dtype)]
+    of_a_cache = operation in _OF_A_CACHE
+    floats = [
+        x
+        for x in arrays
+        if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) or (of_a_cache and is_quantised(x.dtype))
+    ]
     names = {x.dtype.name for x in floats}
     if FLOAT8 in names and found is not None and found < OLDEST_FLOAT8:
         return (
             f"the Triton kernels need compute capability 8.9 or newer for {FLOAT8}, got "
             f"{'.'.join(map(str, found))}. Make a cache in int8, or use implementation='xla'."
         )
-    quantised = tuple(LARGEST) if operation in _OF_A_CACHE else ()
+    quantised = tuple(LARGEST) if of_a_cache else ()
     if unsupported := sorted(names - {*DTYPES, *quantised}):
         return (
             f"the Triton kernels support the dtypes {', '.join(DTYPES)}, got {unsupported[0]}. "

@@ -51,6 +51,13 @@ class Held(NamedTuple):
     new_value: tl.tensor
 
 
+class Kept(NamedTuple):
+    """An array of the cache, and its scales, which are None if it is not quantised."""
+
+    array: tl.tensor
+    scales: tl.tensor | None
+
+
 class DenseDims(NamedTuple):
     """Sizes of a step that are known while tracing.
 
@@ -89,20 +96,20 @@ def _together(x, y):
 
 
 @triton.jit
-def _load_new(new, cache, scales, b, kv_head, token, column, is_new, at_edge, D, DIM):
+def _load_new(new, kept, b, kv_head, token, column, is_new, at_edge, D, DIM):
     """The tokens of some columns: the first T columns are new tokens, the others are old ones in the ring.
 
-    In a quantised cache, which has `scales`, the new ones are as it will keep them.
+    In a quantised cache the new ones are as it will keep them.
     """
     WIDTH: tl.constexpr = DIM.D0 + DIM.D1
     x = load_at(new, ((b * D.T + column) * D.KV_HEADS + kv_head) * WIDTH, is_new, DIM)
-    x = as_kept(x, scales, cache, x.first.dtype)
+    x = as_kept(x, kept.scales, kept.array, x.first.dtype)
     if D.WINDOW > 0:
         slot = tl.where(at_edge, token, 0) % D.SIZE
         row = (b.to(tl.int64) * D.SIZE + slot) * D.KV_HEADS + kv_head
-        y = load_at(cache, row * WIDTH, at_edge, DIM)
-        if scales is not None:
-            y = times(y, tl.load(scales + row, mask=at_edge, other=0.0), x.first.dtype)
+        y = load_at(kept.array, row * WIDTH, at_edge, DIM)
+        if kept.scales is not None:
+            y = times(y, tl.load(kept.scales + row, mask=at_edge, other=0.0), x.first.dtype)
         x = _together(x, y)
     return x
 
@@ -123,7 +130,9 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
     token = tl.where(c < D.T, tokens.start + c, tokens.start - D.WINDOW + 1 + c - D.T)
     at_edge = (c >= D.T) & (c < COLUMNS) & (token >= 0) & (token < tokens.start) & (tokens.number > 0)
     scales = held.scales
-    k = _load_new(held.new_key, held.key, scales.key, b, kv_head, token, c, is_new, at_edge, D, KEY)
+    keys: tl.constexpr = Kept(held.key, scales.key)
+    values: tl.constexpr = Kept(held.value, scales.value)
+    k = _load_new(held.new_key, keys, b, kv_head, token, c, is_new, at_edge, D, KEY)
     new_v = load_at(held.new_value, ((b * D.T + c) * D.KV_HEADS + kv_head) * V, is_new, VALUE)
 
     rows = query_rows(group * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
@@ -141,9 +150,7 @@ def _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION: tl.c
         its_token = tl.sum(tl.where(c == j, token, 0), 0)
         new = (one < D.T) & (one < tokens.number)
         edge = tl.sum(tl.where(c == j, at_edge.to(tl.int32), 0), 0) + tl.zeros([1], tl.int32) > 0
-        v = _load_new(
-            held.new_value, held.value, scales.value, b, kv_head, its_token, one, new, edge, D, VALUE
-        )
+        v = _load_new(held.new_value, values, b, kv_head, its_token, one, new, edge, D, VALUE)
         x = add_value(x, tl.sum(tl.where(c[None, :] == j, p, 0.0), 1), v)
     state = Softmax(x, top, tl.sum(p, 1))
     store_part(found.out, found.sums, bk, D.PARTS, D.PARTS + 1, D.T * D.G, rows, state, VALUE)

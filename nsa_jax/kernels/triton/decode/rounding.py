@@ -1,7 +1,7 @@
 """Keys and values of a quantised cache: numbers in 8 bits, and a scale for each token and head.
 
-A product with int8 numbers is exact in 16 bits, so tiles become the dtype of the query as they are, and the
-scales multiply what has one number for each key: logits and weights. Without a quantised cache all scales are
+Numbers of 8 bits are exact in 16, so tiles become the dtype of the query as they are, and the scales
+multiply what has one number for each key: logits and weights. Without a quantised cache all scales are
 None, and nothing of this is compiled.
 """
 
