@@ -108,23 +108,23 @@ def test_steps_of_a_cache_equal_the_full_forward():
     assert len(cache) == 1
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_steps_with_given_blocks_equal_the_full_forward(remat):
-    """Each of two layers has a selection of its own."""
-    model = make_model(dataclasses.replace(CONFIG, num_layers=2, remat=remat))
+def test_steps_with_given_blocks_equal_the_full_forward():
+    """Each of two layers has a selection of its own, also of a model that computes layers again."""
+    model, again = (make_model(dataclasses.replace(CONFIG, num_layers=2, remat=x)) for x in (False, True))
     ids, shape = tokens(), (2, LENGTH, CONFIG.num_kv_heads, 3)
     blocks = [np.broadcast_to(np.array(one), shape) for one in ([0, 2, -1], [1, 3, 4])]
 
     @nnx.jit
-    def run(model, ids, blocks):
+    def run(model, again, ids, blocks):
         first, rest = ([x[:, part] for x in blocks] for part in (np.s_[:12], np.s_[12:]))
         last, cache = model.prefill(ids[:, :12], model.init_cache(2, LENGTH), block_indices=first)
         out, *_ = model.decode_step(ids[:, 12:], cache, block_indices=rest)
-        return model(ids), model(ids, block_indices=blocks), last, out
+        return model(ids), *(each(ids, block_indices=blocks) for each in (model, again)), last, out
 
-    chosen, full, last, out = run(model, ids, blocks)
+    chosen, full, full_again, last, out = run(model, again, ids, blocks)
 
     assert np.abs(full - chosen).max() > 0.1
+    np.testing.assert_allclose(full_again, full, rtol=0, atol=1e-5)
     np.testing.assert_allclose(last, full[:, 11], rtol=0, atol=1e-4)
     np.testing.assert_allclose(out, full[:, 12:], rtol=0, atol=1e-4)
 

@@ -136,7 +136,10 @@ SPILLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dim"), SPILLS)
 def test_kernels_compile_to_machine_code(heads, dim):
-    """Products by wgmma, whole vectors from and to memory, four forward programs on a multiprocessor."""
+    """Products by wgmma, whole vectors from and to memory, and room for several forward programs.
+
+    A multiprocessor holds four of them, of keys of 256 two.
+    """
     length, config = 32768, NSAConfig()
     shape = sizes.Shape(sizes.HOPPER, 2, heads, dim, dim, block_size=64)
     forward, backward = (
@@ -167,5 +170,6 @@ def test_kernels_compile_to_machine_code(heads, dim):
         assert "ld.global.v4" in kernel.ptx or "cp.async.cg" in kernel.ptx, name
         assert "st.global.v4" in kernel.ptx, name
         assert ("wgmma" in kernel.ptx) == (name in (FORWARD, BACKWARD)), name
-    assert found[FORWARD].registers <= 128
-    assert 4 * found[FORWARD].shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90]
+    programs = 4 if dim <= 128 else 2
+    assert programs * found[FORWARD].registers <= 512  # of a thread; programs have 128 threads, the GPU 65536
+    assert programs * found[FORWARD].shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90]
