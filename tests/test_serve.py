@@ -29,7 +29,7 @@ from letters import TOKENS, make_model, make_tokenizer
 
 from examples.serve.__main__ import main
 from examples.serve.api import Api, Server
-from nsa_jax.generate import Batcher, Ended, generate
+from nsa_jax.generate import Batcher, Ended, advance, generate, start
 from nsa_jax.pretrained import ChatFormat, save
 
 ROOM, SLOTS = 600, 3
@@ -70,7 +70,8 @@ class Served:
         self.batcher = Batcher(model, tokenizer=tokenizer, sampling=("temperature", "top_p"), **settings)
         self.step, self.delay = self.batcher.step, delay
         self.batcher.step = self._slow_step
-        api = Api(self.batcher, tokenizer, chat, name="small", max_length=ROOM)
+        logprobs = settings.get("logprobs")
+        api = Api(self.batcher, tokenizer, chat, name="small", max_length=ROOM, logprobs=logprobs)
         self.server = Server(api, port=0, log_level="warning")
 
     def _slow_step(self):
@@ -258,6 +259,57 @@ def test_a_full_queue_is_status_429_and_disturbs_nothing(model, tokenizer, expec
         assert served.complete().choices[0].text == expected("cab")
 
 
+def test_logprobs_are_those_of_generate(model, tokenizer):
+    """In both forms, whole and streamed; of fewer of the likeliest tokens than the server can give."""
+    ids = np.array([tokenizer.encode("cab", add_special_tokens=False).ids])
+    session = start(model, ids, max_length=ROOM, logprobs=3)
+    new = advance(session, 12)[1]
+    chosen, tokens, top = (np.asarray(x)[0] for x in new.logprobs)
+    texts = [tokenizer.decode([token]) for token in np.asarray(new.tokens)[0].tolist()]
+    likeliest = [[tokenizer.decode([token]) for token in row] for row in tokens[:, :2].tolist()]
+    starts = np.cumsum([0, *map(len, texts)])[:-1].tolist()
+
+    with Served(model, tokenizer, logprobs=3, chunk_size=5) as served:
+        options = dict(max_tokens=12, logprobs=2)
+        whole = served.complete(**options).choices[0].logprobs
+        pieces = [each.choices[0].logprobs for each in served.complete(stream=True, **options)]
+        pieces = [each for each in pieces if each is not None]
+        assert len(pieces) > 1
+        for found in (whole, *pieces):
+            assert len(found.tokens) == len(found.text_offset) == len(found.top_logprobs)
+        joined = {
+            name: [x for piece in pieces for x in getattr(piece, name)] for name in whole.model_fields_set
+        }
+        assert joined == whole.model_dump()
+        assert whole.tokens == texts
+        assert whole.text_offset == starts
+        np.testing.assert_allclose(whole.token_logprobs, chosen, rtol=1e-6)
+        for found, names, values in zip(whole.top_logprobs, likeliest, top, strict=True):
+            assert list(found) == names
+            np.testing.assert_allclose(list(found.values()), values[:2], rtol=1e-6)
+
+        talk = dict(max_tokens=12, logprobs=True)
+        none = served.ask("cab", **talk).choices[0].logprobs.content
+        some = served.ask("cab", top_logprobs=2, **talk).choices[0].logprobs.content
+        streamed = served.ask("cab", top_logprobs=2, stream=True, **talk)
+        parts = [each.choices[0].logprobs for each in streamed]
+        assert [x for part in parts if part is not None for x in part.content] == some
+        assert [each.top_logprobs for each in none] == [[]] * 12
+        assert [each.logprob for each in none] == [each.logprob for each in some]
+        for each in some:
+            assert each.bytes == list(each.token.encode())
+            assert [x.logprob for x in each.top_logprobs] == sorted(
+                (x.logprob for x in each.top_logprobs), reverse=True
+            )
+            assert each.logprob == each.top_logprobs[0].logprob  # the text is greedy
+
+        with pytest.raises(openai.BadRequestError, match="logprobs must be from 0 to 3, got 4"):
+            served.complete(logprobs=4)
+        with pytest.raises(openai.BadRequestError, match="top_logprobs must come with logprobs=true"):
+            served.ask("cab", top_logprobs=2)
+        assert served.complete(max_tokens=12).choices[0].logprobs is None
+
+
 BAD = {
     "temperature": (dict(temperature="hot"), "temperature must be of type int or float, got 'hot'"),
     "negative": (dict(temperature=-1), "temperature must be at least 0"),
@@ -268,7 +320,8 @@ BAD = {
     "stop": (dict(stop=[3]), "stop must be a sequence of sequences of token ids, got .3."),
     "stop2": (dict(stop=["a", ""]), "stop must have no empty string"),
     "n": (dict(n=2), "n must be 1 here, got 2"),
-    "logprobs": (dict(logprobs=3), "logprobs must be False here, got 3"),
+    "logprobs": (dict(logprobs=3), "logprobs must be left out, got 3. Start the server with --logprobs"),
+    "logprobs of a chat": (dict(logprobs=True), "logprobs must be of type int, got True"),
     "suffix": (dict(suffix="x"), "a field must be one of .*, got 'suffix'"),
     "seed": (dict(seed=2**70), "key must be at most"),
     "empty": (dict(prompt=""), "prompt must be .P. with P at least 1"),

@@ -6,6 +6,7 @@ what is being written, and the server. Exit code 2: bad input; 130 or 143: Ctrl-
 
 import pathlib
 import sys
+from typing import Any
 
 from benchmarks.command_line import InputError, Parser, command, missing_package, progress
 from nsa_jax.chat.run import open_run
@@ -27,13 +28,15 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = dict(slots=options.slots, max_length=options.max_length, max_waiting=options.max_waiting)
     try:
         model, tokenizer, chat = open_run(options.run)
-        batcher = Batcher(model, tokenizer=tokenizer, sampling=("temperature", "top_p"), **sizes)
+        settings: dict[str, Any] = dict(sampling=("temperature", "top_p"), logprobs=options.logprobs)
+        batcher = Batcher(model, tokenizer=tokenizer, **settings, **sizes)
         progress("compiling")
         list(batcher.submit([0], max_new_tokens=2))  # what the first request would wait for
     except (TypeError, ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     name = options.name or pathlib.Path(options.run).resolve().name
-    api = Api(batcher, tokenizer, chat, name=name, max_length=options.max_length)
+    limits = dict(max_length=options.max_length, logprobs=options.logprobs)
+    api = Api(batcher, tokenizer, chat, name=name, **limits)
     progress(f"model {name!r}: {options.slots} slots of {options.max_length} tokens")
     Server(api, host=options.host, port=options.port).run()
     return 0
@@ -51,6 +54,8 @@ def _parser() -> Parser:
     add("--max-length", type=int, default=4096, metavar="T", help=told)
     told = "requests that may wait for a slot, the others get status 429; default: %(default)s"
     add("--max-waiting", type=int, default=64, metavar="N", help=told)
+    told = "log-probabilities, and up to N of the likeliest tokens, for clients that ask; default: none"
+    add("--logprobs", type=int, metavar="N", help=told)
     return parser
 
 

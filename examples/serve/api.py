@@ -2,19 +2,20 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import logging
 import queue
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
-from nsa_jax.generate import Batcher, Ended, Request
+from nsa_jax.generate import Batcher, Ended, Request, Written
 from nsa_jax.pretrained import ChatFormat
 
 LOG = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ FIELDS: dict[str, Any] = dict(
     temperature=NUMBER, top_p=NUMBER, stop=(str, list), seed=int, stream=bool, stream_options=dict,
 )  # fmt: skip
 # Fields that must change nothing here, with the value that does not.
-NEUTRAL = dict(n=1, best_of=1, echo=False, logprobs=False, frequency_penalty=0, presence_penalty=0)
+NEUTRAL = dict(n=1, best_of=1, echo=False, frequency_penalty=0, presence_penalty=0)
 UNUSED = ("user", "metadata", "store")
 FINISHED = {Ended.END_TOKEN: "stop", Ended.STOP: "stop", Ended.ENOUGH: "length", Ended.FULL: "length"}
 BAD_FIELD, OF_SERVER = "invalid_request_error", "server_error"
@@ -43,6 +44,33 @@ class ApiError(Exception):
 type Answer = dict[str, Any]
 
 
+class Told(NamedTuple):
+    """A new token as a client is told of it, with the likeliest ones in its place, the likeliest first."""
+
+    text: str
+    logprob: float
+    likeliest: list["Told"]
+
+
+def _in_text(tokens: Sequence[Told], start: int) -> Answer:
+    *offsets, _ = itertools.accumulate((len(token.text) for token in tokens), initial=start)
+    return dict(
+        tokens=[token.text for token in tokens], token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=[{x.text: x.logprob for x in token.likeliest} for token in tokens], text_offset=offsets,
+    )  # fmt: skip
+
+
+def _in_chat(tokens: Sequence[Told], _: int) -> Answer:
+    def entry(token: Told) -> Answer:
+        whole = "\N{REPLACEMENT CHARACTER}" not in token.text  # else its bytes are a part of a character
+        written = list(token.text.encode()) if whole else None
+        return dict(token=token.text, logprob=token.logprob, bytes=written)
+
+    return dict(
+        content=[entry(x) | dict(top_logprobs=list(map(entry, x.likeliest))) for x in tokens], refusal=None
+    )
+
+
 class Kind(NamedTuple):
     """How the two endpoints differ: what their answers are called, and where the text stands in them."""
 
@@ -52,6 +80,9 @@ class Kind(NamedTuple):
     opening: Answer
     in_whole: Callable[[str], Answer]
     in_piece: Callable[[str], Answer]
+    fields: dict[str, Any]
+    likeliest: Callable[[dict[str, Any]], int | None]
+    logprobs: Callable[[Sequence[Told], int], Answer]
 
 
 TEXT = Kind(
@@ -59,12 +90,18 @@ TEXT = Kind(
     opening=dict(text=""),
     in_whole=lambda text: dict(text=text),
     in_piece=lambda text: dict(text=text),
+    fields=dict(logprobs=int),
+    likeliest=lambda fields: fields.get("logprobs"),
+    logprobs=_in_text,
 )
 CHAT = Kind(
     *("chatcmpl", "chat.completion", "chat.completion.chunk"),
     opening=dict(delta=dict(role="assistant", content="")),
     in_whole=lambda text: dict(message=dict(role="assistant", content=text)),
     in_piece=lambda text: dict(delta=dict(content=text)),
+    fields=dict(logprobs=bool, top_logprobs=int),
+    likeliest=lambda fields: fields.get("top_logprobs", 0) if fields.get("logprobs") else None,
+    logprobs=_in_chat,
 )
 
 
@@ -77,14 +114,20 @@ class Api:
       chat: template and end tokens of the model.
       name: of the model.
       max_length: capacity of a slot of the batcher.
+      logprobs: the batcher's: how many of the likeliest tokens clients may ask for; None for no
+        log-probabilities.
 
     Attributes:
       app: the ASGI application.
     """
 
-    def __init__(self, batcher: Batcher, tokenizer: Any, chat: ChatFormat, *, name: str, max_length: int):
+    def __init__(
+        self, batcher: Batcher, tokenizer: Any, chat: ChatFormat, *, name: str, max_length: int,
+        logprobs: int | None = None,
+    ):  # fmt: skip
         self._batcher, self._tokenizer, self._chat = batcher, tokenizer, chat
         self._name, self._max_length, self._began = name, max_length, int(time.time())
+        self._logprobs = logprobs
         self._going: dict[Request, asyncio.Task[None]] = {}
         self._stopping = False
         post = functools.partial(routing.Route, methods=["POST"])
@@ -125,8 +168,9 @@ class Api:
             )
 
     async def _answer(self, kind: Kind, http: requests.Request) -> responses.Response:
-        fields = _checked(await http.body())
+        fields = _checked(await http.body(), FIELDS | kind.fields)
         self._check_model(fields.get("model", ""))
+        count = self._likeliest(kind, fields)
         try:
             request = self._submit(kind, fields, await self._prompt(kind, fields))
         except (TypeError, ValueError) as error:
@@ -137,14 +181,43 @@ class Api:
         told = dict(id=f"{kind.prefix}-{secrets.token_hex(12)}", created=int(time.time()), model=self._name)
         if fields.get("stream"):
             with_usage = bool(fields.get("stream_options", {}).get("include_usage"))
-            events = self._events(kind, request, told, with_usage)
+            events = self._events(kind, request, told, count, with_usage)
             return responses.StreamingResponse(events, media_type="text/event-stream")
         try:
-            text = "".join([piece.text or "" async for piece in request])
+            pieces = [piece async for piece in request]
         except Exception as error:
             return responses.JSONResponse(_failed(error).body, 500)
-        choice = dict(index=0, logprobs=None, finish_reason=self._reason(request), **kind.in_whole(text))
+        text = "".join(piece.text or "" for piece in pieces)
+        logprobs = None
+        if count is not None:
+            logprobs = kind.logprobs([each for piece in pieces for each in self._told(piece, count)], 0)
+        choice = dict(index=0, logprobs=logprobs, finish_reason=self._reason(request), **kind.in_whole(text))
         return responses.JSONResponse(told | dict(object=kind.whole, choices=[choice], usage=_usage(request)))
+
+    def _likeliest(self, kind: Kind, fields: dict[str, Any]) -> int | None:
+        """How many of the likeliest tokens stand beside each new one; None for no log-probabilities."""
+        count = kind.likeliest(fields)
+        if count is None and "top_logprobs" in fields:
+            raise ApiError("top_logprobs must come with logprobs=true, got none. Add it.")
+        if count is not None and self._logprobs is None:
+            raise ApiError(
+                f"logprobs must be left out, got {count}. Start the server with --logprobs to have them."
+            )
+        if count is not None and not 0 <= count <= self._logprobs:
+            raise ApiError(f"logprobs must be from 0 to {self._logprobs}, got {count}. Ask for fewer.")
+        return count
+
+    def _told(self, piece: Written, count: int) -> list[Told]:
+        """The tokens of a piece with their log-probabilities, and `count` of the likeliest in each place."""
+
+        def told(token: int, logprob: float, likeliest: Iterable[Told] = ()) -> Told:
+            return Told(self._tokenizer.decode([token]), float(logprob), list(likeliest))
+
+        assert piece.logprobs is not None
+        return [
+            told(token, chosen, itertools.starmap(told, zip(tokens[:count], top[:count], strict=True)))
+            for token, chosen, tokens, top in zip(piece.tokens, *piece.logprobs, strict=True)
+        ]
 
     async def _prompt(self, kind: Kind, fields: dict[str, Any]) -> list[int]:
         """The tokens of the prompt, or of the conversation up to the answer."""
@@ -178,18 +251,22 @@ class Api:
         del self._going[request]
 
     async def _events(
-        self, kind: Kind, request: Request, told: Answer, with_usage: bool
+        self, kind: Kind, request: Request, told: Answer, count: int | None, with_usage: bool
     ) -> AsyncIterator[str]:
         """The answer as server-sent events. An error is one of them, because the status is sent already."""
 
-        def event(piece: Answer, reason: str | None = None) -> str:
-            choice = dict(index=0, logprobs=None, finish_reason=reason, **piece)
+        def event(piece: Answer, reason: str | None = None, logprobs: Answer | None = None) -> str:
+            choice = dict(index=0, logprobs=logprobs, finish_reason=reason, **piece)
             return _event(told | dict(object=kind.piece, choices=[choice]))
 
         try:
             yield event(kind.opening)
+            start = 0  # characters before a piece
             async for piece in request:
-                yield event(kind.in_piece(piece.text or ""))
+                tokens = None if count is None else self._told(piece, count)
+                logprobs = None if tokens is None else kind.logprobs(tokens, start)
+                yield event(kind.in_piece(piece.text or ""), logprobs=logprobs)
+                start += sum(len(token.text) for token in tokens or ())
             yield event(kind.in_piece(""), self._reason(request))
             if with_usage:
                 yield _event(told | dict(object=kind.piece, choices=[], usage=_usage(request)))
@@ -227,7 +304,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _checked(body: bytes) -> dict[str, Any]:
+def _checked(body: bytes, known: dict[str, Any]) -> dict[str, Any]:
     """The fields of a request. Raises ApiError unless all are known and of their kinds."""
     try:
         given = json.loads(body)
@@ -242,10 +319,10 @@ def _checked(body: bytes) -> dict[str, Any]:
             del fields[name]
         elif name in NEUTRAL:
             raise ApiError(f"{name} must be {default!r} here, got {value!r}. Leave it out.")
-        elif name not in FIELDS:
-            raise ApiError(f"a field must be one of {', '.join(FIELDS)}, got {name!r}. Leave it out.")
-        elif not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and FIELDS[name] is not bool):
-            kind = FIELDS[name] if isinstance(FIELDS[name], tuple) else (FIELDS[name],)
+        elif name not in known:
+            raise ApiError(f"a field must be one of {', '.join(known)}, got {name!r}. Leave it out.")
+        elif not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
+            kind = known[name] if isinstance(known[name], tuple) else (known[name],)
             names = " or ".join(each.__name__ for each in kind)
             raise ApiError(f"{name} must be of type {names}, got {value!r}. Convert it.")
     return fields
