@@ -204,7 +204,7 @@ class Api:
                 f"logprobs must be left out, got {count}. Start the server with --logprobs to have them."
             )
         if count is not None and not 0 <= count <= self._logprobs:
-            raise ApiError(f"logprobs must be from 0 to {self._logprobs}, got {count}. Ask for fewer.")
+            raise ApiError(f"logprobs must be from 0 to {self._logprobs}, got {count}. Pass one of these.")
         return count
 
     def _told(self, piece: Written, count: int) -> list[Told]:
