@@ -15,6 +15,7 @@ SIZES = dict(
     vocab_size=29, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=64,
 )  # fmt: skip
+GEMMA = "gemma3_text"
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
@@ -45,8 +46,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=6, attention_bias=True,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma 3": dict(
+        model_type=GEMMA, num_hidden_layers=3, num_key_value_heads=1, head_dim=12, tie_word_embeddings=True,
+        query_pre_attn_scalar=20, sliding_window=5, sliding_window_pattern=2, rope_theta=5000.0,
+        rope_local_base_freq=50.0, rope_scaling=dict(rope_type="linear", factor=4.0),
+        hidden_activation="gelu_pytorch_tanh", cache_implementation="hybrid",
+    ),
+    "gemma 3 by layer": dict(
+        model_type=GEMMA, head_dim=8, tie_word_embeddings=True, query_pre_attn_scalar=8, sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=700.0),
+            sliding_attention=dict(rope_type="default", rope_theta=90.0),
+        ),
+    ),
 }  # fmt: skip
 ARCHITECTURE = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ("llama", "mistral", "qwen2", "qwen3")}
+ARCHITECTURE[GEMMA] = "Gemma3ForCausalLM"
 
 
 def fields_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -76,8 +92,10 @@ def tensors_of(fields: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             shapes[f"self_attn.{name}_proj.bias"] = (size,)
     if fields.get("attention_bias"):
         shapes["self_attn.o_proj.bias"] = (width,)
-    if kind == "qwen3":
+    if kind in ("qwen3", GEMMA):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if kind == GEMMA:
+        shapes |= {f"{side}_feedforward_layernorm.weight": (width,) for side in ("pre", "post")}
     named = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
     for layer in range(fields["num_hidden_layers"]):
         named |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
@@ -90,7 +108,7 @@ def tensors_of(fields: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         if len(shape) == 2:
             drawn *= 1.0 if "embed" in name else 1.5 * shape[1] ** -0.5
         else:
-            drawn = 1 + 0.3 * drawn if "norm" in name else drawn
+            drawn = (kind != GEMMA) + 0.3 * drawn if "norm" in name else drawn
         found[name] = drawn.astype(np.float32)
     return found
 
@@ -246,12 +264,12 @@ def logits(fields: dict[str, Any], tensors: dict[str, np.ndarray], ids: np.ndarr
     of = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     x = of["model.embed_tokens.weight"][ids]
     heads, kv_heads, dim = fields["num_attention_heads"], fields["num_key_value_heads"], head_dim(fields)
-    frequencies, magnitude = inverse_frequencies(fields)
-    angle = np.arange(ids.shape[1])[:, None] * np.concatenate([frequencies, frequencies])
-    cos, sin = magnitude * np.cos(angle)[:, None], magnitude * np.sin(angle)[:, None]
+    gemma = fields["model_type"] == GEMMA
+    x = x * fields["hidden_size"] ** 0.5 if gemma else x
+    scale = (fields["query_pre_attn_scalar"] if gemma else dim) ** -0.5
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * of[name]
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * (gemma + of[name])
 
     def project(x: np.ndarray, name: str) -> np.ndarray:
         return x @ of[f"{name}.weight"].T + of.get(f"{name}.bias", 0)
@@ -262,12 +280,15 @@ def logits(fields: dict[str, Any], tensors: dict[str, np.ndarray], ids: np.ndarr
 
     for layer in range(fields["num_hidden_layers"]):
         name, window = f"model.layers.{layer}.", _window(fields, layer)
+        frequencies, magnitude = inverse_frequencies(_rotation(fields, layer))
+        angle = np.arange(ids.shape[1])[:, None] * np.concatenate([frequencies, frequencies])
+        cos, sin = magnitude * np.cos(angle)[:, None], magnitude * np.sin(angle)[:, None]
         y = norm(x, f"{name}input_layernorm.weight")
         query, key, value = (
             project(y, f"{name}self_attn.{part}_proj").reshape(*ids.shape, number, dim)
             for part, number in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
-        if fields["model_type"] == "qwen3":
+        if fields["model_type"] in ("qwen3", GEMMA):
             query, key = (
                 norm(each, f"{name}self_attn.{part}_norm.weight") for part, each in (("q", query), ("k", key))
             )
@@ -276,14 +297,19 @@ def logits(fields: dict[str, Any], tensors: dict[str, np.ndarray], ids: np.ndarr
         for t in range(ids.shape[1]):
             for head in range(heads):
                 seen, of_kv = slice(max(0, t + 1 - window), t + 1), head // (heads // kv_heads)
-                scores = np.einsum("bh,bsh->bs", query[:, t, head], key[:, seen, of_kv]) * dim**-0.5
+                scores = np.einsum("bh,bsh->bs", query[:, t, head], key[:, seen, of_kv]) * scale
                 weights = np.exp(scores - scores.max(-1, keepdims=True))
                 weights /= weights.sum(-1, keepdims=True)
                 out[:, t, head] = np.einsum("bs,bsh->bh", weights, value[:, seen, of_kv])
-        x = x + project(out.reshape(*ids.shape, -1), f"{name}self_attn.o_proj")
-        y = norm(x, f"{name}post_attention_layernorm.weight")
+        out = project(out.reshape(*ids.shape, -1), f"{name}self_attn.o_proj")
+        x = x + (norm(out, f"{name}post_attention_layernorm.weight") if gemma else out)
+        before = "pre_feedforward" if gemma else "post_attention"
+        y = norm(x, f"{name}{before}_layernorm.weight")
         gate = project(y, f"{name}mlp.gate_proj")
-        x = x + project(gate / (1 + np.exp(-gate)) * project(y, f"{name}mlp.up_proj"), f"{name}mlp.down_proj")
+        tanh = np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+        gate = gate * (1 + tanh) / 2 if gemma else gate / (1 + np.exp(-gate))
+        out = project(gate * project(y, f"{name}mlp.up_proj"), f"{name}mlp.down_proj")
+        x = x + (norm(out, f"{name}post_feedforward_layernorm.weight") if gemma else out)
     x = norm(x, "model.norm.weight")
     return x @ of["model.embed_tokens.weight" if fields.get("tie_word_embeddings") else "lm_head.weight"].T
 
@@ -291,6 +317,8 @@ def logits(fields: dict[str, Any], tensors: dict[str, np.ndarray], ids: np.ndarr
 def _window(fields: dict[str, Any], layer: int) -> int:
     """How many tokens a query of this layer sees."""
     everything, kind = 10**9, fields["model_type"]
+    if kind == GEMMA:
+        return fields["sliding_window"] if _slides(fields, layer) else everything
     if kind == "mistral":
         return fields["sliding_window"] or everything
     if not fields.get("use_sliding_window"):
@@ -300,3 +328,21 @@ def _window(fields: dict[str, Any], layer: int) -> int:
     else:
         slides = layer >= fields["max_window_layers"]
     return fields["sliding_window"] if slides else everything
+
+
+def _slides(fields: dict[str, Any], layer: int) -> bool:
+    """Whether a layer of Gemma sees a window."""
+    if "layer_types" in fields:
+        return fields["layer_types"][layer] == "sliding_attention"
+    return (layer + 1) % fields["sliding_window_pattern"] != 0
+
+
+def _rotation(fields: dict[str, Any], layer: int) -> dict[str, Any]:
+    """The fields with the rotation of this layer alone."""
+    if fields["model_type"] != GEMMA:
+        return fields
+    slides = _slides(fields, layer)
+    if "rope_parameters" in fields:
+        of_layer = fields["rope_parameters"]["sliding_attention" if slides else "full_attention"]
+        return fields | dict(rope_parameters=of_layer)
+    return fields | (dict(rope_theta=fields["rope_local_base_freq"], rope_scaling=None) if slides else {})

@@ -30,7 +30,10 @@ PLAIN = dict(
     initial_gates=(0.02, 0.96, 0.02),
     qkv_bias=True,
     normalize_qk=True,
+    post_norms=True,
     norm_epsilon=0.1,
+    activation="gelu_tanh",
+    embedding_scale=3.0,
     scale=0.7,
     dropout_rate=0.5,
     rope_base=100.0,
@@ -74,8 +77,12 @@ def test_options_reach_every_layer(kind):
         biases = [getattr(layer, f"{name}_proj").bias for name in ("query", "key", "value", "out")]
         assert [bias is not None for bias in biases] == [True, True, True, False]
     for model, epsilon in ((plain, 0.1), (functions, 1e-6)):
-        norms = (model.final_norm, model.layers[1].attention_norm, model.layers[1].mlp_norm)
+        held = model.layers[1]
+        norms = [model.final_norm, held.attention_norm, held.mlp_norm]
+        if model is plain:
+            norms += [held.attention_post_norm, held.mlp_post_norm]
         assert {norm.epsilon for norm in norms} == {epsilon}
+        assert held.mlp.activation == ("gelu_tanh" if model is plain else "silu")
     for layer in (each.attention for each in functions.layers):
         assert layer.rotary is turn_first_pair
         if kind == "nsa":
@@ -153,6 +160,18 @@ WRONG = {
         ValueError,
         "got initial_gates with branches",
     ),
+    "activation": (dict(activation="gelu"), ValueError, "one of .*'gelu_tanh'.*, got 'gelu'"),
+    "embeddings": (
+        dict(embedding_scale=0.0),
+        ValueError,
+        "embedding_scale must be finite and above 0, got 0",
+    ),
+    "scalings": (
+        dict(rope_scaling=[YARN]),
+        ValueError,
+        "rope_scaling must have one value for each layer, got",
+    ),
+    "kind of a scaling": (dict(rope_scaling=[YARN, 2.0]), TypeError, "rope_scaling must be one of Linear"),
     "epsilon": (dict(norm_epsilon=0), ValueError, "norm_epsilon must be finite and above 0, got 0. Pass"),
     "rotary": (dict(rotary=turn_first_pair, rope_base=5e5), ValueError, "rope_scaling must be left out"),
     "gate": (dict(gate=jnp.tanh), TypeError, "called as gate.* got tanh. Pass"),
@@ -167,7 +186,9 @@ def test_wrong_options_are_errors_of_the_configuration(changes, error, message):
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, LinearScaling(2.5), Llama3Scaling(), YARN], ids=lambda scaling: type(scaling).__name__
+    "scaling",
+    [None, LinearScaling(2.5), Llama3Scaling(), YARN, (None, LinearScaling(2.5))],
+    ids=lambda scaling: type(scaling).__name__,
 )
 def test_options_come_back_from_a_checkpoint(tmp_path, scaling):
     model = make_model(**PLAIN | dict(rope_scaling=scaling))
@@ -243,6 +264,11 @@ OTHERS = "modules of its config, got others at model.layers.1.attention. Build"
 UNSAVABLE = {
     "functions": (lambda: make_model(**FUNCTIONS), TypeError, "got compressor, gate, rotary. Save"),
     "scaling": (lambda: make_model(rope_scaling=FLOAT32), TypeError, "got rope_scaling.factor=np.float32("),
+    "scaling of a layer": (
+        lambda: make_model(rope_scaling=(None, FLOAT32)),
+        TypeError,
+        "got rope_scaling.factor=np.float32(",
+    ),
     "number of a layer": (
         lambda: make_model(rope_base=(np.float32(2), 1e4)),
         TypeError,

@@ -203,10 +203,10 @@ def written(tokenizer, folder):
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def byte_level():
+def byte_level(more=()):
     import tokenizers
 
-    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    vocabulary = {token: number for number, token in enumerate([*TOKENS, *more])}
     merges = [tuple(pair.split()) for pair in MERGES]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -257,6 +257,7 @@ def test_a_tokenizer_of_another_kind_is_none_with_a_warning(tmp_path):
         assert load(file)[1] is None
 
 
+GEMMA = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], hidden_act=None)
 FIELDS = {
     "family": (dict(model_type="gemma2"), "model_type of config.json must be one of"),
     "no family": (dict(model_type=None), "got None. Load"),
@@ -287,6 +288,15 @@ FIELDS = {
         ),
         r"layer_types of config.json must be a list of .*, got \['linear_attention', 'linear_attention'\]. L",
     ),
+    "activation of Gemma": (
+        GEMMA | dict(hidden_activation="gelu"),
+        "hidden_activation of config.json must be 'gelu_pytorch_tanh', got 'gelu'. Load",
+    ),
+    "no window of Gemma": (GEMMA | dict(sliding_window=None), "sliding_window of config.json must be a num"),
+    "no order of Gemma": (
+        GEMMA | dict(use_bidirectional_attention=True), "got use_bidirectional_attention=True. Pass"
+    ),
+    "kind of Gemma": (GEMMA | dict(model_type="gemma3"), "model_type of config.json must be one of"),
     "tensors": (dict(num_hidden_layers=1), "got 9 extra .*model.layers.1"),
     "missing tensors": (dict(tie_word_embeddings=False), r"got 1 missing \(lm_head.weight\). Load"),
     "shapes": (dict(intermediate_size=60), r"of another shape .*\(64, 32\) for \(60, 32\)"),
@@ -302,10 +312,14 @@ def test_what_does_not_fit_is_refused_by_its_field(tmp_path, changes, told):
         load(folder)
 
 
-@pytest.mark.parametrize("family", ["llama with yarn", "mistral", "qwen3 with windows and biases"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama with yarn", "mistral", "qwen3 with windows and biases", "gemma 3", "gemma 3 by layer"],
+)
 def test_nonsense_in_a_field_is_one_error_or_changes_nothing(tmp_path, family):
     folder, fields = made(tmp_path, family)
-    fields |= dict(sliding_window=4, max_window_layers=1, layer_types=None, rope_theta=100.0)
+    more = dict(layer_types=None) if family.startswith("gemma") else dict(max_window_layers=1)
+    fields |= more | dict(sliding_window=4, rope_theta=100.0)
     rope = fields.get("rope_parameters")
     places = [(name,) for name in fields] + [("rope_parameters", name) for name in rope or ()]
     wrong = []
@@ -430,9 +444,12 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     tokenizer.add_tokens([f"more{number}" for number in range(29 - len(TOKENS))])
     written(tokenizer, folder)
     load(folder)
-    tokenizer.add_tokens(["one too many"])
+    tokenizer.add_tokens(["one too many"])  # as Gemma 3 has, which no text holds
     written(tokenizer, folder)
 
+    with pytest.warns(UserWarning, match="vocab_size of 29, got the added tokens one too many beyond it. L"):
+        assert load(folder)[1].encode("one too many").ids == [29]
+    written(byte_level([f"word{number}" for number in range(30 - len(TOKENS))]), folder)
     with refused(ValueError, "below the vocab_size of the model, 29, got 29. Load"):
         load(folder)
 

@@ -19,7 +19,7 @@ from nsa_jax.generate.checks import check_model
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.structure import Structure, is_concrete, split
 from nsa_jax.model import Transformer
-from nsa_jax.model.layer import DecoderLayer, SwiGLU
+from nsa_jax.model.layer import DecoderLayer, GatedMLP
 from nsa_jax.nn import Compressor, DenseAttention, Gate, NSAAttention
 from nsa_jax.nn.joined import WIDTH_MULTIPLE, is_joined, is_whole, join
 from nsa_jax.option_checks import check_flag
@@ -131,7 +131,7 @@ def _parts(model: Any) -> list[Any]:
     """The attention and the MLP of all layers, as far as they are ours."""
     layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
     parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
-    return [part for part in parts if type(part) in (NSAAttention, DenseAttention, SwiGLU)]
+    return [part for part in parts if type(part) in (NSAAttention, DenseAttention, GatedMLP)]
 
 
 def _join(part: Any) -> list[Array]:

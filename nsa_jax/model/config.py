@@ -17,22 +17,28 @@ from nsa_jax.option_checks import check_choice, check_dtype, check_flag, check_i
 
 type AttentionKind = Literal["nsa", "dense", "window"]
 
+type Activation = Literal["silu", "gelu_tanh"]
+
 _ATTENTION, _COMPRESSION = get_args(AttentionKind.__value__), ("mlp", "mean")
-_FLAGS = ("share_keys_values", "qkv_bias", "out_bias", "normalize_qk", "tie_embeddings", "scan_layers")
+_ACTIVATIONS = get_args(Activation.__value__)
+_FLAGS = (
+    *("share_keys_values", "qkv_bias", "out_bias", "normalize_qk", "post_norms", "tie_embeddings"),
+    "scan_layers",
+)
 
 # Fields that may hold a function, which a checkpoint cannot store.
 FUNCTIONS = ("compressor", "gate", "rotary", "selector")
 
 # Fields that hold one value for all layers, or a tuple with one for each.
-_PER_LAYER = ("attention", "window_size", "rope_base")
+_PER_LAYER = ("attention", "window_size", "rope_base", "rope_scaling")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Configuration of a `Transformer`: decides its parameters and what it computes.
 
-    `attention`, `window_size` and `rope_base` hold for all layers, or are a sequence with one value for each
-    layer. `branches`, `selector`, `share_keys_values`, `compression`, `compressor`, `gate` and
+    `attention`, `window_size`, `rope_base` and `rope_scaling` hold for all layers, or are a sequence with one
+    value for each layer. `branches`, `selector`, `share_keys_values`, `compression`, `compressor`, `gate` and
     `initial_gates` only matter for layers of NSA. A model with its own `compressor`, `gate`, `selector` or
     `rotary` function cannot be saved, because a checkpoint cannot hold functions.
 
@@ -43,7 +49,8 @@ class TransformerConfig:
       num_heads: number of query heads, a multiple of `num_kv_heads`.
       num_kv_heads: number of KV heads.
       head_dim: width of queries and keys, `model_dim // num_heads` by default.
-      mlp_dim: inner width of SwiGLU, by default 8/3 of `model_dim`, rounded up to a multiple of 8.
+      mlp_dim: inner width of the MLP, by default 8/3 of `model_dim`, rounded up to a multiple of 8.
+      activation: of the gate of the MLP: "silu", or "gelu_tanh", the approximation of GELU by a tanh.
       attention: "nsa", "dense" (full causal attention) or "window" (only the last `window_size` tokens); or
         one of them for each layer.
       window_size: tokens that a query of a "window" layer sees, its own included; or one number for each
@@ -60,16 +67,21 @@ class TransformerConfig:
       qkv_bias: whether the projections of queries, keys and values have biases.
       out_bias: whether the output projections of attention have biases.
       normalize_qk: whether queries and keys pass an RMSNorm over the head dim, see `nsa_jax.nn.NSAAttention`.
+      post_norms: whether attention and MLP also end in an RMSNorm, before they are added to the residual
+        stream, as in Gemma 3.
       norm_epsilon: added to the mean square in every RMSNorm but those of an indexer; above 0.
       scale: factor of the attention logits, `head_dim**-0.5` by default.
       dropout_rate: share of the outputs of each attention layer that training drops, from 0 to below 1. The
         methods `train()` and `eval()` of the model switch it on and off. `prefill` and `decode_step` drop
         nothing.
       rope_base: base of the rotary embedding, or one for each layer.
-      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` from `nsa_jax.nn`, or None.
+      rope_scaling: a `LinearScaling`, `Llama3Scaling` or `YarnScaling` from `nsa_jax.nn`, or None; or one of
+        them for each layer.
       rotary: your own rotary function instead of `rope_base` and `rope_scaling`, see
         `nsa_jax.nn.NSAAttention`.
       tie_embeddings: whether the output projection is the transposed embedding.
+      embedding_scale: factor of the embeddings where they enter the first layer, above 0, or None for 1. In
+        the dtype of the computation.
       dtype: name of the dtype of the computation. Logits are float32 at least.
       param_dtype: name of the dtype of the parameters.
       remat: whether the backward pass recomputes each layer instead of storing its intermediate results;
@@ -98,6 +110,7 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int | None = None
     mlp_dim: int | None = None
+    activation: Activation = "silu"
     attention: AttentionKind | Sequence[AttentionKind] = "nsa"
     window_size: int | Sequence[int | None] | None = None
     nsa: NSAConfig = NSAConfig()  # noqa: RUF009 (frozen)
@@ -111,13 +124,15 @@ class TransformerConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     normalize_qk: bool = False
+    post_norms: bool = False
     norm_epsilon: float = NORM_EPSILON
     scale: float | None = None
     dropout_rate: float = 0.0
     rope_base: float | Sequence[float] = DEFAULT_BASE
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Sequence[RopeScaling | None] | None = None
     rotary: RotaryFunction | None = None
     tie_embeddings: bool = True
+    embedding_scale: float | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool | Literal["attention"] = False
@@ -136,6 +151,7 @@ class TransformerConfig:
         check_dropout_rate(self.dropout_rate)
         self._check_layers()
         check_choice(_COMPRESSION, compression=self.compression)
+        check_choice(_ACTIVATIONS, activation=self.activation)
         branches = check_branches(self.branches)
         object.__setattr__(self, "branches", branches)
         check_parts(
@@ -143,6 +159,8 @@ class TransformerConfig:
         )
         object.__setattr__(self, "initial_gates", check_initial_gates(self.initial_gates, len(branches)))
         check_positive(norm_epsilon=self.norm_epsilon)
+        if self.embedding_scale is not None:
+            check_positive(embedding_scale=self.embedding_scale)
         check_selector(self.selector, branches)
         check_flag(**{name: getattr(self, name) for name in _FLAGS})
         if self.scan_layers and self.dropout_rate:
@@ -158,7 +176,7 @@ class TransformerConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Inner width of SwiGLU: `mlp_dim` or its default."""
+        """Inner width of the MLP: `mlp_dim` or its default."""
         return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim
 
     @property
@@ -166,9 +184,13 @@ class TransformerConfig:
         """The configuration of each layer: this one, with the values of that layer for all layers."""
         return tuple(
             dataclasses.replace(
-                self, attention=kind, window_size=window if kind == "window" else None, rope_base=base
+                self,
+                attention=kind,
+                window_size=window if kind == "window" else None,
+                rope_base=base,
+                rope_scaling=scaling,
             )
-            for kind, window, base in zip(*map(self._by_layer, _PER_LAYER), strict=True)
+            for kind, window, base, scaling in zip(*map(self._by_layer, _PER_LAYER), strict=True)
         )
 
     def _check_layers(self) -> None:
@@ -185,8 +207,9 @@ class TransformerConfig:
                 )
         check_choice(_ATTENTION, **self._named("attention"))
         check_positive(**self._named("rope_base"))
-        for base in self._named("rope_base").values():
-            rotary_function(base, self.rope_scaling, self.rotary)
+        rotations = zip(self._by_layer("rope_base"), self._by_layer("rope_scaling"), strict=True)
+        for base, scaling in rotations:
+            rotary_function(base, scaling, self.rotary)
         self._check_windows()
 
     def _check_windows(self) -> None:

@@ -1,6 +1,7 @@
-"""A decoder layer: attention and SwiGLU on a residual stream, each after a norm."""
+"""A decoder layer: attention and a gated MLP on a residual stream, each after a norm."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,12 +20,19 @@ from nsa_jax.parallel import Order
 type LayerCache = NSACache | DenseCache
 
 
-class SwiGLU(nnx.Module):
-    """The gated MLP of arXiv:2002.05202, Eq. 6: `down(silu(gate(x)) * up(x))`, without biases."""
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedMLP(nnx.Module):
+    """The gated MLP of arXiv:2002.05202, Eq. 6: `down(activation(gate(x)) * up(x))`, without biases."""
 
     def __init__(self, config: TransformerConfig, *, sharding: Sharding | None, rngs: nnx.Rngs):
         width = config.model_dim
         inner = config.mlp_width
+        self.activation = config.activation
         check_sharding(sharding, mlp=inner)
         project = functools.partial(
             nnx.Linear, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
@@ -45,7 +53,7 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
         made = projected(self, x, self.input_projections)
-        return self.down_proj(jax.nn.silu(made["gate_proj"]) * made["up_proj"])
+        return self.down_proj(_ACTIVATIONS[self.activation](made["gate_proj"]) * made["up_proj"])
 
     @property
     def input_projections(self) -> tuple[str, ...]:
@@ -54,7 +62,7 @@ class SwiGLU(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream.
+    """Attention and MLP, each after a norm, and before one if asked for, added to the residual stream.
 
     Its `config` is one of `TransformerConfig.per_layer`.
     """
@@ -112,7 +120,10 @@ class DecoderLayer(nnx.Module):
             window = size if config.attention == "window" else None
             self.attention = DenseAttention(heads, width, window_size=window, **arguments)
         self.mlp_norm = norm(config, rngs)
-        self.mlp = SwiGLU(config, sharding=sharding, rngs=rngs)
+        self.mlp = GatedMLP(config, sharding=sharding, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
 
     def __call__(
         self,
@@ -167,12 +178,13 @@ class DecoderLayer(nnx.Module):
 
     def _add(self, x: Float[Array, "B T D"], out: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The residual stream after the layer, given the output of its attention."""
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + (self.attention_post_norm(out) if self.post_norms else out)
+        out = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(out) if self.post_norms else out)
 
 
 def norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Makes the RMSNorm (arXiv:1910.07467) that comes before attention, MLP and logits."""
+    """Makes an RMSNorm (arXiv:1910.07467) of the residual stream, or of what is added to it."""
     return nnx.RMSNorm(
         config.model_dim,
         epsilon=config.norm_epsilon,

@@ -73,9 +73,9 @@ def _check_config(config: Any) -> None:
             "nsa_jax.nn.weights of the model, and load them into one that is built by the same code."
         )
     values = _values(config)
-    if config.rope_scaling is not None:
-        del values["rope_scaling"]
-        values |= {f"rope_scaling.{name}": value for name, value in _values(config.rope_scaling).items()}
+    for scaling in {each.rope_scaling for each in config.per_layer} - {None}:
+        values |= {f"rope_scaling.{name}": value for name, value in _values(scaling).items()}
+    del values["rope_scaling"]
     odd = [
         f"{name}={value!r}"
         for name, value in values.items()

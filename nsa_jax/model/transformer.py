@@ -25,7 +25,7 @@ from nsa_jax.parallel import Order
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model: embedding, layers of attention and SwiGLU, RMSNorm, logits.
+    """Decoder-only language model: embedding, layers of attention and a gated MLP, RMSNorm, logits.
 
     The layers are a Python list, so each of them adds to the time of tracing and compiling, unless the
     `scan_layers` of the configuration lets a forward pass scan those that are alike.
@@ -495,7 +495,9 @@ class Transformer(nnx.Module):
         self._check_tokens(tokens)
         check_arrays(Transformer.prefill, tokens=tokens, num_tokens=num_tokens)
         check_ids("tokens", tokens, num_tokens, self.vocab_size)
-        return self.embed(tokens, out_sharding=products.of_tokens(tokens, self.embed.embedding[...]))
+        x = self.embed(tokens, out_sharding=products.of_tokens(tokens, self.embed.embedding[...]))
+        scale = self.config.embedding_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _check_tokens(self, tokens: Int[Array, "B T"]) -> None:
         check_array("tokens", tokens)

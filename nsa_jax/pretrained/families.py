@@ -4,6 +4,7 @@ A field that is neither read nor known to change nothing is refused: a model tha
 than it was trained would be wrong in silence.
 """
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from nsa_jax.model import TransformerConfig
 from nsa_jax.model.config import FUNCTIONS
 from nsa_jax.option_checks import check_int
+from nsa_jax.pretrained import gemma
 from nsa_jax.pretrained.rope import read_rope, write_rope
 
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -25,10 +27,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": dict(num_key_value_heads=8, sliding_window=4096),
     "qwen2": dict(num_key_value_heads=32, **_QWEN_WINDOWS),
     "qwen3": dict(num_key_value_heads=32, head_dim=128, attention_bias=False, **_QWEN_WINDOWS),
+    gemma.KIND: gemma.FIELDS,
 }
-_ARCHITECTURES = dict(
-    llama="LlamaForCausalLM", mistral="MistralForCausalLM", qwen2="Qwen2ForCausalLM", qwen3="Qwen3ForCausalLM"
-)
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    gemma.KIND: "Gemma3ForCausalLM",
+}
+_LAYER_TYPES = dict(full_attention="dense", sliding_attention="window")
+# Options that no family has, or Gemma alone, with the value at which they change nothing.
+_OF_GEMMA = ("scale", "activation", "post_norms", "embedding_scale")
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(TransformerConfig)
+    if field.name in (*FUNCTIONS, *_OF_GEMMA)
+}
+_ROTATION = ("rope_base", "rope_scaling")
 _ROPE = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
     *("max_position_embeddings", "original_max_position_embeddings"),
@@ -41,6 +57,7 @@ _OFF = dict(
     is_encoder_decoder=False,
     partial_rotary_factor=1.0,
     rope_interleaved=False,
+    use_bidirectional_attention=False,
     use_mrope=False,
     use_qk_norm=False,
     use_sliding_window=False,
@@ -50,7 +67,7 @@ _SILENT = re.compile(
     r"_.*|unsloth_.*|.*_token_id|architectures|model_type|torch_dtype|dtype|transformers_version"
     r"|transformers\.js_config|is_llama_config|pretraining_tp|initializer_range|attention_dropout|use_cache"
     r"|output_.*|(use_)?return_dict|torchscript|chunk_size_feed_forward|is_decoder|id2label|label2id"
-    r"|problem_type|task_specific_params|tokenizer_class|do_sample|temperature|top_k|top_p|max_length"
+    r"|cache_implementation|problem_type|task_specific_params|tokenizer_class|do_sample|temperature|top_k|top_p|max_length"
     r"|repetition_penalty|max_new_tokens|(pad|bos|eos)_token|max_sequence_length|model_max_length"
 )
 
@@ -90,11 +107,16 @@ def read_fields(
                 f"{name}={value!r}. Pass ignore=({name!r},) if the model computes the same without it."
             )
     read = known | {name: fields[name] for name in known if name in fields}
-    if read["hidden_act"] != "silu":
-        _refuse("hidden_act", read["hidden_act"], "'silu'")
-    base, scaling = read_rope(fields)
     bias = read.get("attention_bias", False)
     attention, window_size = _windows(kind, read, fields["num_hidden_layers"])
+    name, wanted = ("hidden_activation", gemma.ACTIVATION) if kind == gemma.KIND else ("hidden_act", "silu")
+    if read[name] != wanted:
+        _refuse(name, read[name], repr(wanted))
+    if kind == gemma.KIND:
+        own = gemma.read_gemma(fields, read, attention)
+    else:
+        base, scaling = read_rope(fields)
+        own = dict(rope_base=base, rope_scaling=scaling, normalize_qk=kind == "qwen3")
     return TransformerConfig(
         vocab_size=fields["vocab_size"],
         num_layers=fields["num_hidden_layers"],
@@ -107,13 +129,11 @@ def read_fields(
         window_size=window_size,
         qkv_bias=bias or kind == "qwen2",
         out_bias=bias,
-        normalize_qk=kind == "qwen3",
         norm_epsilon=read["rms_norm_eps"],
-        rope_base=base,
-        rope_scaling=scaling,
         tie_embeddings=read["tie_word_embeddings"],
         dtype=dtype,
         param_dtype=param_dtype,
+        **own,
     )
 
 
@@ -122,17 +142,21 @@ def _windows(kind: str, read: Mapping[str, Any], num_layers: int) -> tuple[Any, 
     window = read.get("sliding_window")
     if kind == "mistral":
         return ("dense", None) if window is None else ("window", window)
-    if window is None or not read.get("use_sliding_window"):
+    if kind == gemma.KIND:
+        types = gemma.layer_types(read, num_layers)
+    elif window is None or not read.get("use_sliding_window"):
         return "dense", None
-    names = dict(full_attention="dense", sliding_attention="window")
-    first = read["max_window_layers"]
-    check_int(num_hidden_layers=num_layers, max_window_layers=first)
-    types = read["layer_types"] or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    if not isinstance(types, list) or not all(isinstance(each, str) and each in names for each in types):
-        _refuse("layer_types", types, f"a list of {tuple(names)}")
-    attention = tuple(names[each] for each in types)
+    else:
+        first = read["max_window_layers"]
+        check_int(num_hidden_layers=num_layers, max_window_layers=first)
+        types = read["layer_types"] or [
+            "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+        ]
+    if not isinstance(types, list) or not all(isinstance(x, str) and x in _LAYER_TYPES for x in types):
+        _refuse("layer_types", types, f"a list of {tuple(_LAYER_TYPES)}")
+    attention = tuple(_LAYER_TYPES[each] for each in types)
+    if window is None and "window" in attention:
+        _refuse("sliding_window", window, "a number of tokens")
     return attention, tuple(window if each == "window" else None for each in attention)
 
 
@@ -142,22 +166,26 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
     Raises:
       ValueError: no family computes what the model does.
     """
-    options = {name: getattr(config, name) for name in (*FUNCTIONS, "scale")}
-    options = {name: value for name, value in options.items() if value is not None and value != "importance"}
-    if isinstance(config.rope_base, tuple):
-        options["rope_base"] = config.rope_base
     layers: Any = config.per_layer
     kinds, windows = zip(*((each.attention, _window(each)) for each in layers), strict=True)
+    sizes = sorted({size for size in windows if size is not None})
+    own = None if "nsa" in kinds else gemma.write_gemma(config)
+    changed = {name for name, default in _DEFAULTS.items() if getattr(config, name) != default}
+    changed -= set() if own is None else set(_OF_GEMMA)
+    changed |= {name for name in _ROTATION if own is None and isinstance(getattr(config, name), tuple)}
+    options = {name: getattr(config, name) for name in sorted(changed)}
     if "nsa" in kinds:
         options["attention"] = config.attention
-    sizes = sorted({size for size in windows if size is not None})
-    same = len(set(windows)) == 1
-    if config.normalize_qk:
+    kind: str | None
+    if own is not None:
+        kind = gemma.KIND
+    elif config.normalize_qk:
         kind = "qwen3" if config.qkv_bias == config.out_bias else None
     elif config.qkv_bias and not config.out_bias:
         kind = "qwen2"
     elif sizes:
-        kind = "mistral" if same and not (config.qkv_bias or config.out_bias) else None
+        plain = len(set(windows)) == 1 and not (config.qkv_bias or config.out_bias)
+        kind = "mistral" if plain else None
     else:
         kind = "llama" if config.qkv_bias == config.out_bias else None
     if options or kind is None or len(sizes) > 1:
@@ -170,6 +198,8 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
             f"{', '.join(f'{name}={value!r}' for name, value in told.items())}. Save it by "
             "nsa_jax.model.save."
         )
+    if own is None:
+        own = dict(hidden_act="silu", **write_rope(layers[0].rope_base, layers[0].rope_scaling))
     fields: dict[str, Any] = dict(
         architectures=[_ARCHITECTURES[kind]],
         model_type=kind,
@@ -180,23 +210,23 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim or config.model_dim // config.num_heads,
-        hidden_act="silu",
         rms_norm_eps=config.norm_epsilon,
         tie_word_embeddings=config.tie_embeddings,
         torch_dtype=config.param_dtype,
-        **write_rope(layers[0].rope_base, config.rope_scaling),
+        **own,
     )
     if "attention_bias" in FAMILIES[kind]:
         fields["attention_bias"] = config.qkv_bias
     if kind == "mistral":
         fields["sliding_window"] = sizes[0]
-    if kind.startswith("qwen"):
-        names = dict(dense="full_attention", window="sliding_attention")
-        fields |= dict(use_sliding_window=bool(sizes), sliding_window=sizes[0] if sizes else None)
+    if "layer_types" in FAMILIES[kind]:
+        names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
         fields |= dict(
-            layer_types=[names[each] for each in kinds],
-            max_window_layers=kinds.index("window") if sizes else config.num_layers,
+            layer_types=[names[each] for each in kinds], sliding_window=sizes[0] if sizes else None
         )
+    if "use_sliding_window" in FAMILIES[kind]:
+        first = kinds.index("window") if sizes else config.num_layers
+        fields |= dict(use_sliding_window=bool(sizes), max_window_layers=first)
     return fields
 
 

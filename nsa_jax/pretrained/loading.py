@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -45,8 +46,8 @@ def load(
     """Loads a model and its tokenizer.
 
     Families: Llama 1 to 3.3 and what has its architecture, such as SmolLM2; Mistral; Qwen2 and Qwen2.5;
-    Qwen3. Mixtures of experts, soft caps, other rotations and other activations are refused, with the field
-    that asks for them.
+    Qwen3; Gemma 3 for text. Mixtures of experts, soft caps, other rotations and other activations are
+    refused, with the field that asks for them.
 
     Weights are read one at a time, straight into `param_dtype` and their sharding, so the host needs the
     memory of the model in that dtype and of the largest tensor.
@@ -78,7 +79,8 @@ def load(
       ImportError: a package of the extra `pretrained` is not installed.
 
     Warns:
-      UserWarning: the tokenizer of a GGUF file is of another kind.
+      UserWarning: the tokenizer of a GGUF file is of another kind, or one has added tokens that the model
+        does not have.
 
     Examples:
       >>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="bfloat16")
@@ -190,9 +192,16 @@ def _check_tensors(found: Source, where: dict[str, Place], config: TransformerCo
 def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     if tokenizer is None:
         return
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
     if largest >= vocab_size:
         raise ValueError(
             f"the ids of the tokenizer must be below the vocab_size of the model, {vocab_size}, got "
             f"{largest}. Load the tokenizer that belongs to the model."
+        )
+    added = tokenizer.get_added_tokens_decoder()
+    if beyond := [token.content for number, token in sorted(added.items()) if number >= vocab_size]:
+        warnings.warn(
+            f"the model has a vocab_size of {vocab_size}, got the added tokens {', '.join(beyond)} beyond "
+            "it. Leave them out of your texts.",
+            stacklevel=3,
         )

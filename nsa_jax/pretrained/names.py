@@ -7,6 +7,13 @@ import numpy as np
 
 from nsa_jax.model import TransformerConfig
 
+# Our names of a layer's norms, and those of others before `_layernorm`.
+_NORMS = dict(attention_norm="input", mlp_norm="post_attention")
+_GEMMA_NORMS = dict(
+    attention_norm="input", attention_post_norm="post_attention", mlp_norm="pre_feedforward",
+    mlp_post_norm="post_feedforward",
+)  # fmt: skip
+
 
 class Place(NamedTuple):
     """Where a parameter is stored.
@@ -16,19 +23,25 @@ class Place(NamedTuple):
       shape: its shape there. That of a kernel is `[out, in]`.
       own_shape: its shape here. That of a kernel is `[*in, *out]`.
       transposed: whether it is a kernel.
+      less: what was subtracted from it there.
     """
 
     name: str
     shape: tuple[int, ...]
     own_shape: tuple[int, ...]
     transposed: bool = False
+    less: float = 0.0
 
     def own(self, stored: np.ndarray) -> np.ndarray:
         """The parameter, of the stored tensor."""
+        if self.less:  # in float32, so that the sum is rounded once
+            stored = stored.astype(np.float32) + np.float32(self.less)
         return (stored.T if self.transposed else stored).reshape(self.own_shape)
 
     def stored(self, own: np.ndarray) -> np.ndarray:
         """The tensor to store, of the parameter."""
+        if self.less:
+            own = (own.astype(np.float32) - np.float32(self.less)).astype(own.dtype)
         return own.reshape(self.shape[::-1]).T if self.transposed else own.reshape(self.shape)
 
 
@@ -38,8 +51,10 @@ def places(config: TransformerConfig) -> dict[str, Place]:
     found = {"embed.embedding": _plain("model.embed_tokens.weight", config.vocab_size, width)}
     for number in range(config.num_layers):
         layer = _attention(config) | {
-            "attention_norm.scale": _plain("input_layernorm.weight", width),
-            "mlp_norm.scale": _plain("post_attention_layernorm.weight", width),
+            f"{own}.scale": _plain(f"{name}_layernorm.weight", width)
+            for own, name in (_GEMMA_NORMS if config.post_norms else _NORMS).items()
+        }
+        layer |= {
             "mlp.gate_proj.kernel": _kernel("mlp.gate_proj.weight", (width,), (inner,)),
             "mlp.up_proj.kernel": _kernel("mlp.up_proj.weight", (width,), (inner,)),
             "mlp.down_proj.kernel": _kernel("mlp.down_proj.weight", (inner,), (width,)),
@@ -49,7 +64,11 @@ def places(config: TransformerConfig) -> dict[str, Place]:
     found["final_norm.scale"] = _plain("model.norm.weight", width)
     if not config.tie_embeddings:
         found["lm_head.kernel"] = _kernel("lm_head.weight", (width,), (config.vocab_size,))
-    return found
+    less = float(config.post_norms)  # as Gemma 3 stores its norms
+    return {
+        own: place._replace(less=less) if own.endswith("norm.scale") else place
+        for own, place in found.items()
+    }
 
 
 def _attention(config: TransformerConfig) -> dict[str, Place]:

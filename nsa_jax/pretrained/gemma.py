@@ -1,0 +1,92 @@
+"""Gemma 3 for text: the fields of `config.json` that no other family has, as ours and back.
+
+Most of its layers see a window. Those have a rotation of their own. Norms multiply by 1 plus what is stored
+(`names`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nsa_jax.model import TransformerConfig
+from nsa_jax.option_checks import check_int, check_positive
+from nsa_jax.pretrained.rope import read_rope, write_rope
+
+KIND, ACTIVATION = "gemma3_text", "gelu_pytorch_tanh"
+# Its fields, with the values that a missing one stands for in `transformers`.
+FIELDS: dict[str, Any] = dict(
+    num_key_value_heads=4, head_dim=256, attention_bias=False, tie_word_embeddings=True,
+    hidden_activation=ACTIVATION, query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6,
+    layer_types=None, rope_local_base_freq=None,
+)  # fmt: skip
+_BASES = dict(full_attention=1e6, sliding_attention=1e4)
+
+
+def layer_types(read: Mapping[str, Any], num_layers: int) -> Any:
+    """The kind of each layer: given, or every sixth sees all tokens."""
+    if read["layer_types"]:
+        return read["layer_types"]
+    check_int(low=1, num_hidden_layers=num_layers, sliding_window_pattern=read["sliding_window_pattern"])
+    pattern = read["sliding_window_pattern"]
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+
+
+def read_gemma(
+    fields: Mapping[str, Any], read: Mapping[str, Any], attention: Sequence[str]
+) -> dict[str, Any]:
+    """What a `TransformerConfig` has of it alone.
+
+    Args:
+      fields: of `config.json`.
+      read: the same, with defaults.
+      attention: our kind of each layer.
+    """
+    check_positive(query_pre_attn_scalar=read["query_pre_attn_scalar"], hidden_size=fields["hidden_size"])
+    given = fields.get("rope_parameters")
+    if not isinstance(given, Mapping) or not given.keys() & _BASES.keys():  # written before transformers 5
+        bases = dict(full_attention=fields.get("rope_theta"), sliding_attention=read["rope_local_base_freq"])
+        given = dict(full_attention=fields.get("rope_scaling") or given)
+    else:
+        bases = {}
+    lengths = {name: value for name, value in fields.items() if name.endswith("max_position_embeddings")}
+    rotations = {
+        kind: read_rope(lengths | dict(rope_theta=bases.get(kind) or base, rope_parameters=given.get(kind)))
+        for kind, base in _BASES.items()
+    }
+    of_layers = [
+        rotations["sliding_attention" if kind == "window" else "full_attention"] for kind in attention
+    ]
+    return dict(
+        activation="gelu_tanh",
+        normalize_qk=True,
+        post_norms=True,
+        scale=read["query_pre_attn_scalar"] ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        rope_base=tuple(base for base, _ in of_layers),
+        rope_scaling=tuple(scaling for _, scaling in of_layers),
+    )
+
+
+def write_gemma(config: TransformerConfig) -> dict[str, Any] | None:
+    """Its own fields of `config.json`, but for the windows; None if the model is of no such family."""
+    rotations: dict[Any, set[Any]] = dict(dense=set(), window=set())
+    for layer in config.per_layer:
+        rotations[layer.attention].add((layer.rope_base, layer.rope_scaling))
+    scale = config.scale or (config.head_dim or config.model_dim // config.num_heads) ** -0.5
+    same = config.post_norms and config.activation == "gelu_tanh" and config.normalize_qk
+    same = same and config.embedding_scale == config.model_dim**0.5 and config.qkv_bias == config.out_bias
+    same = same and all(len(each) < 2 for each in rotations.values())
+    base, scaling = next(iter(rotations["dense"]), (_BASES["full_attention"], None))
+    local, local_scaling = next(iter(rotations["window"]), (_BASES["sliding_attention"], None))
+    if not same or local_scaling is not None:
+        return None
+    return dict(
+        hidden_activation=ACTIVATION,
+        query_pre_attn_scalar=_number(scale**-2),
+        rope_local_base_freq=local,
+        **write_rope(base, scaling),
+    )
+
+
+def _number(value: float) -> float:
+    """The whole number that a square root was taken of, if it is one."""
+    return round(value) if abs(value - round(value)) < 1e-9 * value else value
