@@ -16,7 +16,6 @@ from printed import last_line
 
 from benchmarks import (
     attention,
-    decode_summary,
     gate,
     generate,
     indexer,
@@ -38,6 +37,7 @@ from benchmarks.decode import __main__ as decode
 from benchmarks.decode import gate as decode_gate
 from benchmarks.decode import loops as decode_loops
 from benchmarks.decode import steps as decode_steps
+from benchmarks.decode import summary as decode_summary
 from benchmarks.inputs import Overlap, Shape
 from benchmarks.report import verdicts
 from nsa_jax import attention as operations

@@ -721,7 +721,7 @@ SHORT = {
     "decode": (
         "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
         "--branch win --budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
-        "python -m benchmarks.decode_summary $OUT/steps.csv",
+        "python -m benchmarks.decode.summary $OUT/steps.csv",
     ),
 }
 

@@ -5,5 +5,5 @@ layer: append the new tokens to a cache of `S` tokens with room for 64 steps, co
 complete, attend. The steps run in one compiled loop, whose body is several layers, each with a cache of its
 own; rows of their own have single steps that the host starts one by one. Dense attention runs in the same
 loop, and a ratio counts the faster one of ours and `jax.nn.dot_product_attention`. `--csv` adds each branch's
-own time and the reads; `benchmarks.decode_summary` draws that.
+own time and the reads; `benchmarks.decode.summary` draws that.
 """

@@ -18,7 +18,7 @@ from benchmarks.decode.gate import check
 from benchmarks.decode.inputs import NUM_STEPS, Setting
 from benchmarks.decode.loops import Decoding
 from benchmarks.decode.steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
-from benchmarks.decode_summary import CSV_HEADER
+from benchmarks.decode.summary import CSV_HEADER
 from benchmarks.gate import verdicts
 from benchmarks.inputs import Draw, abstract_arguments, shape_of
 from benchmarks.timing import Compiled, Timing

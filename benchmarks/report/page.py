@@ -24,7 +24,7 @@ MOST_REFUSED = 12
 SHOWN = (
     "nsa_jax.doctor",
     "benchmarks.roofline",
-    "benchmarks.decode_summary",
+    "benchmarks.decode.summary",
 )  # what they print is on the page
 
 

@@ -1,6 +1,6 @@
 """Prints and draws the CSV of `benchmarks.decode --csv`.
 
-`python -m benchmarks.decode_summary CSV` prints `S total cmp% sel% win% reads(dec) reads(tot)` and draws it
+`python -m benchmarks.decode.summary CSV` prints `S total cmp% sel% win% reads(dec) reads(tot)` and draws it
 beside the file. `total` is in ms. A percentage is the time of a branch alone over that of the whole step; the
 three need not add up to 100, for branches alone overlap with nothing and a whole step does more than they do.
 On a GPU one can be over 100: the whole step has kernels of its own, a branch alone runs those for sequences.
@@ -86,10 +86,10 @@ def draw(lines: Sequence[Line], path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-@command("benchmarks.decode_summary")
+@command("benchmarks.decode.summary")
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and draws the picture."""
-    parser = Parser(prog="python -m benchmarks.decode_summary", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.decode.summary", description=__doc__)
     add = parser.add_argument
     add("csv", type=pathlib.Path, metavar="CSV", help="file that benchmarks.decode --csv wrote")
     add("--output", type=pathlib.Path, metavar="PNG", help="picture to write; default: beside the CSV")
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draw(lines, picture)
     except ImportError as error:
-        return missing_package("benchmarks.decode_summary", error, "bench")
+        return missing_package("benchmarks.decode.summary", error, "bench")
     return 0
 
 
