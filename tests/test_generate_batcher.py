@@ -288,6 +288,11 @@ BAD_BATCHERS = {
     "room": (dict(max_length=0), ValueError, "max_length must be at least 1, got 0"),
     "chunk": (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
     "name": (dict(sampling=("heat",)), ValueError, "sampling must be one of .*, got 'heat'"),
+    "no temperature": (
+        dict(sampling=("top_k",)),
+        ValueError,
+        "must have 'temperature' beside top_k, top_p or",
+    ),
     "names": (dict(sampling="temperature"), TypeError, "sampling must be a sequence of names, got str"),
     "tokenizer": (dict(tokenizer="gpt2"), TypeError, "tokenizer must have a method decode"),
     "model": (dict(model=3), TypeError, "model must have the methods of Decoder"),

@@ -217,5 +217,12 @@ def test_what_cannot_draft_is_refused():
         DraftModel("small")
     with refused(ValueError, "a DraftModel must have the vocabulary of the model, got 11 and 17 tokens"):
         start(MODEL, PROMPTS, drafts=DraftModel(TokenTable(11)), **begin)
-    with refused(TypeError, "caches of a model must be made of NSACache and DenseCache to go back"):
-        advance(start(Stub(), PROMPTS, drafts=LookUp(), **begin), 3)
+    told = (
+        "caches of a model must be made of NSACache and DenseCache to go back in them, got ShapeDtypeStruct"
+    )
+    with refused(TypeError, told):
+        start(Stub(), PROMPTS, drafts=LookUp(), **begin)
+    with refused(TypeError, told):
+        start(MODEL, PROMPTS, drafts=DraftModel(Stub()), **begin)
+    with refused(TypeError, told):
+        Batcher(Stub(), 2, max_length=ROOM, drafts=LookUp())

@@ -393,6 +393,34 @@ def test_a_folder_that_holds_a_model_is_not_written_to(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == held
 
 
+OF_NO_FAMILY = {
+    "scale": dict(scale=0.7),
+    "norms": dict(post_norms=True),
+    "activation": dict(activation="gelu_tanh"),
+    "embeddings": dict(embedding_scale=4.0),
+    "bases": dict(rope_base=(100.0, 50.0)),
+    "scalings": dict(rope_scaling=(None, LinearScaling(2.0))),
+}
+
+
+@pytest.mark.parametrize("options", OF_NO_FAMILY.values(), ids=OF_NO_FAMILY)
+def test_an_option_that_no_family_has_is_never_lost(tmp_path, options):
+    (told,) = options
+    with refused(ValueError, f"to be saved, got {told}="):
+        save(dense_model(**options), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_matters_to_nsa_alone_does_not_matter_here(tmp_path):
+    options = dict(selector=IndexerConfig(dim=4), initial_gates=(0.1, 0.8, 0.1), rope_base=(100.0, 100.0))
+    save(dense_model(**options), tmp_path / "model")
+
+    again, _ = load(tmp_path / "model")
+
+    assert (again.config.attention, again.config.rope_base) == ("dense", 100.0)
+    np.testing.assert_array_equal(run(again), run(dense_model(rope_base=100.0)))
+
+
 def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

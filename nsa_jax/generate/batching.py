@@ -52,7 +52,8 @@ class Batcher:
       max_waiting: number of requests that may wait for a slot.
       sampling: parameters that requests may have, of "temperature", "top_k", "top_p", "min_p",
         "repetition_penalty" and "presence_penalty". All slots compute them in every step, so leave out what
-        you do not need: with none of them, each step takes the most likely tokens.
+        you do not need: with none of them, each step takes the most likely tokens. "top_k", "top_p" and
+        "min_p" need "temperature" beside them.
       logprobs: asks for log-probabilities, see `start`.
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
@@ -62,8 +63,8 @@ class Batcher:
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a number is out of range, `sampling` has an unknown name, or the model's cache has an array
-        without an axis of rows.
+      ValueError: a number is out of range, `sampling` has an unknown name or lacks the temperature, or the
+        model's cache has an array without an axis of rows.
 
     Examples:
       >>> batcher = Batcher(model, 16, max_length=32768, tokenizer=tokenizer)
@@ -405,4 +406,9 @@ def _names(sampling: Any) -> tuple[str, ...]:
         )
     for name in sampling:
         check_choice(Sampling._fields, sampling=name)
+    if "temperature" not in sampling and {"top_k", "top_p", "min_p"}.intersection(sampling):
+        raise ValueError(
+            f"sampling must have 'temperature' beside top_k, top_p or min_p, got {tuple(sampling)}. Add it, "
+            "or leave them out."
+        )
     return tuple(sampling)

@@ -8,6 +8,7 @@ keys, which makes it agree more often.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -90,6 +91,15 @@ def drafter(drafts: Any, vocab_size: int | None) -> "_ByLookUp | _ByModel | None
         )
     structure, parameters = prepared_parts(drafts.model)
     return _ByModel(parameters, structure, int(drafts.num_tokens))
+
+
+def check_caches(model: Decoder, drafts: Any, max_length: int) -> None:
+    """Raises TypeError unless the caches can take back what is refused: those of the model and the drafts."""
+    if drafts is None:
+        return
+    for each in (model, drafts.model) if isinstance(drafts, DraftModel) else (model,):
+        made = functools.partial(each.init_cache, 1, max_length)
+        rewinding.each_cache(lambda cache: cache, jax.eval_shape(made))
 
 
 @jax.tree_util.register_dataclass

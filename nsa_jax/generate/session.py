@@ -17,7 +17,7 @@ from nsa_jax.array_typing import Array, DType, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
-from nsa_jax.generate.drafts import DraftModel, LookUp, drafter
+from nsa_jax.generate.drafts import DraftModel, LookUp, check_caches, drafter
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
 from nsa_jax.generate.prepared import prepared_parts
@@ -191,6 +191,7 @@ def start(
     cache_dtype = checks.check_cache_dtype(model, cache_dtype)
     check_int(low=1, high=LONGEST, max_length=max_length)
     checks.check_room(counts, 0, max_length)
+    check_caches(model, drafts, max_length)
     structure, parameters = prepared_parts(model)
     keys = checks.check_key(key, len(tokens))
     begun = prefilled(

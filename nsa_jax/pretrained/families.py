@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from nsa_jax.model import TransformerConfig
-from nsa_jax.model.config import FUNCTIONS
 from nsa_jax.option_checks import check_int
 from nsa_jax.pretrained import gemma
 from nsa_jax.pretrained.rope import read_rope, write_rope
@@ -42,9 +41,8 @@ _OF_GEMMA = ("scale", "activation", "post_norms", "embedding_scale")
 _DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(TransformerConfig)
-    if field.name in (*FUNCTIONS, *_OF_GEMMA)
+    if field.name in ("rotary", *_OF_GEMMA)
 }
-_ROTATION = ("rope_base", "rope_scaling")
 _ROPE = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
     *("max_position_embeddings", "original_max_position_embeddings"),
@@ -172,7 +170,9 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
     own = None if "nsa" in kinds else gemma.write_gemma(config)
     changed = {name for name, default in _DEFAULTS.items() if getattr(config, name) != default}
     changed -= set() if own is None else set(_OF_GEMMA)
-    changed |= {name for name in _ROTATION if own is None and isinstance(getattr(config, name), tuple)}
+    if own is None:
+        rotations = {name: {getattr(each, name) for each in layers} for name in ("rope_base", "rope_scaling")}
+        changed |= {name for name, values in rotations.items() if len(values) > 1}
     options = {name: getattr(config, name) for name in sorted(changed)}
     if "nsa" in kinds:
         options["attention"] = config.attention
