@@ -187,15 +187,16 @@ def test_refused_tasks(make):
 SEGMENTS = np.array([[1] * 25 + [2] * 13 + [0] * 5, [7] * 43])
 BLOCKS = dataclasses.replace(NSA, num_selected_blocks=3, num_initial_blocks=1, num_local_blocks=1)
 RECALLED = dataclasses.replace(
-    MODEL, num_layers=2, attention=("window", "nsa"), nsa=BLOCKS, dtype="float64", param_dtype="float64"
-)
+    MODEL, num_layers=2, attention=("window", "nsa"), nsa=BLOCKS, dtype="float64", param_dtype="float64",
+    embedding_scale=4.0,
+)  # fmt: skip
 
 
 @nnx.jit
 def query_key_and_blocks(model, tokens, segment_ids):
     """What the second layer attends with."""
     layer = model.layers[1]
-    x = model.layers[0](model.embed(tokens), None, segment_ids)[0]
+    x = model.layers[0](4 * model.embed(tokens), None, segment_ids)[0]
     operands, selection = (
         getattr(layer.attention, name)(layer.attention_norm(x), segment_ids=segment_ids)
         for name in ("operands", "inspect")

@@ -269,6 +269,11 @@ UNSAVABLE = {
         TypeError,
         "got rope_scaling.factor=np.float32(",
     ),
+    "scaling of two": (
+        lambda: make_model(rope_scaling=(FLOAT32, LinearScaling(4.0))),
+        TypeError,
+        "got rope_scaling.factor=np.float32(",
+    ),
     "number of a layer": (
         lambda: make_model(rope_base=(np.float32(2), 1e4)),
         TypeError,

@@ -23,6 +23,7 @@ for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
     pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
 
 from nsa_jax.pretrained import load  # noqa: E402
+from nsa_jax.pretrained.families import read_fields  # noqa: E402
 
 IDS = np.random.default_rng(1).integers(0, 29, (2, 19))
 TOKENS = [
@@ -65,6 +66,43 @@ def test_logits_are_those_of_the_family(tmp_path, family):
     error = np.abs(np.asarray(jax.jit(lambda ids: model(ids))(IDS)) - expected).max()
     assert error < 2e-5 * np.abs(expected).max()
     assert tokenizer is None
+
+
+SPELLINGS = {
+    "new": dict(
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=3.0, rope_theta=700.0),
+            sliding_attention=dict(rope_type="default", rope_theta=90.0),
+        )
+    ),
+    "a longer context": dict(
+        rope_scaling=dict(rope_type="linear", factor=3.0),
+        rope_parameters=dict(
+            full_attention=dict(rope_theta=700.0), sliding_attention=dict(rope_theta=90.0)
+        ),
+    ),
+    "bases beside": dict(
+        rope_theta=700.0, rope_local_base_freq=90.0,
+        rope_parameters=dict(full_attention=dict(rope_type="linear", factor=3.0), sliding_attention={}),
+    ),
+    "one of two": dict(
+        rope_local_base_freq=90.0,
+        rope_parameters=dict(full_attention=dict(rope_type="linear", factor=3.0, rope_theta=700.0)),
+    ),
+    "old": dict(
+        rope_theta=700.0, rope_local_base_freq=90.0, rope_scaling=dict(rope_type="linear", factor=3.0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_rotation_of_gemma_is_the_same_in_every_spelling(rope):
+    """`test_pretrained_transformers` reads them, too."""
+    fields = fields_of("gemma 3 by layer") | dict(rope_parameters=None) | rope
+    config = read_fields(fields, dtype="float32", param_dtype="float32")
+
+    assert config.rope_base == (700.0, 90.0)
+    assert config.rope_scaling == (nn.LinearScaling(3.0), None)
 
 
 def test_the_rotary_base_may_be_another(tmp_path):
@@ -295,6 +333,10 @@ FIELDS = {
     "no window of Gemma": (GEMMA | dict(sliding_window=None), "sliding_window of config.json must be a num"),
     "no order of Gemma": (
         GEMMA | dict(use_bidirectional_attention=True), "got use_bidirectional_attention=True. Pass"
+    ),
+    "rotation of Gemma": (
+        GEMMA | dict(rope_parameters=dict(rope_type="linear", factor=2.0)),
+        "rope_parameters of config.json must be mappings of .'full_attention', 'sliding_attention'.*, got",
     ),
     "kind of Gemma": (GEMMA | dict(model_type="gemma3"), "model_type of config.json must be one of"),
     "tensors": (dict(num_hidden_layers=1), "got 9 extra .*model.layers.1"),

@@ -405,10 +405,45 @@ OF_NO_FAMILY = {
 
 @pytest.mark.parametrize("options", OF_NO_FAMILY.values(), ids=OF_NO_FAMILY)
 def test_an_option_that_no_family_has_is_never_lost(tmp_path, options):
-    (told,) = options
-    with refused(ValueError, f"to be saved, got {told}="):
+    ((name, value),) = options.items()
+    with refused(ValueError, f"to be saved, got .*{name}={re.escape(repr(value))}"):
         save(dense_model(**options), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+GEMMA_LIKE = dict(
+    head_dim=8, attention=("window", "dense"), window_size=(5, None), rope_base=(50.0, 5000.0), scale=0.25,
+    normalize_qk=True, post_norms=True, activation="gelu_tanh", embedding_scale=4.0,
+)  # fmt: skip
+NO_GEMMA = {
+    "scale of 0": dict(scale=0.0),
+    "scale below 0": dict(scale=-0.5),
+    "scale of no whole number": dict(scale=0.3),
+    "activation": dict(activation="silu"),
+    "embeddings": dict(embedding_scale=3.0),
+    "scaled windows": dict(rope_scaling=(LinearScaling(2.0), None)),
+    "biases of some": dict(qkv_bias=True),
+}
+
+
+@pytest.mark.parametrize("options", NO_GEMMA.values(), ids=NO_GEMMA)
+def test_a_model_that_is_almost_gemma_is_not_saved_as_it(tmp_path, options):
+    ((name, value),) = options.items()
+    told = "post_norms=True" if value == "silu" else f"{name}={re.escape(repr(value))}"
+    with refused(ValueError, f"to be saved, got .*{told}"):
+        save(dense_model(**GEMMA_LIKE | options), tmp_path / "model")
+
+
+def test_gemma_without_windows_names_none(tmp_path):
+    options = dict(attention="dense", window_size=None, rope_base=5000.0)
+    save(dense_model(**GEMMA_LIKE | options), tmp_path / "model")
+
+    told = json.loads((tmp_path / "model" / "config.json").read_text())
+    again, _ = load(tmp_path / "model")
+
+    assert "sliding_window" not in told  # `transformers` wants a number
+    expected = run(dense_model(**GEMMA_LIKE | options))
+    assert np.abs(run(again) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_what_matters_to_nsa_alone_does_not_matter_here(tmp_path):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder, write_gguf
+from test_pretrained import SPELLINGS
 
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub", "torch", "transformers"):
     pytest.importorskip(name, reason="run by `tox -e adopt`, which installs transformers")
@@ -46,6 +47,16 @@ def test_logits_are_those_of_transformers(tmp_path, family):
     expected = theirs(folder)
     assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
     assert error(logits(fields, tensors, IDS), expected) < BUDGET
+
+
+@pytest.mark.parametrize("rope", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_rotation_of_gemma_is_the_same_in_every_spelling(tmp_path, rope):
+    fields = fields_of("gemma 3 by layer")
+    folder = write_folder(tmp_path / "model", fields | dict(rope_parameters=None) | rope, tensors_of(fields))
+
+    model, _ = load(folder)
+
+    assert error(jax.jit(lambda ids: model(ids))(IDS), theirs(folder)) < BUDGET
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,11 +25,12 @@ pytest.importorskip("uvicorn", reason="run by `tox -e serve`, which installs it"
 pytest.importorskip("tokenizers", reason="run by `tox -e serve`, which installs it")
 
 import openai
-from letters import TOKENS, make_model, make_tokenizer
+from letters import SPECIAL, TOKENS, make_model, make_tokenizer
 
 from examples.serve.__main__ import main
-from examples.serve.api import Api, Server
-from nsa_jax.generate import Batcher, Ended, advance, generate, start
+from examples.serve.api import CHAT as CHAT_FORM
+from examples.serve.api import TEXT, Api, Server, Teller
+from nsa_jax.generate import Batcher, Ended, Logprobs, Written, advance, generate, start
 from nsa_jax.pretrained import ChatFormat, save
 
 ROOM, SLOTS = 600, 3
@@ -265,9 +266,10 @@ def test_logprobs_are_those_of_generate(model, tokenizer):
     session = start(model, ids, max_length=ROOM, logprobs=3)
     new = advance(session, 12)[1]
     chosen, tokens, top = (np.asarray(x)[0] for x in new.logprobs)
-    texts = [tokenizer.decode([token]) for token in np.asarray(new.tokens)[0].tolist()]
-    likeliest = [[tokenizer.decode([token]) for token in row] for row in tokens[:, :2].tolist()]
-    starts = np.cumsum([0, *map(len, texts)])[:-1].tolist()
+    texts = [TOKENS[token] for token in np.asarray(new.tokens)[0].tolist()]
+    likeliest = [[TOKENS[token] for token in row] for row in tokens[:, :2].tolist()]
+    shown = [0 if text in SPECIAL else len(text) for text in texts]
+    starts = np.cumsum([0, *shown])[:-1].tolist()
 
     with Served(model, tokenizer, logprobs=3, chunk_size=5) as served:
         options = dict(max_tokens=12, logprobs=2)
@@ -307,7 +309,31 @@ def test_logprobs_are_those_of_generate(model, tokenizer):
             served.complete(logprobs=4)
         with pytest.raises(openai.BadRequestError, match="top_logprobs must come with logprobs=true"):
             served.ask("cab", top_logprobs=2)
+        with pytest.raises(openai.BadRequestError, match="top_logprobs must be from 0 to 3, got 9"):
+            served.ask("cab", logprobs=True, top_logprobs=9)
         assert served.complete(max_tokens=12).choices[0].logprobs is None
+
+
+class Bytes:
+    """A token for each byte. As some decoders, it drops the space before the first word."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+def test_tokens_that_are_parts_of_characters_are_told_of_where_these_begin():
+    text = " a\N{GRINNING FACE} b"
+    tokens, teller, found = list(text.encode()), Teller(Bytes(), 3), []
+    for part in (tokens[:4], tokens[4:]):  # in the middle of a character
+        count, likeliest = len(part), np.tile([0x80, 0x81, ord("c")], (len(part), 1))
+        logprobs = Logprobs(np.zeros(count), likeliest, np.tile([-1.0, -2.0, -3.0], (count, 1)))
+        found += teller.tell(Written(part, None, logprobs))
+
+    assert [each.text for each in found] == [" ", "a", *"\ufffd" * 4, " ", "b"]
+    assert [each.start for each in found] == [0, 0, 1, 1, 1, 1, 2, 3]  # of what the decoder writes
+    shown = [TEXT.logprobs(found), CHAT_FORM.logprobs(found)]
+    assert shown[0]["top_logprobs"] == [{"\ufffd": -1.0, "c": -3.0}] * 8
+    assert [each["bytes"] for each in shown[1]["content"]][1:3] == [[97], None]
 
 
 BAD = {

@@ -2,20 +2,20 @@
 
 import asyncio
 import functools
-import itertools
 import json
 import logging
 import queue
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
 from nsa_jax.generate import Batcher, Ended, Request, Written
+from nsa_jax.generate.text import TextPieces
 from nsa_jax.pretrained import ChatFormat
 
 LOG = logging.getLogger(__name__)
@@ -45,22 +45,57 @@ type Answer = dict[str, Any]
 
 
 class Told(NamedTuple):
-    """A new token as a client is told of it, with the likeliest ones in its place, the likeliest first."""
+    """A token and its log-probability, as a client is told of them.
+
+    Attributes:
+      text: of this token; U+FFFD for bytes that are no whole character.
+      logprob: its log-probability.
+      start: where in the text it begins, or the character that it is a part of.
+      likeliest: the likeliest tokens in its place, the likeliest first.
+    """
 
     text: str
     logprob: float
-    likeliest: list["Told"]
+    start: int = 0
+    likeliest: Sequence["Told"] = ()
 
 
-def _in_text(tokens: Sequence[Told], start: int) -> Answer:
-    *offsets, _ = itertools.accumulate((len(token.text) for token in tokens), initial=start)
+class Teller:
+    """Tells of the new tokens of a request, piece by piece, with `count` of the likeliest in each place."""
+
+    def __init__(self, tokenizer: Any, count: int):
+        self._tokenizer, self._count = tokenizer, count
+        self._pieces, self._start = TextPieces(tokenizer), 0
+
+    def tell(self, piece: Written) -> list[Told]:
+        """The tokens of a piece."""
+        assert piece.logprobs is not None
+        found = []
+        for token, chosen, tokens, top in zip(piece.tokens, *piece.logprobs, strict=True):
+            pairs = zip(tokens[: self._count], top[: self._count], strict=True)
+            likeliest = [Told(self._text(other), float(logprob)) for other, logprob in pairs]
+            found.append(Told(self._text(token), float(chosen), self._start, likeliest))
+            self._start += len(self._pieces.add([token], last=False))
+        return found
+
+    def _text(self, token: int) -> str:
+        # Behind itself, because a decoder may drop the space before the first token.
+        once, twice = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :]
+
+
+def _in_text(tokens: Sequence[Told]) -> Answer:
+    likeliest: list[dict[str, float]] = [{} for _ in tokens]
+    for token, found in zip(tokens, likeliest, strict=True):
+        for each in token.likeliest:
+            found.setdefault(each.text, each.logprob)  # of several that look alike, the likeliest
     return dict(
         tokens=[token.text for token in tokens], token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[{x.text: x.logprob for x in token.likeliest} for token in tokens], text_offset=offsets,
+        top_logprobs=likeliest, text_offset=[token.start for token in tokens],
     )  # fmt: skip
 
 
-def _in_chat(tokens: Sequence[Told], _: int) -> Answer:
+def _in_chat(tokens: Sequence[Told]) -> Answer:
     def entry(token: Told) -> Answer:
         whole = "\N{REPLACEMENT CHARACTER}" not in token.text  # else its bytes are a part of a character
         written = list(token.text.encode()) if whole else None
@@ -82,7 +117,7 @@ class Kind(NamedTuple):
     in_piece: Callable[[str], Answer]
     fields: dict[str, Any]
     likeliest: Callable[[dict[str, Any]], int | None]
-    logprobs: Callable[[Sequence[Told], int], Answer]
+    logprobs: Callable[[Sequence[Told]], Answer]
 
 
 TEXT = Kind(
@@ -190,34 +225,24 @@ class Api:
         text = "".join(piece.text or "" for piece in pieces)
         logprobs = None
         if count is not None:
-            logprobs = kind.logprobs([each for piece in pieces for each in self._told(piece, count)], 0)
+            teller = Teller(self._tokenizer, count)
+            logprobs = kind.logprobs([told for piece in pieces for told in teller.tell(piece)])
         choice = dict(index=0, logprobs=logprobs, finish_reason=self._reason(request), **kind.in_whole(text))
         return responses.JSONResponse(told | dict(object=kind.whole, choices=[choice], usage=_usage(request)))
 
     def _likeliest(self, kind: Kind, fields: dict[str, Any]) -> int | None:
         """How many of the likeliest tokens stand beside each new one; None for no log-probabilities."""
-        count = kind.likeliest(fields)
-        if count is None and "top_logprobs" in fields:
-            raise ApiError("top_logprobs must come with logprobs=true, got none. Add it.")
+        count, asked = kind.likeliest(fields), fields.get("logprobs")
+        if count is None and fields.get("top_logprobs"):
+            raise ApiError(f"top_logprobs must come with logprobs=true, got {asked!r}. Add it.")
         if count is not None and self._logprobs is None:
             raise ApiError(
-                f"logprobs must be left out, got {count}. Start the server with --logprobs to have them."
+                f"logprobs must be left out, got {asked!r}. Start the server with --logprobs to have them."
             )
         if count is not None and not 0 <= count <= self._logprobs:
-            raise ApiError(f"logprobs must be from 0 to {self._logprobs}, got {count}. Pass one of these.")
+            name = "top_logprobs" if kind is CHAT else "logprobs"
+            raise ApiError(f"{name} must be from 0 to {self._logprobs}, got {count}. Pass one of these.")
         return count
-
-    def _told(self, piece: Written, count: int) -> list[Told]:
-        """The tokens of a piece with their log-probabilities, and `count` of the likeliest in each place."""
-
-        def told(token: int, logprob: float, likeliest: Iterable[Told] = ()) -> Told:
-            return Told(self._tokenizer.decode([token]), float(logprob), list(likeliest))
-
-        assert piece.logprobs is not None
-        return [
-            told(token, chosen, itertools.starmap(told, zip(tokens[:count], top[:count], strict=True)))
-            for token, chosen, tokens, top in zip(piece.tokens, *piece.logprobs, strict=True)
-        ]
 
     async def _prompt(self, kind: Kind, fields: dict[str, Any]) -> list[int]:
         """The tokens of the prompt, or of the conversation up to the answer."""
@@ -261,12 +286,10 @@ class Api:
 
         try:
             yield event(kind.opening)
-            start = 0  # characters before a piece
+            teller = None if count is None else Teller(self._tokenizer, count)
             async for piece in request:
-                tokens = None if count is None else self._told(piece, count)
-                logprobs = None if tokens is None else kind.logprobs(tokens, start)
+                logprobs = None if teller is None else kind.logprobs(teller.tell(piece))
                 yield event(kind.in_piece(piece.text or ""), logprobs=logprobs)
-                start += sum(len(token.text) for token in tokens or ())
             yield event(kind.in_piece(""), self._reason(request))
             if with_usage:
                 yield _event(told | dict(object=kind.piece, choices=[], usage=_usage(request)))
@@ -319,6 +342,8 @@ def _checked(body: bytes, known: dict[str, Any]) -> dict[str, Any]:
             del fields[name]
         elif name in NEUTRAL:
             raise ApiError(f"{name} must be {default!r} here, got {value!r}. Leave it out.")
+        elif name == "logprobs" and value is False:
+            del fields[name]
         elif name not in known:
             raise ApiError(f"a field must be one of {', '.join(known)}, got {name!r}. Leave it out.")
         elif not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):

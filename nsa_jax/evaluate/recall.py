@@ -15,7 +15,6 @@ from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.evaluate.table import markdown
 from nsa_jax.layout import Run, Runs
 from nsa_jax.model import Transformer
-from nsa_jax.nn import products
 from nsa_jax.nn.projections import token_positions
 
 # Probabilities that exist at a time: 64 MiB in float32.
@@ -96,7 +95,7 @@ def block_recall(
             f"block_recall needs NSA layers, got attention={model.config.attention!r}. Build the model with "
             'attention="nsa".'
         )
-    x = model.embed(tokens, out_sharding=products.of_tokens(tokens, model.embed.embedding[...]))
+    x = model._embed(tokens)
     found = []
     for layer, is_nsa in zip(model.layers, kinds, strict=True):
         x, sums = _of_layer(*nnx.split(layer), x, **per_token, is_nsa=is_nsa)

@@ -180,6 +180,11 @@ class TransformerConfig:
         return -(-8 * self.model_dim // 24) * 8 if self.mlp_dim is None else self.mlp_dim
 
     @property
+    def head_width(self) -> int:
+        """Width of queries and keys: `head_dim` or its default."""
+        return self.head_dim or self.model_dim // self.num_heads
+
+    @property
     def per_layer(self) -> tuple["TransformerConfig", ...]:
         """The configuration of each layer: this one, with the values of that layer for all layers."""
         return tuple(

@@ -62,9 +62,9 @@ class GatedMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each after a norm, and before one if asked for, added to the residual stream.
+    """Attention and MLP, each after a norm and added to the residual stream.
 
-    Its `config` is one of `TransformerConfig.per_layer`.
+    With `post_norms` each also ends in a norm. Its `config` is one of `TransformerConfig.per_layer`.
     """
 
     def __init__(

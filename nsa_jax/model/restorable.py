@@ -72,13 +72,12 @@ def _check_config(config: Any) -> None:
             f"model.config must hold no functions to be saved, got {', '.join(functions)}. Save "
             "nsa_jax.nn.weights of the model, and load them into one that is built by the same code."
         )
-    values = _values(config)
-    for scaling in {each.rope_scaling for each in config.per_layer} - {None}:
-        values |= {f"rope_scaling.{name}": value for name, value in _values(scaling).items()}
-    del values["rope_scaling"]
+    scalings = [each.rope_scaling for each in config.per_layer if each.rope_scaling is not None]
+    values = [(name, value) for name, value in _values(config).items() if name != "rope_scaling"]
+    values += [(f"rope_scaling.{name}", value) for each in scalings for name, value in _values(each).items()]
     odd = [
         f"{name}={value!r}"
-        for name, value in values.items()
+        for name, value in values
         for each in (value if isinstance(value, tuple) else (value,))
         if not isinstance(each, int | float | str | NSAConfig | IndexerConfig | None)
     ]

@@ -13,7 +13,7 @@ from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.nn import products
 from nsa_jax.nn.checks import check_dropout_rate
 
-# The dimensions that can be sharded: "model" is D, "heads" N, "kv_heads" K, "mlp" the inner width of SwiGLU,
+# The dimensions that can be sharded: "model" is D, "heads" N, "kv_heads" K, "mlp" the inner width of the MLP,
 # "vocab" the vocabulary. All others are replicated.
 DIMENSIONS = ("model", "heads", "kv_heads", "mlp", "vocab")
 

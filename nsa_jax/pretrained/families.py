@@ -36,13 +36,17 @@ _ARCHITECTURES = {
     gemma.KIND: "Gemma3ForCausalLM",
 }
 _LAYER_TYPES = dict(full_attention="dense", sliding_attention="window")
-# Options that no family has, or Gemma alone, with the value at which they change nothing.
 _OF_GEMMA = ("scale", "activation", "post_norms", "embedding_scale")
-_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(TransformerConfig)
-    if field.name in ("rotary", *_OF_GEMMA)
-}
+_OF_FAMILIES = (
+    "attention",
+    "window_size",
+    "qkv_bias",
+    "out_bias",
+    "normalize_qk",
+    "rope_base",
+    "rope_scaling",
+)
+_DEFAULTS = {x.name: x.default for x in dataclasses.fields(TransformerConfig)} | dict(attention="dense")
 _ROPE = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
     *("max_position_embeddings", "original_max_position_embeddings"),
@@ -65,7 +69,8 @@ _SILENT = re.compile(
     r"_.*|unsloth_.*|.*_token_id|architectures|model_type|torch_dtype|dtype|transformers_version"
     r"|transformers\.js_config|is_llama_config|pretraining_tp|initializer_range|attention_dropout|use_cache"
     r"|output_.*|(use_)?return_dict|torchscript|chunk_size_feed_forward|is_decoder|id2label|label2id"
-    r"|cache_implementation|problem_type|task_specific_params|tokenizer_class|do_sample|temperature|top_k|top_p|max_length"
+    r"|cache_implementation|problem_type|task_specific_params"
+    r"|tokenizer_class|do_sample|temperature|top_k|top_p|max_length"
     r"|repetition_penalty|max_new_tokens|(pad|bos|eos)_token|max_sequence_length|model_max_length"
 )
 
@@ -168,14 +173,14 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
     kinds, windows = zip(*((each.attention, _window(each)) for each in layers), strict=True)
     sizes = sorted({size for size in windows if size is not None})
     own = None if "nsa" in kinds else gemma.write_gemma(config)
-    changed = {name for name, default in _DEFAULTS.items() if getattr(config, name) != default}
-    changed -= set() if own is None else set(_OF_GEMMA)
-    if own is None:
-        rotations = {name: {getattr(each, name) for each in layers} for name in ("rope_base", "rope_scaling")}
-        changed |= {name for name, values in rotations.items() if len(values) > 1}
-    options = {name: getattr(config, name) for name in sorted(changed)}
-    if "nsa" in kinds:
-        options["attention"] = config.attention
+    changed = {
+        name: getattr(config, name)
+        for name in ("rotary", *_OF_FAMILIES, *_OF_GEMMA)
+        if getattr(config, name) != _DEFAULTS[name]
+    }
+    rotations = {(each.rope_base, each.rope_scaling) for each in layers}
+    odd = "nsa" in kinds or "rotary" in changed
+    odd = odd or (own is None and (len(rotations) > 1 or not changed.keys().isdisjoint(_OF_GEMMA)))
     kind: str | None
     if own is not None:
         kind = gemma.KIND
@@ -188,14 +193,10 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         kind = "mistral" if plain else None
     else:
         kind = "llama" if config.qkv_bias == config.out_bias else None
-    if options or kind is None or len(sizes) > 1:
-        told = options or dict(
-            attention=config.attention, window_size=config.window_size, qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias, normalize_qk=config.normalize_qk,
-        )  # fmt: skip
+    if odd or kind is None or len(sizes) > 1:
         raise ValueError(
             f"a dense model must be one of {tuple(FAMILIES)} to be saved, got "
-            f"{', '.join(f'{name}={value!r}' for name, value in told.items())}. Save it by "
+            f"{', '.join(f'{name}={value!r}' for name, value in changed.items())}. Save it by "
             "nsa_jax.model.save."
         )
     if own is None:
@@ -209,7 +210,7 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim or config.model_dim // config.num_heads,
+        head_dim=config.head_width,
         rms_norm_eps=config.norm_epsilon,
         tie_word_embeddings=config.tie_embeddings,
         torch_dtype=config.param_dtype,
@@ -221,9 +222,9 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         fields["sliding_window"] = sizes[0]
     if "layer_types" in FAMILIES[kind]:
         names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
-        fields |= dict(
-            layer_types=[names[each] for each in kinds], sliding_window=sizes[0] if sizes else None
-        )
+        fields["layer_types"] = [names[each] for each in kinds]
+        if sizes or kind != gemma.KIND:  # of Gemma it must be a number
+            fields["sliding_window"] = sizes[0] if sizes else None
     if "use_sliding_window" in FAMILIES[kind]:
         first = kinds.index("window") if sizes else config.num_layers
         fields |= dict(use_sliding_window=bool(sizes), max_window_layers=first)

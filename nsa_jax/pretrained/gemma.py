@@ -4,9 +4,11 @@ Most of its layers see a window. Those have a rotation of their own. Norms multi
 (`names`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nsa_jax.arguments import resolve_scale
 from nsa_jax.model import TransformerConfig
 from nsa_jax.option_checks import check_int, check_positive
 from nsa_jax.pretrained.rope import read_rope, write_rope
@@ -41,15 +43,19 @@ def read_gemma(
       attention: our kind of each layer.
     """
     check_positive(query_pre_attn_scalar=read["query_pre_attn_scalar"], hidden_size=fields["hidden_size"])
-    given = fields.get("rope_parameters")
-    if not isinstance(given, Mapping) or not given.keys() & _BASES.keys():  # written before transformers 5
-        bases = dict(full_attention=fields.get("rope_theta"), sliding_attention=read["rope_local_base_freq"])
-        given = dict(full_attention=fields.get("rope_scaling") or given)
-    else:
-        bases = {}
+    nested, more = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
+    held = nested.values() if isinstance(nested, Mapping) else ()
+    if not all(isinstance(x, Mapping | None) for x in (nested, more, *held)) or nested.keys() - _BASES.keys():
+        raise ValueError(
+            f"rope_parameters of config.json must be mappings of {tuple(_BASES)}, got {nested!r} and "
+            f"rope_scaling={more!r}. Load a copy that says so."
+        )
+    given = {kind: nested.get(kind) or {} for kind in _BASES}
+    given["full_attention"] = {**given["full_attention"], **more}
+    bases = dict(full_attention=fields.get("rope_theta"), sliding_attention=read["rope_local_base_freq"])
     lengths = {name: value for name, value in fields.items() if name.endswith("max_position_embeddings")}
     rotations = {
-        kind: read_rope(lengths | dict(rope_theta=bases.get(kind) or base, rope_parameters=given.get(kind)))
+        kind: read_rope(lengths | dict(rope_theta=bases.get(kind) or base, rope_parameters=given[kind]))
         for kind, base in _BASES.items()
     }
     of_layers = [
@@ -71,22 +77,19 @@ def write_gemma(config: TransformerConfig) -> dict[str, Any] | None:
     rotations: dict[Any, set[Any]] = dict(dense=set(), window=set())
     for layer in config.per_layer:
         rotations[layer.attention].add((layer.rope_base, layer.rope_scaling))
-    scale = config.scale or (config.head_dim or config.model_dim // config.num_heads) ** -0.5
+    scale = resolve_scale(config.scale, config.head_width, config.dtype)
+    scalar = round(scale**-2) if scale > 0 else 0  # theirs is an int
     same = config.post_norms and config.activation == "gelu_tanh" and config.normalize_qk
     same = same and config.embedding_scale == config.model_dim**0.5 and config.qkv_bias == config.out_bias
     same = same and all(len(each) < 2 for each in rotations.values())
     base, scaling = next(iter(rotations["dense"]), (_BASES["full_attention"], None))
     local, local_scaling = next(iter(rotations["window"]), (_BASES["sliding_attention"], None))
+    same = same and scalar > 0 and math.isclose(scalar**-0.5, scale, rel_tol=1e-9)
     if not same or local_scaling is not None:
         return None
     return dict(
         hidden_activation=ACTIVATION,
-        query_pre_attn_scalar=_number(scale**-2),
+        query_pre_attn_scalar=scalar,
         rope_local_base_freq=local,
         **write_rope(base, scaling),
     )
-
-
-def _number(value: float) -> float:
-    """The whole number that a square root was taken of, if it is one."""
-    return round(value) if abs(value - round(value)) < 1e-9 * value else value

@@ -17,7 +17,7 @@ def options_of(config: TransformerConfig) -> IndexerConfig:
     Raises:
       ValueError: the pairs of a head cannot be halved.
     """
-    dim = _head_dim(config)
+    dim = config.head_width
     if dim % 4:
         raise ValueError(
             f'selector="indexer" needs heads whose width is a multiple of 4, got {dim}. Pass an '
@@ -43,19 +43,15 @@ def copied(old: Mapping[str, Array], names: Iterable[str], config: TransformerCo
 def _query(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
     kernel = _slow(old, name, config)
     width, _, dim = kernel.shape
-    scale = _head_dim(config) ** -0.5 if config.scale is None else config.scale
+    scale = config.head_width**-0.5 if config.scale is None else config.scale
     return (kernel * (scale * dim**0.5)).reshape(width, config.num_kv_heads, -1, dim)
 
 
 def _slow(old: Mapping[str, Array], name: str, config: TransformerConfig) -> Array:
     """Kernel `[D, heads, H / 2]` of the pairs of each head that turn slowly, times the scale of its norm."""
-    quarter = _head_dim(config) // 4
+    quarter = config.head_width // 4
     name = name.replace(".selector", "")
     kernel, norm = old[name], name.replace("_proj.kernel", "_norm.scale")
     if norm in old:
         kernel = kernel * old[norm]
     return kernel[..., np.r_[quarter : 2 * quarter, 3 * quarter : 4 * quarter]]
-
-
-def _head_dim(config: TransformerConfig) -> int:
-    return config.head_dim or config.model_dim // config.num_heads

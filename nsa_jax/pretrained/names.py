@@ -34,14 +34,14 @@ class Place(NamedTuple):
 
     def own(self, stored: np.ndarray) -> np.ndarray:
         """The parameter, of the stored tensor."""
-        if self.less:  # in float32, so that the sum is rounded once
-            stored = stored.astype(np.float32) + np.float32(self.less)
+        if self.less:  # in float64, so that the sum is rounded once
+            stored = stored.astype(np.float64) + self.less
         return (stored.T if self.transposed else stored).reshape(self.own_shape)
 
     def stored(self, own: np.ndarray) -> np.ndarray:
         """The tensor to store, of the parameter."""
         if self.less:
-            own = (own.astype(np.float32) - np.float32(self.less)).astype(own.dtype)
+            own = (own.astype(np.float64) - self.less).astype(own.dtype)
         return own.reshape(self.shape[::-1]).T if self.transposed else own.reshape(self.shape)
 
 
@@ -72,7 +72,7 @@ def places(config: TransformerConfig) -> dict[str, Place]:
 
 
 def _attention(config: TransformerConfig) -> dict[str, Place]:
-    width, dim = config.model_dim, config.head_dim or config.model_dim // config.num_heads
+    width, dim = config.model_dim, config.head_width
     heads = dict(query=config.num_heads, key=config.num_kv_heads, value=config.num_kv_heads)
     found = {}
     for name, number in heads.items():
