@@ -29,7 +29,8 @@ from letters import SPECIAL, TOKENS, make_model, make_tokenizer
 
 from examples.serve.__main__ import main
 from examples.serve.api import CHAT as CHAT_FORM
-from examples.serve.api import TEXT, Api, Server, Teller
+from examples.serve.api import TEXT, Api, Server
+from examples.serve.logprobs import Teller
 from nsa_jax.generate import Batcher, Ended, Logprobs, Written, advance, generate, start
 from nsa_jax.pretrained import ChatFormat, save
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
-from nsa_jax.generate import Batcher, Ended, Request, Written
-from nsa_jax.generate.text import TextPieces
+from examples.serve import logprobs
+from nsa_jax.generate import Batcher, Ended, Request
 from nsa_jax.pretrained import ChatFormat
 
 LOG = logging.getLogger(__name__)
@@ -44,68 +44,6 @@ class ApiError(Exception):
 type Answer = dict[str, Any]
 
 
-class Told(NamedTuple):
-    """A token and its log-probability, as a client is told of them.
-
-    Attributes:
-      text: of this token; U+FFFD for bytes that are no whole character.
-      logprob: its log-probability.
-      start: where in the text it begins, or the character that it is a part of.
-      likeliest: the likeliest tokens in its place, the likeliest first.
-    """
-
-    text: str
-    logprob: float
-    start: int = 0
-    likeliest: Sequence["Told"] = ()
-
-
-class Teller:
-    """Tells of the new tokens of a request, piece by piece, with `count` of the likeliest in each place."""
-
-    def __init__(self, tokenizer: Any, count: int):
-        self._tokenizer, self._count = tokenizer, count
-        self._pieces, self._start = TextPieces(tokenizer), 0
-
-    def tell(self, piece: Written) -> list[Told]:
-        """The tokens of a piece."""
-        assert piece.logprobs is not None
-        found = []
-        for token, chosen, tokens, top in zip(piece.tokens, *piece.logprobs, strict=True):
-            pairs = zip(tokens[: self._count], top[: self._count], strict=True)
-            likeliest = [Told(self._text(other), float(logprob)) for other, logprob in pairs]
-            found.append(Told(self._text(token), float(chosen), self._start, likeliest))
-            self._start += len(self._pieces.add([token], last=False))
-        return found
-
-    def _text(self, token: int) -> str:
-        # Behind itself, because a decoder may drop the space before the first token.
-        once, twice = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
-        return twice[len(once) :]
-
-
-def _in_text(tokens: Sequence[Told]) -> Answer:
-    likeliest: list[dict[str, float]] = [{} for _ in tokens]
-    for token, found in zip(tokens, likeliest, strict=True):
-        for each in token.likeliest:
-            found.setdefault(each.text, each.logprob)  # of several that look alike, the likeliest
-    return dict(
-        tokens=[token.text for token in tokens], token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=likeliest, text_offset=[token.start for token in tokens],
-    )  # fmt: skip
-
-
-def _in_chat(tokens: Sequence[Told]) -> Answer:
-    def entry(token: Told) -> Answer:
-        whole = "\N{REPLACEMENT CHARACTER}" not in token.text  # else its bytes are a part of a character
-        written = list(token.text.encode()) if whole else None
-        return dict(token=token.text, logprob=token.logprob, bytes=written)
-
-    return dict(
-        content=[entry(x) | dict(top_logprobs=list(map(entry, x.likeliest))) for x in tokens], refusal=None
-    )
-
-
 class Kind(NamedTuple):
     """How the two endpoints differ: what their answers are called, and where the text stands in them."""
 
@@ -117,7 +55,7 @@ class Kind(NamedTuple):
     in_piece: Callable[[str], Answer]
     fields: dict[str, Any]
     likeliest: Callable[[dict[str, Any]], int | None]
-    logprobs: Callable[[Sequence[Told]], Answer]
+    logprobs: Callable[[Sequence[logprobs.Told]], Answer]
 
 
 TEXT = Kind(
@@ -127,7 +65,7 @@ TEXT = Kind(
     in_piece=lambda text: dict(text=text),
     fields=dict(logprobs=int),
     likeliest=lambda fields: fields.get("logprobs"),
-    logprobs=_in_text,
+    logprobs=logprobs.in_text,
 )
 CHAT = Kind(
     *("chatcmpl", "chat.completion", "chat.completion.chunk"),
@@ -136,7 +74,7 @@ CHAT = Kind(
     in_piece=lambda text: dict(delta=dict(content=text)),
     fields=dict(logprobs=bool, top_logprobs=int),
     likeliest=lambda fields: fields.get("top_logprobs", 0) if fields.get("logprobs") else None,
-    logprobs=_in_chat,
+    logprobs=logprobs.in_chat,
 )
 
 
@@ -223,11 +161,11 @@ class Api:
         except Exception as error:
             return responses.JSONResponse(_failed(error).body, 500)
         text = "".join(piece.text or "" for piece in pieces)
-        logprobs = None
+        found = None
         if count is not None:
-            teller = Teller(self._tokenizer, count)
-            logprobs = kind.logprobs([told for piece in pieces for told in teller.tell(piece)])
-        choice = dict(index=0, logprobs=logprobs, finish_reason=self._reason(request), **kind.in_whole(text))
+            teller = logprobs.Teller(self._tokenizer, count)
+            found = kind.logprobs([told for piece in pieces for told in teller.tell(piece)])
+        choice = dict(index=0, logprobs=found, finish_reason=self._reason(request), **kind.in_whole(text))
         return responses.JSONResponse(told | dict(object=kind.whole, choices=[choice], usage=_usage(request)))
 
     def _likeliest(self, kind: Kind, fields: dict[str, Any]) -> int | None:
@@ -280,16 +218,16 @@ class Api:
     ) -> AsyncIterator[str]:
         """The answer as server-sent events. An error is one of them, because the status is sent already."""
 
-        def event(piece: Answer, reason: str | None = None, logprobs: Answer | None = None) -> str:
-            choice = dict(index=0, logprobs=logprobs, finish_reason=reason, **piece)
+        def event(piece: Answer, reason: str | None = None, found: Answer | None = None) -> str:
+            choice = dict(index=0, logprobs=found, finish_reason=reason, **piece)
             return _event(told | dict(object=kind.piece, choices=[choice]))
 
         try:
             yield event(kind.opening)
-            teller = None if count is None else Teller(self._tokenizer, count)
+            teller = None if count is None else logprobs.Teller(self._tokenizer, count)
             async for piece in request:
-                logprobs = None if teller is None else kind.logprobs(teller.tell(piece))
-                yield event(kind.in_piece(piece.text or ""), logprobs=logprobs)
+                found = None if teller is None else kind.logprobs(teller.tell(piece))
+                yield event(kind.in_piece(piece.text or ""), found=found)
             yield event(kind.in_piece(""), self._reason(request))
             if with_usage:
                 yield _event(told | dict(object=kind.piece, choices=[], usage=_usage(request)))
