@@ -18,7 +18,7 @@ for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub", "torch", "t
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from nsa_jax.pretrained import load, save  # noqa: E402
+from nsa_jax.pretrained import families, load, save  # noqa: E402
 
 IDS = np.random.default_rng(1).integers(0, 29, (2, 33))
 BUDGET = 2e-4  # of the largest logit
@@ -86,3 +86,19 @@ def test_both_read_a_gguf_file_alike(tmp_path, family):
 
     expected = theirs(tmp_path, gguf_file=file.name)
     assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+
+
+@pytest.mark.parametrize("kind", families.FAMILIES)
+def test_a_missing_field_stands_for_what_it_does_there(kind):
+    given = transformers.AutoConfig.for_model(kind).to_dict()
+    needed = {name: given[name] for name in families.NEEDED} | dict(model_type=kind)
+    rope = "rope_parameters", "max_position_embeddings"  # each family has its own base
+
+    found, expected = (
+        families.read_fields(
+            fields | {name: given[name] for name in rope}, dtype="float32", param_dtype="float32"
+        )
+        for fields in (needed, needed | {name: given.get(name) for name in families.FAMILIES[kind]})
+    )
+
+    assert found == expected

@@ -14,7 +14,7 @@ from nsa_jax.option_checks import check_int
 from nsa_jax.pretrained import gemma
 from nsa_jax.pretrained.rope import read_rope, write_rope
 
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Fields that all families have, with the values that a missing one stands for in `transformers`.
 _COMMON = dict(
     head_dim=None, num_key_value_heads=None, rms_norm_eps=1e-6, tie_word_embeddings=False, hidden_act="silu"
@@ -96,13 +96,13 @@ def read_fields(
     architectures = fields.get("architectures") or [_ARCHITECTURES[kind]]
     if architectures != [_ARCHITECTURES[kind]]:
         _refuse("architectures", architectures, f"[{_ARCHITECTURES[kind]!r}]")
-    if missing := [name for name in _NEEDED if fields.get(name) is None]:
+    if missing := [name for name in NEEDED if fields.get(name) is None]:
         raise ValueError(
             f"config.json must have the sizes of the model, got no {', '.join(missing)}. Load a whole copy."
         )
     known = _COMMON | FAMILIES[kind]
     for name, value in fields.items():
-        if name in (*known, *_NEEDED, *_ROPE, *ignore) or value is None or _SILENT.fullmatch(name):
+        if name in (*known, *NEEDED, *_ROPE, *ignore) or value is None or _SILENT.fullmatch(name):
             continue
         if value != _OFF.get(name, ...):
             raise ValueError(
