@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "gemma 3": dict(
         model_type=GEMMA, num_hidden_layers=3, num_key_value_heads=1, head_dim=12, tie_word_embeddings=True,
-        query_pre_attn_scalar=20, sliding_window=5, sliding_window_pattern=2, rope_theta=5000.0,
+        query_pre_attn_scalar=20, sliding_window=5, sliding_window_pattern=3, rope_theta=5000.0,
         rope_local_base_freq=50.0, rope_scaling=dict(rope_type="linear", factor=4.0),
         hidden_activation="gelu_pytorch_tanh", cache_implementation="hybrid",
     ),

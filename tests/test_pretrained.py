@@ -105,6 +105,12 @@ def test_a_rotation_of_gemma_is_the_same_in_every_spelling(rope):
     assert config.rope_scaling == (nn.LinearScaling(3.0), None)
 
 
+def test_gemma_has_bases_of_its_own():
+    fields = fields_of("gemma 3 by layer") | dict(rope_parameters=None)
+
+    assert read_fields(fields, dtype="float32", param_dtype="float32").rope_base == (1e6, 1e4)
+
+
 def test_the_rotary_base_may_be_another(tmp_path):
     folder, fields = made(tmp_path)
 
