@@ -35,12 +35,16 @@ def layer_types(read: Mapping[str, Any], num_layers: int) -> Any:
 def read_gemma(
     fields: Mapping[str, Any], read: Mapping[str, Any], attention: Sequence[str]
 ) -> dict[str, Any]:
-    """What a `TransformerConfig` has of it alone.
+    """The options of a `TransformerConfig` that no other family has.
 
     Args:
       fields: of `config.json`.
       read: the same, with defaults.
       attention: our kind of each layer.
+
+    Raises:
+      TypeError: a field is of the wrong kind.
+      ValueError: a number is out of range, or the rotations are in no form that is known.
     """
     check_positive(query_pre_attn_scalar=read["query_pre_attn_scalar"], hidden_size=fields["hidden_size"])
     nested, more = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
