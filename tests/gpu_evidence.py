@@ -64,6 +64,7 @@ KERNELS_OF_TESTS = {
     "tests/test_gpu_dense_decode.py::test_step_kernels_are_what_runs_by_default": ("decode", "mosaic"),
     "tests/test_gpu_decode.py::": ("decode",),
     "tests/test_gpu_dense_decode.py::": ("decode",),
+    "tests/test_gpu_few_heads.py::": OF_OPERATIONS,
     "tests/test_gpu_index.py::": ("selection",),
     "tests/test_gpu_mosaic.py::": (*OF_OPERATIONS, "mosaic"),
     f"{PARITY}test_case_is_within_its_budget[decode": (*OF_OPERATIONS, "decode"),

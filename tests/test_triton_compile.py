@@ -66,7 +66,7 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 OF_AN_INDEX = {  # in test_triton_index
     *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
 }
-OF_MOSAIC = {"nsa_ring_lists"}  # compiled in test_mosaic_compile
+OF_MOSAIC = {"nsa_visit_lists"}  # compiled in test_mosaic_compile
 OF_PARTS = {  # of few heads
     *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
     *("nsa_selected_add_query_parts", "nsa_selected_deltas"),

@@ -280,7 +280,7 @@ def check_lists(case: Case) -> None:
         assert lists.unmasked[b, k, tile] == sum(x + case.block - 1 <= least for x in expected)
 
 
-def check_ring_lists(case: Case) -> None:
+def check_visit_lists(case: Case) -> None:
     """The lists of producer and consumers are those that loops find."""
     (_, _, _, indices), placed, *_ = inputs(case)
     rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
@@ -427,7 +427,7 @@ def main() -> None:
     for name, case in CASES.items():
         began = time.time()
         check_lists(case)
-        check_ring_lists(case)
+        check_visit_lists(case)
         check_items(case)
         check_items(case, range_queries=10)
         check_parts(case)

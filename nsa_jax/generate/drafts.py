@@ -20,7 +20,7 @@ from nsa_jax.generate import checks, history
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.prepared import prepared_parts
-from nsa_jax.generate.rows import Rows, chosen, prefill_in_parts
+from nsa_jax.generate.rows import Rows, chosen, prefill_in_chunks
 from nsa_jax.generate.structure import Structure
 from nsa_jax.option_checks import check_int
 from nsa_jax.sharding import explicit
@@ -163,7 +163,7 @@ class _ByModel:
         """Reads the prompts."""
         model = self._model
         cache = model.init_cache(len(prompts), max_length)
-        _, cache = prefill_in_parts(model, prompts, lengths, cache, prefill_chunk)
+        _, cache = prefill_in_chunks(model, prompts, lengths, cache, prefill_chunk)
         return _Drafting(cache, lengths.astype(jnp.int32))
 
     def append(self, rows: Rows, text: Array, counts: Array, prefill_chunk: int) -> _Drafting:
@@ -172,7 +172,7 @@ class _ByModel:
         missing = jnp.where(counts > 0, rows.held - drafting.held, 0)  # 1 if all of the last drafts agreed
         token = history.read(rows.history, drafting.held, 1)
         _, cache = model.decode_step(token, drafting.cache, num_tokens=missing)
-        _, cache = prefill_in_parts(model, text, counts, cache, prefill_chunk)
+        _, cache = prefill_in_chunks(model, text, counts, cache, prefill_chunk)
         return _Drafting(cache, drafting.held + missing + counts)
 
     def propose(

@@ -96,7 +96,7 @@ def begin(
     prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
     of_cache: dict[str, Any] = {} if cache_dtype is None else dict(dtype=cache_dtype)
     cache = model.init_cache(prompts.shape[0], max_length, **of_cache)
-    logits, cache = prefill_in_parts(model, prompts, lengths, cache, prefill_chunk)
+    logits, cache = prefill_in_chunks(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     logits, sampling, drafting = explicit.by_rows(logits), options.sampling, None
@@ -143,7 +143,7 @@ def append(
     fits = rows.held + wanted <= max_length
     wanted = jnp.where(fits, wanted, 0)
     given = wanted > 0
-    logits, cache = prefill_in_parts(model, text, wanted, rows.cache, prefill_chunk)
+    logits, cache = prefill_in_chunks(model, text, wanted, rows.cache, prefill_chunk)
     last = jnp.take_along_axis(text, jnp.maximum(wanted - 1, 0)[:, None], axis=1)[:, 0]
     if rows.drafting is not None:
         rows = rows._replace(drafting=options.drafts.append(rows, text, wanted, prefill_chunk))
@@ -328,7 +328,7 @@ def _empty_reports(rows: Rows, columns: int, count: int) -> Logprobs:
     return jax.tree.map(empty, logprobs.of_token(rows.logits, rows.token, count))
 
 
-def prefill_in_parts(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
+def prefill_in_chunks(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
     """Logits after the last token of each prompt, in as many equal chunks as the longest prompt needs."""
     if chunk == prompts.shape[1]:
         return model.prefill(prompts, cache, num_tokens=lengths)

@@ -3,12 +3,12 @@
 Source: the gradients of Eq. 12. grid = (items x block / 64,): an item is a part of the queries that chose
 one block (`lists.items`), and a program takes one item and 64 keys of the block. Of its three
 warpgroups one gathers query tokens, with their output gradients, log-sum-exps and deltas, through the tensor
-memory accelerator (TMA) into a ring; two compute, each with every other step of the ring.
+memory accelerator (TMA) into a pipeline; two compute, each with every other step of the pipeline.
 
 Products of a step, all of them transposed, with keys as rows: logits `K Q^T` and `V dO^T`, then `dV += P^T
 dO` and `dK += dS^T Q` with their left operands in registers. So nothing that a consumer computes goes through
-shared memory. At the end the two exchange halves through what was the ring: one adds up the keys' gradients,
-the other those of the values, always in the same order. A block with one item is written at once; items of
+shared memory. At the end the two exchange halves through the pipeline's memory: one adds up the gradients of
+keys, the other those of values, always in the same order. A block with one item is written at once; items of
 others store float32 partial sums, which are added in order elsewhere. No atomics, so every run gives the same
 bits. Queries that do not see the whole block come first; only their loop is masked.
 
@@ -260,7 +260,7 @@ def selected_key_gradients(
 
                 plgpu.wait_smem_to_gmem(0)
 
-            meet()  # both have read their last step: the ring is free
+            meet()  # both have read their last step: the pipeline is free
 
             @pl.when(warpgroup == 0)
             def _():

@@ -1,10 +1,10 @@
 """Selected attention backward, gradient of the queries: one warpgroup loads keys, two compute.
 
-Source: the gradient of Eq. 12. grid = (multiprocessors,): `ring` says which tiles a program takes. A tile is
-128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two
+Source: the gradient of Eq. 12. grid = (multiprocessors,): `pipeline` says which tiles a program takes. A tile
+is 128 rows: query tokens times the heads of a KV head (8 tokens x 16 heads), half of them for each of two
 consumers, which loop over the blocks that their tokens chose, as the forward does. So the gradient stays in
-registers. `ring` has the producer. The probabilities are computed again from the stored log-sum-exp; a row
-that did not choose a block subtracts +inf instead, which makes them 0 without a mask. `previous`, the
+registers. `pipeline` has the producer. The probabilities are computed again from the stored log-sum-exp; a
+row that did not choose a block subtracts +inf instead, which makes them 0 without a mask. `previous`, the
 gradient from another branch, is added before rounding.
 
 A visit has three products: logits and, right behind them, `d_out v^T`; then `ds k`, which waits for both. The
@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes as table
-from nsa_jax.kernels.mosaic_gpu.ring import PLACE, Ring, Tiles
+from nsa_jax.kernels.mosaic_gpu.pipeline import PLACE, Pipeline, Tiles
 from nsa_jax.kernels.mosaic_gpu.rows import Rows
 from nsa_jax.kernels.mosaic_gpu.tiles import (
     LOG2_E,
@@ -110,11 +110,11 @@ def selected_query_gradient(
     def body(
         q_ref, k_ref, v_ref, last_ref, lists, out_ref, d_out_ref, previous_ref, of_rows,
         d_query_ref, products_ref, delta_ref,
-        *, q_s, d_out_s, q_copy, d_out_copy, ds_s, q_full, d_out_full, **in_ring,
+        *, q_s, d_out_s, q_copy, d_out_copy, ds_s, q_full, d_out_full, **in_pipeline,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("program")
-        ring = Ring(warpgroup, program, tiles, sizes, form, lists, **in_ring)
+        pipeline = Pipeline(warpgroup, program, tiles, sizes, form, lists, **in_pipeline)
         q_of_all, q_s, d_out_s = q_s, q_s.at[warpgroup], d_out_s.at[warpgroup]
         q_full, d_out_full = q_full.at[warpgroup], d_out_full.at[warpgroup]
         # Source of what a buffer holds first, buffer, and barrier. `early` is free after the first visit.
@@ -138,7 +138,7 @@ def selected_query_gradient(
 
         def consume(x, turn, fill, _, x_next):
             b, head, tile = tiles.at(x)
-            visits, masked, this, then = ring.consumer_reads(x)  # in time: needed after the first product
+            visits, masked, this, then = pipeline.consumer_reads(x)  # in time: needed after the first product
             first_row = (tile * table.CONSUMERS + warpgroup) * table.ROWS
             token = plgpu.broadcasted_iota(i32, (table.ROWS,), 0, layout=BY_ROW) // rows.of_token
 
@@ -155,7 +155,7 @@ def selected_query_gradient(
                 mine = jnp.where(chosen(visit, token), lse, jnp.inf)
                 p = jnp.exp2(logits * factor - across(mine, keys))
                 if masks or not aligned:
-                    start = ring.start_of(b, head, tile, visit & PLACE)
+                    start = pipeline.start_of(b, head, tile, visit & PLACE)
                     last = last_ref.at[b, pl.ds(first_row, table.ROWS)] if masks else None
                     p = jnp.where(seen(start, last, sizes, aligned), p, 0.0)
                 return p
@@ -167,19 +167,19 @@ def selected_query_gradient(
 
             def logits_product(acc, fill, slot):
                 if sizes.query_in_registers:
-                    form.multiply(acc, q, ring.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
+                    form.multiply(acc, q, pipeline.k_s.at[slot].T, q_copy and q_copy.at[warpgroup])
                 else:
                     # It depends on the visit, so the compiler does not keep 12 addresses of 64 bits for all.
                     zero = lax.shift_right_logical(fill, 30)
-                    plgpu.wgmma(acc, q_of_all.at[warpgroup + zero], ring.k_s.at[slot].T)
+                    plgpu.wgmma(acc, q_of_all.at[warpgroup + zero], pipeline.k_s.at[slot].T)
 
             def d_out_product(acc, d_out, slot):
-                form.multiply(acc, d_out, ring.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])
+                form.multiply(acc, d_out, pipeline.v_s.at[slot].T, d_out_copy and d_out_copy.at[warpgroup])
 
             def add_keys(dq, ds, slot):
                 def product(acc):
                     form.accumulator(acc, dq)
-                    form.multiply(acc, ds, ring.k_s.at[slot], ds_s and ds_s.at[warpgroup])
+                    form.multiply(acc, ds, pipeline.k_s.at[slot], ds_s and ds_s.at[warpgroup])
                     return form.accumulated(acc[...], dq)
 
                 return pl.run_scoped(product, plgpu.ACC((table.ROWS, key_dim), f32))
@@ -190,17 +190,17 @@ def selected_query_gradient(
             first = held(early)
             plgpu.commit_smem()
             load(out_ref, x, early)
-            slot = ring.slot(fill)
+            slot = pipeline.slot(fill)
             if sizes.query_in_registers:
                 q = first
             else:
                 plgpu.barrier_wait(q_full)
-            ring.wait_keys(fill)
+            pipeline.wait_keys(fill)
 
             def first_products(logits_acc, dp_acc):
                 logits_product(logits_acc, fill, slot)
                 d_out = held(late) if sizes.query_in_registers else first
-                ring.wait_values(fill)
+                pipeline.wait_values(fill)
                 d_out_product(dp_acc, d_out, slot)
                 p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, True)
                 products = (held(early).astype(f32) * d_out.astype(f32)).sum(axis=1)
@@ -210,7 +210,7 @@ def selected_query_gradient(
                 return ds, d_out, products, delta
 
             ds, d_out, products, delta = pl.run_scoped(first_products, *two_products)
-            ring.free_values(slot)
+            pipeline.free_values(slot)
             plgpu.commit_smem()
             load_next(x, early)
             if previous_ref is not None and sizes.query_in_registers:
@@ -220,27 +220,27 @@ def selected_query_gradient(
                 delta_ref[b, head, pl.ds(first_row, table.ROWS)] = delta
             dq = plgpu.layout_cast(jnp.zeros((table.ROWS, key_dim), f32), WGMMA)
             dq = add_keys(dq, ds, slot)
-            ring.free_keys(slot)
+            pipeline.free_keys(slot)
 
             def visit(i, carry, masks):
                 dq, this, before = carry
                 then = lists.visits[b, head, tile, warpgroup, jnp.minimum(i + 1, visits - 1)]
                 place = this & PLACE
-                ring.pass_over(fill, before + 1, place)
-                slot = ring.slot(fill + place)
-                ring.wait_keys(fill + place)
+                pipeline.pass_over(fill, before + 1, place)
+                slot = pipeline.slot(fill + place)
+                pipeline.wait_keys(fill + place)
 
                 def both_products(logits_acc, dp_acc):
                     logits_product(logits_acc, fill + place, slot)
-                    ring.wait_values(fill + place)
+                    pipeline.wait_values(fill + place)
                     d_out_product(dp_acc, d_out, slot)
                     p = probabilities(plgpu.wgmma_accumulator_load(logits_acc, wait_n=1), this, masks)
                     return gradient(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), delta)
 
                 ds = pl.run_scoped(both_products, *two_products)
-                ring.free_values(slot)
+                pipeline.free_values(slot)
                 dq = add_keys(dq, ds, slot)
-                ring.free_keys(slot)
+                pipeline.free_keys(slot)
                 return dq, then, place
 
             carry = (dq, then, i32(0))
@@ -249,7 +249,7 @@ def selected_query_gradient(
             carry = lax.fori_loop(1 if single else masked, visits, lambda i, c: visit(i, c, False), carry)
             dq, _, before = carry
             fills = lists.counts[b, head, tile, 0]
-            ring.pass_over(fill, before + 1, fills)
+            pipeline.pass_over(fill, before + 1, fills)
 
             # A row whose log-sum-exp is NaN sees something.
             dq = jnp.where(across(lse != jnp.inf, key_dim), dq * float(scale), 0.0)
@@ -267,14 +267,14 @@ def selected_query_gradient(
             return fills, None
 
         def produce(x, turn, fill, ahead, x_next):
-            read, ahead = ahead, ring.producer_reads(x_next)
-            return ring.fill(k_ref, v_ref, x, fill, read), ahead
+            read, ahead = ahead, pipeline.producer_reads(x_next)
+            return pipeline.fill(k_ref, v_ref, x, fill, read), ahead
 
         def begin():
             load(early[0], program, early)
             load(late[0], program, late)
 
-        ring.run(consume, produce, begin)
+        pipeline.run(consume, produce, begin)
 
     def matrix(columns, needed=True):  # of each consumer
         return matrices(dtype, table.CONSUMERS, table.ROWS, columns) if needed else None
@@ -289,7 +289,7 @@ def selected_query_gradient(
         ds_s=matrix(keys, interpreted),
         q_full=full,
         d_out_full=full,
-        **Ring.scratch(sizes, dtype, form, k=(key_dim, keys), v=(value_dim, value_dim)),
+        **Pipeline.scratch(sizes, dtype, form, k=(key_dim, keys), v=(value_dim, value_dim)),
     )
     numbers = jax.ShapeDtypeStruct((rows.batch, num_kv_heads, rows.padded), f32)
     own_delta = weight is not None or d_lse is not None

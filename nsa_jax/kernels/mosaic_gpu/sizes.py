@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles and rings. Does not import Pallas."""
+"""Sizes of the kernels' tiles and pipelines. Does not import Pallas."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class GradientSizes(NamedTuple):
       keys: keys of a step.
       box: keys that a copy takes for a step. A box begins at a multiple of 8, and a product sums over 16 keys
         at a time. So a block that begins elsewhere takes a box of 16 keys more.
-      stages: steps whose keys and values fit into the ring.
+      stages: steps whose keys and values fit into the pipeline.
       query_in_registers: whether products read the queries from registers, and not from shared memory.
     """
 
@@ -54,7 +54,7 @@ def tile_tokens(heads_per_kv_head: int) -> int:
 
 
 def gradient_sizes(key_dim: int, value_dim: int, block_size: int, *, aligned: bool) -> GradientSizes:
-    """Sizes of the gradient of the queries; the ring takes what queries and cotangents leave."""
+    """Sizes of the gradient of the queries; the pipeline takes what queries and cotangents leave."""
     keys = min(block_size, MOST_KEYS)
     box = keys if aligned else keys + 16
     held = CONSUMERS * ROWS * 2 * (key_dim + value_dim)
@@ -71,7 +71,7 @@ class KeySizes(NamedTuple):
       of_token: rows of a query token.
       tokens: query tokens of a step.
       numbers: float32 numbers of a token, such as its log-sum-exps.
-      stages: steps whose rows fit into the ring; even, so that each place always has the same reader.
+      stages: steps whose rows fit into the pipeline; even, so that each place always has the same reader.
     """
 
     of_token: int
@@ -88,7 +88,7 @@ class KeySizes(NamedTuple):
 def key_sizes(
     key_dim: int, value_dim: int, heads_per_kv_head: int, *, weighted: bool, query_parts: bool
 ) -> KeySizes:
-    """Sizes of the gradients of keys and values; the ring takes what the keys leave of the shared memory."""
+    """Sizes of the gradients of keys and values; the pipeline takes what keys leave of the shared memory."""
     of_token = gathered_rows(heads_per_kv_head)
     rows = ROWS if key_dim + value_dim <= 256 else ROWS // 2  # more than that does not fit into the registers
     numbers = row_numbers(of_token, weighted)

@@ -1,7 +1,7 @@
 """What the kernels use of Pallas that is private, or that the interpreter lacks; each with a public fallback.
 
-A ring of key tiles is filled by one warpgroup and read by others. Two things that the public API cannot do
-make it fast:
+A pipeline of key tiles is filled by one warpgroup and read by others. Two things that the public API cannot
+do make it fast:
 
 * `barrier_wait` counts for itself which phase it waits for, so a reader has to wait for every fill, also for
   those that it does not need. With the phase as an argument, a reader skips fills.
@@ -44,7 +44,7 @@ class Form(enum.Enum):
         return self is Form.PRIVATE
 
     def fill_barriers(self, stages: int) -> int:
-        """Barriers of a ring. Twice the stages, so that a skipped phase is not taken for the next one."""
+        """Barriers of a pipeline. Twice the stages, so that a skipped phase is not taken for the next one."""
         return 2 * stages if self.skips else stages
 
     def fill_barrier(self, barriers: Ref, fill: Array, stages: int) -> Ref:

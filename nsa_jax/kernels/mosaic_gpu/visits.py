@@ -1,10 +1,11 @@
-"""Cuts a tile's union list up for warpgroups that share a ring of key tiles in shared memory.
+"""Cuts a tile's union list up for warpgroups that share a pipeline of key tiles in shared memory.
 
-grid = (tiles, B K): one program per tile of queries and KV head. A producer fills the ring with the blocks of
-the whole tile, in the order of its list. Each consumer, a warpgroup that holds the queries of a part of the
-tile, skips the blocks that none of its queries chose. So it has a list of its own: places in the producer's
-list, and which of its queries chose the block there. A consumer that skips too far loses track of the ring,
-so its list visits a place at least every `longest_gap`, without members if need be; and it begins at place 0.
+grid = (tiles, B K): one program per tile of queries and KV head. A producer fills the pipeline with the
+blocks of the whole tile, in the order of its list. Each consumer, a warpgroup that holds the queries of a
+part of the tile, skips the blocks that none of its queries chose. So it has a list of its own: places in the
+producer's list, and which of its queries chose the block there. A consumer that skips too far loses track of
+the pipeline, so its list visits a place at least every `longest_gap`, without members if need be; and it
+begins at place 0.
 
 Blocks that need the causal mask come first, in both lists. `12 tokens R` bytes a tile at two warpgroups.
 """
@@ -18,7 +19,7 @@ from nsa_jax.array_typing import Array, Int32
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.selected.unions import UnionLists
 
-MEMBER_BITS = 16  # of an entry of a consumer: its members above, the place in the ring below
+MEMBER_BITS = 16  # of an entry of a consumer: its members above, the place in the pipeline below
 
 
 class VisitLists(NamedTuple):
@@ -56,7 +57,7 @@ def visit_lists(lists: UnionLists, *, tokens: int, warpgroups: int, longest_gap:
         )
     padded = triton.next_power_of_2(size)
     return VisitLists(*launch(
-        ring_lists_kernel, lists.starts, lists.members, lists.counts, lists.unmasked,
+        visit_lists_kernel, lists.starts, lists.members, lists.counts, lists.unmasked,
         out=(like(lists.starts), like(lists.starts, (batch, num_kv_heads, tiles, warpgroups, size)),
              like(lists.starts, (batch, num_kv_heads, tiles, 1 + 2 * warpgroups))),
         grid=(tiles, batch * num_kv_heads), num_warps=max(1, min(8, padded // 64)),
@@ -70,8 +71,8 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(repr=named("nsa_ring_lists"))
-def ring_lists_kernel(
+@triton.jit(repr=named("nsa_visit_lists"))
+def visit_lists_kernel(
     starts, members, counts, unmasked, fills, visits, new_counts,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, QUERIES: tl.constexpr, WARPGROUPS: tl.constexpr,
     GAP: tl.constexpr, MEMBER_BITS: tl.constexpr,

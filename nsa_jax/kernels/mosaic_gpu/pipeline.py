@@ -1,8 +1,8 @@
-"""The loop of a program over tiles of queries, and its ring of keys and values in shared memory.
+"""The loop of a program over tiles of queries, and its pipeline of keys and values in shared memory.
 
 Program `i` of `n` takes the tiles `i`, `i + n`, `i + 2 n`, ..., KV head by KV head, so that the keys of a
-head stay in L2. One warpgroup, the producer, fills the ring with the steps that `visits` lists, through the
-tensor memory accelerator (TMA), as far ahead as the consumers free its places; it runs on into the next tile.
+head stay in L2. One warpgroup, the producer, fills the pipeline with the steps that `visits` lists, through
+the tensor memory accelerator (TMA), as far ahead as consumers free its places; it runs on into the next tile.
 A consumer visits the places that its tokens chose. Fills are numbered from the first tile of a program on.
 """
 
@@ -80,8 +80,8 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """The ring in the body of a kernel.
+class Pipeline:
+    """The pipeline in the body of a kernel.
 
     Attributes:
       warpgroup: which one runs.
@@ -110,7 +110,7 @@ class Ring:
     def scratch(
         sizes: GradientSizes, dtype: Any, form: Form, *, k: tuple[int, int], v: tuple[int, int]
     ) -> dict[str, Any]:
-        """Shared memory and barriers of the ring, by the names of the attributes.
+        """Shared memory and barriers of the pipeline, by the names of the attributes.
 
         Args:
           sizes, dtype, form: of the kernel.
@@ -176,7 +176,7 @@ class Ring:
         return count, mine[0], mine[jnp.minimum(1, count - 1)]
 
     def fill(self, key: Ref, value: Ref, x: Array, fill: Array, read: tuple[Array, Array, Array]) -> Array:
-        """Copies the steps of a tile into the ring, from its first fill on. Returns their number."""
+        """Copies the steps of a tile into the pipeline, from its first fill on. Returns their number."""
         b, head, tile = self.tiles.at(x)
         count, this, then = read
         stages, form = self.sizes.stages, self.form
@@ -187,7 +187,7 @@ class Ring:
             start = lax.shift_right_logical(this, CONSUMERS)
             box = pl.ds(pl.multiple_of(start // 8 * 8, 8), self.sizes.box)
             slot = self.slot(fill + i)
-            for source, ring, full, free in (
+            for source, pipeline, full, free in (
                 (key, self.k_s, self.k_full, self.k_free),
                 (value, self.v_s, self.v_full, self.v_free),
             ):
@@ -199,7 +199,7 @@ class Ring:
                 for w in range(CONSUMERS):
                     form.arrive_for(free.at[slot], ((this >> w) & 1) == 0)
                 plgpu.copy_gmem_to_smem(
-                    source.at[b, box, head], ring.at[slot], form.fill_barrier(full, fill + i, stages)
+                    source.at[b, box, head], pipeline.at[slot], form.fill_barrier(full, fill + i, stages)
                 )
             return then, later
 
