@@ -31,9 +31,8 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
-from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
+from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales, load_values, no_values, together
 from nsa_jax.kernels.triton.loading import load_at
-from nsa_jax.kernels.triton.softmax import no_keys
 
 
 @triton.jit
@@ -131,12 +130,12 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
     row = bk.to(tl.int64) * (D.T * D.G) + rows.number
     keys = cmp.key + b.to(tl.int64) * (X.MAX_BLOCKS * KEY_ROW) + kv_head * (KEY.D0 + KEY.D1)
     values = cmp.value + b.to(tl.int64) * (X.MAX_BLOCKS * VALUE_ROW) + kv_head * (VALUE.D0 + VALUE.D1)
-    state = no_keys(D.ROWS, VALUE)
+    state = no_values(D.ROWS, cmp.scales, VALUE)
     for tile in tl.range(first, last, num_stages=X.STAGES):
         start = tile * (X.TILE_BLOCKS * X.OWN)
         seen = (column % X.PADDED < X.OWN) & (start + offset < visible)
         k = load_at(keys + start.to(tl.int64) * KEY_ROW, offset * KEY_ROW, seen, KEY)
-        v = load_at(values + start.to(tl.int64) * VALUE_ROW, offset * VALUE_ROW, seen, VALUE)
+        v = load_values(values + start.to(tl.int64) * VALUE_ROW, offset, cmp.scales, seen, VALUE_ROW, VALUE)
         place = (b.to(tl.int64) * X.MAX_BLOCKS + start) * D.KV_HEADS + kv_head
         scales = load_scales(cmp.scales, place, offset * D.KV_HEADS, seen)
         state, p = attend(state, q, k, v, scales, seen, scale, PRECISION)
@@ -146,4 +145,5 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
             tl.store(cmp.scores + at, of_blocks, mask=rows.inside[:, None])
             tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
             tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
+    state = together(state, cmp.scales, VALUE)
     store_part(cmp.out, cmp.sums, bk, part, D.PARTS, D.T * D.G, rows, state, VALUE)

@@ -34,7 +34,16 @@ from nsa_jax.kernels.triton.decode.parts import (
     store_part,
     store_placed,
 )
-from nsa_jax.kernels.triton.decode.rounding import Scales, as_kept, load_scales, store_kept, times
+from nsa_jax.kernels.triton.decode.rounding import (
+    Scales,
+    as_kept,
+    load_scales,
+    load_values,
+    no_values,
+    store_kept,
+    times,
+    together,
+)
 from nsa_jax.kernels.triton.launch import named
 from nsa_jax.kernels.triton.loading import load_at
 from nsa_jax.kernels.triton.pieces import Dim, Pieces, inner
@@ -185,7 +194,7 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
     keys = held.key + b.to(tl.int64) * (D.SIZE * KEY_ROW) + kv_head * (KEY.D0 + KEY.D1)
     values = held.value + b.to(tl.int64) * (D.SIZE * VALUE_ROW) + kv_head * (VALUE.D0 + VALUE.D1)
     i = tl.arange(0, D.TILE)
-    state = no_keys(D.ROWS, VALUE)
+    state = no_values(D.ROWS, held.scales, VALUE)
     for tile in tl.range(part * tiles // D.PARTS, (part + 1) * tiles // D.PARTS, num_stages=D.STAGES):
         first = tile * D.TILE
         seen = first + i < count
@@ -193,14 +202,16 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
         if D.WINDOW > 0:
             slot = ((oldest + first + i) % D.SIZE).to(tl.int64)
             k = load_at(keys, slot * KEY_ROW, seen, KEY)
-            v = load_at(values, slot * VALUE_ROW, seen, VALUE)
+            v = load_values(values, slot, held.scales, seen, VALUE_ROW, VALUE)
             scales = load_scales(held.scales, head, slot * D.KV_HEADS, seen)
         else:
             k = load_at(keys + first.to(tl.int64) * KEY_ROW, i * KEY_ROW, seen, KEY)
-            v = load_at(values + first.to(tl.int64) * VALUE_ROW, i * VALUE_ROW, seen, VALUE)
+            start = values + first.to(tl.int64) * VALUE_ROW
+            v = load_values(start, i, held.scales, seen, VALUE_ROW, VALUE)
             head += first.to(tl.int64) * D.KV_HEADS
             scales = load_scales(held.scales, head, i * D.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
+    state = together(state, held.scales, VALUE)
     store_part(found.out, found.sums, bk, part, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
 

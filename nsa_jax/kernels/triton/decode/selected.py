@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.parts import attend, ranks, store_part
-from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
+from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales, load_values, no_values, together
 from nsa_jax.kernels.triton.loading import load_at
-from nsa_jax.kernels.triton.softmax import no_keys
 
 
 class Selected(NamedTuple):
@@ -136,7 +135,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     keys = selected.key + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * H
     values = selected.value + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * V
     row = b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head
-    state = no_keys(S.ROWS, VALUE)
+    state = no_values(S.ROWS, selected.scales, VALUE)
     # The end is not a constant: if Triton knew that the loop runs once, it would load values after keys.
     end = tl.where(tokens.number >= 0, EACH, 0)
     for first in tl.range(0, end, S.STEP, num_stages=S.STAGES):
@@ -157,7 +156,8 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
         if S.WIDE:
             key = key.to(tl.int64)
         k = load_at(keys, key * (S.KV_HEADS * H), seen, KEY)
-        v = load_at(values, key * (S.KV_HEADS * V), seen, VALUE)
+        v = load_values(values, key, selected.scales, seen, S.KV_HEADS * V, VALUE)
         scales = load_scales(selected.scales, row, key * S.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
+    state = together(state, selected.scales, VALUE)
     store_part(selected.out, selected.sums, bk, S.FIRST + share, S.PARTS, S.T * S.G, rows, state, VALUE)
