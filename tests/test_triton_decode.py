@@ -151,6 +151,8 @@ def test_step_becomes_machine_code(capability, name):
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability], kernel.name
         assert kernel.spill_bytes <= bounds.get(kernel.name, 0), kernel.name
         assert kernel.scratch_bytes == 0, kernel.name
+        if shape.kept:  # two numbers at a time, see `decode.pairs`
+            assert "ld.shared.b8" not in kernel.ptx, kernel.name
 
 
 @pytest.mark.parametrize(

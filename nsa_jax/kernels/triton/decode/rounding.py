@@ -10,9 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.loading import load_at, store_at
-from nsa_jax.kernels.triton.pieces import Dim, Pieces, nonfinite_rows
-from nsa_jax.kernels.triton.softmax import Softmax, no_keys
+from nsa_jax.kernels.triton.loading import store_at
+from nsa_jax.kernels.triton.pieces import Pieces, nonfinite_rows
 from nsa_jax.layout.quantised import LARGEST
 
 LARGEST_INT8: tl.constexpr = tl.constexpr(LARGEST["int8"])
@@ -46,48 +45,6 @@ def load_scales(scales, start, offset, inside):
             tl.load(scales.value + start + offset, mask=inside, other=0.0),
         )
     return found
-
-
-@triton.jit
-def load_values(values, place, scales, inside, ROW: tl.constexpr, DIM):
-    """The values of a tile, at `values + place * ROW`; in a quantised cache even and odd columns apart.
-
-    The product with weights takes neighbouring keys together. 16-bit numbers go from shared memory to where
-    it wants them by an instruction that transposes them. For 8-bit ones there is none, and they would be read
-    one by one; so two of a value are read as one of 16 bits.
-    """
-    if scales.value is None or DIM.D1 > 0:
-        v = load_at(values, place * ROW, inside, DIM)
-    else:
-        HALF: tl.constexpr = Dim(DIM.D0 // 2, 0)
-        pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
-        x = load_at(pairs, place * (ROW // 2), inside, HALF).first
-        dtype: tl.constexpr = values.dtype.element_ty
-        v = Pieces(x.to(tl.int8).to(dtype, bitcast=True), (x >> 8).to(tl.int8).to(dtype, bitcast=True))
-    return v
-
-
-@triton.jit
-def no_values(ROWS: tl.constexpr, scales, DIM):
-    """The sums before the first of `load_values`."""
-    if scales.value is None or DIM.D1 > 0:
-        state = no_keys(ROWS, DIM)
-    else:
-        HALVES: tl.constexpr = Dim(DIM.D0 // 2, DIM.D0 // 2)
-        state = no_keys(ROWS, HALVES)
-    return state
-
-
-@triton.jit
-def together(state, scales, DIM):
-    """The sums with their columns in order."""
-    if scales.value is None or DIM.D1 > 0:
-        x = state
-    else:
-        both = tl.join(state.out.first, state.out.second)
-        out = Pieces(tl.reshape(both, [both.shape[0], DIM.D0]), None)
-        x = Softmax(out, state.largest, state.total)
-    return x
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class StepShape(NamedTuple):
       blocks: selection blocks of the cache.
       slots: selected blocks, padded to a power of two.
       block_size: tokens of a selection block, padded to a power of two, at least 16.
+      quantised: whether the cache holds 8 bits of a number.
       processors: multiprocessors of the GPU.
     """
 
@@ -35,6 +36,7 @@ class StepShape(NamedTuple):
     blocks: int
     slots: int
     block_size: int
+    quantised: bool
     processors: int
 
 
@@ -85,8 +87,8 @@ STEP_LIST_BLOCKS = (128, 1024)  # for a list: the fewest, and the most that a pr
 def step_sizes(shape: StepShape) -> StepSizes:
     """Sizes for a decode step: the work is divided until it fills `STEP_PROGRAMS` programs."""
 
-    def share(programs: int, most: int) -> int:
-        return min(_power_below(max(STEP_PROGRAMS // programs, 1)), most)
+    def share(programs: int, most: int, all_programs: int = STEP_PROGRAMS) -> int:
+        return min(_power_below(max(all_programs // programs, 1)), most)
 
     rows = shape.num_new * shape.heads
     padded = max(_power_above(min(rows, STEP_ROWS)), 16)
@@ -103,10 +105,14 @@ def step_sizes(shape: StepShape) -> StepSizes:
     list_blocks = max(step_list_blocks(shape.blocks, shape.slots), keys // _power_above(shape.own))
     tokens = shape.kv_heads * shape.num_new
     # The shares of a team wait for each other: all must run at once, even if each fills a multiprocessor.
-    shares = min(max(share(tokens, 16), STEP_SHARES), shape.slots, _power_below(shape.processors))
+    # A step on 8 bits waits for its own arithmetic, not for bytes: twice as many programs overlap it.
+    programs = 2 * STEP_PROGRAMS if shape.quantised else STEP_PROGRAMS
+    shares = min(max(share(tokens, 16, programs), STEP_SHARES), shape.slots, _power_below(shape.processors))
     few = shares * tokens <= STEP_PROGRAMS
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
     slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
+    compressed = shape.blocks * shape.own
+    most_parts = 32 if shape.quantised else 64  # in 8 bits a tile takes less time than one more part to merge
     share_warps = max(list_blocks // 32, 8 if shape.float_bytes == 4 else 4)
     threads = max(32 * share_warps, 512)
     return StepSizes(
@@ -114,7 +120,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
         groups=groups,
         keys=keys,
         list_blocks=list_blocks,
-        cmp_parts=min(share(shape.kv_heads * groups, 64), _power_above(-(-shape.blocks * shape.own // keys))),
+        cmp_parts=min(share(shape.kv_heads * groups, most_parts), _power_above(-(-compressed // keys))),
         cmp_warps=4,
         cmp_stages=stages(keys, ahead=shape.kv_heads > 8),
         shares=shares,

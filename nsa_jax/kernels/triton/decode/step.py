@@ -141,6 +141,7 @@ def sizes_of_step(cache: NSACache, query: Array, config: NSAConfig) -> StepSizes
             blocks=1 if cache.key_cmp is None else -(-cache.key_cmp.shape[1] // own),
             slots=_padded(config.num_selected_blocks),
             block_size=max(_padded(config.selection_block_size), 16),
+            quantised=cache.key_slc_scale is not None,
             processors=num_processors(),
         )
     )
