@@ -27,6 +27,7 @@ from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
 CHUNKS = 10  # of steps, for the time of one
+PREFILL_CHUNK = 1024  # of a request: longer prompts share a program
 LATE = 5  # requests that come while others write
 
 
@@ -96,7 +97,10 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         max_length=length + (2 + 2 * CHUNKS) * options.chunk_size + options.new_tokens,
         chunk_size=options.chunk_size,
     )
-    batcher = Batcher(model, options.slots, max_waiting=options.requests, sampling=(), **settings)
+    batcher = Batcher(
+        model, options.slots, max_waiting=options.requests, sampling=(), prefill_chunk=PREFILL_CHUNK,
+        **settings,
+    )  # fmt: skip
 
     def write_all() -> None:
         requests = [batcher.submit(prompt, max_new_tokens=options.new_tokens) for prompt in prompts]
@@ -112,7 +116,7 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         return generate(model, equal[:1], max_new_tokens=1, **settings)
 
     def late_request() -> tuple[float, float]:
-        many = length - mean + options.new_tokens
+        many = settings["max_length"] - mean
         others = [batcher.submit(prompt, max_new_tokens=many) for prompt in equal[1:]]
         try:
             for other in others:

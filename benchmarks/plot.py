@@ -35,7 +35,7 @@ BLOCKS = {
     "trained": "neighbours share as in a trained model",
 }
 BESIDE_TRITON = {"xla": " (XLA)", "mosaic_gpu": " (Pallas gradients)"}
-# One colour a curve in all figures: blue and green are NSA, red is dense attention.
+# One colour a curve in all figures: blue, violet and green are NSA, red is dense attention.
 RED, BLUE = "#c8372d", "#0b5fa5"
 DENSE = {  # its name and colour by implementation
     "cudnn": ("dense attention (cuDNN)", RED),
@@ -47,9 +47,11 @@ COLOURS = {
     "NSA": BLUE,
     "NSA, neighbours share blocks": BLUE,
     "NSA, random blocks": "#6cb0e0",
+    "NSA, neighbours share as in a trained model": "#6a51a3",
     "NSA (XLA), random blocks": "#b07d2b",
     "NSA (Pallas gradients), neighbours share blocks": "#1b7837",
     "NSA (Pallas gradients), random blocks": "#7fbf7b",
+    "NSA (Pallas gradients), neighbours share as in a trained model": "#9e9ac8",
     "NSA layer": BLUE,
     "dense layer": RED,
     **dict(DENSE.values()),

@@ -33,7 +33,12 @@ def one_run(rows: Sequence[Row], run_id: str | None = None) -> list[Row]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Tables of one run: the whole operation beside dense attention, then single operations; or its steps."""
-    tables = {"generate": _of_generation, "parallel": _of_strategies, "training": _of_steps}
+    tables = {
+        "batcher": _of_requests,
+        "generate": _of_generation,
+        "parallel": _of_strategies,
+        "training": _of_steps,
+    }
     first = rows[0]
     sizes, lines = tables.get(first.benchmark, _of_operations)(rows)
     triton = f"triton {first.triton}, " if first.triton else ""
@@ -134,6 +139,20 @@ def _of_steps(rows: Sequence[Row]) -> tuple[str, list[str]]:
             "dense / this": _times(row, dense, row.length),
             "MB": f"{row.peak_bytes / 1e6:.1f}",
             "parameters": f"{row.parameters / 1e6:.0f} M",
+        }
+
+    return _model_sizes(rows[0]), table(map(cells, rows))
+
+
+def _of_requests(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    def cells(row: Row) -> Cells:
+        return {
+            "what": row.strategy,
+            "attention": row.attention,
+            "seconds": f"{row.median_ms / 1e3:.2f}",
+            "tokens/s": f"{row.tokens_per_s:.0f}",
+            "first token of one more, ms": f"{row.first_token_ms:.1f}",
+            "a step meanwhile, ms": _or_dash(row.token_ms, ".3f"),
         }
 
     return _model_sizes(rows[0]), table(map(cells, rows))

@@ -16,6 +16,7 @@ from printed import last_line
 
 from benchmarks import (
     attention,
+    batcher,
     gate,
     generate,
     indexer,
@@ -900,6 +901,25 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     assert row.products_bytes == 4 * sum(n for name, n in sizes.items() if "compressor" not in name)
     assert f"over_parts {row.over_parts:.5g}  products_ms {row.products_ms:.5g}" in printed
     assert "| 70 | nsa | " in tables.markdown([row])
+
+
+def test_batcher_compares_requests_with_equal_rows(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    sizes = [*GENERATE[6:], "--dtype", "float32", "--lengths", "70", "--shortest", "60", "--layers", "1"]
+
+    counts = ["--requests", "4", "--slots", "2", "--new-tokens", "3", "--chunk-size", "2"]
+    status = batcher.main([*sizes, *counts, "--output", str(path)], SMALL)
+
+    _, summary = last_line(capsys)
+    requests, rows = records.read(path)
+    assert (status, summary["rows"]) == (0, 2)
+    assert requests.strategy == "4 requests of 60 to 70 tokens"
+    assert rows.strategy.startswith("2 times 2 rows of 6")
+    assert summary["share_of_generate"] == [round(rows.median_ms / requests.median_ms, 3)]
+    for row in (requests, rows):
+        assert row.tokens_per_s == pytest.approx(4 * 3 / row.median_ms * 1e3)
+        assert row.first_token_ms > 0
+    assert f"| {requests.token_ms:.3f} |" in tables.markdown([requests, rows])
 
 
 def test_generate_refuses_a_time_that_drowns_in_noise(monkeypatch, tmp_path, capsys):

@@ -500,6 +500,17 @@ def test_new_widths_and_options_compile_nothing_within_a_bucket(batcher, caplog)
     assert compiled([1, 66, 2, 17, 63, 33, 50, 40]) == []
 
 
+def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
+    batcher = made(stub, prefill_chunk=16)
+    with jax.log_compiles(True):
+        written = [told(batcher.submit([1] * 17, max_new_tokens=3))]
+        caplog.clear()
+        written += [told(batcher.submit([1] * length, max_new_tokens=3)) for length in (65, 32, 50)]
+
+    assert [told for told in caplog.messages if "ompiling" in told] == []
+    assert written == [alone(stub, [1] * length, 3) for length in (17, 65, 32, 50)]
+
+
 def test_a_row_is_put_into_its_slot_in_place(stub, batcher):
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(batcher._session.rows.cache)]
 

@@ -58,7 +58,9 @@ class Batcher:
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
-      prefill_chunk: see `generate`.
+      prefill_chunk: number of prompt tokens that are read at once, see `generate`. All longer prompts share
+        one program. Without it there is a program for each bucket of widths, which is compiled when the
+        first prompt of the bucket comes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -350,9 +352,12 @@ class Batcher:
         return row._replace(keys=asked.key)
 
     def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
-        session = self._session
+        session, length = self._session, len(tokens)
+        if self._prefill_chunk is not None and length > self._prefill_chunk:
+            # As wide as the cache: one program, which reads no more chunks than the prompt has.
+            tokens = np.pad(tokens, (0, session.max_length - length))
         return prefilled(
-            session.structure, session.parameters, tokens[None], np.array([len(tokens)]), key,
+            session.structure, session.parameters, tokens[None], np.array([length]), key,
             dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
             prefill_chunk=self._prefill_chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
