@@ -287,6 +287,9 @@ def choose(
 ) -> Choice:
     """Decides which implementation runs an operation, and says why. It runs nothing.
 
+    It does not compare NSA with dense attention. From which length on NSA is the faster one, by head counts,
+    is in `docs/results.md`, *Models that people own*.
+
     The first of these decides:
 
     1. the implementation that the caller asks for by name;

@@ -110,6 +110,21 @@ def test_decode_steps_are_those_of_the_rows():
     assert {file for file, _ in shown} == {path.stem for path in RESULTS.glob("h200_decode_*.jsonl")}
 
 
+def test_models_are_those_of_the_rows():
+    table = (DOCS / "results.md").read_text(encoding="utf-8").partition("| query / KV heads, dim |")[2]
+    lines = [[cell.strip() for cell in x.strip("|").split("|")] for x in table.split("\n\n")[0].splitlines()]
+    (_, *lengths, _, _), _, *models = lines
+
+    for _, _, *cells, _, file in models:
+        pairs = records.beside_dense(one_run(records.read(RESULTS / f"{file.strip('`')}.jsonl")))
+        ratio = {(row.length, row.distribution): records.ratio(row, dense)[0] for row, dense in pairs}
+        for length, shown in zip(lengths, cells, strict=True):
+            tokens = 1024 * int(length.partition("k")[0])
+            if shown:
+                drawn = [f"{ratio[tokens, each]:.2f}" for each in ("random", "trained", "coherent")]
+                assert shown.replace("*", "") == ", ".join(drawn), (file, length)
+
+
 def test_all_figures_are_shown():
     documents = [ROOT / "README.md", *DOCS.rglob("*.md")]
     text = "".join(document.read_text(encoding="utf-8") for document in documents)

@@ -570,7 +570,8 @@ def test_a_page_that_cannot_be_made_costs_no_step(tmp_path, monkeypatch):
 
 
 DECODED = records.read(ROOT / "benchmarks" / "results" / "h200_decode_b8.jsonl")
-ROWS = [row for row in DECODED if row.mode == "decode_loop"]
+# Of 64k tokens there are newer rows of dense attention, beside those of an int8 cache.
+ROWS = [row for row in DECODED if row.mode == "decode_loop" and row.length < 65536]
 
 
 def changed(row, **new):
