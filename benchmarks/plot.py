@@ -1,10 +1,12 @@
 """Figures of documents from committed rows: time, speed-up over dense attention and memory against length.
 
 `python -m benchmarks.plot benchmarks/results/*.jsonl` draws each file of several lengths into `docs/images`:
-`NAME.svg` has the times of whole operations, `NAME_memory.svg` their temporary memory. A figure carries the
-name of its file and a hash of the rows it shows. A test fails for a figure that is older than its rows.
+`NAME.svg` has the times of whole operations, `NAME_memory.svg` their temporary memory. With `--together NAME`
+the speed-ups of all files, which differ in their heads, go into one figure. A figure carries the names of its
+files and a hash of the rows it shows. A test fails for a figure that is older than its rows.
 """
 
+import argparse
 import collections
 import contextlib
 import hashlib
@@ -12,7 +14,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import records
@@ -121,6 +123,21 @@ def draw_memory(rows: Sequence[Row], path: pathlib.Path, *, source: str = "") ->
         _tokens(panel, "fwd_bwd")
 
 
+def draw_together(files: Sequence[Sequence[Row]], path: pathlib.Path, *, source: str = "") -> None:
+    """The speed-up of the forward and backward pass against length, a curve for the heads of each file."""
+    rows = [row for file in files for row in file]
+    with _panels((1, 2), rows, path, source, heads=False) as axes:
+        for panel, blocks in zip(axes[0], (BLOCKS["random"], BLOCKS["trained"]), strict=True):
+            for number, file in enumerate(files):
+                lines = _speed_ups([row for row in file if row.mode == "fwd_bwd"])
+                (points,) = (line for name, line in lines.items() if name.endswith(blocks))
+                label = f"{file[0].query_heads} / {file[0].kv_heads} heads of {file[0].key_dim}"
+                panel.plot(*zip(*points, strict=True), color=f"C{number}", label=label)
+            panel.axhline(1, color=RED, linewidth=1, marker="")
+            panel.set(title=blocks, ylabel="dense time / NSA time", xlim=(3700, 36000), ylim=(0, 3.2))
+            _tokens(panel, "fwd_bwd")
+
+
 def _shown(rows: Sequence[Row]) -> list[Row]:
     """Whole operations. Of decode steps those in a compiled loop, if there are any."""
     whole = [row for row in rows if _name(row) in COLOURS]
@@ -128,7 +145,9 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _panels(shape: tuple[int, int], rows: Sequence[Row], path: pathlib.Path, source: str) -> Iterator[Any]:
+def _panels(
+    shape: tuple[int, int], rows: Sequence[Row], path: pathlib.Path, source: str, *, heads: bool = True
+) -> Iterator[Any]:
     """Axes of that many rows and columns, which are saved with title and legend at the end."""
     import matplotlib
 
@@ -138,12 +157,14 @@ def _panels(shape: tuple[int, int], rows: Sequence[Row], path: pathlib.Path, sou
     first = rows[0]
     dims = f"{first.key_dim}" if first.key_dim == first.value_dim else f"{first.key_dim}/{first.value_dim}"
     batch = f", {first.batch} rows" if first.batch > 1 else ""
-    heads = f"{first.query_heads} query heads, {first.kv_heads} KV head{'s' * (first.kv_heads > 1)}"
+    sizes = (
+        f", {first.query_heads} query heads, {first.kv_heads} KV head{'s' * (first.kv_heads > 1)}, dim {dims}"
+    )
     with matplotlib.rc_context(STYLE):
         size = max(7, 5 * shape[1]), 3.6 * shape[0]
         figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False)
         yield axes
-        title = f"{first.device}, {first.dtype}{batch}, {heads}, dim {dims}"
+        title = f"{first.device}, {first.dtype}{batch}{sizes if heads else ''}"
         figure.suptitle(title, fontsize=11, color="#555555")
         known: dict[str, Any] = {}
         for panel in axes.flat:
@@ -223,7 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSONL files of benchmarks")
     parser.add_argument("--run-id", help="the run to draw; default: the newest of each file")
     parser.add_argument("--output", type=pathlib.Path, default=IMAGES, help="folder, default: %(default)s")
+    told = "draw the speed-ups of all files, of forward and backward, into NAME.svg; default: each file alone"
+    parser.add_argument("--together", metavar="NAME", help=told)
     options = parser.parse_args(argv)
+    if options.together:
+        return _draw(options, options.files, {f"{options.together}.svg": draw_together})
     for path in options.files:
         rows = one_run(records.read(path), options.run_id)
         points = {(row.mode, row.length) for row in _shown(rows)}
@@ -231,14 +256,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{path}: no mode has two lengths of a whole operation, nothing to draw")
             continue
         both = any(row.mode == "fwd_bwd" for row in rows)
-        for suffix, function in {"": draw, **({"_memory": draw_memory} if both else {})}.items():
-            figure = options.output / f"{path.stem}{suffix}.svg"
-            check_writable(figure, "--output")
-            try:
-                function(rows, figure, source=path.as_posix())
-            except ImportError as error:
-                return missing_package("benchmarks.plot", error, "bench")
-            print(figure)
+        drawn = {f"{path.stem}.svg": draw} | ({f"{path.stem}_memory.svg": draw_memory} if both else {})
+        if status := _draw(options, [path], drawn):
+            return status
+    return 0
+
+
+def _draw(options: argparse.Namespace, files: Sequence[pathlib.Path], figures: Mapping[str, Any]) -> int:
+    """Draws figures of some files."""
+    runs = [one_run(records.read(path), options.run_id) for path in files]
+    source = " ".join(path.as_posix() for path in files)
+    for name, draw_rows in figures.items():
+        check_writable(options.output / name, "--output")
+        try:
+            draw_rows(runs if options.together else runs[0], options.output / name, source=source)
+        except ImportError as error:
+            return missing_package("benchmarks.plot", error, "bench")
+        print(options.output / name)
     return 0
 
 

@@ -439,6 +439,25 @@ def test_pictures_and_tables_come_from_the_newest_run(tmp_path, capsys):
         assert "run_id must be one of" in capsys.readouterr().err
 
 
+def test_a_figure_of_several_files_has_a_curve_for_each(tmp_path):
+    files = [tmp_path / f"{heads}.jsonl" for heads in (8, 16)]
+    for path in files:
+        kinds = [dict(distribution=x) for x in ("random", "trained")] + [dict(operation="dense_attention")]
+        made = [
+            make_row(mode="fwd_bwd", length=length, query_heads=int(path.stem), **kind)
+            for kind in kinds for length in (4096, 8192)
+        ]  # fmt: skip
+        records.append(path, made)
+
+    status = plot.main([*map(str, files), "--together", "both", "--output", str(tmp_path)])
+
+    text = (tmp_path / "both.svg").read_text()
+    assert status == 0
+    assert ">" + " ".join(map(str, files)) + "<" in text
+    for label in ("8 / 1 heads of 64", "16 / 1 heads of 64", "random blocks"):
+        assert f"<!-- {label} -->" in text
+
+
 def test_a_figure_names_its_rows_and_changes_with_them(tmp_path):
     def drawn(**changed):
         rows = [make_row(mode="fwd_bwd", length=length, **changed) for length in (4096, 8192)]
