@@ -25,6 +25,7 @@ pytest.importorskip("safetensors", reason="adopt needs the extra `pretrained`")
 pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 
 import jax
+import jax.numpy as jnp
 import tokenizers
 
 from examples import adopt as example
@@ -35,7 +36,7 @@ from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
 from nsa_jax.model.abstract import parameters
-from nsa_jax.pretrained import ChatFormat, load, load_chat_format
+from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 
 SIZES = dict(l=8, d=4, block=8, n=4, w=8, length=64, batch=2, rows=3, dtype="float32")
 SIZES |= dict(selector="importance", branches=BRANCHES)
@@ -47,6 +48,21 @@ SHORT = SIZES | {"needles": 0, "distil-steps": 2, "sparse-steps": 0}
 # Tokens are bytes, and the word "a".
 TOKENS = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "Ġa"]
 FIELDS = fields_of("llama", vocab_size=len(TOKENS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def new_parameters_are_drawn_once():
+    """Runs have the same seed, and compiling the program that draws takes a second of each short one."""
+    draw, drawn = conversion._initial, {}
+
+    def initial(config, options, rngs, names):
+        if (config, *names) not in drawn:
+            drawn[config, *names] = jax.tree.map(np.array, draw(config, options, rngs, names))
+        return jax.tree.map(jnp.array, drawn[config, *names])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "_initial", initial)
+        yield
 
 
 @pytest.fixture(scope="module")

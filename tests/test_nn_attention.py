@@ -94,7 +94,7 @@ def plain_layer(weights, x, positions, block_indices=None, *, base=10000.0, phi=
 
 
 @functools.cache
-def float64_layer(own_parts=False):
+def float64_layer(own_parts):
     """Parameters of a layer, and a compiled function that gives its outputs, selection and gradients."""
     with jax.enable_x64(True):
         graph, state = nnx.split(
@@ -116,7 +116,7 @@ def float64_layer(own_parts=False):
     ids=["23", "below a block", "own parts"],
 )
 def test_values_and_gradients_are_those_of_the_plain_computation(length, own_parts):
-    state, evaluate = float64_layer(own_parts)
+    state, evaluate = float64_layer(own_parts=own_parts)
     x, cotangent = random(ROWS, length, WIDTH), random(ROWS, length, WIDTH, seed=1)
     positions = np.arange(7, 7 + 3 * length, 3) + 100 * np.arange(ROWS)[:, None]
 
@@ -172,7 +172,7 @@ def test_packed_rows_equal_each_sequence_alone():
     """Values and gradients of four sequences with padding between, against rows that begin with one each."""
     runs = [(3, 5), (0, 2), (9, 3), (4, 10), (0, 1), (7, 2)]  # (segment id, length)
     ids = np.concatenate([[number] * length for number, length in runs])[None]
-    state, evaluate = float64_layer()
+    state, evaluate = float64_layer(own_parts=False)
     x = random(1, LENGTH, WIDTH)
     cotangent = random(1, LENGTH, WIDTH, seed=1) * (ids != 0)[:, :, None]
     alone_x, alone_cotangent = np.zeros((2, ROWS, LENGTH, WIDTH))
@@ -198,7 +198,7 @@ def test_packed_rows_equal_each_sequence_alone():
 
 
 def test_shifting_all_positions_leaves_every_output_unchanged():
-    state, evaluate = float64_layer()
+    state, evaluate = float64_layer(own_parts=False)
     x, cotangent = random(ROWS, LENGTH, WIDTH), random(ROWS, LENGTH, WIDTH, seed=1)
     positions = np.arange(LENGTH) * np.arange(1, 1 + ROWS)[:, None]
 
@@ -215,7 +215,7 @@ def test_shifting_all_positions_leaves_every_output_unchanged():
 
 
 def test_the_future_changes_no_past_output_or_selection():
-    state, evaluate = float64_layer()
+    state, evaluate = float64_layer(own_parts=False)
     x, now = random(ROWS, LENGTH, WIDTH), 14
     changed = np.where(np.arange(LENGTH)[:, None] > now, random(ROWS, LENGTH, WIDTH, seed=1), x)
     positions, unused = np.arange(LENGTH)[None].repeat(ROWS, 0), np.zeros_like(x)
@@ -243,7 +243,7 @@ def test_default_positions_are_sequence_indices():
 
 
 def test_steps_of_a_cache_equal_the_full_forward():
-    state, evaluate = float64_layer()
+    state, evaluate = float64_layer(own_parts=False)
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):
         full, *_ = evaluate(state, x, np.zeros_like(x), np.arange(LENGTH)[None].repeat(ROWS, 0))

@@ -164,7 +164,8 @@ def test_vmap_becomes_a_larger_batch():
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (arguments[0], *arguments)]
 
     program = traced(jax.vmap(with_gradients), *mapped)
-    text = triton_compile.lower(jax.vmap(with_gradients), *mapped).as_text()
+    with triton_compile.without_code_of_kernels():
+        text = triton_compile.lower(jax.vmap(with_gradients), *mapped).as_text()
 
     calls = [x for x in program if x.primitive.name == "triton_kernel_call"]
     assert len(calls) == len(
@@ -180,7 +181,7 @@ def test_vmap_becomes_a_larger_batch():
 def test_export_for_cuda():
     arguments = operands(4096)
     check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
-    with triton_compile.device(90):
+    with triton_compile.without_code_of_kernels(), triton_compile.device(90):
         export = jax.export.export(jax.jit(with_gradients), platforms=["cuda"], disabled_checks=[check])
         exported = export(arguments[0], *arguments)
 
@@ -205,7 +206,7 @@ def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_sai
             state, x, cache
         ).mlir_module()
 
-    with triton_compile.device(90):
+    with triton_compile.without_code_of_kernels(), triton_compile.device(90):
         assert "triton_kernel_call_ffi" in exported()
     assert "triton_kernel_call_ffi" not in exported()
 
@@ -215,13 +216,12 @@ def test_shards_of_kv_heads_exchange_nothing(check_vma):
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
     mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
     shard = PartitionSpec(None, None, "x")
-    # Twice the heads: a shard has kernels that other tests have compiled.
     arguments = [x.update(shape=(*x.shape[:2], 2 * x.shape[2], x.shape[3])) for x in operands(4096)]
     in_shards = jax.shard_map(
         with_gradients, mesh=mesh, in_specs=shard, out_specs=(shard, shard), check_vma=check_vma
     )
 
-    with jax.sharding.use_abstract_mesh(mesh):
+    with triton_compile.without_code_of_kernels(), jax.sharding.use_abstract_mesh(mesh):
         text = (
             jax.jit(in_shards).trace(arguments[0], *arguments).lower(lowering_platforms=("cuda",)).as_text()
         )

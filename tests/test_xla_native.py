@@ -18,6 +18,21 @@ def of_the_sum_alone(case):
     return {name: x if name == "out" else np.zeros_like(x) for name, x in random_cotangents(case).items()}
 
 
+@functools.cache
+def program(module, case, config):
+    """Output and gradients for a cotangent, operands, and what else the operation is given."""
+
+    def with_gradients(cotangent, operands, given):
+        attend = functools.partial(
+            MODULES[module].native_sparse_attention, config=config, scale=case.scale,
+            segment_ids=case.segment_ids, **given,
+        )  # fmt: skip
+        out, pull_back = jax.vjp(attend, *operands)
+        return out, *pull_back(cotangent)
+
+    return jax.jit(with_gradients, compiler_options=OPTIONS[module])
+
+
 @pytest.mark.parametrize(
     ("module", "name", "selection"),
     [
@@ -31,27 +46,17 @@ def of_the_sum_alone(case):
 )
 def test_whole_is_its_parts(module, name, selection):
     case = BY_NAME[name]
-    settings = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
-    blocks = by_brute_force(name)["blocks"]
-    if case.positions is not None:
-        settings["query_positions"] = jnp.asarray(
-            case.query_positions
-        )  # else the default: the last of the row
+    given, blocks = {}, by_brute_force(name)["blocks"]
+    if case.positions is not None:  # else the default: the last of the row
+        given["query_positions"] = jnp.asarray(case.query_positions)
     if selection == "given":
         # Other than what would be selected: the query's own block alone.
         blocks = np.concatenate([blocks.max(-1, keepdims=True), np.full_like(blocks[..., 1:], -1)], -1)
-        settings["block_indices"] = jnp.asarray(blocks, jnp.int32)
-    attend = functools.partial(MODULES[module].native_sparse_attention, **settings)
-
-    def with_gradients(cotangent, *operands):
-        out, pull_back = jax.vjp(attend, *operands)
-        return out, *pull_back(cotangent)
-
+        given["block_indices"] = jnp.asarray(blocks, jnp.int32)
     cotangents = of_the_sum_alone(case)
     expected = evaluate("reference", case, block_indices=blocks, cotangents=cotangents)
     with jax.enable_x64(True):
-        program = jax.jit(with_gradients, compiler_options=OPTIONS[module])
-        found = program(jnp.asarray(cotangents["out"]), *map(jnp.asarray, case.draw()))
+        found = program(module, case, case.config)(cotangents["out"], case.draw(), given)
 
     for result, array in zip(("out", *(f"d_{operand}" for operand in Operands._fields)), found, strict=True):
         assert distance(np.asarray(array), expected[result]) < 1e-12 * max(1, size(expected[result])), result
@@ -72,19 +77,9 @@ def test_gates_of_exactly_zero_have_finite_gradients(name, num_selected_blocks):
     operands.gates[..., 2] = 0
     cotangent = random_cotangents(case)["out"]
 
-    def with_gradients(module, cotangent, *operands):
-        attend = functools.partial(
-            MODULES[module].native_sparse_attention, config=config, segment_ids=case.segment_ids
-        )
-        out, pull_back = jax.vjp(attend, *operands)
-        return out, *pull_back(cotangent)
-
     with jax.enable_x64(True):
         found, expected = (
-            jax.jit(functools.partial(with_gradients, module), compiler_options=OPTIONS[module])(
-                jnp.asarray(cotangent), *map(jnp.asarray, operands)
-            )
-            for module in ("xla", "reference")
+            program(module, case, config)(cotangent, operands, {}) for module in ("xla", "reference")
         )
     names = ("out", *(f"d_{operand}" for operand in Operands._fields))
     for name, ours, theirs in zip(names, map(np.asarray, found), map(np.asarray, expected), strict=True):

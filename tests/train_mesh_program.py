@@ -13,6 +13,7 @@ import fewer_collections  # noqa: F401
 import jax
 import numpy as np
 from flax import nnx
+from sharded_modules import drawn
 
 from examples.train_lm import __main__ as command
 from examples.train_lm import text, training
@@ -32,11 +33,14 @@ SMALL = NSAConfig(
 
 
 class Settings64(Settings):
-    """Settings whose model computes in float64."""
+    """Settings whose model computes in float64, and begins with NumPy's numbers."""
 
     @property
     def model(self):
         return dataclasses.replace(super().model, dtype="float64", param_dtype="float64")
+
+    def new_model(self, mesh=ONE_DEVICE):
+        return drawn(lambda: self._make(mesh))
 
 
 SETTINGS = Settings64(

@@ -187,7 +187,8 @@ def check_case(case: Case) -> dict[str, float]:
     return errors
 
 
-def results_in_parts(case: Case, query, key, value, *, repair: bool) -> tuple:
+@functools.cache
+def program_in_parts(case: Case, *, repair: bool):
     """Output, log-sum-exps and gradients with key blocks outside; `repair` what is not finite."""
     (_, _, _, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
     of_query = 4 * case.slots * case.heads * max(case.key_dim, case.value_dim)
@@ -211,10 +212,14 @@ def results_in_parts(case: Case, query, key, value, *, repair: bool) -> tuple:
         recompute_query_gradient=lambda d_query, *_, **__: d_query,
         recompute_key_gradients=lambda d_key, d_value, *_, **__: (d_key, d_value),
     )
-    with interpreted(), contextlib.ExitStack() as patches:
-        if not repair:
-            patches.enter_context(mock.patch.multiple(in_parts, **as_found))
-        return kernels(query, key, value)
+
+    def run(query, key, value):
+        with interpreted(), contextlib.ExitStack() as patches:
+            if not repair:
+                patches.enter_context(mock.patch.multiple(in_parts, **as_found))
+            return kernels(query, key, value)
+
+    return run
 
 
 def check_nan_in_parts(case: Case) -> None:
@@ -227,12 +232,12 @@ def check_nan_in_parts(case: Case) -> None:
     sees = mask[..., at]
     assert sees.any()
     assert not sees.all()
+    run = program_in_parts(case, repair=True)
     touched = (mask & sees[..., None]).any(1).swapaxes(1, 2)  # [B, S, K]
     for where in ("key", "value"):
         arrays = dict(key=key, value=value)
         bad, good = (arrays | {where: arrays[where].at[:, at].set(x)} for x in (jnp.nan, 0.0))
-        found = results_in_parts(case, query, **bad, repair=True)
-        expected = results_in_parts(case, query, **good, repair=True)
+        found, expected = run(query, **bad), run(query, **good)
         of_query = np.repeat(sees, case.heads, axis=2)
         for name, hit, x, y in zip(
             ("out", "lse", "d_query", "d_key", "d_value"), (of_query,) * 3 + (touched,) * 2, found, expected,
@@ -249,7 +254,7 @@ def check_in_parts(case: Case) -> None:
     (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
     arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
     same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
-    found = results_in_parts(case, query, key, value, repair=False)
+    found = program_in_parts(case, repair=False)(query, key, value)
     for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
         error, allowed = distance(result, exact[name]), allowance(same[name], exact[name], EPS)
         assert error <= allowed, (name, error, allowed)

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_modules import drawn
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate
@@ -30,7 +31,7 @@ SHARDING = {"model": None} | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab")
 
 def train_and_decode(sharding, place) -> tuple[list[float], list[list[int]]]:
     """The losses of two steps of gradient descent, and what the model then generates."""
-    model = nnx.jit(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0), sharding=sharding))()
+    model = drawn(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0), sharding=sharding))
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), np.int32)
     rows = place(tokens)
 
