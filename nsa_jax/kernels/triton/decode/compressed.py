@@ -30,7 +30,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import apart, load_kept, no_values, together
+from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 
@@ -118,7 +118,7 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
     rows = query_rows(pid % X.GROUPS * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
     tokens = admit(lengths, num_tokens, b, D.T, D.MAX_LENGTH)
     q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
-    q = apart(q, cmp.scales.key, KEY)
+    q = cut_query(q, cmp.scales.key, KEY)
     visible = tl.where(tokens.number > 0, num_blocks(tokens.start, D.SIZE, D.STRIDE), 0)
     tiles = tl.cdiv(visible, X.TILE_BLOCKS * X.OWN)
     each = tl.cdiv(tiles, X.SHARES)
@@ -131,14 +131,14 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
     row = bk.to(tl.int64) * (D.T * D.G) + rows.number
     keys = cmp.key + b.to(tl.int64) * (X.MAX_BLOCKS * KEY_ROW) + kv_head * (KEY.D0 + KEY.D1)
     values = cmp.value + b.to(tl.int64) * (X.MAX_BLOCKS * VALUE_ROW) + kv_head * (VALUE.D0 + VALUE.D1)
-    state = no_values(D.ROWS, cmp.scales.value, VALUE)
+    state = no_sums(D.ROWS, cmp.scales.value, VALUE)
     for tile in tl.range(first, last, num_stages=X.STAGES):
         start = tile * (X.TILE_BLOCKS * X.OWN)
         seen = (column % X.PADDED < X.OWN) & (start + offset < visible)
         tile_of_keys = keys + start.to(tl.int64) * KEY_ROW
-        k = load_kept(tile_of_keys, offset, cmp.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+        k = load_tile(tile_of_keys, offset, cmp.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
         tile_of_values = values + start.to(tl.int64) * VALUE_ROW
-        v = load_kept(tile_of_values, offset, cmp.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+        v = load_tile(tile_of_values, offset, cmp.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
         place = (b.to(tl.int64) * X.MAX_BLOCKS + start) * D.KV_HEADS + kv_head
         scales = load_scales(cmp.scales, place, offset * D.KV_HEADS, seen)
         state, p = attend(state, q, k, v, scales, seen, scale, PRECISION)
@@ -148,5 +148,5 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
             tl.store(cmp.scores + at, of_blocks, mask=rows.inside[:, None])
             tl.store(cmp.tails + row * X.TILES + tile, tail, mask=rows.inside)
             tl.store(cmp.tops + row * X.TILES + tile, state.largest, mask=rows.inside)
-    state = together(state, cmp.scales.value, VALUE)
+    state = joined_sums(state, cmp.scales.value, VALUE)
     store_part(cmp.out, cmp.sums, bk, part, D.PARTS, D.T * D.G, rows, state, VALUE)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import apart, load_kept, no_values, together
+from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
@@ -177,7 +177,7 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
     VALUE_ROW: tl.constexpr = D.KV_HEADS * (VALUE.D0 + VALUE.D1)
     rows = query_rows(group * D.ROWS, D.ROWS, D.T, D.G, D.KV_HEADS)
     q = load_query(query, b, kv_head, rows, D.T, D.G, D.KV_HEADS, KEY)
-    q = apart(q, held.scales.key, KEY)
+    q = cut_query(q, held.scales.key, KEY)
     if D.WINDOW > 0:
         oldest = tl.maximum(tokens.start - D.WINDOW + D.T, 0)
     else:
@@ -187,25 +187,25 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
     keys = held.key + b.to(tl.int64) * (D.SIZE * KEY_ROW) + kv_head * (KEY.D0 + KEY.D1)
     values = held.value + b.to(tl.int64) * (D.SIZE * VALUE_ROW) + kv_head * (VALUE.D0 + VALUE.D1)
     i = tl.arange(0, D.TILE)
-    state = no_values(D.ROWS, held.scales.value, VALUE)
+    state = no_sums(D.ROWS, held.scales.value, VALUE)
     for tile in tl.range(part * tiles // D.PARTS, (part + 1) * tiles // D.PARTS, num_stages=D.STAGES):
         first = tile * D.TILE
         seen = first + i < count
         head = b.to(tl.int64) * (D.SIZE * D.KV_HEADS) + kv_head
         if D.WINDOW > 0:
             slot = ((oldest + first + i) % D.SIZE).to(tl.int64)
-            k = load_kept(keys, slot, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
-            v = load_kept(values, slot, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+            k = load_tile(keys, slot, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+            v = load_tile(values, slot, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
             scales = load_scales(held.scales, head, slot * D.KV_HEADS, seen)
         else:
             tile_of_keys = keys + first.to(tl.int64) * KEY_ROW
-            k = load_kept(tile_of_keys, i, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+            k = load_tile(tile_of_keys, i, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
             tile_of_values = values + first.to(tl.int64) * VALUE_ROW
-            v = load_kept(tile_of_values, i, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+            v = load_tile(tile_of_values, i, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
             head += first.to(tl.int64) * D.KV_HEADS
             scales = load_scales(held.scales, head, i * D.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
-    state = together(state, held.scales.value, VALUE)
+    state = joined_sums(state, held.scales.value, VALUE)
     store_part(found.out, found.sums, bk, part, D.PARTS + 1, D.T * D.G, rows, state, VALUE)
 
 

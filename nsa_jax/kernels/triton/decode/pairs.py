@@ -9,7 +9,8 @@ A bfloat16 of 128 to 255 has its last bit worth 1, so seven bits of a number sta
 `128 + (x & 127) - (256 if x < 0 else 128)` is x, for two numbers in three instructions. The general
 conversion takes half as many again, and a step on a full cache is bound by its instructions.
 
-Without a quantised cache, and for dims of two pieces, tiles are as they always are, and nothing is cut.
+Without a quantised cache, and for dims of two pieces or of 16, half of which is too little for a product,
+tiles are as they always are, and nothing is cut.
 """
 
 import triton
@@ -20,10 +21,15 @@ from nsa_jax.kernels.triton.pieces import Dim, Pieces
 from nsa_jax.kernels.triton.softmax import Softmax, no_keys
 
 
+@triton.constexpr_function
+def _is_cut(quantised, d0, d1):
+    return quantised and d0 >= 32 and d1 == 0
+
+
 @triton.jit
-def apart(x, scale, DIM):
-    """Rows of a query with even and odd columns apart, as `load_kept` gives keys; `scale` is theirs."""
-    if scale is None or DIM.D1 > 0:
+def cut_query(x, scale, DIM):
+    """Rows of a query with even and odd columns apart, as `load_tile` gives keys; `scale` is theirs."""
+    if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         y = x
     else:
         even, odd = tl.split(tl.reshape(x.first, [x.first.shape[0], DIM.D0 // 2, 2]))
@@ -32,12 +38,12 @@ def apart(x, scale, DIM):
 
 
 @triton.jit
-def load_kept(array, place, scale, inside, ROW: tl.constexpr, DIM, dtype: tl.constexpr):
+def load_tile(array, place, scale, inside, ROW: tl.constexpr, DIM, dtype: tl.constexpr):
     """Vectors at `array + place * ROW`, without their scales; of a quantised cache cut.
 
     Numbers of int8 are bfloat16 if `dtype`, that of the query, is; all others are as they are kept.
     """
-    if scale is None or DIM.D1 > 0:
+    if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         x = load_at(array, place * ROW, inside, DIM)
     else:
         HALF: tl.constexpr = Dim(DIM.D0 // 2, 0)
@@ -79,9 +85,9 @@ def _numbers(pairs, kept: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def no_values(ROWS: tl.constexpr, scale, DIM):
-    """The sums before the first of `load_kept`'s values."""
-    if scale is None or DIM.D1 > 0:
+def no_sums(ROWS: tl.constexpr, scale, DIM):
+    """The sums before the first values of `load_tile`."""
+    if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         state = no_keys(ROWS, DIM)
     else:
         HALVES: tl.constexpr = Dim(DIM.D0 // 2, DIM.D0 // 2)
@@ -90,9 +96,9 @@ def no_values(ROWS: tl.constexpr, scale, DIM):
 
 
 @triton.jit
-def together(state, scale, DIM):
+def joined_sums(state, scale, DIM):
     """The sums with their columns in order."""
-    if scale is None or DIM.D1 > 0:
+    if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         x = state
     else:
         both = tl.join(state.out.first, state.out.second)

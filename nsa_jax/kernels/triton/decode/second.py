@@ -24,7 +24,7 @@ import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
 from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
-from nsa_jax.kernels.triton.decode.pairs import apart
+from nsa_jax.kernels.triton.decode.pairs import cut_query
 from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
 from nsa_jax.kernels.triton.decode.rounding import Scales
 from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
@@ -83,7 +83,7 @@ def second_kernel(
     arrived = arrivals + team
     tokens = load_placed(placed, b)
     rows = rows_of_token(token, ROWS, G, KV_HEADS)
-    q = apart(load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY), key_slc_scale, KEY)
+    q = cut_query(load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY), key_slc_scale, KEY)
     if given is None:
         scored = Scored(sums, scores, tails, tops, block_logits)
         for chunk in tl.range(share, CHUNKS, SLC, num_stages=1):

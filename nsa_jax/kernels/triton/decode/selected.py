@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import load_kept, no_values, together
+from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import attend, ranks, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 
@@ -135,7 +135,7 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
     keys = selected.key + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * H
     values = selected.value + (b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head) * V
     row = b.to(tl.int64) * (S.MAX_LENGTH * S.KV_HEADS) + kv_head
-    state = no_values(S.ROWS, selected.scales.value, VALUE)
+    state = no_sums(S.ROWS, selected.scales.value, VALUE)
     # The end is not a constant: if Triton knew that the loop runs once, it would load values after keys.
     end = tl.where(tokens.number >= 0, EACH, 0)
     for first in tl.range(0, end, S.STEP, num_stages=S.STAGES):
@@ -155,9 +155,9 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
         seen = (block >= 0) & (in_block < S.BLOCK) & (key <= at)
         if S.WIDE:
             key = key.to(tl.int64)
-        k = load_kept(keys, key, selected.scales.key, seen, S.KV_HEADS * H, KEY, q.first.dtype)
-        v = load_kept(values, key, selected.scales.value, seen, S.KV_HEADS * V, VALUE, q.first.dtype)
+        k = load_tile(keys, key, selected.scales.key, seen, S.KV_HEADS * H, KEY, q.first.dtype)
+        v = load_tile(values, key, selected.scales.value, seen, S.KV_HEADS * V, VALUE, q.first.dtype)
         scales = load_scales(selected.scales, row, key * S.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
-    state = together(state, selected.scales.value, VALUE)
+    state = joined_sums(state, selected.scales.value, VALUE)
     store_part(selected.out, selected.sums, bk, S.FIRST + share, S.PARTS, S.T * S.G, rows, state, VALUE)

@@ -85,7 +85,10 @@ STEP_LIST_BLOCKS = (128, 1024)  # for a list: the fewest, and the most that a pr
 
 
 def step_sizes(shape: StepShape) -> StepSizes:
-    """Sizes for a decode step: the work is divided until it fills `STEP_PROGRAMS` programs."""
+    """Sizes for a decode step: the work is divided until it fills `STEP_PROGRAMS` programs.
+
+    That of a team's shares fills twice as many where the cache is in 8 bits.
+    """
 
     def share(programs: int, most: int, all_programs: int = STEP_PROGRAMS) -> int:
         return min(_power_below(max(all_programs // programs, 1)), most)
@@ -109,6 +112,8 @@ def step_sizes(shape: StepShape) -> StepSizes:
     programs = 2 * STEP_PROGRAMS if shape.quantised else STEP_PROGRAMS
     shares = min(max(share(tokens, 16, programs), STEP_SHARES), shape.slots, _power_below(shape.processors))
     few = shares * tokens <= STEP_PROGRAMS
+    # In 8 bits, many heads or wide ones spill at this limit before there are so many programs.
+    limited = shares * tokens > (programs if shape.heads > 32 or shape.dims > 256 else STEP_PROGRAMS)
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
     slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
     compressed = shape.blocks * shape.own
@@ -125,7 +130,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
         cmp_stages=stages(keys, ahead=shape.kv_heads > 8),
         shares=shares,
         share_warps=share_warps,
-        registers=None if few or shape.float_bytes == 4 else REGISTERS // threads,
+        registers=REGISTERS // threads if limited and shape.float_bytes == 2 else None,
         win_parts=min(shares, 8),
         win_stages=stages(keys, ahead=False),
         slc_blocks=slc_blocks,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import load_kept, no_values, together
+from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import attend, num_blocks, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales, store_kept
 from nsa_jax.kernels.triton.loading import load_at
@@ -94,7 +94,7 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
     EACH: tl.constexpr = (W.WINDOW + W.SHARES - 1) // W.SHARES
     at = tokens.start + token
     base = b.to(tl.int64) * (W.RING * W.KV_HEADS) + kv_head
-    state = no_values(W.ROWS, window.scales.value, VALUE)
+    state = no_sums(W.ROWS, window.scales.value, VALUE)
     # Starts at the first tile with a token of the sequence; a token that was not appended sees none.
     first_tile = tl.maximum(W.WINDOW - 1 - at - share * EACH, 0) // W.TILE * W.TILE
     end = tl.where(token < tokens.number, EACH, 0)
@@ -103,13 +103,13 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
         key = at - W.WINDOW + 1 + share * EACH + i
         seen = (token < tokens.number) & (i < EACH) & (key >= 0) & (key <= at)
         place = base + (tl.where(seen, key, 0) % W.RING).to(tl.int64) * W.KV_HEADS
-        k = load_kept(window.key, place, window.scales.key, seen, KEY.D0 + KEY.D1, KEY, q.first.dtype)
-        v = load_kept(
+        k = load_tile(window.key, place, window.scales.key, seen, KEY.D0 + KEY.D1, KEY, q.first.dtype)
+        v = load_tile(
             window.value, place, window.scales.value, seen, VALUE.D0 + VALUE.D1, VALUE, q.first.dtype
         )
         scales = load_scales(window.scales, 0, place, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
-    state = together(state, window.scales.value, VALUE)
+    state = joined_sums(state, window.scales.value, VALUE)
     store_part(window.out, window.sums, bk, W.FIRST + share, W.PARTS, W.T * W.G, rows, state, VALUE)
 
 
