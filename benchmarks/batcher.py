@@ -2,10 +2,11 @@
 
 `python -m benchmarks.batcher` gives a `Batcher` requests with prompts of random lengths, and compares the
 time of all, prompts included, with that of `generate` for as many rows as there are slots, all of the mean
-length, as often as makes the same number of texts. Then all slots but one write, and one more request comes:
-the row of the requests also has the time to its first token, and that of a step meanwhile; the row of
-`generate` has the time to the first token of the same prompt alone. Everything is compiled before it is
-timed. Rows go to a JSONL file of their own kind; the last line is JSON.
+length, as often as makes the same number of texts. Then all slots but one write, and one more request comes
+between two chunks of steps: the row of the requests also has the time to its first token, and that of a step
+of the others before it came; the row of `generate` has the time to the first token of the same prompt alone.
+Both read prompts in chunks of the same size. Everything is compiled before it is timed. Rows go to a JSONL
+file of their own kind; the last line is JSON.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
 CHUNKS = 10  # of steps, for the time of one
-PREFILL_CHUNK = 1024  # of a request: longer prompts share a program
+PREFILL_CHUNK = 1024  # tokens of a prompt; with it longer prompts of requests share a program
 LATE = 5  # requests that come while others write
 
 
@@ -94,13 +95,12 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
     mean = round(lengths.mean())
     equal = random.integers(0, config.vocab_size, (options.slots, mean), np.int32)
     settings: dict[str, Any] = dict(
-        max_length=length + (2 + 2 * CHUNKS) * options.chunk_size + options.new_tokens,
+        # A slot that is written goes on while all others are filled, and for the chunks that are timed.
+        max_length=length + (options.slots + 2 * CHUNKS) * options.chunk_size + options.new_tokens,
         chunk_size=options.chunk_size,
+        prefill_chunk=PREFILL_CHUNK,
     )
-    batcher = Batcher(
-        model, options.slots, max_waiting=options.requests, sampling=(), prefill_chunk=PREFILL_CHUNK,
-        **settings,
-    )  # fmt: skip
+    batcher = Batcher(model, options.slots, max_waiting=options.requests, sampling=(), **settings)
 
     def write_all() -> None:
         requests = [batcher.submit(prompt, max_new_tokens=options.new_tokens) for prompt in prompts]

@@ -152,7 +152,7 @@ def _of_requests(rows: Sequence[Row]) -> tuple[str, list[str]]:
             "seconds": f"{row.median_ms / 1e3:.2f}",
             "tokens/s": f"{row.tokens_per_s:.0f}",
             "first token of one more, ms": f"{row.first_token_ms:.1f}",
-            "a step meanwhile, ms": _or_dash(row.token_ms, ".3f"),
+            "a step of the others, ms": _or_dash(row.token_ms, ".3f"),
         }
 
     return _model_sizes(rows[0]), table(map(cells, rows))

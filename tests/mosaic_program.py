@@ -106,7 +106,7 @@ def main(case: Case) -> dict[str, float]:
     tiled = dict(one_block=placed.tile_in_one_block(tokens), processors=case.processors)
     wrong = {}
 
-    def ring(tile):
+    def visits(tile):
         lists = visit_lists_by_loops(
             blocks, starts, last, block=case.block, keys=tile.keys, tokens=tokens,
             warpgroups=sizes.CONSUMERS, longest_gap=tile.stages,
@@ -146,7 +146,7 @@ def main(case: Case) -> dict[str, float]:
         tile = sizes.gradient_sizes(key_dim, value_dim, case.block, aligned=aligned)
         given = Backward(same["out"], expected["lse"], d_out, d_lse, weight, previous)
         d_query, products, delta = selected_query_gradient(
-            query, key, value, ring(tile), jnp.asarray(last), given, **known, **tiled
+            query, key, value, visits(tile), jnp.asarray(last), given, **known, **tiled
         )
         jax.block_until_ready(d_query)
         wrong["races of d_query"] = float(gpu_callbacks.get_races().races_found)

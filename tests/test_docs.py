@@ -117,9 +117,12 @@ def test_models_are_those_of_the_rows():
     lines = [[cell.strip() for cell in x.strip("|").split("|")] for x in table.split("\n\n")[0].splitlines()]
     (_, *lengths, _, _), _, *models = lines
 
-    for _, _, *cells, _, file in models:
+    for _, _, *cells, faster_from, file in models:
         pairs = records.beside_dense(one_run(records.read(RESULTS / f"{file.strip('`')}.jsonl")))
         ratio = {(row.length, row.distribution): records.ratio(row, dense)[0] for row, dense in pairs}
+        trained = tuple((tokens, ratio[tokens, each]) for tokens, each in sorted(ratio) if each == "trained")
+        first = next(iter(plot.crossovers(trained)), trained[0][0])  # or faster wherever it was measured
+        assert faster_from == f"{first / 1024:.1f}k".replace(".0k", "k")
         for length, shown in zip(lengths, cells, strict=True):
             tokens = 1024 * int(length.partition("k")[0])
             if shown:

@@ -244,8 +244,8 @@ def test_a_bucket_is_at_most_an_eighth_larger(count):
     ("batch", "width", "chunk"),
     [(1, 64, 64), (1, 8192, 8192), (1, 9216, 4608), (8, 36864, 1024), (64, 1024, 512)],
 )
-def test_prompts_are_prefilled_by_equal_parts(batch, width, chunk):
-    assert buckets.prefill_chunk(batch, width) == chunk
+def test_prompts_are_prefilled_in_equal_chunks(batch, width, chunk):
+    assert buckets.default_chunk(batch, width) == chunk
 
 
 def test_seed_reproduces_and_another_one_differs(model):

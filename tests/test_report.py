@@ -570,8 +570,9 @@ def test_a_page_that_cannot_be_made_costs_no_step(tmp_path, monkeypatch):
 
 
 DECODED = records.read(ROOT / "benchmarks" / "results" / "h200_decode_b8.jsonl")
-# Of 64k tokens there are newer rows of dense attention, beside those of an int8 cache.
-ROWS = [row for row in DECODED if row.mode == "decode_loop" and row.length < 65536]
+# Of dense attention at 64k tokens there are newer rows, beside those of an int8 cache.
+NSA = "native_sparse_attention"
+ROWS = [row for row in DECODED if row.mode == "decode_loop" and (row.operation == NSA or row.length < 65536)]
 
 
 def changed(row, **new):
@@ -618,6 +619,14 @@ def test_every_committed_row_is_found_by_its_own_setting():
     rows = comparison.committed_rows()
 
     assert all(committed is not None for _, committed in comparison.pairs(rows, rows))
+
+
+def test_a_step_on_one_kind_of_cache_is_not_compared_with_another():
+    rows = [row for row in comparison.committed_rows() if row.benchmark == "decode" and row.operation == NSA]
+
+    for row, committed in comparison.pairs(rows, rows):
+        assert committed.cache_dtype == row.cache_dtype
+    assert {row.cache_dtype for row in rows} >= {None, "int8"}
 
 
 def test_a_step_has_its_tables_and_its_ratios_on_the_page(tmp_path):

@@ -15,6 +15,7 @@ COMMITTED = records.ROOT / "benchmarks" / "results"
 SETTING = (
     *("benchmark", "operation", "mode", "distribution", "strategy", "mesh", "attention", "batch", "length"),
     *("query_heads", "kv_heads", "key_dim", "value_dim", "model_dim", "dtype", "config"),
+    "cache_dtype",
 )
 # The same of decode steps; rows of before version 0.2 say none of it, and had one setting.
 OF_DECODING = ("new_tokens", "compression", "num_layers")

@@ -59,8 +59,8 @@ class Batcher:
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: number of prompt tokens that are read at once, see `generate`. All longer prompts share
-        one program. Without it there is a program for each bucket of widths, which is compiled when the
-        first prompt of the bucket comes.
+        one program, unless they follow a prefix. Of others, and without it of all, each bucket of widths has
+        a program, which is compiled when its first prompt comes.
       cache_dtype: see `generate`.
 
     Raises:

@@ -22,8 +22,8 @@ def bucketed(count: int) -> int:
     return -(-count // step) * step
 
 
-def prefill_chunk(batch: int, width: int) -> int:
-    """Number of tokens per row to prefill at once: all or equal parts, so that the last one is full, too."""
+def default_chunk(batch: int, width: int) -> int:
+    """Number of tokens per row to prefill at once: all or equal chunks, so that the last one is full, too."""
     most = max(PREFILL_TOKENS // batch, FEWEST_OF_A_ROW)
     return -(-width // -(-width // most))
 
@@ -34,9 +34,9 @@ def width(num_tokens: int, max_length: int | None) -> int:
     return most if max_length is None else min(most, max(num_tokens, int(max_length)))
 
 
-def part(batch: int, width: int, given: int | None) -> int:
+def chunk(batch: int, width: int, given: int | None) -> int:
     """Number of tokens per row to prefill at once, as `given` or by default."""
-    return int(min(given or prefill_chunk(batch, width), width))
+    return int(min(given or default_chunk(batch, width), width))
 
 
 def widened(tokens: Array | np.ndarray, width: int) -> Array | np.ndarray:

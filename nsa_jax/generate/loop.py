@@ -121,12 +121,12 @@ def generate(
     checks.check_room(counts, max_new_tokens, max_length)
     max_new_tokens, width = int(max_new_tokens), buckets.width(tokens.shape[1], max_length)
     capacity = int(max_length or width + buckets.bucketed(max_new_tokens))
-    part = buckets.part(len(tokens), width, prefill_chunk)
+    chunk = buckets.chunk(len(tokens), width, prefill_chunk)
     structure, parameters = split(model)
     new = _run(
         structure,
         parameters,
-        buckets.widened(tokens, -(-width // part) * part),
+        buckets.widened(tokens, -(-width // chunk) * chunk),
         counts,
         checks.check_key(key, len(tokens)),
         options.sampling,
@@ -135,7 +135,7 @@ def generate(
         max_new_tokens,
         max_length=capacity,
         chunk_size=min(int(chunk_size), capacity),
-        prefill_chunk=part,
+        prefill_chunk=chunk,
         cache_dtype=cache_dtype,
         join=are_whole(parameters),
     )

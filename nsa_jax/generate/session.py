@@ -215,9 +215,9 @@ def prefilled(
 ) -> Rows:
     """Rows that hold their prompts, by the program for their bucket."""
     width = buckets.width(tokens.shape[1], max_length)
-    part = buckets.part(len(tokens), width, prefill_chunk)
-    tokens = buckets.widened(tokens, -(-width // part) * part)
-    sizes = dict(max_length=max_length, prefill_chunk=part, cache_dtype=cache_dtype)
+    chunk = buckets.chunk(len(tokens), width, prefill_chunk)
+    tokens = buckets.widened(tokens, -(-width // chunk) * chunk)
+    sizes = dict(max_length=max_length, prefill_chunk=chunk, cache_dtype=cache_dtype)
     return _start(structure, parameters, tokens, counts, keys, options, **sizes)
 
 
@@ -253,16 +253,16 @@ def extend(
     checks.check_parts(prefill_chunk)
     checks.check_turn_fits(held, session.rows.pending, counts, session.max_length)
     width = buckets.width(tokens.shape[1] + 1, session.max_length)  # a pending token comes first
-    part = buckets.part(len(tokens), width, prefill_chunk)
+    chunk = buckets.chunk(len(tokens), width, prefill_chunk)
     extended = _extend(
         session.structure,
         session.parameters,
         session.rows,
-        buckets.widened(tokens, -(-width // part) * part - 1),
+        buckets.widened(tokens, -(-width // chunk) * chunk - 1),
         counts,
         session.options,
         max_length=session.max_length,
-        prefill_chunk=part,
+        prefill_chunk=chunk,
     )
     return dataclasses.replace(session, rows=extended)
 
