@@ -42,7 +42,7 @@ def launch(
 
     Args:
       kernel: a function under `triton.jit`: pointers to the operands in place, to the others and to the
-        results, then integers and `tl.constexpr`s.
+        results, then integers and `tl.constexpr`s, of which one may be a NamedTuple of numbers.
       *operands: contiguous arrays or descriptors of them; None where the kernel does without.
       out: `jax.ShapeDtypeStruct` of the new result, or a pytree of them; () for none.
       grid: programs along x, y and z; x may be long.

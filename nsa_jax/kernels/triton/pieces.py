@@ -4,7 +4,8 @@ The axes of Triton's tensors are powers of two, so a tile is two tensors, `Piece
 second is None and its part of the `Dim` is 0.
 
 Functions of kernels take NamedTuples. One that has `tl.constexpr` fields must be assigned to a name that is
-annotated as `tl.constexpr`: otherwise Triton turns the constants into run-time values.
+annotated as `tl.constexpr`, as the parameters of kernels are: otherwise Triton turns the constants into
+run-time values.
 """
 
 from typing import NamedTuple

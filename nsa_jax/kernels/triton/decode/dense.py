@@ -222,22 +222,15 @@ def dense_kernel(
     key, value, key_scale, value_scale,
     lengths, num_tokens, new_key, new_value, query,
     placed, out, sums,
-    scale, batch, max_length, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scale, batch, max_length, D: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of a batch row and KV head, for one group of query rows. In place: keys and values."""
-    D: tl.constexpr = DenseDims(
-        T=T, G=G, KV_HEADS=KV_HEADS, SIZE=SIZE, WINDOW=WINDOW, PARTS=PARTS, TILE=TILE, ROWS=ROWS,
-        STAGES=STAGES, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
-    )  # fmt: skip
     held = Held(key, value, Scales(key_scale, value_scale), new_key, new_value)
     found = Found(placed, out, sums)
     group = tl.program_id(0) % GROUPS
-    bk = tl.program_id(0) // GROUPS % (batch * KV_HEADS)
-    turn = tl.program_id(0) // (GROUPS * batch * KV_HEADS)
-    tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, max_length)
+    bk = tl.program_id(0) // GROUPS % (batch * D.KV_HEADS)
+    turn = tl.program_id(0) // (GROUPS * batch * D.KV_HEADS)
+    tokens = admit(lengths, num_tokens, bk // D.KV_HEADS, D.T, max_length)
     if turn == 0:
         _attend_new(held, query, found, tokens, bk, group, scale, D, PRECISION)
     else:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import triton
 
 from nsa_jax.array_typing import Array, Float, Int
-from nsa_jax.kernels.triton.decode.dense import dense_kernel, dense_merge_kernel
+from nsa_jax.kernels.triton.decode.dense import DenseDims, dense_kernel, dense_merge_kernel
 from nsa_jax.kernels.triton.decode.sizes import DenseStepShape, DenseStepSizes, dense_step_sizes
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
 from nsa_jax.kernels.triton.launch import launch, like
-from nsa_jax.kernels.triton.pieces import LOG2_E, precision
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, precision
 from nsa_jax.layout import DenseCache
 from nsa_jax.sharding.manual import alike_in_shards
 
@@ -56,9 +56,12 @@ def dense_decode_step(
         ),
         grid=(parts * batch * kv_heads * sizes.groups,),
         num_warps=sizes.num_warps, num_stages=sizes.num_stages, scale=float(scale * LOG2_E.value),
-        batch=batch, max_length=max_length, SIZE=slots, WINDOW=cache.ring_window(window_size) or 0,
-        PARTS=sizes.parts, TILE=sizes.keys, ROWS=sizes.rows, GROUPS=sizes.groups, STAGES=sizes.num_stages,
-        H0=h[0], H1=h[1], PRECISION=precision(query.dtype), **common,
+        batch=batch, max_length=max_length, GROUPS=sizes.groups, PRECISION=precision(query.dtype),
+        D=DenseDims(
+            T=num_new, G=num_heads // kv_heads, KV_HEADS=kv_heads, SIZE=slots,
+            WINDOW=cache.ring_window(window_size) or 0, PARTS=sizes.parts, TILE=sizes.keys, ROWS=sizes.rows,
+            STAGES=sizes.num_stages, KEY=Dim(*h), VALUE=Dim(*v),
+        ),
     )  # fmt: skip
     padded = triton.next_power_of_2(parts)
     floats_of_row = padded * triton.next_power_of_2(value_dim)

@@ -9,13 +9,12 @@ without a compressed branch has only programs that append.
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.append import Appended, Appending, StepDims, append_row
-from nsa_jax.kernels.triton.decode.compressed import Compressed, Tiling, attend_part
+from nsa_jax.kernels.triton.decode.append import Appended, Appending, append_row
+from nsa_jax.kernels.triton.decode.compressed import Compressed, attend_part
 from nsa_jax.kernels.triton.decode.forming import Forming, OutputLayer, Turning
 from nsa_jax.kernels.triton.decode.parts import admit
 from nsa_jax.kernels.triton.decode.rounding import Scales
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import Dim
 
 
 @triton.jit(repr=named("nsa_step_first"))
@@ -27,23 +26,13 @@ def first_kernel(
     value_bias_in, value_kernel_out, value_bias_out, ticks, rest, magnitude, query, key_cmp, value_cmp,
     key_cmp_scale, value_cmp_scale,
     out, sums, scores, tails, tops, placed, block_key, block_value, block_logits, arrivals,
-    scale, batch, T: tl.constexpr, G: tl.constexpr, KV_HEADS: tl.constexpr, MAX_LENGTH: tl.constexpr,
-    RAW: tl.constexpr, RING: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, KEY_UNITS: tl.constexpr,
-    VALUE_UNITS: tl.constexpr, HIDDEN_PARTS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
-    SCORED: tl.constexpr, PRECISION: tl.constexpr,
+    scale, batch, D: tl.constexpr, X: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attends to one part, or appends to one row and KV head. In place: selection arrays and rings."""
-    D: tl.constexpr = StepDims(
-        T=T, G=G, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, RAW=RAW, RING=RING, SIZE=SIZE, STRIDE=STRIDE,
-        BLOCKS=BLOCKS, ROWS=ROWS, PARTS=ALL, PAIRS=PAIRS, KEY_UNITS=KEY_UNITS, VALUE_UNITS=VALUE_UNITS,
-        HIDDEN_PARTS=HIDDEN_PARTS, KEY=Dim(H0, H1), VALUE=Dim(V0, V1),
-    )  # fmt: skip
-    X: tl.constexpr = Tiling(MAX_BLOCKS, OWN, PADDED, TILE_BLOCKS, TILES, SHARES, GROUPS, STAGES, SCORED)
-    attending = SHARES * batch * KV_HEADS * GROUPS
+    """Attends to one part, or appends to one row and KV head. In place: selection arrays and rings.
+
+    D are `StepDims`, X a `Tiling`.
+    """
+    attending = X.SHARES * batch * D.KV_HEADS * X.GROUPS
     pid = tl.program_id(0)
     if key_cmp is not None and pid < attending:
         scales = Scales(key_cmp_scale, value_cmp_scale)
@@ -64,5 +53,5 @@ def first_kernel(
         )  # fmt: skip
         found = Appended(placed, block_key, block_value, block_logits, out, sums, arrivals)
         bk = pid - attending
-        tokens = admit(lengths, num_tokens, bk // KV_HEADS, T, MAX_LENGTH)
-        append_row(arrays, forming, found, query, tokens, bk, SHARES, scale, D, PRECISION)
+        tokens = admit(lengths, num_tokens, bk // D.KV_HEADS, D.T, D.MAX_LENGTH)
+        append_row(arrays, forming, found, query, tokens, bk, X.SHARES, scale, D, PRECISION)

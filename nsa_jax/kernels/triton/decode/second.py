@@ -23,15 +23,14 @@ import triton
 import triton.language as tl
 
 from nsa_jax.kernels.triton.decode.arrivals import arrive, wait_for
-from nsa_jax.kernels.triton.decode.merge import Merging, PartDims, merge_heads
+from nsa_jax.kernels.triton.decode.merge import Merging, merge_heads
 from nsa_jax.kernels.triton.decode.pairs import cut_query
 from nsa_jax.kernels.triton.decode.parts import load_placed, load_query, rows_of_token
 from nsa_jax.kernels.triton.decode.rounding import Scales
-from nsa_jax.kernels.triton.decode.scores import Chunking, Scored, score_chunk
-from nsa_jax.kernels.triton.decode.selected import Selected, SelectedDims, attend_selected
-from nsa_jax.kernels.triton.decode.window import Lacking, Window, WindowDims, attend_window, complete_cache
+from nsa_jax.kernels.triton.decode.scores import Scored, score_chunk
+from nsa_jax.kernels.triton.decode.selected import Selected, attend_selected
+from nsa_jax.kernels.triton.decode.window import Lacking, Window, attend_window, complete_cache
 from nsa_jax.kernels.triton.launch import named
-from nsa_jax.kernels.triton.pieces import Dim
 
 
 @triton.jit(repr=named("nsa_step_second"))
@@ -41,39 +40,17 @@ def second_kernel(
     key_win, value_win, key_win_scale, value_win_scale, block_key, block_value, block_logits,
     scores, tails, tops, given,
     merged, chosen, best,
-    scale, T: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, KV_HEADS: tl.constexpr,
-    MAX_LENGTH: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    OWN: tl.constexpr, BLOCK: tl.constexpr, PADDED_BLOCK: tl.constexpr, SELECTED: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, BLOCKS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, CMP: tl.constexpr, PADDED_CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr,
-    BRANCHES: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, CHUNK_TILES: tl.constexpr,
-    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, ROWS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PRECISION: tl.constexpr,
+    scale, C: tl.constexpr, W: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One share of a team. In place: compressed keys and values, lengths, overflows, parts, counters."""
-    KEY: tl.constexpr = Dim(H0, H1)
-    VALUE: tl.constexpr = Dim(V0, V1)
-    ALL: tl.constexpr = CMP + WIN + SLC
-    C: tl.constexpr = Chunking(
-        T=T, G=G, PADDED_G=PADDED_G, KV_HEADS=KV_HEADS, SIZE=SIZE, STRIDE=STRIDE, OWN=OWN, BLOCK=BLOCK,
-        SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL, BLOCKS=BLOCKS, TILE_BLOCKS=TILE_BLOCKS,
-        TILES=TILES, CMP=CMP, PADDED_CMP=PADDED_CMP, PARTS=ALL, CHUNK_TILES=CHUNK_TILES, CHUNKS=CHUNKS,
-        SLOTS=SLOTS,
-    )  # fmt: skip
-    W: tl.constexpr = WindowDims(
-        T=T, G=G, KV_HEADS=KV_HEADS, RING=RING, WINDOW=WINDOW, SHARES=WIN, FIRST=CMP, PARTS=ALL,
-        TILE=TILE, ROWS=ROWS, STAGES=WIN_STAGES, MAX_BLOCKS=MAX_BLOCKS, SIZE=SIZE, STRIDE=STRIDE,
-        BLOCKS=BLOCKS, KEY=KEY, VALUE=VALUE,
-    )  # fmt: skip
-    S: tl.constexpr = SelectedDims(
-        T=T, G=G, KV_HEADS=KV_HEADS, MAX_LENGTH=MAX_LENGTH, WIDE=WIDE, BLOCK=BLOCK,
-        PADDED_BLOCK=PADDED_BLOCK, SELECTED=SELECTED, INITIAL=INITIAL, LOCAL=LOCAL,
-        CHUNK=CHUNK_TILES * TILE_BLOCKS, LISTS=CHUNKS, SLOTS=SLOTS, SHARES=SLC, FIRST=CMP + WIN,
-        PARTS=ALL, STEP=STEP, STAGES=SLC_STAGES, ROWS=ROWS, KEY=KEY, VALUE=VALUE,
-    )  # fmt: skip
-    P: tl.constexpr = PartDims(T, G, KV_HEADS, CMP, WIN, SLC, BRANCHES, PADDED, HEADS, VALUE)
+    """One share of a team. In place: compressed keys and values, lengths, overflows, parts, counters.
+
+    C is a `Chunking`, and W, S and P are `WindowDims`, `SelectedDims` and `PartDims`.
+    """
+    T: tl.constexpr = P.T
+    G: tl.constexpr = P.G
+    KV_HEADS: tl.constexpr = P.KV_HEADS
+    WIN: tl.constexpr = P.WIN
+    SLC: tl.constexpr = P.SLC
     share = tl.program_id(0) % SLC
     team = tl.program_id(0) // SLC
     token = team % T
@@ -82,11 +59,11 @@ def second_kernel(
     kv_head = bk % KV_HEADS
     arrived = arrivals + team
     tokens = load_placed(placed, b)
-    rows = rows_of_token(token, ROWS, G, KV_HEADS)
-    q = cut_query(load_query(query, b, kv_head, rows, T, G, KV_HEADS, KEY), key_slc_scale, KEY)
+    rows = rows_of_token(token, S.ROWS, G, KV_HEADS)
+    q = cut_query(load_query(query, b, kv_head, rows, T, G, KV_HEADS, S.KEY), key_slc_scale, S.KEY)
     if given is None:
         scored = Scored(sums, scores, tails, tops, block_logits)
-        for chunk in tl.range(share, CHUNKS, SLC, num_stages=1):
+        for chunk in tl.range(share, C.CHUNKS, SLC, num_stages=1):
             score_chunk(scored, best, tokens, bk, token, chunk, C)
         arrive(arrived)
 
@@ -107,5 +84,5 @@ def second_kernel(
 
     wait_for(arrived, 2 * SLC if given is None else SLC)
     merging = Merging(out, sums, gates, merged)
-    for first in tl.range(share * HEADS, G, SLC * HEADS, num_stages=1):
+    for first in tl.range(share * P.HEADS, G, SLC * P.HEADS, num_stages=1):
         merge_heads(merging, tokens, bk, token, first, P)

@@ -18,14 +18,20 @@ from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
 from nsa_jax.compression import Compression, ResidualMLP
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.chip import num_processors
+from nsa_jax.kernels.triton.decode.append import StepDims
+from nsa_jax.kernels.triton.decode.compressed import Tiling
 from nsa_jax.kernels.triton.decode.first import first_kernel
 from nsa_jax.kernels.triton.decode.hidden import hidden_kernel
+from nsa_jax.kernels.triton.decode.merge import PartDims
+from nsa_jax.kernels.triton.decode.scores import Chunking
 from nsa_jax.kernels.triton.decode.second import second_kernel
+from nsa_jax.kernels.triton.decode.selected import SelectedDims
 from nsa_jax.kernels.triton.decode.sizes import StepShape, StepSizes, hidden_depth, hidden_sizes, step_sizes
+from nsa_jax.kernels.triton.decode.window import WindowDims
 from nsa_jax.kernels.triton.dims import split_dim
 from nsa_jax.kernels.triton.gpu import target
 from nsa_jax.kernels.triton.launch import launch, like
-from nsa_jax.kernels.triton.pieces import LOG2_E, precision
+from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, precision
 from nsa_jax.layout import NSACache, TokenKeysValues
 from nsa_jax.sharding.manual import alike_in_shards
 
@@ -241,19 +247,21 @@ class _Shapes:
         return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *shape), jnp.float32)
 
     def of_tokens(self) -> dict[str, Any]:
-        """The constants of all three kernels."""
+        """The constants of `hidden` and of `StepDims`."""
         return dict(
             T=self.num_new, KV_HEADS=self.kv_heads, MAX_LENGTH=self.max_length, BLOCKS=self.blocks,
             SIZE=self.config.compression_block_size, STRIDE=self.config.compression_stride,
         )  # fmt: skip
 
-    def of_queries(self) -> dict[str, Any]:
-        """The constants of the two kernels that attend."""
-        (h0, h1), (v0, v1) = split_dim(self.key_dim), split_dim(self.value_dim)
-        return dict(
-            G=self.heads, MAX_BLOCKS=self.max_blocks, OWN=self.own, TILE_BLOCKS=self.tile_blocks,
-            TILES=self.tiles, H0=h0, H1=h1, V0=v0, V1=v1, **self.of_tokens(),
-        )  # fmt: skip
+    @property
+    def key(self) -> Dim:
+        """The key dim, cut into powers of two."""
+        return Dim(*split_dim(self.key_dim))
+
+    @property
+    def value(self) -> Dim:
+        """The same of values."""
+        return Dim(*split_dim(self.value_dim))
 
 
 def _form(
@@ -366,11 +374,19 @@ def _first(
             key_win_ring_scale=cache.key_win_ring_scale, value_win_ring_scale=cache.value_win_ring_scale,
         ),
         grid=(attending + batch * kv_heads,), num_warps=sizes.cmp_warps, num_stages=sizes.cmp_stages,
-        scale=float(scale * LOG2_E.value), batch=batch, RAW=1 if raw is None else raw.shape[1],
-        RING=1 if ring is None else ring.shape[1], ROWS=sizes.rows, ALL=shapes.all_parts,
-        HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3], PADDED=_padded(shapes.own),
-        SHARES=shares, GROUPS=sizes.groups, STAGES=sizes.cmp_stages, SCORED=scored,
-        PRECISION=precision(query.dtype), **formed.constants(), **shapes.of_queries(),
+        scale=float(scale * LOG2_E.value), batch=batch,
+        D=StepDims(
+            G=shapes.heads, RAW=1 if raw is None else raw.shape[1], RING=1 if ring is None else ring.shape[1],
+            ROWS=sizes.rows, PARTS=shapes.all_parts,
+            HIDDEN_PARTS=1 if formed.hidden is None else formed.hidden.shape[3], KEY=shapes.key,
+            VALUE=shapes.value, **formed.constants(), **shapes.of_tokens(),
+        ),
+        X=Tiling(
+            MAX_BLOCKS=shapes.max_blocks, OWN=shapes.own, PADDED=_padded(shapes.own),
+            TILE_BLOCKS=shapes.tile_blocks, TILES=shapes.tiles, SHARES=shares, GROUPS=sizes.groups,
+            STAGES=sizes.cmp_stages, SCORED=scored,
+        ),
+        PRECISION=precision(query.dtype),
     )  # fmt: skip
     return cache._replace(**updated), _Parts(*found[:2]), _Found(*found[2:])
 
@@ -410,21 +426,44 @@ def _second(
         key_cmp=cache.key_cmp, value_cmp=cache.value_cmp, key_cmp_scale=cache.key_cmp_scale,
         value_cmp_scale=cache.value_cmp_scale, lengths=cache.lengths, overflowed=cache.overflowed,
     )  # fmt: skip
+    of_branches, of_heads = shapes.parts, dict(T=num_new, G=shapes.heads, KV_HEADS=kv_heads)
+    of_blocks = dict(
+        BLOCK=config.selection_block_size, SELECTED=config.num_selected_blocks,
+        INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, SLOTS=shapes.slots,
+    )  # fmt: skip
+    of_parts = dict(PARTS=shapes.all_parts, ROWS=max(_padded(shapes.heads), 16), VALUE=shapes.value)
     updated, (merged, blocks, _) = launch(
         second_kernel, found.placed, query, gates, cache.key_slc, cache.value_slc, *of_slc,
         key, value, *of_win, found.block_key, found.block_value, found.block_logits,
         found.scores, found.tails, found.tops, block_indices, out=out,
         in_place=dict(**of_cache, **parts._asdict(), arrivals=found.arrivals),
         grid=(sizes.shares * batch * kv_heads * num_new,), num_warps=sizes.share_warps, num_stages=1,
-        registers=sizes.registers, scale=float(scale * LOG2_E.value), PADDED_G=_padded(shapes.heads),
-        WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,
-        BLOCK=config.selection_block_size, PADDED_BLOCK=max(_padded(config.selection_block_size), 16),
-        SELECTED=config.num_selected_blocks, INITIAL=config.num_initial_blocks,
-        LOCAL=config.num_local_blocks, SLOTS=shapes.slots, PADDED_CMP=_padded(shapes.parts["CMP"]),
-        BRANCHES=len(shapes.branches), PADDED=padded, HEADS=heads, CHUNK_TILES=shapes.chunk_tiles,
-        CHUNKS=shapes.chunks, RING=key.shape[1], WINDOW=min(config.window_size, shapes.max_length),
-        TILE=sizes.keys, STEP=sizes.slc_blocks,
-        ROWS=max(_padded(shapes.heads), 16), WIN_STAGES=sizes.win_stages, SLC_STAGES=sizes.slc_stages,
-        PRECISION=precision(query.dtype), **shapes.parts, **shapes.of_queries(),
+        registers=sizes.registers, scale=float(scale * LOG2_E.value),
+        C=Chunking(
+            PADDED_G=_padded(shapes.heads), SIZE=config.compression_block_size,
+            STRIDE=config.compression_stride, OWN=shapes.own, BLOCKS=shapes.blocks,
+            TILE_BLOCKS=shapes.tile_blocks, TILES=shapes.tiles, CMP=of_branches["CMP"],
+            PADDED_CMP=_padded(of_branches["CMP"]), PARTS=shapes.all_parts, CHUNK_TILES=shapes.chunk_tiles,
+            CHUNKS=shapes.chunks, **of_heads, **of_blocks,
+        ),
+        W=WindowDims(
+            RING=key.shape[1], WINDOW=min(config.window_size, shapes.max_length), SHARES=of_branches["WIN"],
+            FIRST=of_branches["CMP"], TILE=sizes.keys, STAGES=sizes.win_stages, MAX_BLOCKS=shapes.max_blocks,
+            SIZE=config.compression_block_size, STRIDE=config.compression_stride, BLOCKS=shapes.blocks,
+            KEY=shapes.key, **of_heads, **of_parts,
+        ),
+        S=SelectedDims(
+            MAX_LENGTH=shapes.max_length,
+            WIDE=shapes.max_length * kv_heads * max(shapes.key_dim, value_dim) >= 2**31,
+            PADDED_BLOCK=max(_padded(config.selection_block_size), 16),
+            CHUNK=shapes.chunk_tiles * shapes.tile_blocks, LISTS=shapes.chunks, SHARES=of_branches["SLC"],
+            FIRST=of_branches["CMP"] + of_branches["WIN"], STEP=sizes.slc_blocks, STAGES=sizes.slc_stages,
+            KEY=shapes.key, **of_heads, **of_blocks, **of_parts,
+        ),
+        P=PartDims(
+            BRANCHES=len(shapes.branches), PADDED=padded, HEADS=heads, VALUE=shapes.value, **of_heads,
+            **of_branches,
+        ),
+        PRECISION=precision(query.dtype),
     )  # fmt: skip
     return cache._replace(**{name: updated[name] for name in of_cache}), merged, blocks
