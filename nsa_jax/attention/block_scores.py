@@ -40,7 +40,7 @@ def block_scores(
       segment_ids: sequence of each token of packed rows, see `compressed_attention`. Blocks are counted from
         the first token of the query's sequence.
       scale: factor of the products, a finite Python number; `1/sqrt(E)` if None.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `compressed_attention`.
 
     Returns:
       Scores `[B, T, K, M]` in float32 (float64 for float64 inputs), where `M = ceil(S / l')`. Blocks of which

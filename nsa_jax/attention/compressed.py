@@ -38,8 +38,8 @@ def compressed_attention(
       segment_ids: sequence of each of the `S` tokens of the row: each non-zero id is one contiguous run,
         0 = padding. None if every row is one sequence.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
+        see `nsa_jax.choose`.
 
     Returns:
       `Attended(out, lse)`. `out` has the query's dtype; `lse` is the natural-log-sum-exp in float32 (float64

@@ -22,7 +22,7 @@ def gated_sum(
       out_slc: output of the selected branch.
       out_win: output of the window branch.
       gates: one gate per token, query head and branch, in the order cmp, slc, win; of any float dtype.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `compressed_attention`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `compressed_attention`.
 
     Returns:
       The sum, computed in float32 (float64 for float64 inputs) and rounded to the dtype of the branches. NaN

@@ -149,8 +149,8 @@ def top_blocks(
         `T` of the `S` tokens of `segment_ids`. Without `segment_ids` the default is that the row has `T`
         tokens and each is a query; pass positions if only some of the tokens are queries.
       segment_ids: sequence of each token of packed rows, see `compressed_attention`.
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
+        see `nsa_jax.choose`.
 
     Returns:
       Block indices `[B, T, K, R]`, int32, as `select_blocks` returns them.

@@ -101,7 +101,7 @@ def restore(
         of the mesh in context.
       context_axis: mesh axis over which the tokens of a row are spread, see `Transformer`.
       context_order: order of the tokens on the devices, see `Transformer`.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `Transformer`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `Transformer`.
 
     Returns:
       The model, in training mode: call its `eval()` if it has dropout and should not train. Dropout starts

@@ -37,8 +37,8 @@ class Transformer(nnx.Module):
       context_axis: mesh axis over which the tokens of a row are spread, see `nsa_jax.nn.NSAAttention`; for
         models of NSA layers only.
       context_order: order of the tokens on the devices, "zigzag" or "contiguous".
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
+        see `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:

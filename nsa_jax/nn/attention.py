@@ -118,8 +118,8 @@ class NSAAttention(NSACacheSteps):
         variables in a call.
       context_order: order of the tokens on the devices, "zigzag" (see `nsa_jax.parallel.to_zigzag`) or
         "contiguous".
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
+        see `nsa_jax.choose`.
       rngs: source of the initial parameters.
 
     Raises:

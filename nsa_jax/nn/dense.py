@@ -66,8 +66,9 @@ class DenseAttention(DenseCacheSteps):
       out_kernel_init: initializer of the kernel of the output projection, `kernel_init` by default.
       bias_init: initializer of the biases of the projections.
       sharding: mesh axes of named dimensions, see `NSAAttention`.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `NSAAttention`. It chooses what attends with
-        a window, in packed rows or through a cache; full attention of other rows does not use it.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `NSAAttention`. It chooses
+        what attends with a window, in packed rows or through a cache; full attention of other rows does not
+        use it.
       rngs: source of the initial parameters.
 
     Raises:

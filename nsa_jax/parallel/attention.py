@@ -63,8 +63,8 @@ def context_attention(
       segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run of the row,
         0 = padding. A sequence may lie on several devices.
       scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: "xla", "triton" or "mosaic_gpu", or None for the best that can run the call, see
-        `nsa_jax.choose`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
+        see `nsa_jax.choose`.
 
     Returns:
       The output for the tokens of this device, in the query's dtype; 0 for a padding token with finite
@@ -176,7 +176,7 @@ def context_selection(
       positions: rotary position of each token.
       segment_ids: sequence of each token of packed rows.
       scale: factor of the logits.
-      implementation: "xla", "triton", "mosaic_gpu" or None.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None.
 
     Returns:
       The selection of the tokens of this device, as `nsa_jax.select_blocks` returns it.

@@ -66,7 +66,7 @@ def to_nsa(
         with. By default its weights stay where they are.
       context_axis: mesh axis over which the tokens of a row are spread, see `nsa_jax.model.Transformer`.
       context_order: order of the tokens on the devices, see `nsa_jax.model.Transformer`.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.model.Transformer`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `nsa_jax.model.Transformer`.
       rngs: source of the parameters that are new.
 
     Returns:

@@ -62,7 +62,7 @@ def load(
         prepare a model for longer rows than it was made for.
       sharding: mesh axes of named dimensions, see `nsa_jax.model.Transformer`. The parameters are read into
         this sharding of the mesh in context.
-      implementation: "xla", "triton", "mosaic_gpu" or None, see `nsa_jax.model.Transformer`.
+      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS` or None, see `nsa_jax.model.Transformer`.
       ignore: fields of `config.json`, or settings of a GGUF file, that you know to change nothing. A field
         that is not known is refused otherwise.
 
