@@ -502,13 +502,23 @@ def test_new_widths_and_options_compile_nothing_within_a_bucket(batcher, caplog)
 
 def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
     batcher = made(stub, prefill_chunk=16)
+    prefix = batcher.read_prefix([2, 3])
     with jax.log_compiles(True):
-        written = [told(batcher.submit([1] * 17, max_new_tokens=3))]
+        written = [told(batcher.submit([1] * 17, max_new_tokens=3, prefix=x)) for x in (None, prefix)]
         caplog.clear()
         written += [told(batcher.submit([1] * length, max_new_tokens=3)) for length in (65, 32, 50)]
+        written += [
+            told(batcher.submit([1] * length, max_new_tokens=3, prefix=prefix)) for length in (40, 60)
+        ]
 
     assert [told for told in caplog.messages if "ompiling" in told] == []
-    assert written == [alone(stub, [1] * length, 3) for length in (17, 65, 32, 50)]
+    prompts = (
+        [1] * 17,
+        [2, 3] + [1] * 17,
+        *([1] * n for n in (65, 32, 50)),
+        *([2, 3] + [1] * n for n in (40, 60)),
+    )
+    assert written == [alone(stub, prompt, 3) for prompt in prompts]
 
 
 def test_a_row_is_put_into_its_slot_in_place(stub, batcher):

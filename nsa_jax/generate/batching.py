@@ -59,8 +59,8 @@ class Batcher:
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: number of prompt tokens that are read at once, see `generate`. All longer prompts share
-        one program, unless they follow a prefix. Of others, and without it of all, each bucket of widths has
-        a program, which is compiled when its first prompt comes.
+        one program, and those that follow a prefix another. Of shorter ones, and without it of all, each
+        bucket of widths has a program, which is compiled when its first prompt comes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -348,19 +348,28 @@ class Batcher:
         if asked.prefix is None:
             return self._prefilled(asked.prompt, asked.key, asked.sampling)
         begun = copies.gather(asked.prefix.session, np.zeros(1, np.int32))
-        row = extend(begun, asked.prompt[None], prefill_chunk=self._prefill_chunk).rows
+        tokens, lengths = self._widened(asked.prompt)
+        row = extend(begun, tokens, lengths=lengths, prefill_chunk=self._prefill_chunk).rows
         return row._replace(keys=asked.key)
 
     def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
-        session, length = self._session, len(tokens)
-        if self._prefill_chunk is not None and length > self._prefill_chunk:
-            # As wide as the cache: one program, which reads no more chunks than the prompt has.
-            tokens = np.pad(tokens, (0, session.max_length - length))
+        session = self._session
         return prefilled(
-            session.structure, session.parameters, tokens[None], np.array([length]), key,
+            session.structure, session.parameters, *self._widened(tokens), key,
             dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
             prefill_chunk=self._prefill_chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
+
+    def _widened(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A prompt as a row, and its length.
+
+        One longer than a chunk is as wide as the cache: so there is one program, which reads no more chunks
+        than the prompt has.
+        """
+        length = len(tokens)
+        is_long = self._prefill_chunk is not None and length > self._prefill_chunk
+        width = self._session.max_length if is_long else length
+        return np.pad(tokens[None], ((0, 0), (0, width - length))), np.array([length])
 
     def _ask_for_chunk(self) -> None:
         owners = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
