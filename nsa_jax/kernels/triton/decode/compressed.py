@@ -30,7 +30,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_tile, no_sums
+from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_kept_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import admit, attend, load_query, num_blocks, query_rows, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 
@@ -136,9 +136,9 @@ def attend_part(pid, batch, cmp, lengths, num_tokens, query, scale, D, X, PRECIS
         start = tile * (X.TILE_BLOCKS * X.OWN)
         seen = (column % X.PADDED < X.OWN) & (start + offset < visible)
         tile_of_keys = keys + start.to(tl.int64) * KEY_ROW
-        k = load_tile(tile_of_keys, offset, cmp.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+        k = load_kept_tile(tile_of_keys, offset, cmp.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
         tile_of_values = values + start.to(tl.int64) * VALUE_ROW
-        v = load_tile(tile_of_values, offset, cmp.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+        v = load_kept_tile(tile_of_values, offset, cmp.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
         place = (b.to(tl.int64) * X.MAX_BLOCKS + start) * D.KV_HEADS + kv_head
         scales = load_scales(cmp.scales, place, offset * D.KV_HEADS, seen)
         state, p = attend(state, q, k, v, scales, seen, scale, PRECISION)

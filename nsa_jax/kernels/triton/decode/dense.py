@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_tile, no_sums
+from nsa_jax.kernels.triton.decode.pairs import cut_query, joined_sums, load_kept_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import (
     add_value,
     admit,
@@ -194,14 +194,14 @@ def _attend_old(held, query, found, tokens, bk, group, part, scale, D, PRECISION
         head = b.to(tl.int64) * (D.SIZE * D.KV_HEADS) + kv_head
         if D.WINDOW > 0:
             slot = ((oldest + first + i) % D.SIZE).to(tl.int64)
-            k = load_tile(keys, slot, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
-            v = load_tile(values, slot, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+            k = load_kept_tile(keys, slot, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+            v = load_kept_tile(values, slot, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
             scales = load_scales(held.scales, head, slot * D.KV_HEADS, seen)
         else:
             tile_of_keys = keys + first.to(tl.int64) * KEY_ROW
-            k = load_tile(tile_of_keys, i, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
+            k = load_kept_tile(tile_of_keys, i, held.scales.key, seen, KEY_ROW, KEY, q.first.dtype)
             tile_of_values = values + first.to(tl.int64) * VALUE_ROW
-            v = load_tile(tile_of_values, i, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
+            v = load_kept_tile(tile_of_values, i, held.scales.value, seen, VALUE_ROW, VALUE, q.first.dtype)
             head += first.to(tl.int64) * D.KV_HEADS
             scales = load_scales(held.scales, head, i * D.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)

@@ -28,7 +28,7 @@ def _is_cut(quantised, d0, d1):
 
 @triton.jit
 def cut_query(x, scale, DIM):
-    """Rows of a query with even and odd columns apart, as `load_tile` gives keys; `scale` is theirs."""
+    """Rows of a query with even and odd columns apart, as `load_kept_tile` gives keys; `scale` is theirs."""
     if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         y = x
     else:
@@ -38,7 +38,7 @@ def cut_query(x, scale, DIM):
 
 
 @triton.jit
-def load_tile(array, place, scale, inside, ROW: tl.constexpr, DIM, dtype: tl.constexpr):
+def load_kept_tile(array, place, scale, inside, ROW: tl.constexpr, DIM, dtype: tl.constexpr):
     """Vectors at `array + place * ROW`, without their scales; of a quantised cache cut.
 
     Numbers of int8 are bfloat16 if `dtype`, that of the query, is; all others are as they are kept.
@@ -86,7 +86,7 @@ def _numbers(pairs, kept: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr, scale, DIM):
-    """The sums before the first values of `load_tile`."""
+    """The sums before the first values of `load_kept_tile`."""
     if not _is_cut(scale is not None, DIM.D0, DIM.D1):
         state = no_keys(ROWS, DIM)
     else:

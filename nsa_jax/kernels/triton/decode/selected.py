@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_tile, no_sums
+from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_kept_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import attend, ranks, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales
 
@@ -155,8 +155,8 @@ def attend_selected(selected, q, rows, tokens, bk, token, share, scale, S, PRECI
         seen = (block >= 0) & (in_block < S.BLOCK) & (key <= at)
         if S.WIDE:
             key = key.to(tl.int64)
-        k = load_tile(keys, key, selected.scales.key, seen, S.KV_HEADS * H, KEY, q.first.dtype)
-        v = load_tile(values, key, selected.scales.value, seen, S.KV_HEADS * V, VALUE, q.first.dtype)
+        k = load_kept_tile(keys, key, selected.scales.key, seen, S.KV_HEADS * H, KEY, q.first.dtype)
+        v = load_kept_tile(values, key, selected.scales.value, seen, S.KV_HEADS * V, VALUE, q.first.dtype)
         scales = load_scales(selected.scales, row, key * S.KV_HEADS, seen)
         state, _ = attend(state, q, k, v, scales, seen, scale, PRECISION)
     state = joined_sums(state, selected.scales.value, VALUE)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_tile, no_sums
+from nsa_jax.kernels.triton.decode.pairs import joined_sums, load_kept_tile, no_sums
 from nsa_jax.kernels.triton.decode.parts import attend, num_blocks, store_part
 from nsa_jax.kernels.triton.decode.rounding import Scales, load_scales, store_kept
 from nsa_jax.kernels.triton.loading import load_at
@@ -103,8 +103,8 @@ def attend_window(window, q, rows, tokens, bk, token, share, scale, W, PRECISION
         key = at - W.WINDOW + 1 + share * EACH + i
         seen = (token < tokens.number) & (i < EACH) & (key >= 0) & (key <= at)
         place = base + (tl.where(seen, key, 0) % W.RING).to(tl.int64) * W.KV_HEADS
-        k = load_tile(window.key, place, window.scales.key, seen, KEY.D0 + KEY.D1, KEY, q.first.dtype)
-        v = load_tile(
+        k = load_kept_tile(window.key, place, window.scales.key, seen, KEY.D0 + KEY.D1, KEY, q.first.dtype)
+        v = load_kept_tile(
             window.value, place, window.scales.value, seen, VALUE.D0 + VALUE.D1, VALUE, q.first.dtype
         )
         scales = load_scales(window.scales, 0, place, seen)
