@@ -112,7 +112,7 @@ def step_sizes(shape: StepShape) -> StepSizes:
     programs = 2 * STEP_PROGRAMS if shape.quantised else STEP_PROGRAMS
     shares = min(max(share(tokens, 16, programs), STEP_SHARES), shape.slots, _power_below(shape.processors))
     few = shares * tokens <= STEP_PROGRAMS
-    # In 8 bits, many heads or wide ones spill at this limit before there are so many programs.
+    # In 8 bits many heads, or wide ones, would spill under the limit, so it begins later for them.
     limited = shares * tokens > (programs if shape.heads > 32 or shape.dims > 256 else STEP_PROGRAMS)
     at_once = max(_power_below(max(room // (width * shape.block_size), 1)), 1)
     slc_blocks = min(shape.slots // shares, at_once, max(64 // shape.block_size, 1))
