@@ -28,7 +28,6 @@ from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
 CHUNKS = 10  # of steps, for the time of one
-PREFILL_CHUNK = 1024  # tokens of a prompt; with it longer prompts of requests share a program
 LATE = 5  # requests that come while others write
 
 
@@ -46,6 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "shortest": (1024, "tokens of the shortest prompt; the longest has the length"),
             "new-tokens": (256, "tokens to write for each prompt"),
             "chunk-size": (8, "steps between two times at which requests enter and leave"),
+            "prefill-chunk": (1024, "tokens of a prompt that are read at once; longer ones share a program"),
             "layers": (18, "decoder layers"),
             "model-dim": (1024, "width of the residual stream"),
             "heads": (16, "query heads"),
@@ -98,7 +98,7 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         # A slot that is written goes on while all others are filled, and for the chunks that are timed.
         max_length=length + (options.slots + 2 * CHUNKS) * options.chunk_size + options.new_tokens,
         chunk_size=options.chunk_size,
-        prefill_chunk=PREFILL_CHUNK,
+        prefill_chunk=options.prefill_chunk,
     )
     batcher = Batcher(model, options.slots, max_waiting=options.requests, sampling=(), **settings)
 

@@ -6,6 +6,7 @@ several, and steps of either fewer or more keys than a block.
 
 from triton_interpreter import interpreted  # isort: skip
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -20,7 +21,7 @@ from cases import PACKED, Case
 
 from nsa_jax import Run, Runs, attention
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.triton import probabilities
+from nsa_jax.kernels.triton import probabilities, selected
 from nsa_jax.kernels.triton.sizes import ProbabilitySizes, SelectedForwardSizes
 
 CONFIG = NSAConfig(compression_block_size=8, compression_stride=4, selection_block_size=16)
@@ -99,7 +100,10 @@ def check_case(name: str) -> float:
 def run_slots(case: Case, query, key, blocks, **more):
     """Steps of half a block in blocks of 32, of a whole one in blocks of 16."""
     sizes = SelectedForwardSizes(16, 16, 4, 1)
-    with interpreted(), mock.patch.object(probabilities.slots, "choose_sizes", return_value=sizes):
+    modules = probabilities.slots, selected
+    with interpreted(), contextlib.ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "choose_sizes", return_value=sizes))
         ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
         where = dict(query_positions=jnp.asarray(case.query_positions), segment_ids=ids, scale=case.scale)
         probabilities_of = functools.partial(
@@ -118,7 +122,7 @@ def draw_blocks(case: Case):
 
 
 def check_slots(name: str) -> float:
-    """Log-sum-exps given; in a few cases computed, which runs the forward of the branch."""
+    """Log-sum-exps given; in a few cases not: then the forward of the branch gives the probabilities."""
     case = dataclasses.replace(CASES[name][0], config=dataclasses.replace(CASES[name][0].config, **FEW))
     query, key = rounded(case)
     blocks = draw_blocks(case)
@@ -132,7 +136,7 @@ def check_slots(name: str) -> float:
 
 
 def check_slots_not_a_number() -> float:
-    """NaN reaches the slots of those who see it, and no other; log-sum-exps are given."""
+    """NaN reaches the slots of those who see it, and no other: by given log-sum-exps, or by the forward."""
     case = dataclasses.replace(CASES["packed"][0], config=dataclasses.replace(CONFIG, **FEW))
     query, key = rounded(case)
     blocks = draw_blocks(case)
@@ -144,6 +148,12 @@ def check_slots_not_a_number() -> float:
     spoilt[1, 40, 0] = True
     spoilt[0, 60:74, 1] = blocks[0, 60:74, 1] == 1
     found = run_slots(case, query, key, blocks, lse=jnp.asarray(lse, jnp.float32))
+    close(np.where(spoilt, 0, found), np.where(spoilt, 0, expected))
+    assert (np.isnan(found) == (spoilt & (expected > 0))).all()
+
+    expected = targets_by_loops.selected_probabilities(case, *rounded(case), blocks)
+    spoilt |= spoilt.any(axis=3, keepdims=True)  # the log-sum-exp of such a query is NaN
+    found = run_slots(case, query, key, blocks)
     close(np.where(spoilt, 0, found), np.where(spoilt, 0, expected))
     assert (np.isnan(found) == (spoilt & (expected > 0))).all()
     return 0.0

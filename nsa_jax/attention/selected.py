@@ -45,6 +45,26 @@ def selected_attention(
     Gradients:
       With respect to `query`, `key_slc` and `value_slc`. The cotangent of `lse` counts, too.
     """
+    return attend_selected(
+        query, key_slc, value_slc, block_indices, config=config, query_positions=query_positions,
+        segment_ids=segment_ids, scale=scale, implementation=implementation,
+    )[0]  # fmt: skip
+
+
+def attend_selected(
+    query: Float[Array, "B T N H"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K R"],
+    *,
+    config: NSAConfig,
+    query_positions: Int[Array, "B T"] | Runs | None,
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float | None,
+    implementation: Implementation | None,
+    weigh: bool = False,
+) -> tuple[Attended, Float[Array, "B T K R"] | None]:
+    """`selected_attention`, and with `weigh` the probabilities of the slots, see `whole.attend`."""
     arrays = dict(query=query, key_slc=key_slc, value_slc=value_slc, block_indices=block_indices)
     call = arguments.check(
         selected_attention,
@@ -55,5 +75,6 @@ def selected_attention(
         scale=scale,
     )
     arrays["block_indices"] = layout.distinct_blocks(block_indices)
-    operands = dict(**arrays, **call._asdict())
-    return dispatch.run("selected_attention", implementation, arrays.values(), operands, config=config)
+    operands = dict(**arrays, **call._asdict(), weigh=weigh)
+    found = dispatch.run("selected_attention", implementation, arrays.values(), operands, config=config)
+    return found if weigh else (found, None)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from nsa_jax import arguments, dispatch, keywords, layout
 from nsa_jax.array_typing import Array, Float, Int
 from nsa_jax.attention.compressed import compressed_attention
-from nsa_jax.attention.selected import selected_attention
+from nsa_jax.attention.selected import attend_selected
 from nsa_jax.attention.selection import select_blocks
 from nsa_jax.attention.window import window_attention
 from nsa_jax.config import BRANCHES, NSAConfig
@@ -74,6 +74,38 @@ def native_sparse_attention(
 
       >>> out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())
     """
+    return attend(
+        query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, config=config,
+        block_indices=block_indices, query_positions=query_positions, segment_ids=segment_ids,
+        first_key_win=first_key_win, scale=scale, implementation=implementation,
+    )[0]  # fmt: skip
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"] | None,
+    value_cmp: Float[Array, "B C K V"] | None,
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B W K H"] | None,
+    value_win: Float[Array, "B W K V"] | None,
+    gates: Float[Array, "B T N branches"] | None,
+    *,
+    config: NSAConfig,
+    block_indices: Int[Array, "B T K R"] | None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None,
+    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
+    scale: float | None,
+    implementation: Implementation | None,
+    weigh: bool = False,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T K R"] | None]:
+    """`native_sparse_attention`, and with `weigh` what the forward pass of the selected branch knows beside.
+
+    Args:
+      weigh: whether to return the probabilities of the slots, too, as `selected_probabilities` computes them
+        in a pass of its own. No gradient flows through them. `block_indices` must be given then.
+    """
     arrays: dict[str, Any] = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
         key_win=key_win, value_win=value_win, gates=gates,
@@ -94,7 +126,7 @@ def native_sparse_attention(
             config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale,
             implementation=implementation,
         )  # fmt: skip
-        outs = []
+        outs, probabilities = [], None
         if key_cmp is not None and value_cmp is not None:
             cmp = compressed_attention(query, key_cmp, value_cmp, **where)
             outs.append(cmp.out)
@@ -102,14 +134,16 @@ def native_sparse_attention(
                 block_indices = select_blocks(query, key_cmp, lse_cmp=cmp.lse, **where)
         arguments.check_some_choice(block_indices, present)
         assert block_indices is not None
-        outs.append(selected_attention(query, key_slc, value_slc, block_indices, **where).out)
+        slc, probabilities = attend_selected(query, key_slc, value_slc, block_indices, weigh=weigh, **where)
+        outs.append(slc.out)
         if key_win is not None and value_win is not None:
             outs.append(window_attention(query, key_win, value_win, first_key=first_key_win, **where).out)
-        return outs[0] if gates is None else _sum_of_two(outs[0], outs[1], gates)
+        return outs[0] if gates is None else _sum_of_two(outs[0], outs[1], gates), probabilities
     if block_indices is not None:
         block_indices = layout.distinct_blocks(block_indices)
-    operands = dict(**arrays, block_indices=block_indices, **call._asdict())
-    return dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
+    operands = dict(**arrays, block_indices=block_indices, **call._asdict(), weigh=weigh)
+    found = dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
+    return found if weigh else (found, None)
 
 
 def _present(

@@ -15,7 +15,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn.context import ContextAxis
-from nsa_jax.nn.distillation import TARGETS, Target, mean_loss
+from nsa_jax.nn.distillation import TARGETS, mean_loss
 from nsa_jax.nn.indexer import Indexer
 from nsa_jax.nn.joined import beside, projected
 from nsa_jax.nn.operands import Operands
@@ -122,16 +122,16 @@ class Choosing(nnx.Module):
 
     def _selection_loss(
         self,
-        distil: Target,
         x: Float[Array, "B T D"],
         operands: Operands,
         tokens: TokenKeysValues,
         block_indices: Any,
+        probabilities: Float[Array, "B T K R"] | None,
         *,
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float32[Array, ""]:
-        """The loss of `distil`."""
+        """The loss; its target are the probabilities of the attended blocks, or those of dense attention."""
         query, key_slc = jax.lax.stop_gradient((operands.query, operands.key_slc))
         if self.selects == "importance":
             at = token_positions(x, segment_ids)
@@ -148,7 +148,7 @@ class Choosing(nnx.Module):
             graph, state = nnx.split(self.selector) if is_module else (self.selector, ())
             held, scores = (keys, state), functools.partial(_of_selector, graph)
         return mean_loss(
-            scores, asked, held, query, key_slc, block_indices, at, target=distil, segment_ids=segment_ids,
+            scores, asked, held, query, key_slc, block_indices, at, probabilities, segment_ids=segment_ids,
             **self._operation_settings(),
         )  # fmt: skip
 

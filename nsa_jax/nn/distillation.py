@@ -32,8 +32,8 @@ def mean_loss(
     key: Float[Array, "B T K H"],
     block_indices: Int[Array, "B T K R"],
     at: Int32[Array, "B T"],
+    probabilities: Float[Array, "B T K R"] | None,
     *,
-    target: Target,
     config: NSAConfig,
     segment_ids: Int[Array, "B T"] | None,
     scale: float,
@@ -52,8 +52,8 @@ def mean_loss(
       key: rotated keys of the selected branch.
       block_indices: blocks that the layer attends.
       at: index of each query in its sequence, -1 for padding.
-      target: "dense", the probability that dense attention gives to each block, or "selected", the one
-        inside the blocks that the layer attends.
+      probabilities: the target: what the selected branch gives to the blocks that the layer attends. None for
+        what dense attention gives to each block.
       config, segment_ids, scale, implementation: as in the operations.
 
     Returns:
@@ -69,19 +69,18 @@ def mean_loss(
     weight = 1 / jnp.maximum((at >= 0).sum() * num_kv_heads, 1).astype(_wide(query))
 
     def of_chunk(asked: Any, held: Any, fixed: Any, whole: Any) -> Array:
-        (first, query, blocks, at), (key, segment_ids, weight) = fixed, whole
+        (first, query, blocks, at, share), (key, segment_ids, weight) = fixed, whole
         where: dict[str, Any] = dict(
             config=config, query_positions=Runs((Run(tokens, first),)), segment_ids=segment_ids,
             implementation=implementation,
         )  # fmt: skip
         found = scores(asked, held, at, **where)
-        if target == "dense":
+        if share is None:
             share = attention.block_probabilities(query, key, scale=scale, **where)
             found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
             blocks = jnp.arange(share.shape[3], dtype=jnp.int32)
         else:
             blocks = layout.distinct_blocks(blocks)
-            share = attention.selected_probabilities(query, key, blocks, scale=scale, **where)
             found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
         fixed_or_none = (blocks < 0) | layout.is_forced(blocks, at[:, :, None, None], config)
         found = jnp.where(fixed_or_none, -jnp.inf, found)
@@ -94,7 +93,8 @@ def mean_loss(
         return x.reshape(batch, chunks, tokens, *x.shape[2:]).swapaxes(0, 1)
 
     asked, of_attention = jax.tree.map(split, queries), jax.tree.map(split, (query, block_indices))
-    fixed = jnp.arange(chunks, dtype=jnp.int32) * tokens, *of_attention, split(at, fill=-1)
+    share = None if probabilities is None else split(jax.lax.stop_gradient(probabilities))
+    fixed = jnp.arange(chunks, dtype=jnp.int32) * tokens, *of_attention, split(at, fill=-1), share
     asked, held, key = varying_alike((asked, held, key))  # inside of `shard_map` parameters are shared
     return _sum_of_chunks(of_chunk, asked, held, fixed, (key, segment_ids, weight))
 

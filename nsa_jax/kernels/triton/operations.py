@@ -134,7 +134,7 @@ def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[A
     return checkpoint_name(blocks, BLOCK_INDICES)
 
 
-@partial(jax.jit, static_argnames=("scale", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "weigh", "gradients"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -142,13 +142,14 @@ def selected_attention(
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
     scale: float,
+    weigh: bool = False,
     *,
     gradients: SelectedGradients = selected_gradients,
-) -> Attended:
+) -> Attended | tuple[Attended, Float[Array, "B T K R"]]:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
-    return Attended(
-        *_selected_attention(query, key_slc, value_slc, block_indices, placement, scale, gradients)
-    )
+    arrays = query, key_slc, value_slc, block_indices, placement
+    out, lse, *probabilities = _selected_attention(*arrays, scale, gradients, weigh)
+    return (Attended(out, lse), *probabilities) if weigh else Attended(out, lse)
 
 
 @partial(jax.jit, static_argnames=("scale", "reduce"))
@@ -193,7 +194,7 @@ def gated_sum(
     return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-@partial(jax.jit, static_argnames=("scale", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "weigh", "gradients"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -206,16 +207,19 @@ def native_sparse_attention(
     block_indices: Int[Array, "B T K R"] | None,
     placement: Placement,
     scale: float,
+    weigh: bool = False,
     *,
     gradients: SelectedGradients = selected_gradients,
-) -> Float[Array, "B T N V"]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
     The gates enter the backward kernels of the branches as a weight of each row. So these read the cotangent
     of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    return _native(query, keys_values, gates, block_indices, placement, scale, gradients)
+    arrays = query, keys_values, gates, block_indices, placement
+    out, *probabilities = _native(*arrays, scale, gradients, weigh)
+    return (out, *probabilities) if weigh else out
 
 
 def decode_step(
@@ -297,8 +301,10 @@ def _range_gradients(operands, given, scale):
     return _divisible(range_gradients, scale=scale)(*operands, given)
 
 
-def _attend_selected(query, key, value, block_indices, placement, scale):
-    return _divisible(attend_selected, scale=scale)(query, key, value, block_indices, placement)
+def _attend_selected(query, key, value, block_indices, placement, scale, weigh):
+    """`(out, lse)`, and with `weigh` the probabilities of the slots."""
+    settings = dict(scale=scale, weigh=True) if weigh else dict(scale=scale)
+    return _divisible(attend_selected, **settings)(query, key, value, block_indices, placement)
 
 
 def _selected_gradients(operands, given, scale, gradients):
@@ -329,19 +335,21 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
     return _range_attention(query, key_cmp, value_cmp, ranges, scale)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _selected_attention(query, key, value, block_indices, placement, scale, gradients):
-    return _attend_selected(query, key, value, block_indices, placement, scale)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _selected_attention(query, key, value, block_indices, placement, scale, gradients, weigh):
+    return _attend_selected(query, key, value, block_indices, placement, scale, weigh)
 
 
-def _selected_forward(query, key, value, block_indices, placement, scale, gradients):
-    saved = _saved(*_selected_attention(query, key, value, block_indices, placement, scale, gradients))
-    return saved, ((query, key, value, block_indices, placement), saved)
+def _selected_forward(query, key, value, block_indices, placement, scale, gradients, weigh):
+    operands = query, key, value, block_indices, placement
+    out, lse, *probabilities = _attend_selected(*operands, scale, weigh)
+    saved = _saved(out, lse)
+    return (*saved, *probabilities), (operands, saved)
 
 
-def _selected_backward(scale, gradients, residuals, cotangents):
+def _selected_backward(scale, gradients, weigh, residuals, cotangents):
     operands, saved = residuals
-    given = Backward(*saved, *cotangents)
+    given = Backward(*saved, *cotangents[:2])  # no gradient flows through the probabilities
     *found, _ = _selected_gradients(operands, given, scale, gradients)
     return *found, None, None
 
@@ -397,26 +405,28 @@ def _gated_sum_backward(operands, d_out):
 _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _native(query, keys_values, gates, block_indices, placement, scale, gradients):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _native(query, keys_values, gates, block_indices, placement, scale, gradients, weigh):
     """Without gradients: the window's kernel ends in the gated sum."""
-    cmp, slc, _ = _first_two_branches(query, keys_values, block_indices, placement, scale)
+    arrays = query, keys_values, block_indices, placement
+    cmp, slc, _, *probabilities = _first_two_branches(*arrays, scale, weigh)
     others = (cmp[0], slc[0], gates)
-    return _window(query, keys_values, placement, scale, others)[0]
+    return _window(query, keys_values, placement, scale, others)[0], *probabilities
 
 
-def _native_forward(query, keys_values, gates, block_indices, placement, scale, gradients):
-    cmp, slc, block_indices = _first_two_branches(query, keys_values, block_indices, placement, scale)
+def _native_forward(query, keys_values, gates, block_indices, placement, scale, gradients, weigh):
+    arrays = query, keys_values, block_indices, placement
+    cmp, slc, block_indices, *probabilities = _first_two_branches(*arrays, scale, weigh)
     win = _saved(*_window(query, keys_values, placement, scale))
     out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
-    return out, (query, keys_values, gates, block_indices, placement, cmp, slc, win)
+    return (out, *probabilities), (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, keys_values, block_indices, placement, scale):
+def _first_two_branches(query, keys_values, block_indices, placement, scale, weigh):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter.
 
     The blocks are None where the row is so short that every query selects all of them: then the selected
-    branch is causal attention.
+    branch is causal attention. With `weigh`, for which blocks are given, also the probabilities of the slots.
     """
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
     ranges = compression_ranges(placement, key_cmp.shape[1])
@@ -427,8 +437,9 @@ def _first_two_branches(query, keys_values, block_indices, placement, scale):
             causal = causal_ranges(placement, num_keys)
             return cmp, _saved(*_attend_ranges(query, key_slc, value_slc, causal, scale)), None
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    slc = _saved(*_attend_selected(query, key_slc, value_slc, block_indices, placement, scale))
-    return cmp, slc, block_indices
+    arrays = query, key_slc, value_slc, block_indices, placement
+    out, lse, *probabilities = _attend_selected(*arrays, scale, weigh)
+    return cmp, _saved(out, lse), block_indices, *probabilities
 
 
 def _window(query, keys_values, placement, scale, others=None):
@@ -438,7 +449,8 @@ def _window(query, keys_values, placement, scale, others=None):
     return _attend_ranges(query, key, value, ranges, scale, others)
 
 
-def _native_backward(scale, gradients, residuals, d_out):
+def _native_backward(scale, gradients, weigh, residuals, cotangents):
+    d_out = cotangents[0]
     query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 

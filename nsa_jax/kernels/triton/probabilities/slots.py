@@ -44,8 +44,8 @@ def selected_probabilities(
 ) -> Float[Array, "B T K R"]:
     """The probability of the block in each slot, as `nsa_jax.selected_probabilities` returns it.
 
-    Without `lse` the forward of the branch computes it first, with the keys as values. `sizes` are those of
-    that forward if None.
+    Without `lse` the forward of the branch gives both, with the keys as values. `sizes` are those of that
+    forward if None.
     """
     batch, num_queries, num_heads, dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
@@ -53,7 +53,10 @@ def selected_probabilities(
     if sizes is None:
         sizes = choose_sizes(SELECTED_FORWARD, shape_of(query, key, block_size=block_size))
     if lse is None:
-        lse = attend_selected(query, key, key, block_indices, placement, scale=scale)[1]
+        arrays = query, key, key, block_indices, placement
+        _, lse, *found = attend_selected(*arrays, scale=scale, weigh=reduce == "sum")
+        if found:
+            return found[0]
     heads, (first, second), tma = num_heads // num_kv_heads, split_dim(dim), has_tma()
     tokens, keys = tokens_of(sizes.rows, heads), min(sizes.keys, block_size)
     lists = union_lists(block_indices, placement, num_keys, tokens=tokens)

@@ -43,8 +43,13 @@ def attend_selected(
     placement: Placement,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`."""
+    weigh: bool = False,
+) -> tuple[Array, ...]:
+    """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`.
+
+    With `weigh` also the probability of the block in each slot, `[B, T, K, R]`, summed over the query heads
+    of a KV head.
+    """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     visible = visible_in_blocks(block_indices, placement, key.shape[1])
 
@@ -55,11 +60,12 @@ def attend_selected(
         return forward.attend_selected(
             query, key, value, lists, visible, placement.config, scale,
             one_block=placement.tile_in_one_block(tokens), sizes=sizes,
+            slots=forward.Slots(block_indices, placement.sequence_start) if weigh else None,
         )  # fmt: skip
 
     def in_parts(sizes):
         arrays = query, key, value, block_indices, placement, visible
-        return attend_in_parts(*arrays, scale=scale, sizes=sizes)
+        return attend_in_parts(*arrays, scale=scale, sizes=sizes, weigh=weigh)
 
     sizes = find_sizes(OUTPUT_PARTS, shape)
     return _either(sizes, key.shape[1], block_indices, placement, in_parts, by_tiles)

@@ -16,14 +16,17 @@ memory: `(rows H + keys max(H, V)) itemsize` at one stage (32 KB in bfloat16): f
 registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP if neighbours choose the same blocks,
 2.7 ms at 800 TFLOP/s. Where the union of 4 tokens has 18.6 blocks, masked rows add to that. Bytes from L2:
 `2 block (H + V)` per block of a list, 40 GB with 18.6 blocks.
+
+Asked for the probabilities of the slots, a program keeps a number for each row and slot, `rows R / 128`
+registers a thread more: the sum of the block in this slot, in the scale of the row's online softmax.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from nsa_jax.array_typing import Array, Float
+from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
 from nsa_jax.kernels.triton.gpu import has_tma
@@ -36,11 +39,18 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward
+from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward, recompute_probabilities
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.selected.unions import UnionLists
 from nsa_jax.kernels.triton.sizes import SelectedForwardSizes
-from nsa_jax.kernels.triton.softmax import add_keys, natural_lse, no_keys
+from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
+
+
+class Slots(NamedTuple):
+    """The blocks of each slot, -1 for none, and the first key of each query's sequence."""
+
+    blocks: Int32[Array, "B T K R"]
+    sequence_start: Int32[Array, "B T"]
 
 
 def attend_selected(
@@ -54,7 +64,8 @@ def attend_selected(
     *,
     one_block: bool = False,
     sizes: SelectedForwardSizes,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    slots: Slots | None = None,
+) -> tuple[Array, ...]:
     """Attention of each query over its blocks.
 
     Args:
@@ -63,9 +74,11 @@ def attend_selected(
       visible: the blocks of each query.
       one_block: whether the queries of every tile are known to lie in one block.
       sizes: tile sizes.
+      slots: the blocks of each slot, if their probabilities are asked for.
 
     Returns:
-      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing.
+      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing. With `slots` also the
+      probability of each `[B, T, K, R]`, summed over the query heads of a KV head.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -76,19 +89,25 @@ def attend_selected(
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    out, lse = launch(
+    out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
+    more: dict[str, Any] = dict(probabilities=None, R=0, PADDED_R=0)
+    if slots is not None:
+        out.append(like(query, slots.blocks.shape, "float32"))
+        more = dict(R=slots.blocks.shape[3], PADDED_R=triton.next_power_of_2(slots.blocks.shape[3]))
+    out, lse, *probabilities = launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
-        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
-        out=(like(query, (batch, num_queries, num_heads, value_dim)),
-             like(query, (batch, num_queries, num_heads), "float32")),
+        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, *(slots or (None, None)),
+        out=tuple(out),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=sizes.registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
+        **more,
     )  # fmt: skip
-    return recompute_forward(out, lse, query, key, value, visible, scale)
+    out, lse = recompute_forward(out, lse, query, key, value, visible, scale)
+    return out, lse, *(recompute_probabilities(x, lse, query, key, visible, scale) for x in probabilities)
 
 
 class Entries(NamedTuple):
@@ -115,26 +134,45 @@ class Steps(NamedTuple):
 
 
 class Step(NamedTuple):
-    """First key of a step, and which rows chose its block."""
+    """First keys of a step and of its block, and which rows chose the block."""
 
     start: tl.tensor
+    block: tl.tensor
     member: tl.tensor
+
+
+class Attending(NamedTuple):
+    """What a program knows after some steps.
+
+    Attributes:
+      softmax: the state of each row.
+      shares: sums of `exp2(logit - softmax.largest)` over the keys of the block in each slot, `[rows, R]`;
+        None if nobody asked for them.
+    """
+
+    softmax: Softmax
+    shares: tl.tensor | None
 
 
 @triton.jit
 def load_step(entries, step, exists, token):
     """Step number `step`; if it does not exist, no row is a member."""
-    start = tl.load(entries.starts + step // entries.STEPS, mask=exists, other=0)
-    start += (step % entries.STEPS) * entries.KEYS
+    block = tl.load(entries.starts + step // entries.STEPS, mask=exists, other=0)
+    start = block + (step % entries.STEPS) * entries.KEYS
     member = tl.load(entries.members + step // entries.STEPS, mask=exists, other=0)
-    return Step(start, ((member >> token) & 1) != 0)
+    return Step(start, block, ((member >> token) & 1) != 0)
 
 
 @triton.jit
 def _attend_entry(
-    q, state, keys, values, step, row, SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Adds the keys of a step to the state; `row` is the last key that each row may see."""
+    q, before, keys, values, step, row, slots,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of a step to what was `before`; `row` is the last key that each row may see.
+
+    `slots` are the first keys of the blocks of each row, or None.
+    """
+    state = before.softmax
     bias = tl.where(step.member, 0.0, float("-inf"))
     k = load_keys(keys, step.start)
     logits = inner(q, k, PRECISION)
@@ -147,18 +185,24 @@ def _attend_entry(
         extreme = tl.max(logits, 1) if SCALE >= 0 else tl.min(logits, 1)
         top = tl.maximum(state.largest, extreme * (SCALE * LOG2_E) + bias)
         p = tl.exp2(logits * (SCALE * LOG2_E) - (top - bias)[:, None])
-    return add_keys(state, p, top, values, step.start, PRECISION)
+    if slots is None:
+        shares = None
+    else:
+        shares = before.shares * tl.exp2(state.largest - top)[:, None]
+        shares += tl.where(slots == step.block, tl.sum(p, 1)[:, None], 0.0)
+    return Attending(add_keys(state, p, top, values, step.start, PRECISION), shares)
 
 
 @triton.jit(repr=named("nsa_selected_forward"))
 def selected_forward_kernel(
-    query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse,
-    num_queries, num_keys, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr,
-    PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
-    PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys,
+    blocks, sequence_starts, out, lse, probabilities, num_queries, num_keys, ENTRIES: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, STEPS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, SCALE: tl.constexpr, PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of a tile of queries."""
+    """Outputs and log-sum-exps of a tile of queries, and probabilities of their R slots."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
     tile = query_tile(tl.program_id(0), num_queries, KV_HEADS, G, PADDED_G, TOKENS)
@@ -172,22 +216,52 @@ def selected_forward_kernel(
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)
     count = tl.load(counts + this)
     steps = steps_of(count, unmasked + this, STEPS, PEEL, ONE_BLOCK)
-    state = no_keys(TOKENS * PADDED_G, VALUE)
+    if blocks is None:
+        slots = None
+        found = Attending(no_keys(TOKENS * PADDED_G, VALUE), None)
+    else:
+        at = tile.first_query + tile.first_token
+        slots = slots_of_rows(blocks, sequence_starts, at, tile, KV_HEADS, STEPS * KEYS, R, PADDED_R)
+        shares = tl.zeros([TOKENS * PADDED_G, PADDED_R], tl.float32)
+        found = Attending(no_keys(TOKENS * PADDED_G, VALUE), shares)
     if PEEL:
         step = load_step(entries, steps.last, count > 0, tile.token)
-        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=True)
+        found = _attend_entry(q, found, keys, values, step, row, slots, SCALE, PRECISION, CAUSAL=True)
     for i in tl.range(0, steps.free):
         step = load_step(entries, i, True, tile.token)
-        state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=False)
+        found = _attend_entry(q, found, keys, values, step, row, slots, SCALE, PRECISION, CAUSAL=False)
     if STEPS > 1 or not ONE_BLOCK:
         for i in tl.range(steps.free, steps.last):
             step = load_step(entries, i, True, tile.token)
-            state = _attend_entry(q, state, keys, values, step, row, SCALE, PRECISION, CAUSAL=True)
+            found = _attend_entry(q, found, keys, values, step, row, slots, SCALE, PRECISION, CAUSAL=True)
 
+    state = found.softmax
     sees = state.total != 0  # also true where the total is NaN
     tl.store(lse + rows.first + rows.offset, natural_lse(state, sees), mask=rows.inside)
     part = 1 / tl.where(sees, state.total, 1.0)
     store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
+    if probabilities is not None:
+        shares = tl.where(rows.inside[:, None], found.shares * part[:, None], 0.0)
+        of_tokens = tl.sum(shares.reshape(TOKENS, PADDED_G, PADDED_R), 1)
+        token = tl.arange(0, TOKENS)[:, None]
+        slot = tl.arange(0, PADDED_R)[None, :]
+        first = (tile.first_query + tile.first_token) * KV_HEADS + head
+        kept = (tile.first_token + token < num_queries) & (slot < R)
+        tl.store(probabilities + first * R + token * (KV_HEADS * R) + slot, of_tokens, mask=kept)
+
+
+@triton.jit
+def slots_of_rows(
+    blocks, sequence_starts, at, tile, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    PADDED_R: tl.constexpr,
+):  # fmt: skip
+    """First key of the block in each slot of each row, -1 where there is none; `at` is the first query."""
+    slot = tl.arange(0, PADDED_R)[None, :]
+    pointer = blocks + (at * KV_HEADS + tile.kv_head) * R
+    inside = tile.rows.inside[:, None] & (slot < R)
+    block = tl.load(pointer + tile.token[:, None] * (KV_HEADS * R) + slot, mask=inside, other=-1)
+    start = tl.load(sequence_starts + at + tile.token, mask=tile.rows.inside, other=0)
+    return tl.where(block >= 0, start[:, None] + block * BLOCK, -1)
 
 
 @triton.jit

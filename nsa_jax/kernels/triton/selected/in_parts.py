@@ -57,25 +57,30 @@ def attend_in_parts(
     *,
     scale: float,
     sizes: SelectedPartSizes,
+    weigh: bool = False,
     most_bytes: int = PART_BYTES,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` as of `forward.attend_selected`; `most_bytes` bounds the parts of a chunk."""
+) -> tuple[Array, ...]:
+    """`(out, lse)` as of `forward.attend_selected`; `most_bytes` bounds the parts of a chunk.
+
+    With `weigh` also the probabilities of the slots, as there.
+    """
     slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3], most_bytes)
     items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
     table = chunks.table(items)
 
     def chunk(number, results):
-        out, lse = results
         parts, part_lse = output_parts(
             query, key, value, items, last_rows(placement), chunks, table[number],
             block_size=placement.config.selection_block_size, slots=slots, scale=scale, sizes=sizes,
         )  # fmt: skip
-        return add_output_parts(out, lse, parts, part_lse, table[number], block_indices, placement)
+        return add_output_parts(results, parts, part_lse, table[number], block_indices, placement)
 
-    outputs = (*query.shape[:3], value.shape[3]), query.dtype
-    results = _undefined(outputs, (query.shape[:3], "float32"), like=(query, key, value, table, placement))
-    out, lse = _over_chunks(chunks, chunk, results)
-    return recompute_forward(out, lse, query, key, value, visible, scale)
+    outputs: list[Any] = [((*query.shape[:3], value.shape[3]), query.dtype), (query.shape[:3], "float32")]
+    if weigh:
+        outputs.append((block_indices.shape, "float32"))
+    results = _undefined(*outputs, like=(query, key, value, table, placement))
+    out, lse, *probabilities = _over_chunks(chunks, chunk, results)
+    return *recompute_forward(out, lse, query, key, value, visible, scale), *probabilities
 
 
 def gradients_in_parts(

@@ -11,6 +11,8 @@ Error: a part is rounded to the dtype of the query. The weights add up to 1, so 
 in the last place of the largest part, as much as rounding the output does.
 """
 
+import itertools
+
 import triton
 import triton.language as tl
 
@@ -28,44 +30,46 @@ SLOTS_AT_ONCE = 16  # whose loads are in flight together
 
 
 def add_output_parts(
-    out: Float[Array, "B T N V"],
-    lse: Float[Array, "B T N"],
+    results: tuple[Array, ...],
     parts: Float[Array, "heads queries*R G V"],
     part_lse: Float[Array, "heads queries*R G"],
     chunk: Int32[Array, " 4"],
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Writes the outputs and natural log-sum-exps of a chunk into `out` and `lse`, and returns both.
+) -> tuple[Array, ...]:
+    """Writes what belongs to a chunk into the results, and returns them; that of other chunks stays.
 
     Args:
-      out, lse: the results; those of other chunks stay.
+      results: outputs `[B, T, N, V]`, natural log-sum-exps `[B, T, N]`, and if they are asked for,
+        probabilities of the slots `[B, T, K, R]`.
       parts, part_lse, chunk: see `forward_parts.output_parts`.
       block_indices, placement: see `items.invert`.
     """
     batch, num_queries, num_kv_heads, slots = block_indices.shape
     heads, (v0, v1) = parts.shape[2], split_dim(parts.shape[3])
     queries, tokens = parts.shape[1] // slots, tokens_of(ROWS, heads)
+    names = ("out", "lse", "probabilities")
+    in_place = dict(itertools.zip_longest(names, results))
     updated, () = launch(
         add_output_parts_kernel, parts, part_lse, chunk, block_indices, last_rows(placement),
-        placement.sequence_start, out=(), in_place=dict(out=out, lse=lse),
+        placement.sequence_start, out=(), in_place=in_place,
         grid=(triton.cdiv(queries, tokens), parts.shape[0]),
         num_queries=num_queries, chunk_queries=queries, all_heads=batch * num_kv_heads,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, R=slots,
         PADDED_R=triton.next_power_of_2(slots), AT_ONCE=min(slots, SLOTS_AT_ONCE),
         BLOCK=placement.config.selection_block_size, V0=v0, V1=v1,
     )  # fmt: skip
-    return updated["out"], updated["lse"]
+    return tuple(updated[name] for name in names[: len(results)])
 
 
 @triton.jit(repr=named("nsa_selected_add_output_parts"))
 def add_output_parts_kernel(
-    out, lse, parts, part_lse, chunk, block_indices, last_keys, sequence_starts,
+    out, lse, probabilities, parts, part_lse, chunk, block_indices, last_keys, sequence_starts,
     num_queries, chunk_queries, all_heads, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exps of TOKENS queries of a KV head."""
+    """Outputs and log-sum-exps of TOKENS queries of a KV head, and probabilities of their slots."""
     VALUE: tl.constexpr = Dim(V0, V1)
     both = tl.load(chunk) + tl.program_id(1)
     if both >= all_heads:
@@ -97,3 +101,10 @@ def add_output_parts_kernel(
     store_rows(out, to, scaled(result, (1 / total)[:, None]), VALUE)
     natural = tl.where(some, (top + tl.log2(total)) * LN_2, float("-inf"))
     tl.store(lse + to.first + to.offset, natural, mask=to.inside)
+    if probabilities is not None:
+        shares = tl.exp2(logits - top[:, None]) / total[:, None]
+        of_tokens = tl.sum(shares.reshape(TOKENS, PADDED_G, PADDED_R), 1)
+        inside = tl.max(mine.inside.to(tl.int32).reshape(TOKENS, PADDED_G), 1) != 0
+        offset = tl.arange(0, TOKENS)[:, None] * (KV_HEADS * R) + slot
+        kept = inside[:, None] & (slot < R)
+        tl.store(probabilities + to.first // G * R + offset, of_tokens, mask=kept)
