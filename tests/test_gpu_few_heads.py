@@ -1,6 +1,5 @@
 """On a Hopper GPU: the selected branch in parts, for few query heads a KV head, against the oracle."""
 
-import dataclasses
 import functools
 
 import jax
@@ -16,26 +15,32 @@ from test_gpu_mosaic import problem
 import nsa_jax
 from nsa_jax import budget, reference
 from nsa_jax.kernels.triton import selected
+from nsa_jax.kernels.triton.selected import in_parts as parts_module
 
 pytestmark = pytest.mark.gpu
 triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
+CHUNKS_OF = parts_module.chunks_of
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """A function that forces all results to come in parts, in chunks of some bytes, or none."""
+    """A function that forces all results to come in parts, in chunks of some bytes, or none.
 
-    def force(forced: bool, part_bytes: int = 2**31):
-        monkeypatch.setattr(selected, "FEWEST_PAIRS", 0 if forced else 2**31)
-        for name in ("OUTPUT_PARTS", "GRADIENT_PARTS"):
-            rows = getattr(selected, name)
-            always = [row.sizes._replace(fewest_keys=0, most_shared=4) for row in rows]
-            rows = [dataclasses.replace(row, sizes=x) for row, x in zip(rows, always, strict=True)]
-            monkeypatch.setattr(selected, name, tuple(rows))
-        for name in ("attend_in_parts", "gradients_in_parts"):
-            monkeypatch.setattr(
-                selected, name, functools.partial(getattr(selected, name), most_bytes=part_bytes)
-            )
+    Or both ways are asked for, and neighbours are said to share few blocks, or many.
+    """
+
+    def force(forced: bool | str, part_bytes: int = 2**31):
+        few = {"asked, few": True, "asked, many": False}
+
+        def way(sizes, *_, **__):
+            asked = jnp.asarray(few[forced]) if forced in few else None
+            return selected._Way(sizes if forced else None, asked)
+
+        monkeypatch.setattr(selected, "_choose_way", way)
+        in_chunks = functools.partial(CHUNKS_OF, most_bytes=part_bytes)
+        for module in (selected, parts_module):
+            monkeypatch.setattr(module, "chunks_of", in_chunks)
+        monkeypatch.setattr(selected, "cuts_queries", lambda *_: False)
         jax.clear_caches()
 
     yield force
@@ -82,6 +87,33 @@ def test_values_and_gradients_equal_the_oracle(name, in_parts):
     poison_memory()
     again = ours(*arrays)
     assert all((x == y).all() for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_both_ways_started_give_the_results_of_one(name, in_parts):
+    """The same bits, but for keys of tiles, whose items are cut as those of parts; and the oracle's slots."""
+    shape, part_bytes = SHAPES[name]
+    arrays, blocks, gradients = problem(**shape)
+    call = gradients.call | dict(implementation="triton")
+
+    def results(*arrays):
+        slots = nsa_jax.selected_probabilities(*arrays[:2], blocks, **call)
+        return *gradients(triton, *arrays), slots
+
+    def exact(*arrays):
+        return reference.selected_probabilities(*arrays[:2], blocks, **gradients.call)
+
+    expected = jax.jit(exact)(*(x.astype(jnp.float32) for x in arrays))
+    for one, both in ((True, "asked, few"), (False, "asked, many")):
+        in_parts(one, part_bytes)
+        alone = jax.jit(results)(*arrays)
+        in_parts(both, part_bytes)
+        poison_memory()
+        together = jax.jit(results)(*arrays)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "slots"), alone, together, strict=True):
+            of_keys = not one and name in ("dk", "dv")
+            assert budget.distance(x, y) <= (2**-7 * budget.size(x) if of_keys else 0), (both, name)
+        assert budget.distance(alone[-1], expected) <= 2**-8 * shape["heads"]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def problem(
             ),
         )
 
+    gradients.call = call
     return arrays, blocks, gradients
 
 

@@ -16,11 +16,9 @@ import triton_kernels  # noqa: E402
 import nsa_jax  # noqa: E402
 from nsa_jax import layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.triton import sizes  # noqa: E402
+from nsa_jax.kernels.triton import selected  # noqa: E402
 from nsa_jax.kernels.triton.backward import Backward  # noqa: E402
-from nsa_jax.kernels.triton.nonfinite import visible_in_blocks  # noqa: E402
 from nsa_jax.kernels.triton.selected.chunks import PART_BYTES  # noqa: E402
-from nsa_jax.kernels.triton.selected.in_parts import attend_in_parts, gradients_in_parts  # noqa: E402
 
 FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
 
@@ -42,40 +40,42 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
     return both, [*arrays, jax.ShapeDtypeStruct((1, length, kv_heads, slots), jnp.int32)]
 
 
-def launches(function, arrays, capability=90) -> dict[str, list[int]]:
-    """For each kernel that leaves parts: in how many `cond`s each of its launches is."""
+def launches(function, arrays, capability=90) -> tuple[str, str]:
+    """Which kernels forward and backward start: those of "tiles" or "parts", or of "both"; none in a `cond`."""
 
-    def found_in(jaxpr, conds):
+    def names_in(jaxpr):
         for equation in jaxpr.eqns:
-            name = equation.params.get("name")
-            if name in (FORWARD, BACKWARD):
-                found.setdefault(name, []).append(conds)
+            assert equation.primitive.name != "cond"
+            yield equation.params.get("name")
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                found_in(inner, conds + (equation.primitive.name == "cond"))
+                yield from names_in(inner)
 
-    found: dict[str, list[int]] = {}
     with triton_compile.device(capability):
-        found_in(jax.make_jaxpr(function)(*arrays).jaxpr, 0)
-    return found
+        found = set(names_in(jax.make_jaxpr(function)(*arrays).jaxpr))
+    ways = []
+    for tiles, parts in (("nsa_selected_forward", FORWARD), ("nsa_selected_query_gradient", BACKWARD)):
+        assert {tiles, parts} & found
+        ways.append("both" if {tiles, parts} <= found else "tiles" if tiles in found else "parts")
+    return ways[0], ways[1]
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ({}, {FORWARD: [1], BACKWARD: [1]}),
-        (dict(dtype="float16"), {FORWARD: [1], BACKWARD: [1]}),
-        (dict(length=8192), {BACKWARD: [1]}),
-        (dict(heads=9, kv_heads=3, dim=64), {FORWARD: [1], BACKWARD: [0]}),
-        (dict(heads=9, kv_heads=3, dim=64, length=8192), {FORWARD: [0], BACKWARD: [0]}),
-        (dict(heads=9, kv_heads=3, dim=64, length=4096), {}),
-        (dict(kv_heads=2), {}),
-        (dict(dtype="float32"), {}),
-        (dict(block=32), {}),
-        (dict(block=128), {}),
-        (dict(dim=256), {FORWARD: [1], BACKWARD: [1]}),
-        (dict(heads=8, kv_heads=4, dim=256, length=8192), {BACKWARD: [1]}),
-        (dict(length=2**18), {FORWARD: [1]}),
-        (dict(heads=4, kv_heads=1, length=8192), {}),
+        ({}, ("both", "both")),
+        (dict(dtype="float16"), ("both", "both")),
+        (dict(length=8192), ("tiles", "both")),
+        (dict(heads=9, kv_heads=3, dim=64), ("both", "parts")),
+        (dict(heads=9, kv_heads=3, dim=64, length=8192), ("parts", "parts")),
+        (dict(heads=9, kv_heads=3, dim=64, length=4096), ("tiles", "tiles")),
+        (dict(kv_heads=2), ("tiles", "tiles")),
+        (dict(dtype="float32"), ("tiles", "tiles")),
+        (dict(block=32), ("tiles", "tiles")),
+        (dict(block=128), ("tiles", "tiles")),
+        (dict(dim=256), ("both", "both")),
+        (dict(heads=8, kv_heads=4, dim=256, length=8192), ("tiles", "both")),
+        (dict(length=2**18), ("both", "tiles")),
+        (dict(heads=4, kv_heads=1, length=8192), ("tiles", "tiles")),
     ],
     ids=[
         *("llama", "float16", "8k", "smollm", "smollm_8k", "smollm_short", "sixteen_heads", "float32"),
@@ -83,20 +83,20 @@ def launches(function, arrays, capability=90) -> dict[str, list[int]]:
     ],
 )
 def test_only_calls_that_gain_come_in_parts(shape, expected):
-    """Where neighbours decide, both ways are there, and a `cond` takes one."""
+    """Where neighbours decide, those of both ways are started."""
     assert launches(*program(**shape)) == expected
 
 
 def test_older_gpus_have_no_parts():
-    assert launches(*program(), capability=80) == {}
+    assert launches(*program(), capability=80) == ("tiles", "tiles")
 
 
-def test_vmap_still_takes_one_of_the_two():
-    """`lax.cond` would run both under `vmap`, if the mapped axis were not part of the batch."""
+def test_vmap_makes_one_choice():
+    """The mapped axis is part of the batch."""
     function, arrays = program(length=16384)
     arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays]
 
-    assert launches(jax.vmap(function), arrays) == {FORWARD: [1], BACKWARD: [1]}
+    assert launches(jax.vmap(function), arrays) == ("both", "both")
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_shards_of_kv_heads_choose_on_their_own_in_bounded_memory():
     compiled = triton_compile.compile_for_two(*program(2 * heads, 2 * kv_heads, dim, length=length))
 
     text = compiled.as_text()
-    assert text.count("conditional(") == 4
+    assert "conditional(" not in text
     assert text.count(" while(") == 4
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
     pairs = length * kv_heads * 16
@@ -131,25 +131,21 @@ SPILLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dim"), SPILLS)
-def test_kernels_compile_to_machine_code(heads, dim):
+def test_kernels_compile_to_machine_code(heads, dim, monkeypatch):
     """Products by wgmma, whole vectors from and to memory, and room for several forward programs.
 
     A multiprocessor holds four of them, of keys of 256 two.
     """
     length, config = 32768, NSAConfig()
-    shape = sizes.Shape(sizes.HOPPER, 2, heads, dim, dim, block_size=64)
-    forward, backward = (
-        sizes.find_sizes(table, shape) for table in (sizes.OUTPUT_PARTS, sizes.GRADIENT_PARTS)
-    )
+    monkeypatch.setattr(selected, "_choose_way", lambda sizes, *_, **__: selected._Way(sizes, None))
 
     def both(query, key, value, blocks, number):
         placed = layout.place(config, batch=1, num_queries=length, num_keys=length)
-        visible = visible_in_blocks(blocks, placed, length)
-        arrays = query, key, value, blocks, placed, visible
+        arrays = query, key, value, blocks, placed
         given = Backward(query, number, query, number, number, query)
         return (
-            attend_in_parts(*arrays, scale=0.1, sizes=forward),
-            gradients_in_parts(*arrays, given, scale=0.1, sizes=backward),
+            selected.attend_selected(*arrays, scale=0.1, weigh=True),
+            selected.selected_gradients(*arrays, given, scale=0.1),
         )
 
     query, key = (jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (2 * heads, 2))

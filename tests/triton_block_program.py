@@ -5,7 +5,6 @@ Float32 on small odd shapes; every output is poisoned first. Prints the largest 
 
 from triton_interpreter import interpreted  # isort: skip
 
-import contextlib
 import functools
 import time
 from typing import NamedTuple
@@ -21,14 +20,10 @@ from lists_by_loops import visit_lists_by_loops
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
+from nsa_jax.kernels.triton import selected
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.dims import tokens_of
-from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
 from nsa_jax.kernels.triton.selected import in_parts
-from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
-from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
 from nsa_jax.kernels.triton.selected.deltas import row_deltas
-from nsa_jax.kernels.triton.selected.forward import attend_selected
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import union_lists
@@ -85,6 +80,9 @@ CASES = {
     "one_query": Case(16, positions="one", num_keys=40, kv_heads=2),
     "fewer_keys_than_a_block": Case(2, num_keys=5, block=32, slots=1, keys=32, rows=32),
 }
+
+
+OF_BOTH_WAYS = ("two_heads_split_blocks", "sixteen_heads", "block_of_two_steps", "packed", "anywhere")
 
 
 @functools.cache
@@ -148,81 +146,103 @@ def seen(case: Case, indices, placed) -> np.ndarray:
     return causal[:, :, None] & chosen.any(3)
 
 
-def check_case(case: Case) -> dict[str, float]:
-    """Errors of the output, the log-sum-exp and the three gradients, each within its budget."""
-    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
-    forward = SelectedForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel)
-    backward = SelectedGradientSizes(case.rows, case.keys, 4, 1, peel=case.peel)
-    keys = SelectedKeySizes(case.rows, case.keys, 4, case.num_stages, case.item)
-    tokens = tokens_of(case.rows, case.heads)
-    one_block = placed.tile_in_one_block(tokens)
-
-    @jax.jit
-    def kernels(query, key, value):
-        lists = union_lists(indices, placed, case.num_keys, tokens=tokens)
-        visible = visible_in_blocks(indices, placed, case.num_keys)
-        out, lse = attend_selected(
-            query, key, value, lists, visible, placed.config, case.scale, one_block=one_block, sizes=forward
-        )
-        d_lse_of_all = jnp.where(lse > -jnp.inf, d_lse, jnp.nan)
-        given = Backward(out, lse, d_out, d_lse_of_all, weight, previous)
-        d_query, _, delta = selected_query_gradient(
-            query, key, value, lists, visible, placed.config, given, scale=case.scale, one_block=one_block,
-            sizes=backward,
-        )  # fmt: skip
-        d_key, d_value = selected_key_gradients(
-            query, key, value, indices, placed, visible, given, delta, scale=case.scale, sizes=keys
-        )
-        return out, lse, d_query, d_key, d_value
-
-    with interpreted():
-        found = kernels(query, key, value)
-    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
-    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
-    errors = {}
-    for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
-        errors[name] = distance(result, exact[name])
-        allowed = allowance(same[name], exact[name], EPS)
-        assert errors[name] <= allowed, (name, errors[name], allowed)
-    return errors
-
-
 @functools.cache
-def program_in_parts(case: Case, *, repair: bool):
-    """Output, log-sum-exps and gradients with key blocks outside; `repair` what is not finite."""
+def program(case: Case, way: str, *, repair: bool):
+    """Output, log-sum-exps, probabilities of the slots, and gradients; `repair` what is not finite.
+
+    A way is "tiles" or "parts", whose kernels alone are started; or "few" or "many", where those of both
+    are, and what neighbours share decides whose results remain.
+    """
     (_, _, _, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
+    sizes = {
+        id(selected.SELECTED_FORWARD): SelectedForwardSizes(case.rows, case.keys, 4, 1, peel=case.peel),
+        id(selected.SELECTED_QUERY_GRADIENT): SelectedGradientSizes(
+            case.rows, case.keys, 4, 1, peel=case.peel
+        ),
+        id(selected.SELECTED_KEY_GRADIENTS): SelectedKeySizes(
+            case.rows, case.keys, 4, case.num_stages, case.item
+        ),
+    }
+    asked = 3.5 if way in ("few", "many") else 4
+    parts = SelectedPartSizes(16, 4, 1, None, case.item, fewest_keys=0, most_shared=asked)
     of_query = 4 * case.slots * case.heads * max(case.key_dim, case.value_dim)
-    shared = dict(
-        scale=case.scale,
-        sizes=SelectedPartSizes(16, 4, 1, None, case.item, fewest_keys=0, most_shared=4),
-        most_bytes=2**31 if case.weighted and case.previous else 10 * of_query,
-    )
+    in_chunks = functools.partial(in_parts.chunks_of, most_bytes=10 * of_query)
+    by_heads = functools.partial(in_parts.chunks_of, most_bytes=indices.shape[1] * of_query)
+    in_one = case.weighted and case.previous
+    settings = dict(
+        choose_sizes=lambda table, shape: sizes[id(table)],
+        find_sizes=lambda table, shape: None if way == "tiles" else parts,
+        shares_less=lambda *_: jnp.asarray(way == "few"),
+        chunks_of=in_parts.chunks_of if in_one else by_heads,
+        BLOCK=case.block, FEWEST_PAIRS=0, FEWEST_ASKED_FORWARD=0,
+    )  # fmt: skip
+    if not repair:
+        settings |= dict(
+            recompute_forward=lambda out, lse, *_: (out, lse),
+            recompute_probabilities=lambda probabilities, *_: probabilities,
+            recompute_query_gradient=lambda d_query, *_, **__: d_query,
+            recompute_key_gradients=lambda d_key, d_value, *_, **__: (d_key, d_value),
+        )
 
     @jax.jit
     def kernels(query, key, value):
-        visible = visible_in_blocks(indices, placed, case.num_keys)
-        out, lse = in_parts.attend_in_parts(query, key, value, indices, placed, visible, **shared)
+        arrays = query, key, value, indices, placed
+        out, lse, probabilities = selected.attend_selected(*arrays, scale=case.scale, weigh=True)
         given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
-        arrays = query, key, value, indices, placed, visible, given
-        found = in_parts.gradients_in_parts(*arrays, **shared)
-        return out, lse, *found[:3]
-
-    as_found = dict(
-        recompute_forward=lambda out, lse, *_: (out, lse),
-        recompute_query_gradient=lambda d_query, *_, **__: d_query,
-        recompute_key_gradients=lambda d_key, d_value, *_, **__: (d_key, d_value),
-    )
+        found = selected.selected_gradients(*arrays, given, scale=case.scale)
+        return out, lse, *found[:3], probabilities
 
     def run(query, key, value):
-        with interpreted(), contextlib.ExitStack() as patches:
-            if not repair:
-                patches.enter_context(mock.patch.multiple(in_parts, **as_found))
+        with (
+            interpreted(),
+            mock.patch.multiple(selected, **settings),
+            mock.patch.object(in_parts, "chunks_of", in_parts.chunks_of if in_one else in_chunks),
+            mock.patch.object(selected, "cuts_queries", return_value=False),
+        ):
             return kernels(query, key, value)
 
     return run
 
 
-def check_nan_in_parts(case: Case) -> None:
+NAMES = ("out", "lse", "d_query", "d_key", "d_value")
+
+
+def check_case(case: Case, way: str) -> dict[str, float]:
+    """Errors of the output, the log-sum-exp and the three gradients, each within its budget."""
+    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
+    *found, probabilities = program(case, way, repair=False)(query, key, value)
+    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
+    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
+    errors = {}
+    for name, result in zip(NAMES, found, strict=True):
+        errors[name] = distance(result, exact[name])
+        allowed = allowance(same[name], exact[name], EPS)
+        assert errors[name] <= allowed, (way, name, errors[name], allowed)
+    expected = probabilities_of(case, query, key, indices, placed)
+    errors["probabilities"] = np.abs(np.asarray(probabilities) - expected).max(initial=0)
+    assert errors["probabilities"] <= case.heads * 16 * 10 * EPS, (way, errors)
+    assert ((np.asarray(probabilities) == 0) == (expected == 0)).all(), way
+    return errors
+
+
+def probabilities_of(case: Case, query, key, indices, placed) -> np.ndarray:
+    """`[B, T, K, R]`: by loops, in float64."""
+    query, key, indices = np.asarray(query, np.float64), np.asarray(key, np.float64), np.asarray(indices)
+    mask, start = seen(case, indices, placed), np.asarray(placed.sequence_start)
+    found = np.zeros(indices.shape)
+    for b, t, k in np.ndindex(*indices.shape[:3]):
+        for head in range(k * case.heads, (k + 1) * case.heads):
+            logits = np.where(mask[b, t, k], key[b, :, k] @ query[b, t, head] * case.scale, -np.inf)
+            if mask[b, t, k].any():
+                shares = np.exp(logits - logits.max())
+                shares /= shares.sum()
+                for slot in np.flatnonzero(indices[b, t, k] >= 0):
+                    first = start[b, t] + indices[b, t, k, slot] * case.block
+                    found[b, t, k, slot] += shares[first : first + case.block].sum()
+    return found
+
+
+def check_nan(case: Case, way: str) -> None:
     """A value that is NaN, and a key, reach the queries that see them, and the keys that these see."""
     (query, key, value, indices), placed, *_ = inputs(case)
     mask = seen(case, indices, placed)
@@ -232,32 +252,19 @@ def check_nan_in_parts(case: Case) -> None:
     sees = mask[..., at]
     assert sees.any()
     assert not sees.all()
-    run = program_in_parts(case, repair=True)
+    run = program(case, way, repair=True)
     touched = (mask & sees[..., None]).any(1).swapaxes(1, 2)  # [B, S, K]
     for where in ("key", "value"):
         arrays = dict(key=key, value=value)
         bad, good = (arrays | {where: arrays[where].at[:, at].set(x)} for x in (jnp.nan, 0.0))
         found, expected = run(query, **bad), run(query, **good)
         of_query = np.repeat(sees, case.heads, axis=2)
-        for name, hit, x, y in zip(
-            ("out", "lse", "d_query", "d_key", "d_value"), (of_query,) * 3 + (touched,) * 2, found, expected,
-            strict=True,
-        ):  # fmt: skip
+        hits = (of_query,) * 3 + (touched,) * 2 + (sees,)
+        for name, hit, x, y in zip((*NAMES, "probabilities"), hits, found, expected, strict=True):
             x, y = np.asarray(x), np.asarray(y)
             np.testing.assert_allclose(x[~hit], y[~hit], rtol=0, atol=1e-4, err_msg=f"{where} {name}")
             if name == "out":
                 assert np.isnan(x[hit]).any(-1).all(), where
-
-
-def check_in_parts(case: Case) -> None:
-    """As `check_case`, with key blocks outside: all results, in several chunks or for some cases in one."""
-    (query, key, value, indices), placed, (d_out, d_lse), weight, previous = inputs(case)
-    arrays = query, key, value, seen(case, indices, placed), case.scale, d_out, d_lse, weight, previous
-    same, exact = (plain_attention.with_gradients(*arrays, dtype=x) for x in (np.float32, np.float64))
-    found = program_in_parts(case, repair=False)(query, key, value)
-    for name, result in zip(("out", "lse", "d_query", "d_key", "d_value"), found, strict=True):
-        error, allowed = distance(result, exact[name]), allowance(same[name], exact[name], EPS)
-        assert error <= allowed, (name, error, allowed)
 
 
 def check_lists(case: Case) -> None:
@@ -436,15 +443,16 @@ def main() -> None:
         check_items(case)
         check_items(case, range_queries=10)
         check_parts(case)
-        check_in_parts(case)
-        errors = check_case(case)
+        for way in ("parts", "few", "many") if name in OF_BOTH_WAYS else ("parts",):
+            check_case(case, way)
+        errors = check_case(case, "tiles")
         errors = ", ".join(f"{x} {error:.1e}" for x, error in errors.items())
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
     check_blocks_named_twice()
     print("named twice: ok", flush=True)
-    for name in ("one_head", "packed"):
-        check_nan_in_parts(CASES[name])
-    print("not a number, in parts: ok", flush=True)
+    for way, name in (("parts", "one_head"), ("parts", "packed"), ("tiles", "packed")):
+        check_nan(CASES[name], way)
+    print("not a number: ok", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,37 +2,59 @@
 
 Mostly neighbouring queries are a tile, which loops over the union of their blocks. With few query heads a KV
 head, where neighbours share few blocks, each block meets the rows that chose it (`in_parts`).
+
+Where what neighbours share is not known while tracing, the kernels of both ways are started, and those of one
+find nothing to do: lists of no blocks, or chunks without items. A `lax.cond` would make the host wait for the
+device, which takes longer than programs that end at once.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
-import jax
+import jax.numpy as jnp
 
-from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Int32
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
-from nsa_jax.kernels.triton.nonfinite import visible_in_blocks
+from nsa_jax.kernels.triton.nonfinite import (
+    recompute_forward,
+    recompute_key_gradients,
+    recompute_probabilities,
+    recompute_query_gradient,
+    visible_in_blocks,
+)
 from nsa_jax.kernels.triton.selected import forward
-from nsa_jax.kernels.triton.selected.backward_key import selected_key_gradients
+from nsa_jax.kernels.triton.selected.backward_key import join_items, selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
-from nsa_jax.kernels.triton.selected.in_parts import attend_in_parts, chunks_of, gradients_in_parts
+from nsa_jax.kernels.triton.selected.deltas import row_deltas
+from nsa_jax.kernels.triton.selected.in_parts import (
+    attend_in_parts,
+    chunks_of,
+    cuts_queries,
+    gradients_in_parts,
+)
+from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sharing import shares_less
-from nsa_jax.kernels.triton.selected.unions import union_lists
+from nsa_jax.kernels.triton.selected.unions import UnionLists, union_lists
 from nsa_jax.kernels.triton.sizes import (
     GRADIENT_PARTS,
     OUTPUT_PARTS,
     SELECTED_FORWARD,
+    SELECTED_KEY_GRADIENTS,
     SELECTED_QUERY_GRADIENT,
     SelectedPartSizes,
     choose_sizes,
     find_sizes,
+    fitting_item,
+    item_queries,
 )
 from nsa_jax.layout import Placement
 
 BLOCK = 64  # keys of a block for which there are sizes for parts
 NEIGHBOURS = 4  # queries whose blocks are compared
-FEWEST_PAIRS = 2**18  # of a query and a block: with fewer, the choice costs about what it gains
+FEWEST_PAIRS = 2**18  # of a query and a block, from which results may come in parts
+# From which the forward starts both ways. Then it sorts the pairs, which the backward does in any case.
+FEWEST_ASKED_FORWARD = 3 * 2**18
 
 
 def attend_selected(
@@ -51,24 +73,26 @@ def attend_selected(
     of a KV head.
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
-
-    def by_tiles():
-        sizes = choose_sizes(SELECTED_FORWARD, shape)
-        tokens = tokens_of(sizes.rows, shape.heads)
+    arrays = query, key, value, block_indices, placement
+    sizes = find_sizes(OUTPUT_PARTS, shape)
+    way = _choose_way(sizes, key.shape[1], block_indices, placement, fewest_asked=FEWEST_ASKED_FORWARD)
+    results: tuple[Array, ...] | None = None
+    if way.has_tiles:
+        tile = choose_sizes(SELECTED_FORWARD, shape)
+        tokens = tokens_of(tile.rows, shape.heads)
         lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
-        return forward.attend_selected(
-            query, key, value, lists, visible, placement.config, scale,
-            one_block=placement.tile_in_one_block(tokens), sizes=sizes,
+        results = forward.attend_selected(
+            query, key, value, way.of_tiles(lists), placement.config, scale,
+            one_block=placement.tile_in_one_block(tokens), sizes=tile,
             slots=forward.Slots(block_indices, placement.sequence_start) if weigh else None,
         )  # fmt: skip
-
-    def in_parts(sizes):
-        arrays = query, key, value, block_indices, placement, visible
-        return attend_in_parts(*arrays, scale=scale, sizes=sizes, weigh=weigh)
-
-    sizes = find_sizes(OUTPUT_PARTS, shape)
-    return _either(sizes, key.shape[1], block_indices, placement, in_parts, by_tiles)
+    if way.parts is not None:
+        results = attend_in_parts(*arrays, results, way.few, scale=scale, sizes=way.parts, weigh=weigh)
+    assert results is not None
+    out, lse, *probabilities = results
+    visible = visible_in_blocks(block_indices, placement, key.shape[1])
+    out, lse = recompute_forward(out, lse, query, key, value, visible, scale)
+    return out, lse, *(recompute_probabilities(x, lse, query, key, visible, scale) for x in probabilities)
 
 
 def selected_gradients(
@@ -85,49 +109,95 @@ def selected_gradients(
 
     Arguments as in `attend_selected` and `ranges.range_gradients`.
     """
+    num_keys, slots = key.shape[1], block_indices.shape[3]
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
-
-    def by_tiles():
-        sizes = choose_sizes(SELECTED_QUERY_GRADIENT, shape)
-        tokens = tokens_of(sizes.rows, shape.heads)
-        lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
-        d_query, products, delta = selected_query_gradient(
-            query, key, value, lists, visible, placement.config, given, scale=scale,
-            one_block=placement.tile_in_one_block(tokens), sizes=sizes,
-        )  # fmt: skip
-        d_keys = selected_key_gradients(
-            query, key, value, block_indices, placement, visible, given, delta, scale=scale
-        )
-        return d_query, *d_keys, products
-
-    def in_parts(sizes):
-        arrays = query, key, value, block_indices, placement, visible, given
-        return gradients_in_parts(*arrays, scale=scale, sizes=sizes)
-
+    arrays = query, key, value
     # Where the queries are cut too, most blocks have several items, whose partial sums take the more memory.
-    cut = chunks_of(query, block_indices, query.shape[3]).ranges > 1
+    cut = cuts_queries(query, block_indices)
     sizes = None if cut else find_sizes(GRADIENT_PARTS, shape)
-    return _either(sizes, key.shape[1], block_indices, placement, in_parts, by_tiles)
+    way = _choose_way(sizes, num_keys, block_indices, placement)
+    key_sizes = choose_sizes(SELECTED_KEY_GRADIENTS, shape)
+    if way.parts is None:
+        chunks, item = None, key_sizes.item or item_queries(shape.heads, block_indices.size)
+    else:
+        chunks = chunks_of(query, block_indices, query.shape[3])
+        item = fitting_item(way.parts.item, block_indices.size, least=512)
+    range_queries = None if chunks is None else chunks.queries
+    items = invert(block_indices, placement, num_keys, item=item, range_queries=range_queries)
+
+    written: tuple[Array, ...] | None = None
+    if way.has_tiles:
+        tile = choose_sizes(SELECTED_QUERY_GRADIENT, shape)
+        tokens = tokens_of(tile.rows, shape.heads)
+        lists = union_lists(block_indices, placement, num_keys, tokens=tokens)
+        d_query, products, delta = selected_query_gradient(
+            *arrays, way.of_tiles(lists), placement.config, given, scale=scale,
+            one_block=placement.tile_in_one_block(tokens), sizes=tile,
+        )  # fmt: skip
+        mine = items if chunks is None else items._replace(tokens=items.tokens // slots)
+        if way.few is not None:
+            mine = mine._replace(items=jnp.where(way.few, -1, mine.items))
+        sums = selected_key_gradients(*arrays, mine, placement, given, delta, scale=scale, sizes=key_sizes)
+        written = d_query, *sums
+    else:
+        products, delta = row_deltas(given)
+    if way.parts is not None:
+        assert chunks is not None
+        written = gradients_in_parts(
+            *arrays, block_indices, placement, items, chunks, given, delta, written, way.few,
+            scale=scale, sizes=way.parts._replace(item=item),
+        )  # fmt: skip
+    assert written is not None
+    d_query, *sums = written
+    visible = visible_in_blocks(block_indices, placement, num_keys)
+    d_query = recompute_query_gradient(d_query, *arrays, visible, given, delta, scale=scale)
+    d_keys = join_items(items, *sums)
+    d_keys = recompute_key_gradients(*d_keys, *arrays, visible, given, delta, scale=scale)
+    return d_query, *d_keys, products
 
 
-def _either[T](
+class _Way(NamedTuple):
+    """Which kernels are started.
+
+    Attributes:
+      parts: sizes of those with key blocks outside; None without them.
+      few: whether neighbours share so few blocks that these shall do the work, and those of tiles nothing;
+        None where only one of the two ways is started.
+    """
+
+    parts: SelectedPartSizes | None
+    few: Bool[Array, ""] | None
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the kernels of tiles are started."""
+        return self.parts is None or self.few is not None
+
+    def of_tiles(self, lists: UnionLists) -> UnionLists:
+        """The lists that they are given: without blocks where the others do the work."""
+        if self.few is None:
+            return lists
+        return lists._replace(counts=jnp.where(self.few, 0, lists.counts))
+
+
+def _choose_way(
     sizes: SelectedPartSizes | None,
     num_keys: int,
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    in_parts: Callable[[SelectedPartSizes], T],
-    by_tiles: Callable[[], T],
-) -> T:
-    """One of the two ways: by what is known while tracing, and else by what neighbours share."""
+    *,
+    fewest_asked: int = FEWEST_PAIRS,
+) -> _Way:
+    """By what is known while tracing, and else by what neighbours share; `sizes` are those of parts."""
     if (
         sizes is None
         or num_keys < sizes.fewest_keys
         or placement.config.selection_block_size != BLOCK
         or not FEWEST_PAIRS <= block_indices.size < 2**31
     ):
-        return by_tiles()
+        return _Way(None, None)
     if sizes.most_shared >= NEIGHBOURS or block_indices.size <= sizes.unasked:
-        return in_parts(sizes)
-    few = shares_less(block_indices, NEIGHBOURS, sizes.most_shared)
-    return jax.lax.cond(few, lambda: in_parts(sizes), by_tiles)
+        return _Way(sizes, None)
+    if block_indices.size < fewest_asked:
+        return _Way(None, None)
+    return _Way(sizes, shares_less(block_indices, NEIGHBOURS, sizes.most_shared))

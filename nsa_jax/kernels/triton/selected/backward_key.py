@@ -27,13 +27,11 @@ import triton
 import triton.language as tl
 
 from nsa_jax import layout
-from nsa_jax.array_typing import Array, Float, Int
+from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import padded_heads, split_dim, tokens_of
-from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -46,14 +44,9 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems, invert
+from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.sizes import (
-    SELECTED_KEY_GRADIENTS,
-    SelectedKeySizes,
-    choose_sizes,
-    item_queries,
-)
+from nsa_jax.kernels.triton.sizes import SelectedKeySizes
 from nsa_jax.kernels.triton.softmax import load_lse
 
 
@@ -61,38 +54,31 @@ def selected_key_gradients(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    block_indices: Int[Array, "B T K R"],
+    items: BlockItems,
     placement: layout.Placement,
-    visible: VisibleKeys,
     given: Backward,
     delta: Float[Array, "B T N"],
     *,
     scale: float,
-    sizes: SelectedKeySizes | None = None,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Gradients of the keys and values.
+    sizes: SelectedKeySizes,
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients of the keys and values, as `join_items` takes them.
 
     Args:
       query, key, value, given, delta, scale: see `selected_query_gradient`.
-      block_indices: sequence-local blocks of each query, each at most once; -1 in unused slots.
+      items: the queries of each block, without codes.
       placement: where each query stands; plain rows are faster than packed ones.
-      visible: the same blocks in the form that `nonfinite` takes.
-      sizes: tile sizes; None chooses by shape.
+      sizes: tile sizes.
     """
     num_queries, num_heads, key_dim = query.shape[1:]
     num_keys, num_kv_heads, value_dim = value.shape[1:]
     heads, block_size = num_heads // num_kv_heads, placement.config.selection_block_size
-    if sizes is None:
-        shape = shape_of(query, key, value, block_size=block_size)
-        sizes = choose_sizes(SELECTED_KEY_GRADIENTS, shape)
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
-    item = sizes.item or item_queries(heads, block_indices.size)
-    items = invert(block_indices, placement, num_keys, item=item)
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     slots = max(items.num_slots, 1)
     dims: dict[str, Any] = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
-    part_key, part_value, d_key, d_value = launch(
+    return launch(
         selected_key_gradients_kernel,
         query, key, value, items.tokens, items.items, last_rows(placement), given.lse, delta,
         given.d_out, given.weight,
@@ -104,8 +90,6 @@ def selected_key_gradients(
         TOKENS=tokens_of(sizes.rows, heads), KEYS=keys, SCALE=float(scale), PRECISION=precision(query.dtype),
         WIDE=num_queries * num_heads * max(key_dim, value_dim) >= 2**31, **dims,
     )  # fmt: skip
-    d_key, d_value = join_items(items, part_key, part_value, d_key, d_value)
-    return recompute_key_gradients(d_key, d_value, query, key, value, visible, given, delta, scale=scale)
 
 
 def join_items(

@@ -29,7 +29,6 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -52,7 +51,6 @@ def selected_query_gradient(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     lists: UnionLists,
-    visible: VisibleKeys,
     config: NSAConfig,
     given: Backward,
     *,
@@ -62,10 +60,11 @@ def selected_query_gradient(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
 
+    Where a key is not finite, it is the one before `recompute_query_gradient`.
+
     Args:
       query, key, value, config, scale, one_block: see `attend_selected`.
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
-      visible: the blocks of each query.
       given: what the forward returned, and the cotangents.
       sizes: tile sizes.
 
@@ -81,7 +80,7 @@ def selected_query_gradient(
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    d_query, products, delta = launch(
+    return launch(
         selected_query_gradient_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows,
         *given, out=(like(query), like(given.lse), like(given.lse)),
@@ -91,8 +90,6 @@ def selected_query_gradient(
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = recompute_query_gradient(d_query, query, key, value, visible, given, delta, scale=scale)
-    return d_query, products, delta
 
 
 @triton.jit

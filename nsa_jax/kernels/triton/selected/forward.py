@@ -39,11 +39,14 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import VisibleKeys, recompute_forward, recompute_probabilities
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision, scaled
 from nsa_jax.kernels.triton.selected.unions import UnionLists
 from nsa_jax.kernels.triton.sizes import SelectedForwardSizes
 from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
+
+# With the probabilities, 128 registers of a thread spill 68 bytes, and the kernel takes 24 % longer than
+# without, not 6 % (R at 64k; C 26 and 23 %).
+WEIGHING_REGISTERS = {128: 168}
 
 
 class Slots(NamedTuple):
@@ -58,7 +61,6 @@ def attend_selected(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     lists: UnionLists,
-    visible: VisibleKeys,
     config: NSAConfig,
     scale: float,
     *,
@@ -66,12 +68,11 @@ def attend_selected(
     sizes: SelectedForwardSizes,
     slots: Slots | None = None,
 ) -> tuple[Array, ...]:
-    """Attention of each query over its blocks.
+    """Attention of each query over its blocks; where a key is not finite, before `recompute_forward`.
 
     Args:
       query, key, value, config, scale: see `nsa_jax.selected_attention`.
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
-      visible: the blocks of each query.
       one_block: whether the queries of every tile are known to lie in one block.
       sizes: tile sizes.
       slots: the blocks of each slot, if their probabilities are asked for.
@@ -90,24 +91,23 @@ def attend_selected(
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
     out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
-    more: dict[str, Any] = dict(probabilities=None, R=0, PADDED_R=0)
+    registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0)
     if slots is not None:
+        registers = WEIGHING_REGISTERS.get(registers, registers)
         out.append(like(query, slots.blocks.shape, "float32"))
         more = dict(R=slots.blocks.shape[3], PADDED_R=triton.next_power_of_2(slots.blocks.shape[3]))
-    out, lse, *probabilities = launch(
+    return launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
         lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, *(slots or (None, None)),
         out=tuple(out),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
-        registers=sizes.registers,
+        registers=registers,
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
         PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
         **more,
     )  # fmt: skip
-    out, lse = recompute_forward(out, lse, query, key, value, visible, scale)
-    return out, lse, *(recompute_probabilities(x, lse, query, key, visible, scale) for x in probabilities)
 
 
 class Entries(NamedTuple):

@@ -3,8 +3,8 @@
 A tile of neighbouring queries needs 64 rows to be worth its products. With few query heads a KV head these
 are of many tokens, and where neighbours choose different blocks, most of the tile is masked in each. A tile
 of the rows that chose a block has no such work. But each query then gets its result in R parts, which go
-through memory. So where neighbours share their blocks, the kernels with queries outside are faster:
-`shares_less` tells the cases apart while the program runs.
+through memory. So where neighbours share their blocks, the kernels with queries outside are faster. They may
+have run before: what they wrote then stays if chunks have no items.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.nonfinite import (
-    VisibleKeys,
-    recompute_forward,
-    recompute_key_gradients,
-    recompute_query_gradient,
-)
-from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.chunks import PART_BYTES, Chunks
-from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.forward_parts import output_parts
 from nsa_jax.kernels.triton.selected.gradient_parts import gradient_parts
-from nsa_jax.kernels.triton.selected.items import invert
+from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.sum_output_parts import add_output_parts
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
-from nsa_jax.kernels.triton.sizes import SelectedPartSizes, fitting_item
+from nsa_jax.kernels.triton.sizes import SelectedPartSizes
 from nsa_jax.layout import Placement
 from nsa_jax.sharding.manual import vary, varying_axes
 
@@ -42,9 +34,14 @@ def chunks_of(
     dim: int,
     most_bytes: int = PART_BYTES,
 ) -> Chunks:
-    """The chunks of parts that have `dim` numbers a row."""
+    """The chunks of parts that have `dim` numbers a row; `most_bytes` bounds the parts of a chunk."""
     slots, heads = block_indices.shape[3], query.shape[2] // block_indices.shape[2]
     return Chunks.of(block_indices, query.dtype.itemsize * slots * heads * dim, most_bytes)
+
+
+def cuts_queries(query: Float[Array, "B T N H"], block_indices: Int[Array, "B T K R"]) -> bool:
+    """Whether chunks of gradients are ranges of queries, not whole KV heads."""
+    return chunks_of(query, block_indices, query.shape[3]).ranges > 1
 
 
 def attend_in_parts(
@@ -53,20 +50,25 @@ def attend_in_parts(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    visible: VisibleKeys,
+    written: tuple[Array, ...] | None,
+    few: Bool[Array, ""] | None,
     *,
     scale: float,
     sizes: SelectedPartSizes,
     weigh: bool = False,
-    most_bytes: int = PART_BYTES,
 ) -> tuple[Array, ...]:
-    """`(out, lse)` as of `forward.attend_selected`; `most_bytes` bounds the parts of a chunk.
+    """What `forward.attend_selected` returns, with the probabilities of the slots if `weigh`.
 
-    With `weigh` also the probabilities of the slots, as there.
+    Args:
+      query, key, value, block_indices, placement, scale: see `nsa_jax.selected_attention`.
+      written: what other kernels wrote, to be written over; None without them.
+      few: whether it is written over; None for yes.
+      sizes: tile sizes.
+      weigh: whether the probabilities are asked for.
     """
-    slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3], most_bytes)
+    slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3])
     items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
-    table = chunks.table(items)
+    table = _table(chunks, items, few)
 
     def chunk(number, results):
         parts, part_lse = output_parts(
@@ -75,12 +77,12 @@ def attend_in_parts(
         )  # fmt: skip
         return add_output_parts(results, parts, part_lse, table[number], block_indices, placement)
 
-    outputs: list[Any] = [((*query.shape[:3], value.shape[3]), query.dtype), (query.shape[:3], "float32")]
-    if weigh:
-        outputs.append((block_indices.shape, "float32"))
-    results = _undefined(*outputs, like=(query, key, value, table, placement))
-    out, lse, *probabilities = _over_chunks(chunks, chunk, results)
-    return *recompute_forward(out, lse, query, key, value, visible, scale), *probabilities
+    if written is None:
+        shapes = (*query.shape[:3], value.shape[3]), query.shape[:3], block_indices.shape
+        dtypes = query.dtype, "float32", "float32"
+        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if weigh else 2]
+        written = _undefined(*arrays, like=(query, key, value, table, placement))
+    return _over_chunks(chunks, chunk, written)
 
 
 def gradients_in_parts(
@@ -89,20 +91,26 @@ def gradients_in_parts(
     value: Float[Array, "B S K V"],
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
-    visible: VisibleKeys,
+    items: BlockItems,
+    chunks: Chunks,
     given: Backward,
+    delta: Float[Array, "B T N"],
+    written: tuple[Array, ...] | None,
+    few: Bool[Array, ""] | None,
     *,
     scale: float,
     sizes: SelectedPartSizes,
-    most_bytes: int = PART_BYTES,
-) -> tuple[Array, Array, Array, Array]:
-    """`(d_query, d_key, d_value, products)` as of `selected.selected_gradients`."""
+) -> tuple[Array, ...]:
+    """The gradient of the queries with `previous`, and the four sums that `backward_key.join_items` takes.
+
+    Args:
+      query, key, value, block_indices, placement, written, few, scale, sizes: see `attend_in_parts`.
+      items: the queries of each block, with codes, in items of `sizes.item`.
+      chunks: how the parts are cut.
+      given, delta: see `backward_query.selected_query_gradient`.
+    """
     slots, block_size = block_indices.shape[3], placement.config.selection_block_size
-    chunks = chunks_of(query, block_indices, query.shape[3], most_bytes)
-    sizes = sizes._replace(item=fitting_item(sizes.item, block_indices.size, least=512))
-    items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
-    table = chunks.table(items)
-    products, delta = row_deltas(given)
+    table = _table(chunks, items, few)
 
     def chunk(number, results):
         d_query, *sums = results
@@ -113,17 +121,23 @@ def gradients_in_parts(
         d_query = add_query_parts(d_query, parts, table[number], block_indices, placement, given.previous)
         return d_query, *sums
 
-    partials = max(items.num_slots, 1), block_size
-    results = _undefined(
-        (query.shape, query.dtype), ((*partials, key.shape[3]), "float32"),
-        ((*partials, value.shape[3]), "float32"), (key.shape, key.dtype), (value.shape, value.dtype),
-        like=(query, key, value, table, placement, given),
-    )  # fmt: skip
-    d_query, *sums = _over_chunks(chunks, chunk, results)
-    d_query = recompute_query_gradient(d_query, query, key, value, visible, given, delta, scale=scale)
-    d_keys = join_items(items, *sums)
-    d_keys = recompute_key_gradients(*d_keys, query, key, value, visible, given, delta, scale=scale)
-    return d_query, *d_keys, products
+    if written is None:
+        partials = max(items.num_slots, 1), block_size
+        written = _undefined(
+            (query.shape, query.dtype), ((*partials, key.shape[3]), "float32"),
+            ((*partials, value.shape[3]), "float32"), (key.shape, key.dtype), (value.shape, value.dtype),
+            like=(query, key, value, table, placement, given),
+        )  # fmt: skip
+    return _over_chunks(chunks, chunk, written)
+
+
+def _table(chunks: Chunks, items: BlockItems, few: Bool[Array, ""] | None) -> Int32[Array, "chunks 4"]:
+    """`Chunks.table`; unless neighbours share few blocks, its chunks have no heads and no items."""
+    table = chunks.table(items)
+    if few is None:
+        return table
+    nothing = jnp.where(jnp.arange(table.shape[1]) == 0, items.slots.shape[0], 0)
+    return jnp.where(few, table, nothing.astype(jnp.int32))
 
 
 def _undefined(*arrays: tuple[tuple[int, ...], Any], like: Any) -> tuple[Array, ...]:
