@@ -101,7 +101,13 @@ VALUES = dict(
     **dict.fromkeys(("use_bias", "qkv_bias", "out_bias", "normalize_qk", "share_keys_values"), False),
     **dict(post_norms=False, activation="silu", embedding_scale=2.0),
     **dict(norm_epsilon=1e-6, initial_gates=((0.1, 0.8, 0.1), Kind(NO_GATES, error=(TypeError, ValueError)))),
-    **dict(tie_embeddings=True, scan_layers=False, remat=(False, Name()), deterministic=True),
+    **dict(
+        tie_embeddings=True,
+        scan_layers=False,
+        remat=(False, Name()),
+        deterministic=True,
+        return_probabilities=False,
+    ),
     **dict(operation="window_attention", implementation="xla", platform="cuda", precision=(None, Name())),
     **dict(
         reduce="sum", order="zigzag", context_order="zigzag", attention="nsa", compression="mlp", mode="mlp"

@@ -270,6 +270,26 @@ def test_short_rows_attend_to_all_that_a_query_may_select(packed, dtype):
     assert np.array_equal(*(np.asarray(ours(cotangent, *x)[0][:, :790], np.float32) for x in (arrays, later)))
 
 
+def test_the_forward_gives_the_probabilities_of_its_slots():
+    """Beside the same output and gradients, to the bit; they are those of a pass of their own."""
+    arrays = operands(1500)
+    blocks = jax.jit(functools.partial(attention.select_blocks, config=CONFIG))(*arrays[:2])
+    cotangent = jax.random.normal(jax.random.key(9), attend(*arrays).shape, arrays[0].dtype)
+    given = functools.partial(attend, block_indices=blocks)
+    weigh = functools.partial(given, return_probabilities=True)
+
+    alone = jax.jit(functools.partial(with_gradients, function=given))(cotangent, *arrays)
+    poison_memory()
+    beside = jax.jit(functools.partial(with_gradients, function=lambda *x: weigh(*x)[0]))(cotangent, *arrays)
+    assert all(np.array_equal(x, y) for x, y in zip(alone, beside, strict=True))
+    found = jax.jit(weigh)(*arrays)[1]
+    expected = attention.selected_probabilities(
+        arrays[0], arrays[3], blocks, config=CONFIG, implementation="xla"
+    )
+    heads = arrays[0].shape[2] // blocks.shape[2]
+    assert jnp.abs(found - expected).max() <= 16 * 6 * 1.2e-7 * heads
+
+
 def test_many_heads_of_one_kv_head_equal_those_of_xla():
     """More heads than a tile has rows, and large dims: the largest tiles that shared memory holds."""
     arrays = operands(300, heads=100, key_dim=256, value_dim=192)

@@ -200,7 +200,7 @@ def test_gradients_of_many_queries_stay_in_the_range_of_float16():
         settings = dict(config=config, segment_ids=None, scale=1.0)
         with mock.patch.object(distillation.attention, "block_probabilities", return_value=share):
             return distillation.mean_loss(
-                scores, (), held, query, query, blocks, at, target="dense", implementation="xla", **settings
+                scores, (), held, query, query, blocks, at, None, implementation="xla", **settings
             )
 
     assert jax.grad(loss)(jnp.ones((), jnp.float16)) == 1e4

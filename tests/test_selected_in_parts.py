@@ -41,7 +41,7 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
 
 
 def launches(function, arrays, capability=90) -> tuple[str, str]:
-    """Which kernels forward and backward start: those of "tiles" or "parts", or of "both"; none in a `cond`."""
+    """Which kernels forward and backward start: of "tiles", "parts", or "both"; none is in a `cond`."""
 
     def names_in(jaxpr):
         for equation in jaxpr.eqns:

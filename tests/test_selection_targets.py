@@ -182,6 +182,47 @@ def test_the_log_sum_exp_of_the_attention_changes_nothing(name):
     np.testing.assert_allclose(slots, cached("xla", name)["slots sum"], atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(dense_blocks=0)], ids=["short", "long"])
+@pytest.mark.parametrize("name", ["odd", "packed"])
+def test_the_forward_gives_the_probabilities_of_its_slots(name, sizes, monkeypatch):
+    """Beside the same output and gradients; of three branches, and of the selected one alone."""
+    case, drawn = CASES[name], operands(name)
+    where: dict = dict(config=case.config, scale=case.scale, block_indices=jnp.asarray(blocks_of(name)))
+    where |= dict(segment_ids=case.segment_ids, implementation="xla")
+    for operation in ("selected_attention", "native_sparse_attention"):
+        monkeypatch.setattr(xla, operation, functools.partial(getattr(xla, operation), sizes=sizes))
+
+    @jax.jit
+    def run(arrays):
+        def attend(arrays, **more):
+            return attention.native_sparse_attention(*arrays, **where, **more)
+
+        def weigh(arrays):
+            out, probabilities = attend(arrays, return_probabilities=True)
+            return out + 0 * probabilities.sum(), probabilities
+
+        def gradients(loss, **more):
+            return jax.value_and_grad(lambda arrays: jnp.sin(loss(arrays)).sum())(arrays)
+
+        alone, beside = gradients(attend), gradients(lambda arrays: weigh(arrays)[0])
+        selected = (arrays[0], None, None, *arrays[3:5], None, None, None)
+        return alone, beside, weigh(arrays)[1], attend(selected, return_probabilities=True)[1]
+
+    with jax.enable_x64(True):
+        alone, beside, probabilities, of_one_branch = run(tuple(jax.tree.map(jnp.asarray, drawn)))
+    for ours, theirs in zip(jax.tree.leaves(beside), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    expected = cached("xla", name)["slots sum"]
+    np.testing.assert_allclose(probabilities, expected, atol=1e-12)
+    np.testing.assert_allclose(of_one_branch, expected, atol=1e-12)
+
+
+def test_probabilities_need_the_blocks():
+    drawn = operands("odd")
+    with pytest.raises(ValueError, match="return_probabilities needs block_indices, got None"):
+        attention.native_sparse_attention(*drawn, config=ODD, return_probabilities=True)
+
+
 @pytest.mark.parametrize("name", ["odd", "packed"])
 @pytest.mark.parametrize("operation", ["block_probabilities", "selected_probabilities", "importance_scores"])
 def test_chunks_do_not_depend_on_their_size(name, operation):

@@ -38,6 +38,9 @@ def test_operations_and_their_gradients(name, dtype, setting):
         win = attention.window_attention(query, *keys_values[2:], **shared)
         attention.select_blocks(query, key_cmp, **shared)
         attention.native_sparse_attention(*operands, **shared, block_indices=blocks.astype(jnp.int8))
+        attention.native_sparse_attention(
+            *operands, **shared, block_indices=blocks, return_probabilities=True
+        )
         attention.block_probabilities(query, keys_values[0], **shared, lse=slc.lse, reduce="max")
         target = attention.selected_probabilities(query, keys_values[0], blocks, **shared)
         attention.selection_loss(

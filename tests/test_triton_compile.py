@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
+from flax import nnx
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
 jax_triton = pytest.importorskip("jax_triton", reason=f"needs jax-triton, {WHERE}", exc_type=ImportError)
@@ -22,7 +23,7 @@ import triton_kernels  # noqa: E402
 from messages import has_form  # noqa: E402
 from triton_kernels import TARGETS  # noqa: E402
 
-from nsa_jax import attention, dispatch, layout  # noqa: E402
+from nsa_jax import attention, dispatch, layout, nn  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support  # noqa: E402
 from nsa_jax.kernels.triton import support  # noqa: E402
@@ -38,7 +39,10 @@ WITH_PRODUCTS = {
     *(f"nsa_{branch}_key_gradients" for branch in ("compressed", "window", "selected")),
     "nsa_importance",
 }
-OF_PROBABILITIES = {"nsa_block_probabilities", "nsa_dense_log_sum_exp", "nsa_selected_probabilities"}
+OF_PROBABILITIES = {
+    *("nsa_block_probabilities", "nsa_dense_log_sum_exp", "nsa_selected_probabilities"),
+    "nsa_selected_recompute_probabilities",
+}
 RECOMPUTING = {
     f"nsa_{branch}_recompute_{what}"
     for branch in ("compressed", "window", "selected")
@@ -269,7 +273,8 @@ def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> l
 @pytest.mark.parametrize(("capability", "name"), CASES, ids=[f"{TARGETS[c]}-{s}" for c, s in CASES])
 def test_kernels_become_machine_code(capability, name):
     program, kernels = (with_gradients, OF_TWO_BRANCHES) if name in MANY_HEADS else (everything, KERNELS)
-    kernels = kernels | OF_PARTS if name in FEW_HEADS else kernels
+    # Both ways are started, so the deltas come from tiles.
+    kernels = kernels | OF_PARTS - {"nsa_selected_deltas"} if name in FEW_HEADS else kernels
     known = known_of_others(capability, name)
     found = triton_kernels.compiled(program, *operands(SHAPES[name]), capability=capability, but=known)
 
@@ -326,11 +331,11 @@ def test_kernels_of_short_rows_become_machine_code():
         (89, "bfloat16", 0),
         (90, "bfloat16", 0),
         (100, "bfloat16", 96),
-        (90, "float32", 8),
+        (90, "float32", 20),
     ],
 )
 def test_probabilities_become_machine_code(capability, dtype, spilled):
-    """Of packed rows too; with 64 / 4 heads of 128 two programs share an SM of Hopper.
+    """Of packed rows too; with 64 / 4 heads of 128 two programs share an SM of Hopper, three of the forward.
 
     Of the GPUs with little shared memory, which have the same sizes, one.
     """
@@ -343,22 +348,26 @@ def test_probabilities_become_machine_code(capability, dtype, spilled):
         settings = dict(config=CONFIG, implementation="triton")
         plain = attention.block_probabilities(query, key, reduce="max", **settings)
         packed = attention.block_probabilities(query, key, segment_ids=ids, **settings)
-        return plain, packed, attention.selected_probabilities(query, key, blocks, lse=lse, **settings)
+        by_forward = attention.selected_probabilities(query, key, blocks, **settings)
+        given = attention.selected_probabilities(query, key, blocks, lse=lse, **settings)
+        return plain, packed, given, by_forward
 
-    lists = {"nsa_union_lists"}  # compiled above
-    found = triton_kernels.compiled(targets, query, key, blocks, lse, ids, capability=capability, but=lists)
+    known = {"nsa_union_lists", "nsa_selected_recompute_forward"}  # compiled above
+    found = triton_kernels.compiled(targets, query, key, blocks, lse, ids, capability=capability, but=known)
 
-    assert {kernel.name for kernel in found} == OF_PROBABILITIES
-    assert len(found) == 5
+    assert {kernel.name for kernel in found} == OF_PROBABILITIES | {"nsa_selected_forward"}
+    assert len(found) == 7
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[capability]
         assert kernel.spill_bytes <= spilled, kernel._replace(ptx="")
         assert kernel.scratch_bytes == 0
+        if "recompute" in kernel.name:
+            continue
         assert dtype == "float32" or PRODUCTS[capability] in kernel.ptx
         if capability == 90 and dtype == "bfloat16":
             assert "cp.async.bulk.tensor" in kernel.ptx
             assert kernel.shared_bytes <= 113 * 1024
-            assert kernel.registers <= 128
+            assert kernel.registers <= (168 if kernel.name == "nsa_selected_forward" else 128)
 
 
 def test_no_two_functions_share_a_name():
@@ -440,6 +449,30 @@ def test_more_heads_than_a_grid_holds_are_refused():
         lower_window(65536)
     assert has_form(str(error.value))
     assert "triton_kernel_call_ffi" in lower_window(65535).as_text()
+
+
+@pytest.mark.parametrize("branches", [("slc",), ("cmp", "slc", "win")], ids=["msa", "nsa"])
+def test_a_selection_loss_takes_its_target_from_the_forward(branches):
+    """Beside the kernels of a layer alone it starts those of scores, and the repair of the probabilities."""
+    layer = nn.NSAAttention(
+        16, 64, num_kv_heads=1, head_dim=64, branches=branches, selector=nn.IndexerConfig(),
+        dtype="bfloat16", implementation="triton", rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    graph, state = nnx.split(layer)
+
+    def kernels(distil):
+        def loss(state, x):
+            found = nnx.merge(graph, state)(x, distil=distil)
+            return (found if distil is None else found[0]).sum() + (0 if distil is None else found[1])
+
+        x = jax.ShapeDtypeStruct((1, 4096, 64), "bfloat16")
+        text = triton_compile.traced(jax.grad(loss), state, x)
+        return collections.Counter(re.findall(r"name=(nsa_\w+)", text))
+
+    more = kernels("selected") - kernels(None)
+    repair = "nsa_selected_recompute_probabilities"
+    assert more.pop(repair) == 1
+    assert {*more} == {"nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"}
 
 
 def test_the_choice_of_blocks_has_no_gradient():

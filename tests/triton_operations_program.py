@@ -141,13 +141,21 @@ def check_whole(name: str, slots: int) -> float:
     cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
 
     def with_gradients(implementation):
+        more = dict(config=config, implementation=implementation, **where)
+
         def attend(*operands):
-            more = dict(config=config, implementation=implementation)
-            return attention.native_sparse_attention(*operands, **where, **more)
+            return attention.native_sparse_attention(*operands, **more)
+
+        def weigh(*operands):
+            blocks = attention.select_blocks(*operands[:2], **more)
+            return attention.native_sparse_attention(
+                *operands, block_indices=blocks, return_probabilities=True, **more
+            )
 
         def run(cotangent, *operands):
             out, pull_back = jax.vjp(attend, *operands)
-            return attend(*operands), out, *pull_back(cotangent)
+            probabilities = jax.vjp(weigh, *operands)[0][1]  # of the forward that gradients have
+            return attend(*operands), out, *pull_back(cotangent), *weigh(*operands), probabilities
 
         return run
 

@@ -64,7 +64,7 @@ def attend_selected(
     implementation: Implementation | None,
     weigh: bool = False,
 ) -> tuple[Attended, Float[Array, "B T K R"] | None]:
-    """`selected_attention`, and with `weigh` the probabilities of the slots, see `whole.attend`."""
+    """`selected_attention`, and with `weigh` the probabilities as `native_sparse_attention` returns them."""
     arrays = dict(query=query, key_slc=key_slc, value_slc=value_slc, block_indices=block_indices)
     call = arguments.check(
         selected_attention,

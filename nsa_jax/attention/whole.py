@@ -1,6 +1,6 @@
 """The whole operation: three branches, or some of them, and their gated sum."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
@@ -13,7 +13,52 @@ from nsa_jax.attention.window import window_attention
 from nsa_jax.config import BRANCHES, NSAConfig
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import Runs
+from nsa_jax.option_checks import check_flag
 from nsa_jax.sharding.explicit import alike
+
+
+@overload
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"] | None,
+    value_cmp: Float[Array, "B C K V"] | None,
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B W K H"] | None,
+    value_win: Float[Array, "B W K V"] | None,
+    gates: Float[Array, "B T N branches"] | None,
+    *,
+    config: NSAConfig,
+    block_indices: Int[Array, "B T K R"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    return_probabilities: Literal[False] = False,
+) -> Float[Array, "B T N V"]: ...
+
+
+@overload
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"] | None,
+    value_cmp: Float[Array, "B C K V"] | None,
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B W K H"] | None,
+    value_win: Float[Array, "B W K V"] | None,
+    gates: Float[Array, "B T N branches"] | None,
+    *,
+    config: NSAConfig,
+    block_indices: Int[Array, "B T K R"] | None = None,
+    query_positions: Int[Array, "B T"] | Runs | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    return_probabilities: Literal[True],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]: ...
 
 
 @keywords.known
@@ -34,7 +79,8 @@ def native_sparse_attention(
     first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N V"]:
+    return_probabilities: bool = False,
+) -> Any:
     """Native Sparse Attention: attends by all three branches and adds their outputs by gates (Eq. 5).
 
     Computes what `compressed_attention`, `select_blocks`, `selected_attention`, `window_attention` and
@@ -58,12 +104,17 @@ def native_sparse_attention(
       block_indices: a selection to use, for example that of another implementation, see
         `selected_attention`; chosen by `select_blocks` if None.
       first_key_win: row index of the first window key, see `first_key` of `window_attention`.
+      return_probabilities: whether to return what `selected_probabilities` does for these blocks, too. The
+        forward pass of the selected branch knows it, so on a GPU it takes a few percent of that pass, where
+        the function takes half of it. `block_indices` must be given.
 
     Returns:
-      The output, in the query's dtype; 0 for a padding query with finite gates.
+      The output, in the query's dtype; 0 for a padding query with finite gates. With `return_probabilities`
+      the pair of output and probabilities `[B, T, K, R]`, without a gradient for these.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as in `compressed_attention`.
+      TypeError, ValueError, NotImplementedError: as in `compressed_attention`. ValueError also if
+        probabilities are asked for without `block_indices`.
 
     Gradients:
       With respect to every floating-point array. No gradient flows through the selection, see
@@ -74,42 +125,15 @@ def native_sparse_attention(
 
       >>> out = native_sparse_attention(q, k_cmp, v_cmp, k, v, k, v, gates, config=NSAConfig())
     """
-    return attend(
-        query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, config=config,
-        block_indices=block_indices, query_positions=query_positions, segment_ids=segment_ids,
-        first_key_win=first_key_win, scale=scale, implementation=implementation,
-    )[0]  # fmt: skip
-
-
-def attend(
-    query: Float[Array, "B T N H"],
-    key_cmp: Float[Array, "B C K H"] | None,
-    value_cmp: Float[Array, "B C K V"] | None,
-    key_slc: Float[Array, "B S K H"],
-    value_slc: Float[Array, "B S K V"],
-    key_win: Float[Array, "B W K H"] | None,
-    value_win: Float[Array, "B W K V"] | None,
-    gates: Float[Array, "B T N branches"] | None,
-    *,
-    config: NSAConfig,
-    block_indices: Int[Array, "B T K R"] | None,
-    query_positions: Int[Array, "B T"] | Runs | None = None,
-    segment_ids: Int[Array, "B S"] | None,
-    first_key_win: int | Int[Array, ""] | Int[Array, " B"] = 0,
-    scale: float | None,
-    implementation: Implementation | None,
-    weigh: bool = False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T K R"] | None]:
-    """`native_sparse_attention`, and with `weigh` what the forward pass of the selected branch knows beside.
-
-    Args:
-      weigh: whether to return the probabilities of the slots, too, as `selected_probabilities` computes them
-        in a pass of its own. No gradient flows through them. `block_indices` must be given then.
-    """
     arrays: dict[str, Any] = dict(
         query=query, key_cmp=key_cmp, value_cmp=value_cmp, key_slc=key_slc, value_slc=value_slc,
         key_win=key_win, value_win=value_win, gates=gates,
     )  # fmt: skip
+    check_flag(return_probabilities=return_probabilities)
+    if return_probabilities and block_indices is None:
+        raise ValueError(
+            "return_probabilities needs block_indices, got None. Pass those of select_blocks or your own."
+        )
     present = _present(key_cmp, value_cmp, key_win, value_win)
     call = arguments.check(
         native_sparse_attention,
@@ -126,7 +150,7 @@ def attend(
             config=config, query_positions=query_positions, segment_ids=segment_ids, scale=scale,
             implementation=implementation,
         )  # fmt: skip
-        outs, probabilities = [], None
+        outs = []
         if key_cmp is not None and value_cmp is not None:
             cmp = compressed_attention(query, key_cmp, value_cmp, **where)
             outs.append(cmp.out)
@@ -134,16 +158,18 @@ def attend(
                 block_indices = select_blocks(query, key_cmp, lse_cmp=cmp.lse, **where)
         arguments.check_some_choice(block_indices, present)
         assert block_indices is not None
-        slc, probabilities = attend_selected(query, key_slc, value_slc, block_indices, weigh=weigh, **where)
+        slc, probabilities = attend_selected(
+            query, key_slc, value_slc, block_indices, weigh=return_probabilities, **where
+        )
         outs.append(slc.out)
         if key_win is not None and value_win is not None:
             outs.append(window_attention(query, key_win, value_win, first_key=first_key_win, **where).out)
-        return outs[0] if gates is None else _sum_of_two(outs[0], outs[1], gates), probabilities
+        out = outs[0] if gates is None else _sum_of_two(outs[0], outs[1], gates)
+        return (out, probabilities) if return_probabilities else out
     if block_indices is not None:
         block_indices = layout.distinct_blocks(block_indices)
-    operands = dict(**arrays, block_indices=block_indices, **call._asdict(), weigh=weigh)
-    found = dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
-    return found if weigh else (found, None)
+    operands = dict(**arrays, block_indices=block_indices, **call._asdict(), weigh=return_probabilities)
+    return dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
 
 
 def _present(

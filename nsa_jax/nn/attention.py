@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax import arguments, keywords
+from nsa_jax import arguments, attention, keywords
 from nsa_jax.array_typing import Array, DType, Float, Int
-from nsa_jax.attention import whole
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import BRANCHES, Branch, NSAConfig, check_branches, check_config
 from nsa_jax.dispatch import Implementation, check_implementation
@@ -358,16 +357,18 @@ class NSAAttention(NSACacheSteps):
             operands, tokens = self._operands(x, **index_arrays)
             if block_indices is None and (self.selects != "importance" or distil is not None):
                 block_indices = self._choose(x, operands, **index_arrays)
-            out, probabilities = whole.attend(
-                *operands,
-                block_indices=block_indices,
-                segment_ids=segment_ids,
-                weigh=distil == "selected",
-                **self._operation_settings(),
+            settings: dict[str, Any] = dict(
+                block_indices=block_indices, segment_ids=segment_ids, **self._operation_settings()
             )
+            probabilities = None
+            if distil == "selected":
+                out, probabilities = attention.native_sparse_attention(
+                    *operands, return_probabilities=True, **settings
+                )
+            else:
+                out = attention.native_sparse_attention(*operands, **settings)
             if distil is not None:
-                arrays = x, operands, tokens, block_indices, probabilities
-                loss = self._selection_loss(*arrays, **index_arrays)
+                loss = self._selection_loss(x, operands, tokens, block_indices, probabilities, **index_arrays)
         else:
             query, tokens, gates = self._project_in_context(x, **index_arrays)
             out = self.context.run(

@@ -40,7 +40,7 @@ def recompute_probabilities(
     return updated["probabilities"]
 
 
-@triton.jit(repr=named("nsa_{BRANCH}_recompute_probabilities"))
+@triton.jit(repr=named("nsa_selected_recompute_probabilities"))
 def recompute_probabilities_kernel(
     probabilities, query, key, lse, starts, ends, blocks, num_queries, num_keys,
     BRANCH: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK: tl.constexpr,

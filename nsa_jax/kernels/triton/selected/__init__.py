@@ -148,10 +148,10 @@ def selected_gradients(
             scale=scale, sizes=way.parts._replace(item=item),
         )  # fmt: skip
     assert written is not None
-    d_query, *sums = written
+    d_query, *parts = written
     visible = visible_in_blocks(block_indices, placement, num_keys)
     d_query = recompute_query_gradient(d_query, *arrays, visible, given, delta, scale=scale)
-    d_keys = join_items(items, *sums)
+    d_keys = join_items(items, *parts)
     d_keys = recompute_key_gradients(*d_keys, *arrays, visible, given, delta, scale=scale)
     return d_query, *d_keys, products
 

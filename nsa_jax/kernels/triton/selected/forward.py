@@ -46,7 +46,7 @@ from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_ke
 
 # With the probabilities, 128 registers of a thread spill 68 bytes, and the kernel takes 24 % longer than
 # without, not 6 % (R at 64k; C 26 and 23 %).
-WEIGHING_REGISTERS = {128: 168}
+WEIGHING_REGISTERS = 168
 
 
 class Slots(NamedTuple):
@@ -93,7 +93,7 @@ def attend_selected(
     out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
     registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0)
     if slots is not None:
-        registers = WEIGHING_REGISTERS.get(registers, registers)
+        registers = WEIGHING_REGISTERS if registers == 128 else registers
         out.append(like(query, slots.blocks.shape, "float32"))
         more = dict(R=slots.blocks.shape[3], PADDED_R=triton.next_power_of_2(slots.blocks.shape[3]))
     return launch(
