@@ -5,6 +5,7 @@ turns their PTX into machine code and says what that needs.
 """
 
 import collections
+import re
 import types
 from typing import NamedTuple
 
@@ -470,9 +471,9 @@ def test_a_selection_loss_takes_its_target_from_the_forward(branches):
         return collections.Counter(re.findall(r"name=(nsa_\w+)", text))
 
     more = kernels("selected") - kernels(None)
-    repair = "nsa_selected_recompute_probabilities"
-    assert more.pop(repair) == 1
-    assert {*more} == {"nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"}
+    assert {"nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"} <= {*more}
+    of_branch = {name: times for name, times in more.items() if "selected" in name or "log_sum_exp" in name}
+    assert of_branch == {"nsa_selected_recompute_probabilities": 1}
 
 
 def test_the_choice_of_blocks_has_no_gradient():
