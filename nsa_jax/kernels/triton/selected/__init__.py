@@ -186,7 +186,7 @@ def _choose_way(
     block_indices: Int32[Array, "B T K R"],
     placement: Placement,
     *,
-    fewest_asked: int = FEWEST_PAIRS,
+    fewest_asked: int = 0,
 ) -> _Way:
     """By what is known while tracing, and else by what neighbours share; `sizes` are those of parts."""
     if (

@@ -241,7 +241,7 @@ def selected_forward_kernel(
     part = 1 / tl.where(sees, state.total, 1.0)
     store_rows(out, rows, scaled(state.out, part[:, None]), VALUE)
     if probabilities is not None:
-        shares = tl.where(rows.inside[:, None], found.shares * part[:, None], 0.0)
+        shares = found.shares * part[:, None]
         of_tokens = tl.sum(shares.reshape(TOKENS, PADDED_G, PADDED_R), 1)
         token = tl.arange(0, TOKENS)[:, None]
         slot = tl.arange(0, PADDED_R)[None, :]
@@ -255,7 +255,7 @@ def slots_of_rows(
     blocks, sequence_starts, at, tile, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
     PADDED_R: tl.constexpr,
 ):  # fmt: skip
-    """First key of the block in each slot of each row, -1 where there is none; `at` is the first query."""
+    """First key of the block in each slot of each row that exists, else -1; `at` is the first query."""
     slot = tl.arange(0, PADDED_R)[None, :]
     pointer = blocks + (at * KV_HEADS + tile.kv_head) * R
     inside = tile.rows.inside[:, None] & (slot < R)
