@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-OF_BOTH_WAYS = ("two_heads_split_blocks", "sixteen_heads", "block_of_two_steps", "packed", "anywhere")
+OF_BOTH_WAYS = ("two_heads_split_blocks", "packed", "anywhere")
 
 
 @functools.cache
