@@ -146,9 +146,10 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         "compile_s": compile_s,
     }
     texts = options.requests * options.new_tokens
+    read = f"tokens, {options.prefill_chunk} at a time"
     named = {
-        "requests": f"{options.requests} requests of {options.shortest} to {length} tokens",
-        "equal rows": f"{options.requests // options.slots} times {options.slots} rows of {mean} tokens",
+        "requests": f"{options.requests} requests of {options.shortest} to {length} {read}",
+        "equal rows": f"{options.requests // options.slots} times {options.slots} rows of {mean} {read}",
     }
     requests, rows = (
         dict(

@@ -1,5 +1,6 @@
 """Few query heads a KV head: which calls of the selected branch come in parts, and what that needs."""
 
+import math
 import re
 
 import jax
@@ -21,6 +22,7 @@ from nsa_jax.kernels.triton.backward import Backward  # noqa: E402
 from nsa_jax.kernels.triton.selected.chunks import PART_BYTES  # noqa: E402
 
 FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
+OF_TILES = "nsa_selected_forward", "nsa_selected_query_gradient"
 
 
 def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16"):
@@ -41,21 +43,28 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
 
 
 def launches(function, arrays, capability=90) -> tuple[str, str]:
-    """Which kernels forward and backward start: of "tiles", "parts", or "both"; none is in a `cond`."""
+    """Which kernels forward and backward start: of "tiles", "parts", or "both"; none is in a `cond`.
 
-    def names_in(jaxpr):
+    Each is started once, by tiles for all rows together.
+    """
+
+    def launches_in(jaxpr):
         for equation in jaxpr.eqns:
             assert equation.primitive.name != "cond"
-            yield equation.params.get("name")
+            if equation.params.get("name") in (*OF_TILES, FORWARD, BACKWARD):
+                yield equation.params["name"], equation.outvars[0].aval.shape
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                yield from names_in(inner)
+                yield from launches_in(inner)
 
     with triton_compile.device(capability):
-        found = set(names_in(jax.make_jaxpr(function)(*arrays).jaxpr))
+        launched = list(launches_in(jax.make_jaxpr(function)(*arrays).jaxpr))
+    found = dict(launched)
+    assert len(found) == len(launched)
+    assert {found[name][0] for name in OF_TILES if name in found} <= {math.prod(arrays[0].shape[:-3])}
     ways = []
-    for tiles, parts in (("nsa_selected_forward", FORWARD), ("nsa_selected_query_gradient", BACKWARD)):
-        assert {tiles, parts} & found
-        ways.append("both" if {tiles, parts} <= found else "tiles" if tiles in found else "parts")
+    for tiles, parts in zip(OF_TILES, (FORWARD, BACKWARD), strict=True):
+        assert {tiles, parts} & {*found}
+        ways.append("both" if {tiles, parts} <= {*found} else "tiles" if tiles in found else "parts")
     return ways[0], ways[1]
 
 
@@ -66,6 +75,7 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
         (dict(dtype="float16"), ("both", "both")),
         (dict(length=8192), ("tiles", "both")),
         (dict(heads=9, kv_heads=3, dim=64), ("both", "parts")),
+        (dict(heads=9, kv_heads=3, dim=64, length=12288), ("tiles", "parts")),
         (dict(heads=9, kv_heads=3, dim=64, length=8192), ("parts", "parts")),
         (dict(heads=9, kv_heads=3, dim=64, length=4096), ("tiles", "tiles")),
         (dict(kv_heads=2), ("tiles", "tiles")),
@@ -78,8 +88,8 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
         (dict(heads=4, kv_heads=1, length=8192), ("tiles", "tiles")),
     ],
     ids=[
-        *("llama", "float16", "8k", "smollm", "smollm_8k", "smollm_short", "sixteen_heads", "float32"),
-        *("small_blocks", "large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
+        *("llama", "float16", "8k", "smollm", "smollm_12k", "smollm_8k", "smollm_short", "sixteen_heads"),
+        *("float32", "small_blocks", "large_blocks", "wide", "wide_8k", "cut_along_the_queries", "few_pairs"),
     ],
 )
 def test_only_calls_that_gain_come_in_parts(shape, expected):

@@ -53,7 +53,7 @@ from nsa_jax.layout import Placement
 BLOCK = 64  # keys of a block for which there are sizes for parts
 NEIGHBOURS = 4  # queries whose blocks are compared
 FEWEST_PAIRS = 2**18  # of a query and a block, from which results may come in parts
-# From which the forward starts both ways. Then it sorts the pairs, which the backward does in any case.
+# With fewer the forward takes tiles: to start both ways it must sort the pairs, which only parts use there.
 FEWEST_ASKED_FORWARD = 3 * 2**18
 
 

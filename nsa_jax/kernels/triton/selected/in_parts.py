@@ -3,8 +3,8 @@
 A tile of neighbouring queries needs 64 rows to be worth its products. With few query heads a KV head these
 are of many tokens, and where neighbours choose different blocks, most of the tile is masked in each. A tile
 of the rows that chose a block has no such work. But each query then gets its result in R parts, which go
-through memory. So where neighbours share their blocks, the kernels with queries outside are faster. They may
-have run before: what they wrote then stays if chunks have no items.
+through memory. So where neighbours share their blocks, the kernels with queries outside are faster. Where
+both were started, chunks without items leave what these wrote as it is.
 """
 
 from collections.abc import Callable
