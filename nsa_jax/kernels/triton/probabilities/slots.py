@@ -44,8 +44,8 @@ def selected_probabilities(
 ) -> Float[Array, "B T K R"]:
     """The probability of the block in each slot, as `nsa_jax.selected_probabilities` returns it.
 
-    Without `lse` the forward of the branch runs, with the keys as values: it gives the sums beside its log-sum-exps,
-    or the latter for the largest. `sizes` are those of that forward if None.
+    Without `lse` the forward of the branch runs, with the keys as values: it gives the sums beside its
+    log-sum-exps, and for "max" these alone. `sizes` are those of that forward if None.
     """
     batch, num_queries, num_heads, dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
