@@ -68,7 +68,7 @@ CHECKS = {
             "anywhere",
         ),
         *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block", "named twice"),
-        "not a number",
+        *("nothing to do", "not a number"),
     ),
     "selection": (
         *("check_random_scores", "check_odd_configs_of_the_suite", "check_heads_and_dims"),

@@ -5,6 +5,7 @@ Float32 on small odd shapes; every output is poisoned first. Prints the largest 
 
 from triton_interpreter import interpreted  # isort: skip
 
+import contextlib
 import functools
 import time
 from typing import NamedTuple
@@ -192,13 +193,18 @@ def program(case: Case, way: str, *, repair: bool):
         found = selected.selected_gradients(*arrays, given, scale=case.scale)
         return out, lse, *found[:3], probabilities
 
-    def run(query, key, value):
+    @contextlib.contextmanager
+    def way_taken():
         with (
             interpreted(),
             mock.patch.multiple(selected, **settings),
             mock.patch.object(in_parts, "chunks_of", in_parts.chunks_of if in_one else in_chunks),
             mock.patch.object(selected, "cuts_queries", return_value=False),
         ):
+            yield
+
+    def run(query, key, value, *, compiled=True):
+        with way_taken(), contextlib.nullcontext() if compiled else jax.disable_jit():
             return kernels(query, key, value)
 
     return run
@@ -269,6 +275,42 @@ def check_nan(case: Case, way: str) -> None:
             np.testing.assert_allclose(x[~hit], y[~hit], rtol=0, atol=1e-4, err_msg=f"{where} {name}")
             if name == "out":
                 assert np.isnan(x[hit]).any(-1).all(), where
+
+
+def check_one_way_has_nothing_to_do(case: Case) -> None:
+    """Where both are started: tiles get no blocks and no items, or chunks no heads and no items."""
+    (query, key, value, _), *_ = inputs(case)
+    given: dict[str, list[np.ndarray]] = {}
+
+    def spy(function, find):
+        def call(*args, **kwargs):
+            given.setdefault(function.__name__, []).append(np.asarray(find(args)))
+            return function(*args, **kwargs)
+
+        return call
+
+    # What these functions are given: lists, items, and the row of a chunk.
+    spied = (
+        (selected.forward, "attend_selected", lambda args: args[3].counts),
+        (selected, "selected_query_gradient", lambda args: args[3].counts),
+        (selected, "selected_key_gradients", lambda args: args[3].items),
+        (in_parts, "output_parts", lambda args: args[6]),
+        (in_parts, "gradient_parts", lambda args: args[9]),
+    )
+    for way in ("few", "many"):
+        given.clear()
+        with contextlib.ExitStack() as patches:
+            for module, name, find in spied:
+                patches.enter_context(mock.patch.object(module, name, spy(getattr(module, name), find)))
+            program(case, way, repair=False)(query, key, value, compiled=False)
+        assert len(given) == len(spied)
+        few = way == "few"
+        assert np.any(given["attend_selected"]) != few
+        assert np.any(given["selected_query_gradient"]) != few
+        assert (np.concatenate(given["selected_key_gradients"]) == -1).all() == few
+        for name in ("output_parts", "gradient_parts"):
+            heads, _, first, end = np.stack(given[name]).T
+            assert ((heads == case.batch * case.kv_heads) & (first == end)).all() != few
 
 
 def check_lists(case: Case) -> None:
@@ -454,6 +496,8 @@ def main() -> None:
         print(f"{name}: ok in {time.time() - began:.1f} s {errors}", flush=True)
     check_blocks_named_twice()
     print("named twice: ok", flush=True)
+    check_one_way_has_nothing_to_do(CASES["two_heads_split_blocks"])
+    print("nothing to do: ok", flush=True)
     for way, name in (("parts", "one_head"), ("parts", "packed"), ("tiles", "packed")):
         check_nan(CASES[name], way)
     print("not a number: ok", flush=True)
