@@ -193,18 +193,14 @@ def program(case: Case, way: str, *, repair: bool):
         found = selected.selected_gradients(*arrays, given, scale=case.scale)
         return out, lse, *found[:3], probabilities
 
-    @contextlib.contextmanager
-    def way_taken():
+    def run(query, key, value, *, compiled=True):
         with (
             interpreted(),
             mock.patch.multiple(selected, **settings),
             mock.patch.object(in_parts, "chunks_of", in_parts.chunks_of if in_one else in_chunks),
             mock.patch.object(selected, "cuts_queries", return_value=False),
+            jax.disable_jit(not compiled),
         ):
-            yield
-
-    def run(query, key, value, *, compiled=True):
-        with way_taken(), contextlib.nullcontext() if compiled else jax.disable_jit():
             return kernels(query, key, value)
 
     return run

@@ -435,8 +435,8 @@ class SelectedPartSizes(NamedTuple):
       fewest_keys: of a row: in shorter rows neighbours share too much, even where they choose at random.
       most_shared: choices of 4 neighbours for each block that some of them chose, up to which these kernels
         are faster than those with queries outside; 4 where they always are.
-      unasked: pairs of a query and a block up to which nobody asks what neighbours share, because that
-        took longer than the better way saves: these kernels run alone.
+      unasked: pairs of a query and a block up to which these kernels run alone: there it takes longer to ask
+        what neighbours share than the better way saves.
     """
 
     rows: int

@@ -17,8 +17,9 @@ registers. Floor at 64k, 16 blocks of 64, 64 heads, 128/128: 2.2 TFLOP if neighb
 2.7 ms at 800 TFLOP/s. Where the union of 4 tokens has 18.6 blocks, masked rows add to that. Bytes from L2:
 `2 block (H + V)` per block of a list, 40 GB with 18.6 blocks.
 
-Asked for the probabilities of the slots, a program keeps a number for each row and slot, `rows R / 128`
-registers a thread more: the sum of the block in this slot, in the scale of the row's online softmax.
+Asked for the probabilities of the slots, a program keeps two numbers for each row and slot, `rows R / 64`
+registers a thread more: the first key of the slot's block, and the sum over the block in the scale of the
+row's online softmax.
 """
 
 from typing import Any, NamedTuple
@@ -44,8 +45,8 @@ from nsa_jax.kernels.triton.selected.unions import UnionLists
 from nsa_jax.kernels.triton.sizes import SelectedForwardSizes
 from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_keys
 
-# With the probabilities, 128 registers of a thread spill 68 bytes, and the kernel takes 24 % longer than
-# without, not 6 % (R at 64k; C 26 and 23 %).
+# Of a thread, with the probabilities. At 128 it spills 68 bytes, and they add 24 % to the kernel's time; at
+# 168 they add 6 % (64 / 4 heads of 128, 64k tokens, R; in C 26 and 23 %).
 WEIGHING_REGISTERS = 168
 
 
