@@ -251,7 +251,7 @@ def selected_probabilities(
     """What the selected branch gives to the block of each slot."""
     placed = _place(query, key_slc.shape[1], config, query_positions, segment_ids)
     block, causal = _blocks_of_keys(placed, key_slc.shape[1])
-    slots = layout.distinct_blocks(block_indices)[..., None]
+    slots = layout.distinct_blocks(block_indices, key_slc.shape[1], config)[..., None]
     inside = (slots >= 0) & (block[:, :, None, None] == slots) & causal[:, :, None, None]
     weights = _weights(query, key_slc, inside.any(axis=3), scale, lse)
     return _of_blocks(weights, inside[:, :, :, None], reduce)

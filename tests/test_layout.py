@@ -322,7 +322,26 @@ def test_a_placement_keeps_what_it_knows_under_jit_and_vmap():
 def test_blocks_said_twice_count_once():
     blocks = jnp.asarray([[[[0, 3, 3, -1]], [[2, 0, 2, 0]]]], jnp.int8)
 
-    assert layout.distinct_blocks(blocks).tolist() == [[[[0, 3, -1, -1]], [[2, 0, -1, -1]]]]
+    found = layout.distinct_blocks(blocks, 4 * OVERLAPPING.selection_block_size, OVERLAPPING)
+
+    assert found.tolist() == [[[[0, 3, -1, -1]], [[2, 0, -1, -1]]]]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+def test_blocks_beyond_the_row_are_none(dtype):
+    """Bug: the first token of block 2^32 / l' was token 0 in 32 bits, so such a slot attended to block 0."""
+    wrapping = 2**32 // OVERLAPPING.selection_block_size
+    beyond = wrapping if np.dtype(dtype).itemsize == 4 else 100
+    unused = -1 if np.dtype(dtype).kind == "i" else np.iinfo(dtype).max
+    blocks = jnp.asarray(np.array([[[[0, beyond, 2, 3, unused]]]], dtype))
+
+    for num_keys, last in (
+        (4 * OVERLAPPING.selection_block_size, 3),
+        (3 * OVERLAPPING.selection_block_size, -1),
+    ):
+        found = layout.distinct_blocks(blocks, num_keys, OVERLAPPING)
+        assert found.dtype == np.int32
+        assert found.tolist() == [[[[0, -1, 2, last, -1]]]]
 
 
 @every_config

@@ -237,7 +237,7 @@ def test_chunks_do_not_depend_on_their_size(name, operation):
         more, result = (None, placed, scale, "sum"), "slots sum"
         arrays = drawn.query, drawn.key_slc
         if operation == "selected_probabilities":
-            arrays += (jnp.asarray(layout.distinct_blocks(jnp.asarray(blocks_of(name)))),)
+            arrays += (layout.distinct_blocks(jnp.asarray(blocks_of(name)), case.num_keys, case.config),)
         else:
             result = "blocks sum"
         if operation == "importance_scores":

@@ -108,3 +108,15 @@ def test_blocks_said_twice_count_once_wherever_they_stand(name):
 
     assert disagreements(found, evaluate("reference", case, block_indices=twice)) == {}
     assert disagreements(found, evaluate("xla", case, block_indices=once)) == {}
+
+
+@pytest.mark.parametrize("name", ["plain", "everything_covered"])
+def test_blocks_that_do_not_exist_are_none(name):
+    """Bug: their first token did not fit into 32 bits, and was one that exists."""
+    case, blocks = BY_NAME[name], by_brute_force(name)["blocks"].copy()
+    blocks[..., 2] = -1
+    beyond = np.where(np.arange(blocks.shape[-1]) == 2, 2**32 // case.config.selection_block_size, blocks)
+
+    found = evaluate("xla", case, block_indices=beyond)
+
+    assert disagreements(found, evaluate("xla", case, block_indices=blocks)) == {}

@@ -123,7 +123,7 @@ def inputs(case: Case):
         indices[at][: len(some)] = np.sort(some)
     if case.repeated:
         indices[..., 1] = indices[..., 0]
-        indices = np.array(distinct_blocks(jnp.asarray(indices)))
+        indices = np.array(distinct_blocks(jnp.asarray(indices), case.num_keys, config))
     if case.empty:
         indices[:, 8:24] = -1
 

@@ -125,7 +125,7 @@ def selected_probabilities(
         segment_ids=segment_ids,
         scale=scale,
     )
-    arrays["block_indices"] = layout.distinct_blocks(block_indices)
+    arrays["block_indices"] = layout.distinct_blocks(block_indices, key_slc.shape[1], config)
     operands = dict(**lax.stop_gradient(arrays), **call._asdict(), reduce=reduce)
     found = (query, key_slc, block_indices)
     return dispatch.run("selected_probabilities", implementation, found, operands, config=config)

@@ -74,7 +74,7 @@ def attend_selected(
         segment_ids=segment_ids,
         scale=scale,
     )
-    arrays["block_indices"] = layout.distinct_blocks(block_indices)
+    arrays["block_indices"] = layout.distinct_blocks(block_indices, key_slc.shape[1], config)
     operands = dict(**arrays, **call._asdict(), weigh=weigh)
     found = dispatch.run("selected_attention", implementation, arrays.values(), operands, config=config)
     return found if weigh else (found, None)

@@ -167,7 +167,7 @@ def native_sparse_attention(
         out = outs[0] if gates is None else _sum_of_two(outs[0], outs[1], gates)
         return (out, probabilities) if return_probabilities else out
     if block_indices is not None:
-        block_indices = layout.distinct_blocks(block_indices)
+        block_indices = layout.distinct_blocks(block_indices, key_slc.shape[1], config)
     operands = dict(**arrays, block_indices=block_indices, **call._asdict(), weigh=return_probabilities)
     return dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
 

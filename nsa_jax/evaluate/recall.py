@@ -145,7 +145,8 @@ def _sums(
             query, key, config=config, query_positions=Runs((Run(tokens, first),)), segment_ids=segment_ids,
             scale=layer.scale, implementation=layer.implementation,
         )  # fmt: skip
-        return total + _measured(probability, layout.distinct_blocks(blocks), at, config).sum((1, 2)), None
+        blocks = layout.distinct_blocks(blocks, length, config)
+        return total + _measured(probability, blocks, at, config).sum((1, 2)), None
 
     def split(x: Array, fill: int = 0) -> Array:
         widths = (0, 0), (0, chunks * tokens - length), *((0, 0),) * (x.ndim - 2)

@@ -60,9 +60,16 @@ def is_forced(
     return (block < config.num_initial_blocks) | (block > current - config.num_local_blocks)
 
 
-def distinct_blocks(block_indices: Int[Array, "B T K R"]) -> Int32[Array, "B T K R"]:
-    """Removes repetitions from selections: a slot that repeats an earlier slot of its query becomes -1."""
-    blocks = block_indices.astype(jnp.int32)
+def distinct_blocks(
+    block_indices: Int[Array, "B T K R"], num_keys: int, config: NSAConfig
+) -> Int32[Array, "B T K R"]:
+    """Selections in which each block exists in a row of `num_keys`, and stands once; other slots become -1.
+
+    Behind this, the first token of a block fits into 32 bits. Of equal slots the first one remains.
+    """
+    wide = block_indices.astype(jnp.int32) if block_indices.dtype.itemsize < 4 else block_indices
+    exists = (wide >= 0) & (wide < num_selection_blocks(num_keys, config))
+    blocks = jnp.where(exists, wide, -1).astype(jnp.int32)
     slots = blocks.shape[-1]
     earlier = jnp.tril(jnp.ones((slots, slots), bool), -1)[None, None, None]
     repeated = ((blocks[..., :, None] == blocks[..., None, :]) & earlier).any(axis=-1)

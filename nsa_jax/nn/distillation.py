@@ -80,7 +80,7 @@ def mean_loss(
             found = found[..., : share.shape[3]]  # compressed keys do not tell the number of blocks exactly
             blocks = jnp.arange(share.shape[3], dtype=jnp.int32)
         else:
-            blocks = layout.distinct_blocks(blocks)
+            blocks = layout.distinct_blocks(blocks, key.shape[1], config)
             found = jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3)
         fixed_or_none = (blocks < 0) | layout.is_forced(blocks, at[:, :, None, None], config)
         found = jnp.where(fixed_or_none, -jnp.inf, found)

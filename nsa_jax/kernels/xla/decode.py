@@ -53,7 +53,7 @@ def decode_step(
             fixed = jax.lax.stop_gradient((query, key_cmp, cmp.lse))
             block_indices = operations.select_blocks(*fixed, placement, scale)
     assert block_indices is not None
-    blocks = layout.distinct_blocks(block_indices)
+    blocks = layout.distinct_blocks(block_indices, cache.max_length, config)
     key_slc, value_slc = held(cache, "key_slc"), held(cache, "value_slc")
     slc = operations.selected_attention(query, key_slc, value_slc, blocks, placement, scale)
     outs.append(slc.out)

@@ -152,13 +152,13 @@ def selected_attention(
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, sizes) else _attend_listed
     found = attend(query, key_slc, value_slc, block_indices, placement, scale, sizes)
-    return (found, _weighed(query, key_slc, block_indices, placement, scale)) if weigh else found
+    return (found, _weighed(query, key_slc, block_indices, placement, scale, sizes)) if weigh else found
 
 
-def _weighed(query, key_slc, block_indices, placement, scale) -> Float[Array, "B T K R"]:
+def _weighed(query, key_slc, block_indices, placement, scale, sizes) -> Float[Array, "B T K R"]:
     """The probabilities of the slots, without a gradient."""
     query, key_slc = jax.lax.stop_gradient((query, key_slc))
-    return selected_probabilities(query, key_slc, block_indices, None, placement, scale, "sum")
+    return selected_probabilities(query, key_slc, block_indices, None, placement, scale, "sum", sizes=sizes)
 
 
 def _is_short(key_slc: Array, placement: Placement, sizes: Sizes) -> bool:
@@ -262,7 +262,7 @@ def native_sparse_attention(
     if weigh:
         arrays = query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates
         out = native_sparse_attention(*arrays, block_indices, placement, scale, sizes=sizes)
-        return out, _weighed(query, key_slc, block_indices, placement, scale)
+        return out, _weighed(query, key_slc, block_indices, placement, scale, sizes)
     if _is_short(key_slc, placement, sizes):
         keys = (key_cmp, key_slc, key_win)
         plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, sizes)
