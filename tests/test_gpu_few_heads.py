@@ -19,7 +19,6 @@ from nsa_jax.kernels.triton.selected import in_parts as parts_module
 
 pytestmark = pytest.mark.gpu
 triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
-CHUNKS_OF = parts_module.chunks_of
 
 
 @pytest.fixture
@@ -37,9 +36,7 @@ def in_parts(monkeypatch):
             return selected._Way(sizes if forced else None, asked)
 
         monkeypatch.setattr(selected, "_choose_way", way)
-        in_chunks = functools.partial(CHUNKS_OF, most_bytes=part_bytes)
-        for module in (selected, parts_module):
-            monkeypatch.setattr(module, "chunks_of", in_chunks)
+        monkeypatch.setattr(parts_module, "PART_BYTES", part_bytes)
         monkeypatch.setattr(selected, "cuts_queries", lambda *_: False)
         jax.clear_caches()
 

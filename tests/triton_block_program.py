@@ -167,14 +167,12 @@ def program(case: Case, way: str, *, repair: bool):
     asked = 3.5 if way in ("few", "many") else 4
     parts = SelectedPartSizes(16, 4, 1, None, case.item, fewest_keys=0, most_shared=asked)
     of_query = 4 * case.slots * case.heads * max(case.key_dim, case.value_dim)
-    in_chunks = functools.partial(in_parts.chunks_of, most_bytes=10 * of_query)
-    by_heads = functools.partial(in_parts.chunks_of, most_bytes=indices.shape[1] * of_query)
-    in_one = case.weighted and case.previous
+    whole = in_parts.PART_BYTES if case.weighted and case.previous else None
+    in_chunks, by_heads = whole or 10 * of_query, whole or indices.shape[1] * of_query
     settings = dict(
         choose_sizes=lambda table, shape: sizes[id(table)],
         find_sizes=lambda table, shape: None if way == "tiles" else parts,
         shares_less=lambda *_: jnp.asarray(way == "few"),
-        chunks_of=in_parts.chunks_of if in_one else by_heads,
         BLOCK=case.block, FEWEST_PAIRS=0, FEWEST_ASKED_FORWARD=0,
     )  # fmt: skip
     if not repair:
@@ -188,17 +186,17 @@ def program(case: Case, way: str, *, repair: bool):
     @jax.jit
     def kernels(query, key, value):
         arrays = query, key, value, indices, placed
-        out, lse, probabilities = selected.attend_selected(*arrays, scale=case.scale, weigh=True)
+        with mock.patch.object(in_parts, "PART_BYTES", in_chunks):
+            out, lse, probabilities = selected.attend_selected(*arrays, scale=case.scale, weigh=True)
         given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
-        found = selected.selected_gradients(*arrays, given, scale=case.scale)
+        with mock.patch.object(in_parts, "PART_BYTES", by_heads):
+            found = selected.selected_gradients(*arrays, given, scale=case.scale)
         return out, lse, *found[:3], probabilities
 
     def run(query, key, value, *, compiled=True):
         with (
             interpreted(),
             mock.patch.multiple(selected, **settings),
-            mock.patch.object(in_parts, "chunks_of", in_parts.chunks_of if in_one else in_chunks),
-            mock.patch.object(selected, "cuts_queries", return_value=False),
             jax.disable_jit(not compiled),
         ):
             return kernels(query, key, value)

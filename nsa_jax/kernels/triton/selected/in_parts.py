@@ -32,11 +32,10 @@ def chunks_of(
     query: Float[Array, "B T N H"],
     block_indices: Int[Array, "B T K R"],
     dim: int,
-    most_bytes: int = PART_BYTES,
 ) -> Chunks:
-    """The chunks of parts that have `dim` numbers a row; `most_bytes` bounds the parts of a chunk."""
+    """The chunks of parts that have `dim` numbers a row: at most `PART_BYTES` each."""
     slots, heads = block_indices.shape[3], query.shape[2] // block_indices.shape[2]
-    return Chunks.of(block_indices, query.dtype.itemsize * slots * heads * dim, most_bytes)
+    return Chunks.of(block_indices, query.dtype.itemsize * slots * heads * dim, PART_BYTES)
 
 
 def cuts_queries(query: Float[Array, "B T N H"], block_indices: Int[Array, "B T K R"]) -> bool:
