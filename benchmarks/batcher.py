@@ -5,8 +5,7 @@ time of all, prompts included, with that of `generate` for as many rows as there
 length, as often as makes the same number of texts. Then all slots but one write, and one more request comes
 between two chunks of steps: the row of the requests also has the time to its first token, and that of a step
 of the others before it came; the row of `generate` has the time to the first token of the same prompt alone.
-Both read prompts in chunks of the same size. Everything is compiled before it is timed. Rows go to a JSONL
-file of their own kind; the last line is JSON.
+Everything is compiled before it is timed. Rows go to a JSONL file of their own kind; the last line is JSON.
 """
 
 import argparse
@@ -45,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "shortest": (1024, "tokens of the shortest prompt; the longest has the length"),
             "new-tokens": (256, "tokens to write for each prompt"),
             "chunk-size": (8, "steps between two times at which requests enter and leave"),
-            "prefill-chunk": (1024, "tokens of a prompt that are read at once; longer ones share a program"),
+            "prefill-chunk": (8192, "most tokens of a prompt that the batcher reads at once"),
             "layers": (18, "decoder layers"),
             "model-dim": (1024, "width of the residual stream"),
             "heads": (16, "query heads"),
@@ -98,9 +97,11 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         # A slot that is written goes on while all others are filled, and for the chunks that are timed.
         max_length=length + (options.slots + 2 * CHUNKS) * options.chunk_size + options.new_tokens,
         chunk_size=options.chunk_size,
-        prefill_chunk=options.prefill_chunk,
     )
-    batcher = Batcher(model, options.slots, max_waiting=options.requests, sampling=(), **settings)
+    batcher = Batcher(
+        model, options.slots, max_waiting=options.requests, sampling=(), prefill_chunk=options.prefill_chunk,
+        **settings,
+    )  # fmt: skip
 
     def write_all() -> None:
         requests = [batcher.submit(prompt, max_new_tokens=options.new_tokens) for prompt in prompts]
@@ -146,10 +147,10 @@ def measure(config: TransformerConfig, options: argparse.Namespace, length: int)
         "compile_s": compile_s,
     }
     texts = options.requests * options.new_tokens
-    read = f"tokens, {options.prefill_chunk} at a time"
+    read = f"tokens, at most {options.prefill_chunk} at a time"
     named = {
         "requests": f"{options.requests} requests of {options.shortest} to {length} {read}",
-        "equal rows": f"{options.requests // options.slots} times {options.slots} rows of {mean} {read}",
+        "equal rows": f"{options.requests // options.slots} times {options.slots} rows of {mean} tokens",
     }
     requests, rows = (
         dict(

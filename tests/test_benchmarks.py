@@ -932,7 +932,7 @@ def test_batcher_compares_requests_with_equal_rows(tmp_path, capsys):
     _, summary = last_line(capsys)
     requests, rows = records.read(path)
     assert (status, summary["rows"]) == (0, 2)
-    assert requests.strategy == "4 requests of 60 to 70 tokens, 1024 at a time"
+    assert requests.strategy == "4 requests of 60 to 70 tokens, at most 8192 at a time"
     assert rows.strategy.startswith("2 times 2 rows of 6")
     assert summary["share_of_generate"] == [round(rows.median_ms / requests.median_ms, 3)]
     for row in (requests, rows):

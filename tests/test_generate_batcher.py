@@ -17,7 +17,7 @@ from test_generate import VOCAB, Stub
 from test_generate_options import written
 from test_generate_stream import Letters
 
-from nsa_jax.generate import Batcher, Ended, batching, generate
+from nsa_jax.generate import Batcher, Ended, batching, buckets, generate
 from nsa_jax.generate.parameters import NEUTRAL
 from nsa_jax.model import Transformer, TransformerConfig
 
@@ -519,6 +519,17 @@ def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
         *([2, 3] + [1] * n for n in (40, 60)),
     )
     assert written == [alone(stub, prompt, 3) for prompt in prompts]
+
+
+def test_a_long_prompt_is_read_in_equal_chunks_of_few_sizes():
+    most = 1024
+    chunks = {length: buckets.equal_chunk(length, most) for length in range(most + 1, 9 * most)}
+
+    for length, chunk in chunks.items():
+        assert -(-length // chunk) == -(-length // most), length
+        assert chunk <= most
+        assert -(-length // chunk) * chunk - length <= length / 8
+    assert len(set(chunks.values())) == 8
 
 
 def test_a_row_is_put_into_its_slot_in_place(stub, batcher):

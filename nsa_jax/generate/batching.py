@@ -58,9 +58,10 @@ class Batcher:
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
-      prefill_chunk: number of prompt tokens that are read at once, see `generate`. All longer prompts share
-        one program, and those that follow a prefix another. Of shorter ones, and without it of all, each
-        bucket of widths has a program, which is compiled when its first prompt comes.
+      prefill_chunk: largest number of prompt tokens that are read at once. A longer prompt is read in equal
+        chunks, of sizes in buckets, eight of them from half of this number on: those of all longer prompts.
+        Each size has a program, and so has each bucket of shorter prompts; one that follows a prefix has
+        another. They are compiled when the first such prompt comes. None chooses the size by the prompt.
       cache_dtype: see `generate`.
 
     Raises:
@@ -87,7 +88,7 @@ class Batcher:
         tokenizer: Tokenizer | None = None,
         drafts: LookUp | DraftModel | None = None,
         chunk_size: int = 8,
-        prefill_chunk: int | None = None,
+        prefill_chunk: int | None = buckets.PREFILL_TOKENS,
         cache_dtype: DType | None = None,
     ) -> None:
         checks.check_counts(slots=slots, chunk_size=chunk_size)
@@ -348,28 +349,29 @@ class Batcher:
         if asked.prefix is None:
             return self._prefilled(asked.prompt, asked.key, asked.sampling)
         begun = copies.gather(asked.prefix.session, np.zeros(1, np.int32))
-        tokens, lengths = self._widened(asked.prompt)
-        row = extend(begun, tokens, lengths=lengths, prefill_chunk=self._prefill_chunk).rows
-        return row._replace(keys=asked.key)
+        tokens, lengths, chunk = self._widened(asked.prompt)
+        return extend(begun, tokens, lengths=lengths, prefill_chunk=chunk).rows._replace(keys=asked.key)
 
     def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
         session = self._session
+        row, length, chunk = self._widened(tokens)
         return prefilled(
-            session.structure, session.parameters, *self._widened(tokens), key,
+            session.structure, session.parameters, row, length, key,
             dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
-            prefill_chunk=self._prefill_chunk, cache_dtype=self._cache_dtype,
+            prefill_chunk=chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
 
-    def _widened(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A prompt as a row, and its length.
+    def _widened(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, int | None]:
+        """A prompt as a row, its length, and how much of it is read at once.
 
-        One longer than a chunk is as wide as the cache: so there is one program, which reads no more chunks
-        than the prompt has.
+        One longer than a chunk is as wide as the cache: so there is one program for each size of a chunk,
+        which reads no more chunks than the prompt has.
         """
-        length = len(tokens)
-        is_long = self._prefill_chunk is not None and length > self._prefill_chunk
-        width = self._session.max_length if is_long else length
-        return np.pad(tokens[None], ((0, 0), (0, width - length))), np.array([length])
+        length, chunk = len(tokens), self._prefill_chunk
+        if chunk is None or length <= chunk:
+            return tokens[None], np.array([length]), chunk
+        wide = np.pad(tokens[None], ((0, 0), (0, self._session.max_length - length)))
+        return wide, np.array([length]), buckets.equal_chunk(length, chunk)
 
     def _ask_for_chunk(self) -> None:
         owners = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]

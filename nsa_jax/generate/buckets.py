@@ -28,6 +28,11 @@ def default_chunk(batch: int, width: int) -> int:
     return -(-width // -(-width // most))
 
 
+def equal_chunk(length: int, most: int) -> int:
+    """The bucket of equal chunks, as few as chunks of `most` tokens would be, for a prompt of `length`."""
+    return min(bucketed(-(-length // -(-length // most))), most)
+
+
 def width(num_tokens: int, max_length: int | None) -> int:
     """The bucket of prompts of `num_tokens`, no wider than prompts and cache require."""
     most = bucketed(num_tokens)
