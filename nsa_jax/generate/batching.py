@@ -28,7 +28,7 @@ from nsa_jax.generate.options import Sampling
 from nsa_jax.generate.parameters import NEUTRAL, as_row
 from nsa_jax.generate.requests import Asked, Prefix, Request
 from nsa_jax.generate.rows import Rows
-from nsa_jax.generate.session import Continuation, dispatch, extend, prefilled, start
+from nsa_jax.generate.session import Continuation, Session, dispatch, extend, prefilled, start
 from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
 from nsa_jax.option_checks import check_choice, check_int
 
@@ -58,10 +58,10 @@ class Batcher:
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
-      prefill_chunk: largest number of prompt tokens that are read at once. A longer prompt is read in equal
-        chunks, of sizes in buckets, eight of them from half of this number on: those of all longer prompts.
-        Each size has a program, and so has each bucket of shorter prompts; one that follows a prefix has
-        another. They are compiled when the first such prompt comes. None chooses the size by the prompt.
+      prefill_chunk: largest number of prompt tokens that are read at once. Longer prompts are read in as few
+        chunks as that takes, all of about one size. Sizes are in buckets; each has a program for the first
+        chunk of a prompt and another for those behind it or behind a prefix, which is compiled when the first
+        such chunk comes. Prompts of more than two chunks need eight sizes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -88,22 +88,22 @@ class Batcher:
         tokenizer: Tokenizer | None = None,
         drafts: LookUp | DraftModel | None = None,
         chunk_size: int = 8,
-        prefill_chunk: int | None = buckets.PREFILL_TOKENS,
+        prefill_chunk: int = buckets.PREFILL_TOKENS,
         cache_dtype: DType | None = None,
     ) -> None:
         checks.check_counts(slots=slots, chunk_size=chunk_size)
         check_int(low=0, max_waiting=max_waiting)
         check_int(high=LONGEST // 2, chunk_size=chunk_size)
+        check_int(low=2, prefill_chunk=prefill_chunk)
         check_tokenizer(tokenizer)
         self._names = _names(sampling)
         # The slots begin as copies of a row that nobody has asked for anything.
         settings: dict[str, Any] = dict(
-            max_length=max_length, logprobs=logprobs, drafts=drafts, prefill_chunk=prefill_chunk,
-            cache_dtype=cache_dtype,
+            max_length=max_length, logprobs=logprobs, drafts=drafts, cache_dtype=cache_dtype
         )  # fmt: skip
         row = start(model, np.zeros((1, 1), np.int32), **settings, **_neutral(self._names))
         self._session = copies.gather(row, np.zeros(slots, np.int32))
-        self._chunk_size, self._prefill_chunk = int(chunk_size), prefill_chunk
+        self._chunk_size, self._prefill_chunk = int(chunk_size), int(prefill_chunk)
         self._cache_dtype = checks.check_cache_dtype(model, cache_dtype)
         self._max_waiting, self._tokenizer = int(max_waiting), tokenizer
         self._slots: list[Request | None] = [None] * int(slots)
@@ -227,9 +227,7 @@ class Batcher:
         ids, session = checks.check_prompt(tokens, self._session.vocab_size), self._session
         checks.check_room(np.array([len(ids)]), 1, session.max_length)
         sampling = Sampling(**_neutral(self._names))
-        row = self._prefilled(ids, checks.check_key(0, 1), sampling)
-        options = dataclasses.replace(session.options, sampling=sampling)
-        return Prefix(dataclasses.replace(session, rows=row, options=options), len(ids))
+        return Prefix(self._read_tokens(ids, checks.check_key(0, 1), sampling), len(ids))
 
     def step(self) -> bool:
         """Gives the device its next work and reads what comes first: first tokens of a prompt, or a chunk.
@@ -347,31 +345,34 @@ class Batcher:
 
     def _read_prompt(self, asked: Asked) -> Rows:
         if asked.prefix is None:
-            return self._prefilled(asked.prompt, asked.key, asked.sampling)
+            return self._read_tokens(asked.prompt, asked.key, asked.sampling).rows
         begun = copies.gather(asked.prefix.session, np.zeros(1, np.int32))
-        tokens, lengths, chunk = self._widened(asked.prompt)
-        return extend(begun, tokens, lengths=lengths, prefill_chunk=chunk).rows._replace(keys=asked.key)
+        return self._read_on(begun, asked.prompt).rows._replace(keys=asked.key)
 
-    def _prefilled(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Rows:
-        session = self._session
-        row, length, chunk = self._widened(tokens)
-        return prefilled(
-            session.structure, session.parameters, row, length, key,
-            dataclasses.replace(session.options, sampling=sampling), max_length=session.max_length,
-            prefill_chunk=chunk, cache_dtype=self._cache_dtype,
+    def _read_tokens(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Session:
+        """A session of one row that has read these tokens."""
+        session, chunk = self._session, self._prefill_chunk
+        first = tokens[None, : buckets.equal_chunk(len(tokens), chunk)]
+        options = dataclasses.replace(session.options, sampling=sampling)
+        row = prefilled(
+            session.structure, session.parameters, first, np.array([first.shape[1]]), key, options,
+            max_length=session.max_length, prefill_chunk=chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
+        begun = dataclasses.replace(session, rows=row, options=options)
+        return self._read_on(begun, tokens[first.shape[1] :])
 
-    def _widened(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, int | None]:
-        """A prompt as a row, its length, and how much of it is read at once.
+    def _read_on(self, session: Session, tokens: np.ndarray) -> Session:
+        """That session, which has read these tokens, too.
 
-        One longer than a chunk is as wide as the cache: so there is one program for each size of a chunk,
-        which reads no more chunks than the prompt has.
+        The host knows how many chunks there are, so each is a call, and the device waits for nothing.
         """
-        length, chunk = len(tokens), self._prefill_chunk
-        if chunk is None or length <= chunk:
-            return tokens[None], np.array([length]), chunk
-        wide = np.pad(tokens[None], ((0, 0), (0, self._session.max_length - length)))
-        return wide, np.array([length]), buckets.equal_chunk(length, chunk)
+        chunk = self._prefill_chunk
+        size = min(buckets.equal_chunk(len(tokens) + 1, chunk), session.max_length) - 1  # one comes in front
+        for first in range(0, len(tokens), size):
+            part = tokens[first : first + size]
+            wide = np.pad(part, (0, size - len(part)))[None]
+            session = extend(session, wide, lengths=np.array([len(part)]), prefill_chunk=chunk)
+        return session
 
     def _ask_for_chunk(self) -> None:
         owners = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
