@@ -2,8 +2,9 @@
 
 `python -m benchmarks.generate` gives a random model random prompts. A call for one new token is the time to
 the first token. A longer call takes more; the difference, over the number of its further tokens, is the time
-per token. A row also has the products with all weights, the attention steps and the sampling, each alone in a
-compiled loop, with the bytes that it reads. With several devices NSA also writes on all of them, without the
+per token, and so it is of `stream`, which gives each chunk of tokens to the host. A row also has the products
+with all weights, the attention steps and the sampling, each alone in a compiled loop, with the bytes that it
+reads. With several devices NSA also writes on all of them, without the
 parts: as many more prompts, divided by rows, and the same prompts, divided by heads. Rows go to a JSONL file
 of their own kind; the last line is JSON.
 """
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec
 from benchmarks import devices, records, timing, token_parts
 from benchmarks.command_line import InputError, command, measuring_parser, parse_sizes, progress
 from nsa_jax.config import NSAConfig
-from nsa_jax.generate import generate
+from nsa_jax.generate import generate, start, stream
 from nsa_jax.model import Transformer, TransformerConfig
 from nsa_jax.nn import weights
 
@@ -124,14 +125,24 @@ def measure(
         if spread is not None:
             prompts = devices.put(prompts, PartitionSpec(devices.AXIS if spread == "rows" else None))
 
+        capacity: dict[str, Any] = dict(max_length=length + new_tokens)
+
         def call(count: int) -> Callable[[], Any]:
-            return lambda: generate(
-                model, prompts, max_new_tokens=count, max_length=length + new_tokens,
-                chunk_size=options.chunk_size,
-            )  # fmt: skip
+            settings = dict(max_new_tokens=count, chunk_size=options.chunk_size, **capacity)
+            return lambda: generate(model, prompts, **settings)
+
+        def streamed(count: int) -> Callable[[], Any]:
+            def run() -> None:
+                for _ in stream(start(model, prompts, **capacity), count, chunk_size=options.chunk_size):
+                    pass
+
+            return run
 
         first_call_s = timing.seconds_of(call(1))
-        whole = timing.measure({"first": call(1), "all": call(new_tokens)}, budget_s=budget_s)
+        runs = {"first": call(1), "all": call(new_tokens)}
+        if spread is None:
+            runs |= {"first streamed": streamed(1), "all streamed": streamed(new_tokens)}
+        whole = timing.measure(runs, budget_s=budget_s)
     first_ms = whole["first"].median_ms
     further_ms = whole["all"].median_ms - first_ms
     if further_ms <= 0:
@@ -150,6 +161,9 @@ def measure(
         "tokens_per_s": batch / token_ms * 1e3,
         "samples": len(whole["all"].samples_ms),
     }
+    if spread is None:
+        further_ms = whole["all streamed"].median_ms - whole["first streamed"].median_ms
+        figures["streamed_ms"] = further_ms / (new_tokens - 1)
     for name, make in token_parts.PARTS.items() if spread is None else ():
         progress(f"compiling and measuring {name} alone")
         part = make(model, batch, length)

@@ -98,7 +98,7 @@ def _alone(row: Row) -> Cells:
 
 
 def _of_generation(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    several = any(row.spread for row in rows)
+    several, streams = any(row.spread for row in rows), any(row.streamed_ms for row in rows)
     one = {row.length: row.tokens_per_s for row in rows if row.attention == "nsa" and not row.spread}
 
     def on_several(row: Row) -> Cells:
@@ -114,6 +114,7 @@ def _of_generation(rows: Sequence[Row]) -> tuple[str, list[str]]:
             **(on_several(row) if several else {}),
             "first token, ms": f"{row.first_token_ms:.1f}",
             "a token, ms": f"{row.token_ms:.3f}",
+            **({"streamed, ms": _or_dash(row.streamed_ms, ".3f")} if streams else {}),
             "a token and layer, us": f"{1e3 * row.token_ms / row.model['num_layers']:.1f}",
             "tokens/s": f"{row.tokens_per_s:.0f}",
             "over its parts": _or_dash(row.over_parts, ".2f"),

@@ -908,7 +908,8 @@ def test_generate_writes_what_a_token_takes_beside_its_parts(tmp_path, capsys):
     (row,) = records.read(path)
     assert (status, summary["rows"]) == (0, 1)
     assert row.tokens_per_s == pytest.approx(2 / row.token_ms * 1e3)
-    assert min(row.first_token_ms, row.products_ms, row.attention_ms, row.sampling_ms) > 0
+    figures = row.first_token_ms, row.streamed_ms, row.products_ms, row.attention_ms, row.sampling_ms
+    assert min(figures) > 0
     # 16 blocks of 8 tokens every 4, 4 blocks of 16 tokens and a window of 24: keys and values of dim 16.
     assert row.attention_bytes == 2 * (16 + 64 + 24) * 2 * 16 * 4
     assert row.sampling_bytes == 2 * 11 * 4
