@@ -47,6 +47,7 @@ FIELDS = NEEDED | {
     *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
     *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size", "cache_dtype"),
+    *("bound_ms", "added_share"),
 }
 # What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
@@ -57,6 +58,8 @@ FIGURES = (
         "gb_per_s",
         "copy_share",
         "dense_over_this",
+        "bound_ms",
+        "added_share",
         "peak_bytes",
         "compile_s",
         "adjacent_share",
