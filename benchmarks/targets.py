@@ -99,11 +99,11 @@ def branch_function(weigh: bool, shape: Shape, implementation: dispatch.Implemen
         *floats, blocks = arrays
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array | None]:
-            found: Any = attention.native_sparse_attention(
-                query, None, None, key, value, None, None, None, config=shape.config, block_indices=blocks,
-                implementation=implementation, return_probabilities=weigh,
+            attend_blocks: Any = functools.partial(
+                attention.native_sparse_attention, query, None, None, key, value, None, None, None,
+                config=shape.config, block_indices=blocks, implementation=implementation,
             )  # fmt: skip
-            return found if weigh else (found, None)
+            return attend_blocks(return_probabilities=True) if weigh else (attend_blocks(), None)
 
         out, pull_back, probabilities = jax.vjp(attend, *floats, has_aux=True)
         return (out, probabilities), pull_back(*cotangents)

@@ -6,6 +6,7 @@ does in a step between its projections. There is one index head for each KV head
 token for all of them.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,16 +80,15 @@ def choose(state: cache.NSACache, query_index: Array, setting: Setting) -> Int32
 
 def refusal(setting: Setting) -> str | None:
     """Why the step cannot run here, None if it can."""
-    shape, more = setting.shape, dict(config=setting.shape.config)
+    shape = setting.shape
+    why = functools.partial(dispatch.unsupported_reason, config=shape.config)
     query, *_, blocks = abstract_arguments("selected_attention", setting.new)
     _, key, value, _ = abstract_arguments("selected_attention", shape)
     sizes = (*blocks.shape[:3], 1, shape.key_dim), (*key.shape[:2], 1, shape.key_dim)
     of_index = (jax.ShapeDtypeStruct(size, shape.dtype) for size in sizes)
-    return dispatch.unsupported_reason(
-        "select_by_index", setting.implementation, *of_index, **more
-    ) or dispatch.unsupported_reason(
-        "decode_step", setting.implementation, query, key, value, blocks, **more
-    )  # fmt: skip
+    return why("select_by_index", setting.implementation, *of_index) or why(
+        "decode_step", setting.implementation, query, key, value, blocks
+    )
 
 
 def cost(reads: Mapping[str, np.ndarray], shape: Shape) -> Cost:
