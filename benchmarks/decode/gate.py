@@ -120,8 +120,10 @@ def _check_indexed(program: Program, setting: Setting) -> Verdict:
         return tokens, query_index[:, now], key_index[:, now]
 
     rows, state = _decode(program, state, query, operands, setting)
+    # By the same program as in a step, so that it rounds alike: later tokens are not seen.
+    choose_blocks = jax.jit(functools.partial(choose, setting=setting))
     chosen = [
-        choose(state._replace(lengths=jnp.full_like(state.lengths, now.start)), query_index[:, now], setting)
+        choose_blocks(state._replace(lengths=jnp.full_like(state.lengths, now.start)), query_index[:, now])
         for now in _steps(setting)
     ]
     blocks = jnp.concatenate(chosen, axis=1)
