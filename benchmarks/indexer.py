@@ -65,15 +65,19 @@ def judge_blocks(blocks: Array, draw: Draw, keys: Array, shape: Shape) -> Verdic
     """The form of all indices, and the scores of sampled queries in float64."""
     form = check_form(np.asarray(blocks), np.arange(shape.length), shape.config)
     positions = gate.sample_positions(shape.length)[-1 :: -256 // SAMPLED]
+    return worst(form, judge_scores(blocks[:, positions], draw.query[:, positions], keys, positions, shape))
+
+
+def judge_scores(blocks: Array, query: Array, keys: Array, positions: np.ndarray, shape: Shape) -> Verdict:
+    """The scores, in float64, of what the index queries `[B, t, K, E]` at `positions` chose and left out."""
 
     def scores(dtype: str) -> np.ndarray:
         with jax.enable_x64(True):
-            arrays = (jnp.asarray(x, dtype) for x in (draw.query[:, positions], keys))
+            arrays = (jnp.asarray(x, dtype) for x in (query, keys))
             run = jax.jit(functools.partial(block_maxima, config=shape.config))
             return np.asarray(run(*arrays, jnp.asarray(positions)), np.float64)
 
-    chosen = np.asarray(blocks[:, positions])
-    return worst(form, check_scores(chosen, positions, scores("float32"), scores("float64"), shape))
+    return check_scores(np.asarray(blocks), positions, scores("float32"), scores("float64"), shape)
 
 
 def cost_of_index(shape: Shape) -> Cost:

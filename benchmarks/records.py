@@ -47,31 +47,15 @@ FIELDS = NEEDED | {
     *("gb_per_s", "copy_share", "dense_over_this", "strategy", "mesh", "attention", "devices", "spread"),
     *("model", "parameters", "tokens_per_s", "first_token_ms", "token_ms", "products_ms", "products_bytes"),
     *("attention_ms", "attention_bytes", "sampling_ms", "sampling_bytes", "chunk_size", "cache_dtype"),
-    "streamed_ms",
+    *("bound_ms", "added_share", "streamed_ms"),
 }
 # What a row prints, as far as it has it.
 WHAT = ("attention", "spread", "operation", "strategy", "mesh", "implementation", "mode", "distribution")
 FIGURES = (
-    *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "tokens_per_s"),
-    *(
-        "over_parts",
-        "streamed_ms",
-        "products_ms",
-        "attention_ms",
-        "sampling_ms",
-        "samples",
-        "floor_ms",
-        "floor_share",
-    ),
-    *(
-        "gb_per_s",
-        "copy_share",
-        "dense_over_this",
-        "peak_bytes",
-        "compile_s",
-        "adjacent_share",
-        "mean_union_4",
-    ),
+    *("length", "devices", "median_ms", "p20_ms", "p80_ms", "first_token_ms", "token_ms", "streamed_ms"),
+    *("tokens_per_s", "over_parts", "products_ms", "attention_ms", "sampling_ms", "samples", "floor_ms"),
+    *("floor_share", "gb_per_s", "copy_share", "dense_over_this", "bound_ms", "added_share", "peak_bytes"),
+    *("compile_s", "adjacent_share", "mean_union_4"),
 )
 VOCABULARY: dict[str, Sequence[str]] = {
     "operation": (*OPERATIONS, *LAYERS, "block_probabilities", "indexed_attention", "select_by_index"),

@@ -37,6 +37,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "batcher": _of_requests,
         "generate": _of_generation,
         "parallel": _of_strategies,
+        "targets": _of_targets,
         "training": _of_steps,
     }
     first = rows[0]
@@ -58,10 +59,11 @@ def _of_operations(rows: Sequence[Row]) -> tuple[str, list[str]]:
     lines += table(_alone(row) for row in rows if id(row) not in paired)
     first = next((row for row in rows if row.compression), rows[0])
     sizes = f"{first.dtype}, batch {first.batch}, {_heads(first)}"
-    if first.compression:  # rows of decode steps, but for those of before 0.2
+    if first.new_tokens:  # rows of decode steps, but for those of before 0.2
         tokens = "1 token" if first.new_tokens == 1 else f"{first.new_tokens} tokens"
         most = max(row.num_layers or 1 for row in rows)
-        sizes += f", {tokens} a step, {first.compression} compression, {most} layers in the loop"
+        compression = f", {first.compression} compression" if first.compression else ""
+        sizes += f", {tokens} a step{compression}, {most} layers in the loop"
         sizes += f", cache in {first.cache_dtype}" if first.cache_dtype else ""
     return sizes, lines
 
@@ -75,6 +77,7 @@ def _whole(row: Row, dense: Row, several: bool) -> Cells:
         "NSA ms (p20-p80)": _milliseconds(row),
         "dense ms (p20-p80)": _milliseconds(dense),
         "dense / NSA": f"**{time:.2f}**",
+        **({} if row.bound_ms is None else {"bound, ms": f"{row.bound_ms:.5f}"}),
         **_moved(row),
         "NSA MB": f"{row.peak_bytes / 1e6:.1f}",
         "dense MB": f"{dense.peak_bytes / 1e6:.1f}",
@@ -177,6 +180,31 @@ def _of_strategies(rows: Sequence[Row]) -> tuple[str, list[str]]:
 
     first, one = rows[0], {setting(row): row.median_ms for row in rows if row.strategy == "one"}
     sizes = f"{first.implementation}, {first.dtype}, batch {first.batch}, {_heads(first)}"
+    return sizes, table(map(cells, sorted(rows, key=setting)))
+
+
+def _of_targets(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    def setting(row: Row) -> tuple[Any, ...]:
+        return row.length, row.mode, row.config["selection_block_size"], row.distribution
+
+    def cells(row: Row) -> Cells:
+        added = "-" if row.added_share is None else f"**{100 * row.added_share:.1f} %**"
+        length, mode, block_size, distribution = setting(row)
+        return {
+            "T": f"{length}",
+            "operation": f"`{row.operation}`, {row.strategy}",
+            "implementation": row.implementation,
+            "mode": mode,
+            "blocks of": f"{block_size}",
+            "selection": distribution,
+            "ms (p20-p80)": _milliseconds(row),
+            **({"dense / this": _times(row, dense, setting(row))} if dense else {"added": added}),
+            **_ceiling_and_overlap(row),
+        }
+
+    first = rows[0]
+    dense = {setting(row): row.median_ms for row in rows if row.strategy == "dense"}
+    sizes = f"{first.dtype}, batch {first.batch}, {_heads(first)}"
     return sizes, table(map(cells, sorted(rows, key=setting)))
 
 

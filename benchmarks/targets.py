@@ -1,9 +1,11 @@
 """How long does it take to form the target of a selection, beside a forward pass of dense attention?
 
 `python -m benchmarks.targets` times `nsa_jax.block_probabilities` of whole rows: with the log-sum-exps of the
-dense attention given, and without them, in two passes. Dense attention's forward takes turns with them. The
-gate compares the probabilities of sampled queries with float64, in rows as long as those that are timed. The
-last line is JSON.
+dense attention given, and without them, in two passes. Dense attention's forward takes turns with them. With
+`--target selected` it times the selected branch, forward and backward, with and without what the branch gives
+to its own blocks (`return_probabilities`), which take turns, too. The gate compares the probabilities of
+sampled queries with float64, in rows as long as those that are timed, and then the branch's outputs and
+gradients. The last line is JSON.
 """
 
 import argparse
@@ -16,17 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import programs, records, roofline, timing
+from benchmarks import gate, inputs, programs, records, roofline, timing
 from benchmarks.command_line import command, measuring_parser, parse_sizes, progress
 from benchmarks.gate import sample_positions
-from benchmarks.inputs import Shape, shape_of, tensor
+from benchmarks.inputs import DISTRIBUTIONS, MEASURED_BY_DEFAULT, Draw, Shape, shape_of, tensor
 from benchmarks.roofline import Cost
+from benchmarks.timing import Compiled
 from nsa_jax import attention, budget, dispatch, layout
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn.distillation import TARGETS
 
 OPERATION = "block_probabilities"
 GIVEN, TWO_PASSES = "lse given", "two passes"
+BRANCH = "selected_attention"
+ALONE, WEIGHED = "alone", "with probabilities"
 SAMPLED = 16  # queries of the gate, whose logits are stored in float64
 
 
@@ -42,35 +48,67 @@ def cost(shape: Shape, passes: int) -> Cost:
 
 
 def by_definition(
-    query: Array, key: Array, positions: Array, config: NSAConfig, reduce: str
+    query: Array, key: Array, blocks: Array | None, positions: Array, config: NSAConfig, reduce: str
 ) -> Float[Array, "B T K M"]:
-    """Probabilities of the blocks for the queries at `positions`."""
+    """Probabilities of the blocks for the queries at `positions`; of selected `blocks` among these alone."""
     batch, num_queries, _, dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     logits = jnp.einsum("btkgh,bskh->btkgs", grouped, key, precision="highest", preferred_element_type=wide)
-    seen = jnp.arange(num_keys) <= positions[:, None, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, logits * dim**-0.5, -jnp.inf), axis=-1)
     size = config.selection_block_size
+    seen = jnp.arange(num_keys) <= positions[:, None, None, None]
+    if blocks is not None:
+        chosen = (blocks[..., None] == jnp.arange(num_keys) // size).any(axis=-2)
+        seen = seen & chosen[:, :, :, None]
+    weights = jax.nn.softmax(jnp.where(seen, logits * dim**-0.5, -jnp.inf), axis=-1)
     weights = jnp.pad(weights, ((0, 0),) * 4 + ((0, -num_keys % size),))
-    blocks = weights.reshape(*weights.shape[:4], -1, size).sum(axis=-1)
-    return getattr(jnp, reduce)(blocks, axis=3)
+    found = weights.reshape(*weights.shape[:4], -1, size).sum(axis=-1)
+    found = getattr(jnp, reduce)(found, axis=3)
+    if blocks is None:
+        return found
+    return jnp.where(blocks < 0, 0, jnp.take_along_axis(found, jnp.maximum(blocks, 0), axis=3))
 
 
-def share_of_budget(found: Array, query: Array, key: Array, shape: Shape, reduce: str) -> float:
+def share_of_budget(
+    found: Array, query: Array, key: Array, shape: Shape, reduce: str, blocks: Array | None = None
+) -> float:
     """The error at sampled queries over what it may be, see `nsa_jax.budget`."""
     positions = sample_positions(shape.length)[-1::-16][:SAMPLED]
+
+    chosen = None if blocks is None else blocks[:, positions]
 
     def exact(dtype: str) -> np.ndarray:
         with jax.enable_x64(True):
             arrays = (jnp.asarray(x, dtype) for x in (query[:, positions], key))
             run = jax.jit(functools.partial(by_definition, config=shape.config, reduce=reduce))
-            return np.asarray(run(*arrays, jnp.asarray(positions)))
+            return np.asarray(run(*arrays, chosen, jnp.asarray(positions)))
 
     right = exact("float64")
     allowed = budget.allowance(exact(shape.dtype), right, float(jnp.finfo("float32").eps))
     return budget.distance(np.asarray(found[:, positions]), right) / allowed
+
+
+def branch_function(weigh: bool, shape: Shape, implementation: dispatch.Implementation) -> programs.Function:
+    """The selected branch, forward and backward: `((out, probabilities or None), gradients)`.
+
+    Its arguments are `(query, key, value, block_indices)` and a tuple of the output's cotangent.
+    """
+
+    def run(arrays: tuple[Array, ...], cotangents: tuple[Array]) -> Any:
+        *floats, blocks = arrays
+
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array | None]:
+            attend_blocks: Any = functools.partial(
+                attention.native_sparse_attention, query, None, None, key, value, None, None, None,
+                config=shape.config, block_indices=blocks, implementation=implementation,
+            )  # fmt: skip
+            return attend_blocks(return_probabilities=True) if weigh else (attend_blocks(), None)
+
+        out, pull_back, probabilities = jax.vjp(attend, *floats, has_aux=True)
+        return (out, probabilities), pull_back(*cotangents)
+
+    return run
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -82,16 +120,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         dtype=("float32", "of queries and keys"),
         choices={
             "implementation": (dispatch.IMPLEMENTATIONS, "xla", "all but xla need a GPU"),
-            "reduce": (("sum", "max"), "sum", "over the query heads of a KV head"),
+            "target": (TARGETS, "dense", "what dense attention gives to blocks, or the selected branch"),
+            "reduce": (("sum", "max"), "sum", "over the query heads of a KV head; selected: sum alone"),
+            "distributions": (DISTRIBUTIONS, MEASURED_BY_DEFAULT, "how far selections agree; selected alone"),
         },
         sizes={
             "batch": (1, "sequences"),
             "heads": (4, "query heads"),
             "kv-heads": (1, "KV heads; must divide --heads"),
-            "key-dim": (64, "dimension of queries, keys and, in dense attention, values"),
+            "key-dim": (64, "dimension of queries, keys and values"),
+            "block-size": (None, "tokens of a selection block; default: those of the paper"),
         },
     )
     options = parse_sizes(parser, argv)
+    if options.target == "selected" and options.reduce == "max":
+        parser.error(
+            "probabilities of the selected branch are sums over heads, got --target selected beside "
+            "--reduce max. Leave one out."
+        )
     options.value_dim = options.key_dim
     return options
 
@@ -136,10 +182,7 @@ class Run(records.Run):
             if not share <= 1:
                 self.red.append(f"{way} T={length}")
                 del compiled[way]
-        progress(f"measuring {len(compiled)} programs at T={length}")
-        runs = {way: program.start for way, program in compiled.items()}
-        options = dict(budget_s=self.options.budget_s, sample_s=timing.least_sample_s())
-        times = timing.measure(runs, **options)
+        times = self._times(compiled, f"T={length}")
         costs = {GIVEN: cost(shape, 1), TWO_PASSES: cost(shape, 2)}
         costs["dense"] = roofline.cost("dense_attention", "fwd", shape)
         for way, program in compiled.items():
@@ -147,8 +190,8 @@ class Run(records.Run):
             self.add(
                 benchmark="targets", operation="dense_attention" if is_dense else OPERATION, strategy=way,
                 implementation=dense if is_dense else settings["implementation"], mode="fwd",
-                floor_ms=self.ceiling.floor_ms(costs[way]), **dataclasses.asdict(shape), **times[way].fields,
-                **program.fields,
+                floor_ms=self.ceiling.floor_ms(costs[way]), **dataclasses.asdict(shape),
+                **Draw("random", query).fields, **times[way].fields, **program.fields,
             )  # fmt: skip
         return {
             way: round(times["dense"].median_ms / times[way].median_ms, 3)
@@ -156,12 +199,81 @@ class Run(records.Run):
             if way in times
         }
 
+    def measure_branch(self, length: int, distribution: str) -> float | None:
+        """What probabilities add to the selected branch, as a share of it; None where a gate is red."""
+        shape, at = shape_of(self.options, length, self.config), f"{distribution} T={length}"
+        implementation = self.options.implementation
+        progress(f"drawing and compiling {at}")
+        try:
+            draw = inputs.draw_blocks(shape, distribution)
+        except inputs.NotCoherent as reason:
+            print(f"refused: {at}: {reason}", flush=True)
+            return None
+        arrays = programs.arguments(BRANCH, draw, shape)
+        out = jax.ShapeDtypeStruct(inputs.tensor_shape("out", shape), shape.dtype)
+        given = arrays, (programs.cotangent_like(out, shape.dtype),)
+        compiled = {
+            way: timing.compile_for(branch_function(way == WEIGHED, shape, implementation), given)
+            for way in (ALONE, WEIGHED)
+        }
+        for way in (ALONE, WEIGHED):
+            self._judge_branch(way, compiled, draw, shape, at)
+        times, added = self._times(compiled, at), None
+        if len(times) == 2:
+            added = times[WEIGHED].median_ms / times[ALONE].median_ms - 1
+        for way, program in compiled.items():
+            self.add(
+                benchmark="targets", operation=BRANCH, strategy=way, implementation=implementation,
+                mode="fwd_bwd", floor_ms=self.ceiling.floor_ms(roofline.cost(BRANCH, "fwd_bwd", shape)),
+                added_share=added if way == WEIGHED else None, **dataclasses.asdict(shape), **draw.fields,
+                **times[way].fields, **program.fields,
+            )  # fmt: skip
+        return None if added is None else round(added, 4)
+
+    def _judge_branch(
+        self, way: str, compiled: dict[str, Compiled], draw: Draw, shape: Shape, at: str
+    ) -> None:
+        """Takes a program out whose output, gradients or probabilities are wrong."""
+        (out, probabilities), _ = compiled[way].run()
+        positions = sample_positions(shape.length)
+        shares = {
+            "out": gate.check_rows(BRANCH, (out,), positions, draw, shape).share,
+            "gradients": gate.check_program(BRANCH, "fwd_bwd", compiled[way], positions, draw, shape).share,
+        }
+        if way == WEIGHED:
+            query, key, _, blocks = compiled[way].arguments[0]
+            shares["probabilities"] = share_of_budget(probabilities, query, key, shape, "sum", blocks)
+        told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        green = all(share <= 1 for share in shares.values())
+        print(f"gate {way} {at}: {'green' if green else 'red'}: error / budget {told}", flush=True)
+        if not green:
+            self.red.append(f"{way} {at}")
+            del compiled[way]
+
+    def _times(self, compiled: dict[str, Compiled], at: str) -> dict[str, timing.Timing]:
+        """All in turns."""
+        progress(f"measuring {len(compiled)} programs at {at}")
+        runs = {way: program.start for way, program in compiled.items()}
+        if not runs:
+            return {}
+        return timing.measure(runs, budget_s=self.options.budget_s, sample_s=timing.least_sample_s())
+
 
 @command("benchmarks.targets")
 def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)
-    run = Run(options, config or NSAConfig())
+    config = config or NSAConfig()
+    if options.block_size:
+        config = dataclasses.replace(config, selection_block_size=options.block_size)
+    run = Run(options, config)
+    if options.target == "selected":
+        added = {
+            f"{distribution} {length}": run.measure_branch(length, distribution)
+            for length in options.lengths
+            for distribution in options.distributions
+        }
+        return run.finish(added_share=added)
     return run.finish(dense_over_this={length: run.measure(length) for length in options.lengths})
 
 

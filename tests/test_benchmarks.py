@@ -36,6 +36,7 @@ from benchmarks import (
 )
 from benchmarks.decode import __main__ as decode
 from benchmarks.decode import gate as decode_gate
+from benchmarks.decode import indexed as decode_indexed
 from benchmarks.decode import loops as decode_loops
 from benchmarks.decode import steps as decode_steps
 from benchmarks.decode import summary as decode_summary
@@ -509,9 +510,13 @@ def test_committed_rows_have_the_paper_configuration():
             if row.model:
                 assert row.model["nsa"] == dataclasses.asdict(NSAConfig()), path
                 continue
-            sizes = indexer.MSA if row.operation == indexer.WHOLE else NSAConfig()
-            if row.benchmark != "indexer" or row.operation == indexer.WHOLE:
-                assert row.config == dataclasses.asdict(sizes), path
+            paper = NSAConfig()
+            # Dense attention, which has no blocks, takes turns with either.
+            sizes = [indexer.MSA] if row.operation == indexer.WHOLE else [paper]
+            sizes += [indexer.MSA] if row.operation == "dense_attention" or row.benchmark == "indexer" else []
+            if row.benchmark == "targets":  # which the size of a block alone changes
+                sizes.append(dataclasses.replace(paper, selection_block_size=128))
+            assert row.config in map(dataclasses.asdict, sizes), path
             if row.distribution == "coherent":
                 assert row.adjacent_share is not None
                 assert row.mean_union_4 is not None
@@ -602,6 +607,10 @@ def test_decode_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
         ["--layer", "32", "--compression", "mean"],
         ["--layer", "32", "--cache-dtype", "int8"],
         ["--branch", "slc", "--cache-dtype", "int8"],
+        ["--selector", "indexer", "--branch", "slc"],
+        ["--selector", "indexer", "--layer", "32"],
+        ["--selector", "indexer", "--cache-dtype", "int8"],
+        ["--selector", "indexer", "--compression", "mlp"],
     ],
 )
 def test_decode_options_that_exclude_each_other(capsys, options):
@@ -639,6 +648,7 @@ def test_a_loop_takes_the_steps_that_the_host_would():
 
 PROGRAMS = {
     "nsa": lambda setting: decode_steps.nsa(dataclasses.replace(setting, compression="mlp")),
+    "indexed": decode_indexed.indexed,
     "layer": decode_steps.layer,
     "dense": lambda setting: decode_steps.dense(setting, "xla"),
     "jax_nn": lambda setting: decode_steps.dense(setting, "jax_nn"),
@@ -699,6 +709,50 @@ def test_decoding_starts_again_before_the_cache_overflows():
     seen = [int(decoding.run()[0]) for _ in range(decode_steps.NUM_STEPS + 2)]
 
     assert seen == [*range(90, 90 + decode_steps.NUM_STEPS), 90, 91]
+
+
+def test_a_step_of_an_indexer_has_its_bytes_and_its_bound(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(decode, "check", lambda *_: gate.Verdict(0.5, "out"))
+    command = ["--lengths", "90", *DECODE_SIZES, "--batch", "2", "--selector", "indexer"]
+
+    status = decode.main([*command, "--output", str(path)], SMALL)
+
+    _, summary = last_line(capsys)
+    rows = records.read(path)
+    ours = [row for row in rows if row.operation == indexer.WHOLE]
+    lengths = range(91, 155)
+    # 3 whole blocks of 16 and that of the query, and the new token; 8 numbers in float32 each, or twice 8
+    selected = [3 * 16 + (length - 1) % 16 + 1 + 1 for length in lengths]
+    numbers = sum(16 * x for x in selected) + sum(8 * (length + 1) for length in lengths)
+    assert status == 0
+    assert all(set(row) >= FIELDS for row in rows)
+    assert [row.mode for row in ours] == ["decode_loop", "decode"]
+    assert [row.bytes for row in ours] == [2 * 4 * numbers // 64] * 2
+    assert ours[0].bound_ms == pytest.approx(1.25 * ours[0].floor_ms + 0.012)
+    assert {row.operation for row in rows if row.bound_ms is None} == {"dense_attention"}
+    assert summary["operation"] == indexer.WHOLE
+    assert list(summary["dense_over_this"]) == ["90"]
+    table = tables.markdown(rows)
+    assert "1 token a step, 1 layers in the loop" in table
+    assert f"| {ours[0].bound_ms:.5f} |" in table
+
+
+def test_decode_gate_sees_a_wrong_choice_and_wrong_attention_of_an_indexer(monkeypatch):
+    def judge():
+        return decode_gate.check(indexer.WHOLE, "xla", setting_of(new_tokens=3, batch=2))
+
+    assert 0 < judge().share <= 1
+
+    right = operations.select_by_index
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "select_by_index", lambda *x, **more: right(-x[0], *x[1:], **more))
+        assert judge().where == "block_indices"
+        assert not judge().green
+
+    monkeypatch.setattr(decode_indexed, "as_query", lambda out, _: out.at[1:].multiply(1.001))
+
+    assert not judge().green
 
 
 @pytest.mark.slow
@@ -812,6 +866,7 @@ def test_targets_take_turns_with_dense_attention(reduce, tmp_path, capsys):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert status == 0
     assert [row["strategy"] for row in rows] == [targets.GIVEN, targets.TWO_PASSES, "dense"]
+    assert all(set(row) >= FIELDS | {"config"} for row in rows)
     assert printed.count(": green: error / budget") == 2
     assert list(summary["dense_over_this"]["300"]) == [targets.GIVEN, targets.TWO_PASSES]
 
@@ -1102,3 +1157,72 @@ def test_layers_are_refused_as_what_they_attend_with(capsys):
         r"refused: layer one_token fwd .*: one_token is there for selected_attention alone, in fwd", printed
     )
     assert re.search(r"refused: dense_layer xla fwd .*: longer than --dense-up-to 200", printed)
+
+
+def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    command = [
+        "--lengths",
+        "300",
+        "--heads",
+        "2",
+        "--key-dim",
+        "8",
+        "--budget-s",
+        "0.01",
+        "--block-size",
+        "32",
+    ]
+    command += ["--target", "selected", "--distributions", "random"]
+
+    status = targets.main([*command, "--output", str(path)], SMALL)
+
+    printed, summary = last_line(capsys)
+    rows = records.read(path)
+    alone, weighed = rows
+    assert status == 0
+    assert all(set(row) >= FIELDS | {"config"} for row in rows)
+    assert [row.strategy for row in rows] == [targets.ALONE, targets.WEIGHED]
+    assert {(row.operation, row.mode) for row in rows} == {("selected_attention", "fwd_bwd")}
+    assert {row.config["selection_block_size"] for row in rows} == {32}
+    assert alone.added_share is None
+    assert weighed.added_share == weighed.median_ms / alone.median_ms - 1
+    assert printed.count(": green: error / budget out ") == 2
+    assert summary["added_share"] == {"random 300": round(weighed.added_share, 4)}
+    assert f"| **{100 * weighed.added_share:.1f} %** |" in tables.markdown(rows)
+
+
+def test_wrong_probabilities_of_the_selected_branch_have_no_speed(monkeypatch, capsys):
+    right = operations.native_sparse_attention
+
+    def wrong(*arrays, return_probabilities=False, **more):
+        found = right(*arrays, return_probabilities=return_probabilities, **more)
+        return (found[0], 1.001 * found[1]) if return_probabilities else found
+
+    monkeypatch.setattr(operations, "native_sparse_attention", wrong)
+    command = [
+        "--lengths",
+        "300",
+        "--heads",
+        "2",
+        "--key-dim",
+        "8",
+        "--budget-s",
+        "0.01",
+        "--block-size",
+        "32",
+    ]
+
+    status = targets.main([*command, "--target", "selected", "--distributions", "random"], SMALL)
+
+    _, summary = last_line(capsys)
+    assert status == 1
+    assert summary["red"] == [f"{targets.WEIGHED} random T=300"]
+    assert summary["rows"] == 1
+
+
+def test_probabilities_of_the_selected_branch_are_sums(capsys):
+    with pytest.raises(SystemExit):
+        targets.parse(["--target", "selected", "--reduce", "max"])
+
+    assert "got --target selected beside --reduce max" in capsys.readouterr().err

@@ -14,12 +14,14 @@ import numpy as np
 
 from benchmarks import decode, programs, records, roofline, timing
 from benchmarks.command_line import check_writable, command, measuring_parser, parse_sizes, progress
+from benchmarks.decode import indexed as of_index
 from benchmarks.decode.gate import check
 from benchmarks.decode.inputs import NUM_STEPS, Setting
 from benchmarks.decode.loops import Decoding
 from benchmarks.decode.steps import BRANCHES, Program, branch, count_reads, dense, dense_layer, layer, nsa
 from benchmarks.decode.summary import CSV_HEADER
 from benchmarks.gate import verdicts
+from benchmarks.indexer import MSA, WHOLE
 from benchmarks.inputs import Draw, abstract_arguments, shape_of
 from benchmarks.timing import Compiled, Timing
 from nsa_jax import cache, dispatch
@@ -28,6 +30,7 @@ from nsa_jax.layout.quantised import LARGEST
 
 # Names of the programs of a length: the whole step or layer, branches, dense attention by implementation.
 TOTAL = "total"
+SELECTORS = ("importance", "indexer")
 
 type Measured = dict[str, tuple[Timing, Compiled]]
 
@@ -42,6 +45,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices={
             "implementation": (("xla", "triton"), "xla", "triton needs a GPU"),
             "branch": (("all", *BRANCHES), "all", "measure one branch alone, or the whole step"),
+            "selector": (
+                SELECTORS,
+                SELECTORS[0],
+                "what chooses blocks; with indexer a step has the selected branch alone, in sizes of MSA",
+            ),
         },
         sizes={
             "layer": (None, "measure whole layers with an input of this width; default: attention alone"),
@@ -88,6 +96,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "--cache-dtype is of a whole step, got it beside --branch, --layer or --csv. Leave one out."
         )
+    alone = options.branch != "all" or options.layer or options.csv
+    if options.selector == "indexer" and (alone or options.cache_dtype or options.compression):
+        parser.error(
+            "an indexer is timed in a step with nothing but the selected branch, got --selector indexer "
+            "beside --branch, --layer, --csv, --cache-dtype or --compression. Leave one out."
+        )
     check_writable(options.csv, "--csv")
     options.compression = options.compression or ("mlp" if options.layer else "mean")
     options.num_layers = options.num_layers or default_layers(options.batch)
@@ -104,7 +118,8 @@ def default_layers(batch: int) -> int:
 def programs_of(setting: Setting, options: argparse.Namespace) -> dict[str, Program]:
     """What is measured at one length."""
     alone = [options.branch] if options.branch != "all" else BRANCHES if options.csv else []
-    found = {TOTAL: layer(setting) if options.layer else nsa(setting)} if options.branch == "all" else {}
+    whole = layer if options.layer else of_index.indexed if options.selector == "indexer" else nsa
+    found = {TOTAL: whole(setting)} if options.branch == "all" else {}
     found |= {name: branch(setting, name) for name in alone}
     make = dense_layer if options.layer else dense
     return found | {f"dense {name}": make(setting, name) for name in (setting.implementation, "jax_nn")}
@@ -115,6 +130,8 @@ def refusal(program: Program, setting: Setting) -> str | None:
     shape, runs_as = setting.shape, program.implementation
     if program.operation in BRANCHES.values():
         return programs.refusal(program.operation, runs_as, "fwd", shape)
+    if program.operation == WHOLE:
+        return of_index.refusal(setting)
     is_dense = program.operation in records.DENSE.values()
     if runs_as == "jax_nn" or program.operation == "dense_layer":
         reason = programs.refusal("dense_attention", "xla", "fwd", shape)
@@ -200,14 +217,20 @@ class Run(records.Run):
             dense_ms = [time.median_ms for name, (time, _) in measured.items() if "dense" in name]
             for name, (time, compiled) in measured.items():
                 kept = setting.cache_dtype if name == TOTAL else None
-                cost = roofline.decode_cost(found[name].operation, reads, setting.shape, kept)
+                by_index = found[name].operation == WHOLE
+                if by_index:
+                    cost = of_index.cost(reads, setting.shape)
+                else:
+                    cost = roofline.decode_cost(found[name].operation, reads, setting.shape, kept)
                 bytes_per_s = 1e3 * cost.bytes / time.median_ms
                 self.add(
                     benchmark="decode", operation=found[name].operation, mode=mode,
                     implementation=found[name].implementation, **dataclasses.asdict(setting.shape),
                     **Draw("random", found[name].x).fields, **time.fields, **compiled.fields,
                     floor_ms=self.ceiling.floor_ms(cost), new_tokens=setting.new_tokens, bytes=cost.bytes,
-                    compression=setting.compression if name == TOTAL else None, num_layers=num_layers,
+                    compression=setting.compression if name == TOTAL and not by_index else None,
+                    num_layers=num_layers,
+                    **(dict(bound_ms=of_index.bound_ms(cost, self.ceiling)) if by_index else {}),
                     **({} if kept is None else dict(cache_dtype=kept)),
                     gb_per_s=bytes_per_s / 1e9, copy_share=bytes_per_s / self.ceiling.bytes_per_s,
                     dense_over_this=min(dense_ms) / time.median_ms if dense_ms else None,
@@ -220,7 +243,7 @@ class Run(records.Run):
 def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> int:
     """Runs the benchmark; `config` other than the paper's is for tests."""
     options = parse(argv)
-    run = Run(options, config or NSAConfig())
+    run = Run(options, config or (MSA if options.selector == "indexer" else NSAConfig()))
     run.judge()
     if run.red or all("dense" in name for name in run.passed):
         run.finish()
@@ -229,7 +252,8 @@ def main(argv: Sequence[str] | None = None, config: NSAConfig | None = None) -> 
     if options.csv:
         with options.csv.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([CSV_HEADER, *table])
-    asked = BRANCHES.get(options.branch, "layer" if options.layer else "native_sparse_attention")
+    whole = WHOLE if options.selector == "indexer" else "native_sparse_attention"
+    asked = BRANCHES.get(options.branch, "layer" if options.layer else whole)
     ours = [row for row in run.rows if row.operation == asked and row.mode == "decode_loop"]
     ratios = {row.length: row.dense_over_this and round(row.dense_over_this, 3) for row in ours}
     growth = round(ours[-1].median_ms / ours[0].median_ms, 3)

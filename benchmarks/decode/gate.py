@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import definitions, gate, layers
+from benchmarks.decode.indexed import choose, index_tokens, indexed
 from benchmarks.decode.inputs import TOKEN_NAMES, Setting, compression
 from benchmarks.decode.steps import BRANCHES, Program, dense, dense_layer, layer, nsa
+from benchmarks.indexer import WHOLE, judge_scores
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, tensor
 from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
@@ -35,6 +37,8 @@ def check(operation: str, implementation: str, setting: Setting) -> Verdict:
     small = dataclasses.replace(setting, shape=shape)
     if operation == "native_sparse_attention":
         return _check_nsa(nsa(small), small)
+    if operation == WHOLE:
+        return _check_indexed(indexed(small), small)
     if operation == "layer":
         return _check_layer(layer(small), small)
     make = dense_layer if operation == "dense_layer" else dense
@@ -97,6 +101,39 @@ def _check_nsa(program: Program, setting: Setting) -> Verdict:
     exact = functools.partial(definitions.results, operation="native_sparse_attention", shape=shape)
     verdict = gate.compare(exact, {"out": rows}, (named,), positions, blocks, shape.kv_heads)
     return worst(verdict, check_form(np.asarray(blocks), positions, config))
+
+
+def _check_indexed(program: Program, setting: Setting) -> Verdict:
+    shape, config, positions = _whole(setting), setting.shape.config, _positions(setting)
+    query, key, value = (tensor(name, shape) for name in ("query", "key_slc", "value_slc"))
+    query_index, key_index = index_tokens("gate", shape.length, setting)
+    held, state = slice(0, setting.shape.length), _empty(program)
+    state = state._replace(
+        key_slc=state.key_slc.at[:, held].set(key[:, held]),
+        value_slc=state.value_slc.at[:, held].set(value[:, held]),
+        kept=state.kept.at[:, held].set(key_index[:, held]),
+        lengths=jnp.full_like(state.lengths, setting.shape.length),
+    )
+
+    def operands(now: slice) -> Any:
+        tokens = cache.TokenKeysValues(None, None, key[:, now], value[:, now])
+        return tokens, query_index[:, now], key_index[:, now]
+
+    rows, state = _decode(program, state, query, operands, setting)
+    # By the same program as in a step, so that it rounds alike: later tokens are not seen.
+    choose_blocks = jax.jit(functools.partial(choose, setting=setting))
+    chosen = [
+        choose_blocks(state._replace(lengths=jnp.full_like(state.lengths, now.start)), query_index[:, now])
+        for now in _steps(setting)
+    ]
+    blocks = jnp.concatenate(chosen, axis=1)
+    form = check_form(np.asarray(blocks), positions, config)
+    if not form.green:
+        return form
+    scores = judge_scores(blocks, query_index[:, positions][:, :, :, 0], key_index, positions, shape)
+    named = {"query": query[:, positions], "key_slc": key, "value_slc": value}
+    exact = functools.partial(definitions.results, operation="selected_attention", shape=shape)
+    return worst(gate.compare(exact, {"out": rows}, (named,), positions, blocks, shape.kv_heads), scores)
 
 
 def _check_layer(program: Program, setting: Setting) -> Verdict:

@@ -11,6 +11,7 @@ from benchmarks import layers
 from benchmarks.inputs import Shape, normal
 from nsa_jax import cache
 from nsa_jax.array_typing import Array
+from nsa_jax.config import BRANCHES, Branch
 from nsa_jax.dispatch import Implementation
 from nsa_jax.layout.quantised import fields, is_quantised, quantised
 from nsa_jax.nn import Compressor
@@ -62,11 +63,11 @@ def compression(setting: Setting, number: int) -> cache.Compression:
     return cache.Compression(for_keys, for_values, Rotary(DEFAULT_BASE, None).rotation(shape.key_dim))
 
 
-def nsa_cache(number: int, setting: Setting) -> cache.NSACache:
+def nsa_cache(number: int, setting: Setting, branches: tuple[Branch, ...] = BRANCHES) -> cache.NSACache:
     """The cache of one layer, with `S` random tokens a row and room for the new ones."""
     shape = setting.shape
-    settings = {"config": shape.config, "step_capacity": max(8, setting.new_tokens)}
-    settings |= {"dtype": setting.cache_dtype or shape.dtype, "raw_dtype": shape.dtype}
+    settings: dict[str, Any] = {"config": shape.config, "step_capacity": max(8, setting.new_tokens)}
+    settings |= {"branches": branches, "dtype": setting.cache_dtype or shape.dtype, "raw_dtype": shape.dtype}
     return _filled(cache.init_cache, number, setting, settings)
 
 

@@ -62,7 +62,7 @@ def nsa(setting: Setting) -> Program:
     def step(state: cache.NSACache, query: Array, operands: Any) -> tuple[Array, cache.NSACache]:
         tokens, gates, compress = operands
         out, state = cache.decode_step(state, query, tokens, gates, compress=compress, **settings)
-        return _as_query(out, query), state
+        return as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
         pairs = (pair(f"{name} new", setting.new_tokens, number, setting) for name in BRANCHES)
@@ -79,7 +79,7 @@ def dense(setting: Setting, implementation: str) -> Program:
 
     def step(state: cache.DenseCache, query: Array, operands: Any) -> tuple[Array, cache.DenseCache]:
         out, state = _dense_step(implementation)(state, query, *operands)
-        return _as_query(out, query), state
+        return as_query(out, query), state
 
     def draw(number: int) -> tuple[Any, Any]:
         return inputs.dense_cache(number, setting), pair("slc new", setting.new_tokens, number, setting)
@@ -108,7 +108,7 @@ def branch(setting: Setting, name: str) -> Program:
         # The barrier makes arrays that depend on the query: nothing of them is computed before the loop.
         query, arrays = jax.lax.optimization_barrier((query, arrays))
         out = attend(query, state.lengths, *arrays)
-        return _as_query(out, query), Position(state.lengths + num_new)
+        return as_query(out, query), Position(state.lengths + num_new)
 
     def draw(number: int) -> tuple[Any, Any]:
         num_blocks = layout.num_compression_blocks(setting.max_length, config)
@@ -203,7 +203,7 @@ def count_reads(setting: Setting) -> dict[str, np.ndarray]:
     return counted | {"dense_attention": lengths}
 
 
-def _as_query(out: Array, query: Array) -> Array:
+def as_query(out: Array, query: Array) -> Array:
     """The output as the next query; if values are narrower than keys, other dims are the old query's."""
     return jnp.concatenate([out, query[..., out.shape[-1] :]], axis=-1)
 
