@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_c
 import jax
 import numpy as np
 
+from nsa_jax import traced_elsewhere
 from nsa_jax.array_typing import Array, Attended
 from nsa_jax.call_log import log_choice, warn_of_fallback
 from nsa_jax.compression import Compress
@@ -400,7 +401,7 @@ def run(
 
     What is lowered inside carries the names of the implementation and of the operation, for profiles. The
     choice is logged, with a warning where it is `xla` on a GPU and nobody asked for that: see
-    `nsa_jax.call_log`.
+    `nsa_jax.call_log`, and `nsa_jax.traced_elsewhere` for a program that is lowered for a GPU later.
 
     Args:
       operation, implementation, arrays, config: as in `choose`.
@@ -410,8 +411,11 @@ def run(
     choice = choose(operation, *arrays, **settings)
     log_choice(operation, *choice)
     chosen = choice.implementation
-    if implementation is None and _forced.value is None and _falls_back(operation, chosen, None):
-        warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
+    if implementation is None and _forced.value is None and chosen == EVERYWHERE:
+        if _falls_back(operation, chosen, None):
+            warn_of_fallback(operation, dict(choice.refused)[PREFERENCE[-2]])
+        elif _OPERATIONS[operation].has_kernels:
+            operands = traced_elsewhere.mark(operation, dict(operands))
     with jax.named_scope(f"nsa_jax.{chosen}.{operation}"):
         sharing, of, *_ = _OPERATIONS[operation]
         return per_shard(of(_offered(chosen)), sharing, **operands)

@@ -28,7 +28,7 @@ UNSTABLE = (
 
 TRITON, LAUNCH, CHIP = "nsa_jax/kernels/triton", "nsa_jax/kernels/triton/launch.py", "nsa_jax/kernels/chip.py"
 DEAD, PARTITION = "nsa_jax/kernels/triton/dead_launches.py", "nsa_jax/sharding/auto.py"
-MOSAIC = "nsa_jax/kernels/mosaic_gpu"
+MOSAIC, ELSEWHERE = "nsa_jax/kernels/mosaic_gpu", "nsa_jax/traced_elsewhere.py"
 FORMS = f"{MOSAIC}/unstable.py"
 PRIMITIVES = "two private primitives; `unstable.Form.PUBLIC` is the fallback"
 SAVES, READS = "nsa_jax/model/checkpoint.py", "nsa_jax/model/checkpoint_reader.py"
@@ -51,10 +51,16 @@ USED = {
         PARTITION,
     ),
     "jax.interpreters.partial_eval": ("where jax-triton's rule for dead code is kept", DEAD, "tests"),
-    "jax.interpreters.mlir": ("makes each program of `custom_partitioning` unlike all others", PARTITION),
+    "jax.interpreters": ("rules of a primitive that speaks when it is lowered for a GPU", ELSEWHERE),
+    "jax.interpreters.mlir": (
+        "makes each program of `custom_partitioning` unlike all others; the same primitive",
+        PARTITION,
+        ELSEWHERE,
+    ),
     "jax.experimental.checkify": ("value checks under jit; has no other home", *CHECKS, "tests"),
     "jax.experimental.topologies": ("compiles for a GPU that is not there", "tests"),
     "jax.extend.core": ("the equations inside a jaxpr", "tests"),
+    "jax.extend.core.Primitive": ("speaks when it is lowered for a GPU", ELSEWHERE),
     "jax.ad_checkpoint": ("what a remat policy stores", "tests"),
     "jax.ad_checkpoint.checkpoint_name": (
         "names what the forward saves, for remat policies",

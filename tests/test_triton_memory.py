@@ -24,7 +24,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
 from modules import abstract  # noqa: E402
 
-from nsa_jax import attention, layout  # noqa: E402
+from nsa_jax import attention, call_log, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
 from nsa_jax.kernels.triton.sizes import SelectionSizes, item_queries  # noqa: E402
@@ -191,7 +191,9 @@ def test_export_for_cuda():
     assert "triton_kernel_call_ffi" in restored.mlir_module()
 
 
-def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_said():
+def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_said(caplog, monkeypatch):
+    """Otherwise a warning says that it has none, and once."""
+    monkeypatch.setattr(call_log, "_warned", set())
     layer = abstract(
         NSAAttention, HEADS, 256, num_kv_heads=KV_HEADS, head_dim=DIM, config=CONFIG, dtype="bfloat16"
     )
@@ -208,7 +210,12 @@ def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_sai
 
     with triton_compile.without_code_of_kernels(), triton_compile.device(90):
         assert "triton_kernel_call_ffi" in exported()
-    assert "triton_kernel_call_ffi" not in exported()
+    assert caplog.messages == []
+    for _ in range(2):
+        assert "triton_kernel_call_ffi" not in exported()
+    (told,) = caplog.messages
+    assert re.search(r"test_triton_memory.py:\d+: decode_step runs as xla, many times as slow", told)
+    assert "Name the GPU" in told
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
