@@ -42,6 +42,11 @@ def forward(model, text):
 
 
 @nnx.jit
+def logits_of(model, text):
+    return model(text)[0]
+
+
+@nnx.jit
 def step_by_step(model, text):
     """Logits of the tokens after the prompt, each computed by a step through a cache."""
 
@@ -113,9 +118,8 @@ def test_a_session_in_turns_equals_an_uninterrupted_one():
 
     def written(*turns):
         """The tokens of both turns and what is reported of them, by calls of `advance` for so many tokens."""
-        session, found = start(
-            model, prompts, lengths=lengths, max_length=2048, temperature=1.0, key=2, logprobs=3
-        ), []  # fmt: skip
+        settings = dict(max_length=2048, temperature=1.0, key=2, logprobs=3)
+        session, found = start(model, prompts, lengths=lengths, **settings), []
         for number, steps in enumerate(turns):
             session = extend(session, turn, lengths=turned) if number else session
             for count in steps:
@@ -133,14 +137,10 @@ def test_a_session_in_turns_equals_an_uninterrupted_one():
         text = np.concatenate(parts)
         at = np.concatenate([lengths[row] + np.arange(60), len(text) - 64 + np.arange(64)])
         exact, same = (
-            np.asarray(jax.nn.log_softmax(whole_text(model_beside(model, x), text[None])[0, at - 1]))
+            np.asarray(jax.nn.log_softmax(logits_of(model_beside(model, x), text[None])[at - 1]))
             for x in ("float32", "bfloat16")
         )
         budget = allowance(same, exact, float(jnp.finfo(jnp.bfloat16).eps))
-        expected = np.take_along_axis(exact, text[at][:, None], axis=1)[:, 0]
-        assert distance(reports.chosen[row], expected) <= budget
-
-
-@nnx.jit
-def whole_text(model, text):
-    return model(text)
+        ids = np.concatenate([text[at][:, None], reports.top_tokens[row]], axis=1)
+        found = np.concatenate([reports.chosen[row][:, None], reports.top[row]], axis=1)
+        assert distance(found, np.take_along_axis(exact, ids, axis=1)) <= budget
