@@ -428,7 +428,7 @@ def without_the_mesh() -> None:
     graph, state = nnx.split(plain)
     on_mesh = put(state)
     tokens, new = np.random.default_rng(0).integers(0, 12, (1, 384)), 3
-    found, _ = generate(nnx.merge(graph, on_mesh), tokens, max_new_tokens=new)
+    found = generate(nnx.merge(graph, on_mesh), tokens, max_new_tokens=new).tokens
     rows = np.concatenate([tokens, found], axis=1)
 
     @jit

@@ -67,6 +67,19 @@ def test_a_model_that_finds_needles_of_its_last_tokens(length):
     assert found.chance == 1 / 7**length
 
 
+def test_a_model_without_finite_logits_finds_nothing():
+    """Not even token 0, which usually fills a row after its end."""
+
+    class Broken(Finder):
+        def prefill(self, tokens, cache, num_tokens):
+            logits, cache = super().prefill(tokens, cache, num_tokens)
+            return jnp.full_like(logits, jnp.nan), cache
+
+    found = find_needles(Broken(25), TokenPairs(NAMES, [0, 1]), FILLER + 9, lengths=[24], depths=2, asked=3)
+
+    assert found.found.tolist() == [[0, 0]]
+
+
 def test_prompts():
     """Each has its length, begins with `start`, ends with the question, and has each fact, where asked."""
     model, task = Finder(100), TokenPairs(NAMES, VALUES, length=2, keys=3)

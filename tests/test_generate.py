@@ -7,8 +7,9 @@ import pytest
 import scipy.stats
 from flax import nnx
 from messages import refused
+from token_table import TokenTable
 
-from nsa_jax.generate import buckets, checks, generate
+from nsa_jax.generate import Ended, buckets, checks, generate
 from nsa_jax.generate.loop import _run, _Sampling
 from nsa_jax.generate.structure import split
 
@@ -124,6 +125,71 @@ def test_rows_stop_at_their_own_end(model):
     assert [row[-1] == eos_id for row in rows_of(out)] == [
         len(row) < 10 or row[-1] == eos_id for row in expected
     ]
+
+
+def test_rows_say_why_they_ended(model):
+    """Also one whose end token is the last that was asked for; 0 is for rows that could go on."""
+    eos_id, count = greedy(model, 10)[1][2], 3
+    ends = [row[-1] == eos_id for row in greedy(model, count, eos_id)]
+    assert ends == [False, True, False], "choose another seed"
+
+    out = run(model, eos_id=eos_id, max_new_tokens=count)
+
+    assert out.ended.tolist() == [Ended.END_TOKEN if end else Ended.NO for end in ends]
+    assert out.check() is out
+    assert run(model).ended.tolist() == [Ended.NO] * 3
+
+
+def spoilt_from(place):
+    """A model whose logits hold NaN where row 1 draws token number `place`, and nowhere else."""
+    model = Stub()
+    states = []
+    for prompt, length, row in zip(PROMPTS, LENGTHS, greedy(model, 10), strict=True):
+        text = np.array([*prompt[:length], *row])
+        states.append((np.cumsum(text * np.arange(1, len(text) + 1)) % 64)[length - 1 : -1].tolist())
+    bad = states[1][place]
+    assert bad not in (*states[0], *states[1][:place], *states[2]), "choose another place"
+    model.table[...] = model.table[...].at[bad, 3].set(jnp.nan)
+    return model
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_is_not_finite_says_so_and_is_refused_on_request(place):
+    """Its tokens end before, and then there is nothing but `pad_id`: no token that looks like one."""
+    model = spoilt_from(place)
+    expected = greedy(Stub(), 10)
+
+    out = run(model, pad_id=0)
+
+    assert out.ended.tolist() == [Ended.NO, Ended.NOT_FINITE, Ended.NO]
+    assert out.lengths.tolist() == [10, place, 10]
+    assert out.tokens.tolist() == [expected[0], expected[1][:place] + [0] * (10 - place), expected[2]]
+    with refused(ValueError, r"the logits of all rows must be finite, got NaN or infinity in rows \[1\]\."):
+        out.check()
+
+
+def test_a_result_is_checked_outside_of_jit(model):
+    with refused(TypeError, "check must be called on values, got an array that is traced"):
+        jax.jit(lambda: generate(model, PROMPTS, max_new_tokens=10).check())()
+
+    assert jax.jit(lambda: generate(model, PROMPTS, max_new_tokens=10))().check().ended.tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, 2**31 - 1, -(2**31)])
+def test_ids_outside_the_vocabulary_that_the_host_does_not_see_end_their_row(bad):
+    """Of the model itself, which takes any id, they would get tokens. Padding may still be anything."""
+    model, prompts = TokenTable(VOCAB), PROMPTS.copy()
+    expected = generate(model, prompts, lengths=LENGTHS, max_new_tokens=5)
+    prompts[1, 1], prompts[2, 1:] = bad, bad
+    written = jax.jit(lambda prompts: generate(model, prompts, lengths=LENGTHS, max_new_tokens=5, pad_id=PAD))
+
+    out = written(prompts)
+
+    assert out.ended.tolist() == [Ended.NO, Ended.NOT_FINITE, Ended.NO]
+    assert out.lengths.tolist() == [5, 0, 5]
+    assert out.tokens.tolist() == [expected.tokens[0].tolist(), [PAD] * 5, expected.tokens[2].tolist()]
+    with refused(ValueError, r"in rows \[1\]\. Check the model and the ids in these rows"):
+        out.check()
 
 
 def test_finished_row_writes_nothing(model):

@@ -1,6 +1,7 @@
 """A `Batcher` writes for each of many requests what `generate` writes for it alone."""
 
 import asyncio
+import gc
 import itertools
 import queue
 import signal
@@ -72,32 +73,49 @@ def exact():
         return model, made(model, sampling=("temperature", "top_k"), logprobs=0)
 
 
-def test_requests_that_come_go_and_are_cancelled_write_what_generate_writes(exact):
-    """64, in the order in which chance has them."""
-    (model, batcher), rng, going, done = exact, np.random.default_rng(1), [], []
-    with jax.enable_x64(True):
-        while len(done) < 64:
-            if len(going) < 14 and len(going) + len(done) < 64:
-                prompt = rng.integers(0, VOCAB, rng.integers(1, 40)).tolist()
-                options = HOT | dict(key=int(rng.integers(9)), eos_id=int(rng.integers(VOCAB)))
-                count = int(rng.choice([1, 2, 9, 16]))
-                going.append((batcher.submit(prompt, max_new_tokens=count, **options), count, options))
-            if rng.random() < 0.6:
-                batcher.step()
-            if rng.random() < 0.1:
-                going[rng.integers(len(going))][0].cancel()
-            done += [each for each in going if each[0].ended]
-            going = [each for each in going if not each[0].ended]
+def in_any_order(model, batcher, rng, total):
+    """Submits and cancels requests when chance has it. Checks their texts, and says why they ended."""
+    going, done = [], []
+    while len(done) < total:
+        if len(going) < 14 and len(going) + len(done) < total:
+            prompt = rng.integers(0, VOCAB, rng.integers(1, 40)).tolist()
+            options = HOT | dict(key=int(rng.integers(9)), eos_id=int(rng.integers(VOCAB)))
+            count = int(rng.choice([1, 2, 9, 16]))
+            going.append((batcher.submit(prompt, max_new_tokens=count, **options), count, options))
+        if rng.random() < 0.6:
+            batcher.step()
+        if rng.random() < 0.1:
+            going[rng.integers(len(going))][0].cancel()
+        done += [each for each in going if each[0].ended]
+        going = [each for each in going if not each[0].ended]
 
-        assert finished(batcher)
-        for request, count, options in done:
-            expected = alone(model, request.asked.prompt, count, **options)
-            if request.ended == Ended.CANCELLED:
-                expected = expected[: len(request.tokens)]
-            assert told(request) == request.tokens == expected
-            assert request.ended != Ended.END_TOKEN or expected[-1] == options["eos_id"]
-    reasons = [request.ended for request, _, _ in done]
-    assert min(map(reasons.count, (Ended.END_TOKEN, Ended.ENOUGH, Ended.CANCELLED))) >= 5
+    assert finished(batcher)
+    for request, count, options in done:
+        expected = alone(model, request.asked.prompt, count, **options)
+        if request.ended == Ended.CANCELLED:
+            expected = expected[: len(request.tokens)]
+        assert told(request) == request.tokens == expected
+        assert request.ended != Ended.END_TOKEN or expected[-1] == options["eos_id"]
+    return [request.ended for request, _, _ in done]
+
+
+def live_bytes():
+    """The size of all arrays that anything holds."""
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_requests_that_come_go_and_are_cancelled_write_what_generate_writes(exact):
+    """200 in four rounds. After each all slots are free, and after the first no more memory is held."""
+    (model, batcher), rng, reasons, held = exact, np.random.default_rng(1), [], []
+    with jax.enable_x64(True):
+        for _ in range(4):
+            reasons += in_any_order(model, batcher, rng, 50)
+            held.append(live_bytes())
+
+    assert held == held[:1] * 4
+    assert len(reasons) == 200
+    assert min(map(reasons.count, (Ended.END_TOKEN, Ended.ENOUGH, Ended.CANCELLED))) >= 15
 
 
 def test_a_text_does_not_depend_on_other_slots(exact):

@@ -211,6 +211,19 @@ def test_a_row_that_is_not_finite_says_so_and_others_go_on():
     assert rows == [expected[0], expected[1][:2], expected[2]]
     assert state.ended.tolist() == [Ended.NO, Ended.NOT_FINITE, Ended.NO]
     assert whole.lengths.tolist() == [6, 2, 6]
+    assert whole.ended.tolist() == state.ended.tolist()
+
+
+def test_a_turn_with_an_id_outside_the_vocabulary_ends_its_row(model):
+    """Where the host does not see it. A row that gets no tokens stays as it is, whatever its padding."""
+    lengths, bad = np.array([2, 0, 2]), np.array([[1, 2], [-1, -1], [3, -1]])
+    expected, _ = told(extend(begun(model), np.abs(bad), lengths=lengths), 4)
+
+    state = jax.jit(lambda tokens: extend(begun(model), tokens, lengths=lengths))(bad)
+    rows, state = told(state, 4)
+
+    assert rows == [expected[0], expected[1], []]
+    assert state.ended.tolist() == [Ended.NO, Ended.NO, Ended.NOT_FINITE]
 
 
 def test_a_session_is_a_pytree_that_jit_takes(stub):

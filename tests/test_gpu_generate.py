@@ -1,4 +1,4 @@
-"""Text that a GPU generates by the step kernels, against one forward pass."""
+"""Text that a GPU generates by the step kernels: against one forward pass, in slots, and in a session."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from nsa_jax.budget import allowance, distance
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.generate import generate
+from nsa_jax.generate import Batcher, advance, extend, generate, start
 from nsa_jax.model import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +26,7 @@ MODEL = TransformerConfig(
     tie_embeddings=False, dtype="bfloat16", param_dtype="bfloat16",
 )  # fmt: skip
 PROMPT, NEW = 3000, 10_000
+IMPLEMENTATION = "triton"
 
 
 def model_beside(model, dtype):
@@ -38,6 +39,11 @@ def model_beside(model, dtype):
 @nnx.jit
 def forward(model, text):
     return model(text)[0, PROMPT - 1 : -1]
+
+
+@nnx.jit
+def logits_of(model, text):
+    return model(text)[0]
 
 
 @nnx.jit
@@ -70,3 +76,71 @@ def test_ten_thousand_tokens_are_those_of_one_forward():
     # XLA's choice of algorithms decides the text, and with it how many are clear: 854 in one run.
     assert clear.sum() >= 500, "too few tokens are compared"
     assert (new == exact.argmax(-1))[clear].all()
+
+
+def test_a_slot_writes_the_same_whatever_the_others_hold():
+    """Through the same compiled step, not even in the last bit of its log-probabilities."""
+    config = dataclasses.replace(MODEL, nsa=NSAConfig())  # here scores decide which blocks are chosen
+    model = Transformer(config, implementation=IMPLEMENTATION, rngs=nnx.Rngs(0))
+    batcher = Batcher(model, 8, max_length=4096, sampling=("temperature",), logprobs=3)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, config.vocab_size, 1500)
+
+    def written(others):
+        """What is written in the first slot, beside random requests in others, or beside what they left."""
+        request = batcher.submit(prompt, max_new_tokens=200, temperature=1.0, key=1)
+        beside = [
+            batcher.submit(
+                rng.integers(0, config.vocab_size, rng.integers(1, 3000)),
+                max_new_tokens=int(rng.integers(50, 400)), temperature=2.0, key=int(rng.integers(1000)),
+            )
+            for _ in range(others)
+        ]  # fmt: skip
+        pieces = list(request)
+        assert all(other.tokens for other in beside), "they ran one after another"
+        while batcher.step():
+            pass
+        assert len(request.tokens) == 200
+        assert all(len(other.tokens) == other.asked.max_new_tokens for other in beside)
+        reports = [piece.logprobs for piece in pieces]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *reports), request.tokens
+
+    alone = written(0)
+    for others in (7, 0, 7):
+        jax.tree.map(np.testing.assert_array_equal, written(others), alone)
+
+
+def test_a_session_in_turns_equals_an_uninterrupted_one():
+    """Bitwise, however steps are divided; and each token is as likely as in one forward of the whole text."""
+    model, rng = Transformer(MODEL, implementation=IMPLEMENTATION, rngs=nnx.Rngs(0)), np.random.default_rng(1)
+    prompts, lengths = rng.integers(0, MODEL.vocab_size, (2, 1500)), np.array([1500, 700])
+    turn, turned = rng.integers(0, MODEL.vocab_size, (2, 90)), np.array([90, 33])
+
+    def written(*turns):
+        """The tokens of both turns and what is reported of them, by calls of `advance` for so many tokens."""
+        settings = dict(max_length=2048, temperature=1.0, key=2, logprobs=3)
+        session, found = start(model, prompts, lengths=lengths, **settings), []
+        for number, steps in enumerate(turns):
+            session = extend(session, turn, lengths=turned) if number else session
+            for count in steps:
+                session, new = advance(session, count)
+                found.append((new.tokens, new.logprobs))
+        return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *found)
+
+    whole = written((60,), (64,))
+
+    # All of these calls share a program.
+    jax.tree.map(np.testing.assert_array_equal, written((1, 8, 20, 31), (13, 50, 1)), whole)
+    tokens, reports = whole
+    for row in range(2):
+        parts = prompts[row, : lengths[row]], tokens[row, :60], turn[row, : turned[row]], tokens[row, 60:]
+        text = np.concatenate(parts)
+        at = np.concatenate([lengths[row] + np.arange(60), len(text) - 64 + np.arange(64)])
+        exact, same = (
+            np.asarray(jax.nn.log_softmax(logits_of(model_beside(model, x), text[None])[at - 1]))
+            for x in ("float32", "bfloat16")
+        )
+        budget = allowance(same, exact, float(jnp.finfo(jnp.bfloat16).eps))
+        ids = np.concatenate([text[at][:, None], reports.top_tokens[row]], axis=1)
+        found = np.concatenate([reports.chosen[row][:, None], reports.top[row]], axis=1)
+        assert distance(found, np.take_along_axis(exact, ids, axis=1)) <= budget

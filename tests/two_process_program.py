@@ -46,7 +46,7 @@ def train_and_decode(sharding, place) -> tuple[list[float], list[list[int]]]:
         return value
 
     losses = [float(step(model, rows)) for _ in range(STEPS)]
-    found, _ = generate(model, place(tokens[:, :20]), max_new_tokens=6)
+    found = generate(model, place(tokens[:, :20]), max_new_tokens=6).tokens
     everywhere = jax.jit(lambda x: x, out_shardings=place(None))(found)
     return losses, np.asarray(everywhere).tolist()
 

@@ -194,6 +194,7 @@ def language_model() -> None:
     text = generate(model, prompts, max_new_tokens=3)
     assert_type(text, Generation)
     assert_type(text.tokens, jax.Array)
+    assert_type(text.check().ended, jax.Array)
     session = start(model, prompts, max_length=64, temperature=jnp.ones(1), stop=[[1, 2]], eos_id=[3, 4])
     assert_type(session, Session)
     assert_type(advance(repeat(session, 1), 4), tuple[Session, Continuation])

@@ -130,8 +130,9 @@ def find_needles(
             rows = np.stack(prompts[begin : begin + batch])
             missing = batch - len(rows)  # filled up, so that there is one shape and one program
             rows = np.pad(rows, ((0, missing), (0, 0)), mode="edge")
-            written = generate(model, rows, max_new_tokens=most, cache_dtype=cache_dtype).tokens
-            new = np.asarray(written).tolist()
+            # What fills a row without finite logits must be no answer, so it is no token.
+            filled = generate(model, rows, max_new_tokens=most, pad_id=-1, cache_dtype=cache_dtype)
+            new = np.asarray(filled.tokens).tolist()
             for question, depth, written in zip(questions[begin:], at[begin:], new, strict=False):
                 found[row, depth] += tuple(written[: len(question.answer)]) == question.answer
     return Needles(lengths, depths, asked, found, float(task.chance))

@@ -9,8 +9,9 @@ class Decoder(Protocol):
     """The methods that `generate` and sessions need of a model, such as `nsa_jax.model.Transformer`.
 
     The model must also be an `nnx.Module`. `num_tokens` is passed by its name, all other arguments by
-    position. If the model has an int `vocab_size`, ids that are not below it are refused where the host has
-    their values. Its `init_cache` is given a keyword `dtype` where a caller asks for a `cache_dtype`.
+    position. If the model has an int `vocab_size`, ids outside it are refused where the host has their
+    values, and end their row with `Ended.NOT_FINITE` elsewhere. Its `init_cache` is given a keyword `dtype`
+    where a caller asks for a `cache_dtype`.
     """
 
     def init_cache(self, batch: int, max_length: int) -> Any:

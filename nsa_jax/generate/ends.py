@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Collection, Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,14 +11,15 @@ from nsa_jax.array_typing import Array, Bool, Int, Int32
 
 
 class Ended(enum.IntEnum):
-    """Why a row of a session, or a request, has ended; the values of `Continuation.ended`.
+    """Why a row of a session, or a request, has ended; the values of `ended` in results.
 
     Attributes:
       NO: it has not; `advance` adds tokens to it.
       END_TOKEN: its newest token is an end token.
       FULL: the cache has no room for its newest token, or had none for those of `extend`.
       NOT_FINITE: its logits hold NaN or infinity, or all tokens are excluded, so no token could be chosen.
-        `extend` may give it more tokens, but what is in the cache stays there.
+        `extend` may give it more tokens, but what is in the cache stays there. So does a row end that was
+        given an id outside the vocabulary, where the host did not see it.
       STOP: its newest tokens are a stop sequence, or its text has a stop string.
       ENOUGH: it has its `max_new_tokens`. Only requests of a `Batcher` end so.
       CANCELLED: it was cancelled, or has an `error`. Only requests of a `Batcher` end so.
@@ -64,6 +66,20 @@ def end_of(tokens: list[int], end_tokens: Collection[int], stop: Iterable[list[i
     if tokens[-1] in end_tokens:
         return Ended.END_TOKEN
     return Ended.STOP if any(tokens[-len(sequence) :] == sequence for sequence in stop) else Ended.NO
+
+
+def check_chosen(ended: Int32[Array, " B"]) -> None:
+    """Raises ValueError if rows have ended because no token could be chosen; TypeError while tracing."""
+    if isinstance(ended, jax.core.Tracer):
+        raise TypeError(
+            "check must be called on values, got an array that is traced. Call it on what the jitted "
+            "function returns."
+        )
+    if rows := np.flatnonzero(np.asarray(ended) == Ended.NOT_FINITE).tolist():
+        raise ValueError(
+            f"the logits of all rows must be finite, got NaN or infinity in rows {rows}. Check the model and "
+            "the ids in these rows."
+        )
 
 
 def _power_of_two(number: int) -> int:

@@ -15,6 +15,7 @@ from nsa_jax.array_typing import Array, DType, Int, Int32, PRNGKeyArray
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
+from nsa_jax.generate.ends import check_chosen
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.options import Sampling as _Sampling
 from nsa_jax.generate.prepared import prepare
@@ -26,14 +27,34 @@ class Generation(NamedTuple):
     """Result of `generate`.
 
     Attributes:
-      tokens: new tokens of each row, without the prompt. A row that ended early has `pad_id` after its
-        `eos_id`.
-      lengths: number of new tokens of each row, `eos_id` included; `max_new_tokens` for a row without it. A
-        row ends without an `eos_id` where its logits are not finite, as no token can be chosen from them.
+      tokens: new tokens of each row, without the prompt, then `pad_id`. Only the first `lengths` are the
+        model's; in a row that was never finite all are `pad_id`.
+      lengths: number of new tokens of each row, `eos_id` included; `max_new_tokens` for a row that has not
+        ended.
+      ended: why the row has ended, as a number of `Ended`; 0 for a row that has not. It is `END_TOKEN`
+        behind an `eos_id`, and `NOT_FINITE` where no token could be chosen.
     """
 
     tokens: Int32[Array, "B new"]
     lengths: Int32[Array, " B"]
+    ended: Int32[Array, " B"]
+
+    def check(self) -> "Generation":
+        """Refuses rows that ended because no token could be chosen. Waits for the device.
+
+        It is a method of the result, not an option of `generate`, because `generate` returns before the
+        device has written anything, and inside `jit` never knows: there, return the result, and check it
+        outside.
+
+        Returns:
+          The same result, where all rows are fine.
+
+        Raises:
+          ValueError: rows have ended with `Ended.NOT_FINITE`; the message has their numbers.
+          TypeError: it is called inside `jit`.
+        """
+        check_chosen(self.ended)
+        return self
 
 
 def generate(
@@ -98,14 +119,15 @@ def generate(
         values, see `nsa_jax.cache.init_cache`; None for the dtype of the model.
 
     Returns:
-      `Generation(tokens, lengths)`.
+      `Generation(tokens, lengths, ended)`. A row for which no token can be chosen ends there, and `ended`
+      says so; `generate(...).check()` refuses it.
 
     Raises:
       TypeError: an argument has the wrong type, or `model` lacks a method or its `num_tokens`.
       ValueError: a prompt is empty or longer than the cache, the cache is too small for the new tokens, an
         argument is out of range, or `top_k` or `top_p` is given without a temperature; or an id is not in the
         vocabulary, where the host has its value: in NumPy arrays and in JAX arrays on a CPU. Nothing runs
-        then.
+        then. Elsewhere the row of such an id ends with `NOT_FINITE`, without a token.
 
     Examples:
       >>> generate(model, prompts, max_new_tokens=64, temperature=0.8, top_p=0.95, key=1).tokens
@@ -139,7 +161,7 @@ def generate(
         cache_dtype=cache_dtype,
         join=are_whole(parameters),
     )
-    return Generation(new.tokens[:, :max_new_tokens], new.lengths)
+    return new._replace(tokens=new.tokens[:, :max_new_tokens])
 
 
 @functools.partial(
@@ -169,5 +191,5 @@ def _run(
     sizes: dict[str, Any] = dict(max_length=max_length, prefill_chunk=prefill_chunk, cache_dtype=cache_dtype)
     start = rows.begin(model, prompts, lengths, keys, options, **sizes)
     sizes = dict(max_length=max_length, columns=max_length, chunk_size=chunk_size)
-    new = rows.advance(model, start, options, max_new_tokens, **sizes).new
-    return Generation(rows.padded(new, pad_id).tokens, new.lengths)
+    advanced, new, _ = rows.advance(model, start, options, max_new_tokens, **sizes)
+    return Generation(rows.padded(new, pad_id).tokens, new.lengths, advanced.ended)

@@ -99,7 +99,8 @@ def begin(
     logits, cache = prefill_in_chunks(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
-    logits, sampling, drafting = explicit.by_rows(logits), options.sampling, None
+    logits = _nan_for_unknown_ids(model, explicit.by_rows(logits), prompts, lengths)
+    sampling, drafting = options.sampling, None
     if options.drafts is not None:
         drafting = options.drafts.begin(prompts, lengths, max_length, prefill_chunk)
     had = jnp.zeros_like(logits, bool)
@@ -144,6 +145,7 @@ def append(
     wanted = jnp.where(fits, wanted, 0)
     given = wanted > 0
     logits, cache = prefill_in_chunks(model, text, wanted, rows.cache, prefill_chunk)
+    logits = _nan_for_unknown_ids(model, explicit.by_rows(logits), text, wanted)
     last = jnp.take_along_axis(text, jnp.maximum(wanted - 1, 0)[:, None], axis=1)[:, 0]
     if rows.drafting is not None:
         rows = rows._replace(drafting=options.drafts.append(rows, text, wanted, prefill_chunk))
@@ -153,7 +155,7 @@ def append(
         rows = rows._replace(seen=penalties.marked(rows.seen, text, wanted))
     return rows._replace(
         cache=cache,
-        logits=jnp.where(given[:, None], explicit.by_rows(logits), rows.logits),
+        logits=jnp.where(given[:, None], logits, rows.logits),
         token=jnp.where(given, last, rows.token),
         pending=rows.pending & ~given,
         held=rows.held + wanted,
@@ -326,6 +328,22 @@ def _empty_reports(rows: Rows, columns: int, count: int) -> Logprobs:
         return jnp.broadcast_to(jnp.zeros_like(x)[:, None], (len(x), columns, *x.shape[1:]))
 
     return jax.tree.map(empty, logprobs.of_token(rows.logits, rows.token, count))
+
+
+def _nan_for_unknown_ids(
+    model: Decoder, logits: Array, tokens: Int32[Array, "B T"], counts: Int32[Array, " B"]
+) -> Float[Array, "B vocab"]:
+    """Logits that are NaN in rows with a token outside the vocabulary, if the model has a `vocab_size`.
+
+    A model need not notice such a token: a negative id counts from the end of an embedding, and an embedding
+    of NaN may lie outside all windows.
+    """
+    size = getattr(model, "vocab_size", None)
+    if size is None:
+        return logits
+    real = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
+    bad = (real & ((tokens < 0) | (tokens >= size))).any(axis=1)
+    return jnp.where(bad[:, None], jnp.nan, logits)
 
 
 def prefill_in_chunks(model: Decoder, prompts, lengths, cache, chunk: int) -> tuple[Array, Any]:
