@@ -30,8 +30,10 @@ import tokenizers
 
 from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
-from nsa_jax.adopt import text, training
+from nsa_jax.adopt import figures, findings, text, training
 from nsa_jax.adopt.files import digests, documents
+from nsa_jax.adopt.report import write_report
+from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
@@ -208,6 +210,9 @@ def test_the_report_has_its_tables(finished):
         "| stage | steps | tokens | ms a step | first losses | last losses |",
         "| from position | dense, as loaded | NSA, converted | NSA after distil | NSA after sparse | dense, ",
         "| layer | NSA, converted | NSA after distil | NSA after sparse | chance |",
+        "2 prompts of 160 tokens, and 57 new ones",
+        "| ms a token of all rows | ",
+        "| ms to the first | ",
     ):
         assert line in page
     assert page.count("| 160 | ") == 5  # needles of two dense models, and of three of NSA
@@ -219,6 +224,39 @@ def test_the_report_has_its_tables(finished):
         assert np.shape(found["measured"][model]["recall"]["best_free"]) == (2, 2)  # layers, KV heads
         assert len(found["measured"][model]["losses"]["losses"]) == 8
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
+    assert "decoding" not in found["measured"]["sparse"]  # as fast as the converted model
+    for model in ("dense", "nsa"):
+        of = found["measured"]["converted"]["decoding"][model]
+        assert 0 < of["token_ms"] < of["first_token_ms"]
+        assert of["samples"] >= 1
+
+
+@pytest.mark.slow
+def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, monkeypatch):
+    page, drawn = (finished / "report.md").read_text(), {path.name for path in finished.glob("*.svg")}
+    if drawn:  # with matplotlib
+        assert drawn == {figures.NEEDLES, figures.LOSSES}
+        assert all(f"]({name})" in page for name in drawn)
+    settings, folder = settings_of(finished), RunFolder(tmp_path)
+    for path in (finished / "measured.json", *finished.glob("*.jsonl")):
+        shutil.copy(path, tmp_path)
+    for package in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, package, None)
+    counted = json.loads((finished / "report.json").read_text())["text"]
+    write_report(folder, settings, training.stages(settings), counted, 1)
+
+    assert not list(tmp_path.glob("*.svg"))
+    told = "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
+    without = (tmp_path / "report.md").read_text()
+    assert without.replace(f"{told}\n\n", "") == re.sub(r"!\[.*\n\n", "", page)
+
+
+def test_the_committed_figure_shows_the_committed_needles():
+    folder = pathlib.Path(__file__).parent.parent / "docs" / "examples" / "adopt_smollm2"
+    measured = json.loads((folder / "report.json").read_text())["measured"]
+    asked = {name: of for name, of in findings.all_needles(measured).items() if name in figures.LINES}
+
+    assert figures.fingerprint(figures.shown(asked)) in (folder / figures.NEEDLES).read_text()
 
 
 @pytest.mark.slow
