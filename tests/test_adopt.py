@@ -30,7 +30,7 @@ import tokenizers
 
 from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
-from nsa_jax.adopt import figures, findings, text, training
+from nsa_jax.adopt import figures, findings, measure, text, training
 from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.report import write_report
 from nsa_jax.adopt.run_folder import RunFolder
@@ -225,10 +225,33 @@ def test_the_report_has_its_tables(finished):
         assert len(found["measured"][model]["losses"]["losses"]) == 8
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
     assert "decoding" not in found["measured"]["sparse"]  # as fast as the converted model
-    for model in ("dense", "nsa"):
-        of = found["measured"]["converted"]["decoding"][model]
-        assert 0 < of["token_ms"] < of["first_token_ms"]
-        assert of["samples"] >= 1
+    assert {"dense", "nsa"} < found["measured"]["converted"]["decoding"].keys()
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(0.1, 5), (2, 2), (20, 1)])
+def test_decoding_is_timed_in_turns_without_the_first_token_and_what_compiles(monkeypatch, seconds, samples):
+    now, calls = 0.0, []
+
+    def generate(model, prompts, *, max_new_tokens):
+        nonlocal now
+        assert prompts.tolist() == [[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]
+        now += seconds + max_new_tokens * (0.002 if model == "dense" else -1e-9)
+        now += 1000 * ((model, max_new_tokens) not in calls)  # it compiles
+        calls.append((model, max_new_tokens))
+        return prompts
+
+    monkeypatch.setattr(measure, "generate", generate)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    settings = command.Settings(source="", n=1, block=2, length=3, batch=2, needle_lengths=(4, 5))
+    held_out = Documents(np.arange(3), np.array([0]), np.array([3]))
+
+    found = measure.Measurements(None, settings, held_out, None)._decoding("NSA", "dense")
+
+    assert calls == [("dense", 1), ("dense", 57), ("NSA", 1), ("NSA", 57)] * (1 + samples)
+    assert found["dense"] == dict(
+        first_token_ms=pytest.approx(1e3 * seconds + 2), token_ms=pytest.approx(2), samples=samples
+    )
+    assert found["nsa"] == dict(first_token_ms=pytest.approx(1e3 * seconds), token_ms=None, samples=samples)
 
 
 @pytest.mark.slow
@@ -247,8 +270,9 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
 
     assert not list(tmp_path.glob("*.svg"))
     told = "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
-    without = (tmp_path / "report.md").read_text()
-    assert without.replace(f"{told}\n\n", "") == re.sub(r"!\[.*\n\n", "", page)
+    sections = (tmp_path / "report.md").read_text().split("\n\n")
+    sections.remove(told)
+    assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
 
 
 def test_the_committed_figure_shows_the_committed_needles():
