@@ -10,7 +10,7 @@ import os
 import pathlib
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def _attention_weights(folder: pathlib.Path) -> dict[str, Tensor]:
                     if ".attention." in name:
                         weights[name] = opened.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
-            raise _broken(folder / file, error) from None
+            _broken(folder / file, error)
     return weights
 
 
@@ -130,11 +130,11 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _broken(file, error) from None
+        _broken(file, error)
 
 
-def _broken(file: pathlib.Path, error: Exception) -> ValueError:
-    return ValueError(
+def _broken(file: pathlib.Path, error: Exception) -> NoReturn:
+    raise ValueError(
         f"folder must hold a whole model, got {str(error).splitlines()[0]!r} at {str(file)!r}. Load another "
         "copy."
-    )
+    ) from None
