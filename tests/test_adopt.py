@@ -280,7 +280,8 @@ def test_the_committed_figure_shows_the_committed_needles():
     measured = json.loads((folder / "report.json").read_text())["measured"]
     asked = {name: of for name, of in findings.all_needles(measured).items() if name in figures.LINES}
 
-    assert figures.fingerprint(figures.shown(asked)) in (folder / figures.NEEDLES).read_text()
+    shown = (folder / figures.NEEDLES).read_text()
+    assert figures.fingerprint(figures.shown(asked)) in shown, "figures.draw_needles(asked, path) draws it"
 
 
 @pytest.mark.slow
