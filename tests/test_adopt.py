@@ -30,8 +30,10 @@ import tokenizers
 
 from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
-from nsa_jax.adopt import text, training
+from nsa_jax.adopt import figures, findings, measure, text, training
 from nsa_jax.adopt.files import digests, documents
+from nsa_jax.adopt.report import write_report
+from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import restore
@@ -208,6 +210,9 @@ def test_the_report_has_its_tables(finished):
         "| stage | steps | tokens | ms a step | first losses | last losses |",
         "| from position | dense, as loaded | NSA, converted | NSA after distil | NSA after sparse | dense, ",
         "| layer | NSA, converted | NSA after distil | NSA after sparse | chance |",
+        "2 prompts of 160 tokens, and 57 new ones",
+        "| ms a token of all rows | ",
+        "| ms to the first | ",
     ):
         assert line in page
     assert page.count("| 160 | ") == 5  # needles of two dense models, and of three of NSA
@@ -219,6 +224,64 @@ def test_the_report_has_its_tables(finished):
         assert np.shape(found["measured"][model]["recall"]["best_free"]) == (2, 2)  # layers, KV heads
         assert len(found["measured"][model]["losses"]["losses"]) == 8
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
+    assert "decoding" not in found["measured"]["sparse"]  # as fast as the converted model
+    assert {"dense", "nsa"} < found["measured"]["converted"]["decoding"].keys()
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(0.1, 5), (2, 2), (20, 1)])
+def test_decoding_is_timed_in_turns_without_the_first_token_and_what_compiles(monkeypatch, seconds, samples):
+    now, calls = 0.0, []
+
+    def generate(model, prompts, *, max_new_tokens):
+        nonlocal now
+        assert prompts.tolist() == [[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]
+        now += seconds + max_new_tokens * (0.002 if model == "dense" else -1e-9)
+        now += 1000 * ((model, max_new_tokens) not in calls)  # it compiles
+        calls.append((model, max_new_tokens))
+        return prompts
+
+    monkeypatch.setattr(measure, "generate", generate)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    settings = command.Settings(source="", n=1, block=2, length=3, batch=2, needle_lengths=(4, 5))
+    held_out = Documents(np.arange(3), np.array([0]), np.array([3]))
+
+    found = measure.Measurements(None, settings, held_out, None)._decoding("NSA", "dense")
+
+    assert calls == [("dense", 1), ("dense", 57), ("NSA", 1), ("NSA", 57)] * (1 + samples)
+    assert found["dense"] == dict(
+        first_token_ms=pytest.approx(1e3 * seconds + 2), token_ms=pytest.approx(2), samples=samples
+    )
+    assert found["nsa"] == dict(first_token_ms=pytest.approx(1e3 * seconds), token_ms=None, samples=samples)
+
+
+@pytest.mark.slow
+def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, monkeypatch):
+    page, drawn = (finished / "report.md").read_text(), {path.name for path in finished.glob("*.svg")}
+    if drawn:  # with matplotlib
+        assert drawn == {figures.NEEDLES, figures.LOSSES}
+        assert all(f"]({name})" in page for name in drawn)
+    settings, folder = settings_of(finished), RunFolder(tmp_path)
+    for path in (finished / "measured.json", *finished.glob("*.jsonl")):
+        shutil.copy(path, tmp_path)
+    for package in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, package, None)
+    counted = json.loads((finished / "report.json").read_text())["text"]
+    write_report(folder, settings, training.stages(settings), counted, 1)
+
+    assert not list(tmp_path.glob("*.svg"))
+    told = "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
+    sections = (tmp_path / "report.md").read_text().split("\n\n")
+    sections.remove(told)
+    assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
+
+
+def test_the_committed_figure_shows_the_committed_needles():
+    folder = pathlib.Path(__file__).parent.parent / "docs" / "examples" / "adopt_smollm2"
+    measured = json.loads((folder / "report.json").read_text())["measured"]
+    asked = {name: of for name, of in findings.all_needles(measured).items() if name in figures.LINES}
+
+    shown = (folder / figures.NEEDLES).read_text()
+    assert figures.fingerprint(figures.shown(asked)) in shown, "figures.draw_needles(asked, path) draws it"
 
 
 @pytest.mark.slow

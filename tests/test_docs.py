@@ -30,7 +30,7 @@ PUBLIC = (
 )
 MORE = {
     *("nsa_jax.array_typing.Attended", "nsa_jax.dispatch.Choice"),
-    "nsa_jax.remat.SAVED_NAMES",
+    *("nsa_jax.remat.SAVED_NAMES", "nsa_torch_ref.loading.load_layers"),
     *(f"nsa_jax.debug.check_{what}" for what in ("block_indices", "cu_seqlens", "query_positions", "runs")),
     *("nsa_jax.debug.check_segment_ids", "nsa_jax.debug.checked"),
 }

@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from messages import has_form, refused
 from pretrained_files import FAMILIES, fields_of, logits, tensors_of, write_folder, write_gguf
 
 from nsa_jax import nn
+from nsa_jax.model.abstract import parameters
 
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
     pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
@@ -66,6 +68,37 @@ def test_logits_are_those_of_the_family(tmp_path, family):
     error = np.abs(np.asarray(jax.jit(lambda ids: model(ids))(IDS)) - expected).max()
     assert error < 2e-5 * np.abs(expected).max()
     assert tokenizer is None
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_host_holds_the_model_and_one_tensor_more(tmp_path, monkeypatch, param_dtype):
+    """Of equal tensors, so that one that is held too long counts. JAX may keep or copy what it is given."""
+    sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8)
+    fields = fields_of("llama", vocab_size=256, **sizes)
+    folder = write_folder(tmp_path / "model", fields, tensors_of(fields), files=4)
+    load(folder, param_dtype=param_dtype)  # what is imported and compiled does not count
+    right, before, copied, most = jax.device_put, [], 0, 0
+
+    def put(own, *rest):
+        nonlocal copied, most
+        before[:] = before or [tracemalloc.get_traced_memory()[0] - own.nbytes]
+        most = max(most, copied + tracemalloc.get_traced_memory()[1] - before[0])
+        array = jax.block_until_ready(right(own, *rest))
+        copied += own.nbytes * (array.unsafe_buffer_pointer() != own.ctypes.data)
+        most = max(most, copied + tracemalloc.get_traced_memory()[0] - before[0])
+        tracemalloc.reset_peak()
+        return array
+
+    monkeypatch.setattr(jax, "device_put", put)
+    tracemalloc.start()
+    try:
+        model, _ = load(folder, param_dtype=param_dtype)
+    finally:
+        tracemalloc.stop()
+
+    held, largest = sum(value.nbytes for value in parameters(model).values()), 4 * 256**2
+    assert held > 3e6 / (2 if param_dtype == "bfloat16" else 1)
+    assert held <= most < held + 1.4 * largest  # and what Python keeps of the files
 
 
 SPELLINGS = {

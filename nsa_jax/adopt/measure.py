@@ -1,8 +1,11 @@
-"""What is measured of each model on the way: losses by position, needles, and the recall of blocks."""
+"""What is measured of each model on the way: losses by position, needles, recall of blocks, and decoding."""
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
@@ -12,10 +15,17 @@ from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.text import Documents
 from nsa_jax.evaluate import MagicNumber, block_recall, find_needles
+from nsa_jax.generate import generate
 from nsa_jax.model import Transformer
 from nsa_jax.pretrained import compare
 
 DEPTHS = 16
+# Decoding: at most so many rows; whole chunks of steps after the first token, few enough for the program that
+# finds the needles; and rounds until their seconds are spent.
+DECODED_ROWS = 8
+DECODED_TOKENS = 1 + 7 * 8
+DECODING_S = 10.0
+MAX_ROUNDS = 5
 
 
 class Measurements:
@@ -32,6 +42,8 @@ class Measurements:
     def measure(self, name: str, model: Transformer, dense: Transformer) -> None:
         """Measures a model; the dense one that was loaded is only asked for needles.
 
+        Decoding is measured of the converted model, beside the dense one: weights do not change its speed.
+
         Raises:
           InputError: needles do not fit into their prompts.
         """
@@ -42,6 +54,8 @@ class Measurements:
             todo["losses"] = self._losses
         if any(each.attention == "nsa" for each in model.config.per_layer):
             todo["recall"] = self._recall
+        if name == "converted":
+            todo["decoding"] = self._decoding
         done = self.folder.results().get(name, {})
         todo = {what: measure for what, measure in todo.items() if what not in done}
         with tqdm(
@@ -77,3 +91,36 @@ class Measurements:
     def _recall(self, model: Transformer, dense: Transformer) -> dict[str, Any]:
         found = block_recall(model, jnp.asarray(self.rows[: self.settings.batch]))
         return {name: np.asarray(value).tolist() for name, value in vars(found).items()}
+
+    def _decoding(self, model: Transformer, dense: Transformer) -> dict[str, Any]:
+        """What a token of `generate` takes; the two models in turns, so that they run in the same minutes."""
+        # Of the needles' sizes, so that their programs serve here, too.
+        rows = min(self.settings.batch, DECODED_ROWS)
+        length = max(self.settings.needle_lengths or (self.settings.length,))
+        prompts = np.resize(self.filler, (rows, length)).astype(np.int32)
+        models, counts = {"dense": dense, "nsa": model}, (1, DECODED_TOKENS)
+
+        def ms(each: Transformer, count: int) -> float:
+            begin = time.perf_counter()
+            jax.block_until_ready(generate(each, prompts, max_new_tokens=count))
+            return 1e3 * (time.perf_counter() - begin)
+
+        for each in models.values():  # compiles
+            for count in counts:
+                ms(each, count)
+        taken: dict[str, list[list[float]]] = {name: [] for name in models}
+        begin = time.perf_counter()
+        while not taken["nsa"] or (
+            len(taken["nsa"]) < MAX_ROUNDS and time.perf_counter() - begin < DECODING_S
+        ):
+            for name, each in models.items():
+                taken[name].append([ms(each, count) for count in counts])
+        found: dict[str, Any] = dict(rows=rows, length=length, new_tokens=DECODED_TOKENS)
+        for name, rounds in taken.items():
+            first = statistics.median(first for first, _ in rounds)
+            further = statistics.median(whole - first for first, whole in rounds) / (DECODED_TOKENS - 1)
+            # None where it drowns in noise.
+            found[name] = dict(
+                first_token_ms=first, token_ms=further if further > 0 else None, samples=len(rounds)
+            )
+        return found

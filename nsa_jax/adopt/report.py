@@ -12,26 +12,18 @@ import jax
 import numpy as np
 
 import nsa_jax
+from nsa_jax.adopt import figures
+from nsa_jax.adopt.findings import MODELS, all_needles, losses
 from nsa_jax.adopt.run_folder import RunFolder, write
 from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Stage
-from nsa_jax.evaluate import Needles
 from nsa_jax.evaluate.table import markdown
-
-# Models of a run by the names under which they are measured, in the order of the columns.
-MODELS = {
-    "dense": "dense, as loaded",
-    "converted": "NSA, converted",
-    "distil": "NSA after distil",
-    "sparse": "NSA after sparse",
-    "dense_trained": "dense, trained",
-}
 
 
 def write_report(
     folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int], devices: int
 ) -> None:
-    """Writes `report.md` and `report.json`.
+    """Writes `report.md` and `report.json`, and the figures if there is matplotlib.
 
     Args:
       folder: of the run, which has its measurements and steps.
@@ -50,10 +42,14 @@ def write_report(
         measured=folder.results(),
     )
     write(folder.path / "report.json", json.dumps(found, indent=1) + "\n")
-    write(folder.path / "report.md", "\n\n".join(_sections(found)) + "\n")
+    try:
+        drawn = figures.draw(found["measured"], folder.path)
+    except ImportError:
+        drawn = None
+    write(folder.path / "report.md", "\n\n".join(_sections(found, drawn)) + "\n")
 
 
-def _sections(found: dict[str, Any]) -> Iterable[str]:
+def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[str]:
     measured, settings, text = found["measured"], found["settings"], found["text"]
     yield f"# {settings['source']} with NSA"
     yield (
@@ -67,13 +63,18 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
         "selection loss, added up over the layers; `divergence` is that from the dense model's distributions."
     )
     yield _training(found["stages"])
+    if "decoding" in measured.get("converted", {}):
+        yield from _decoding(measured["converted"]["decoding"])
+    if drawn is None:
+        yield "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
     yield f"## Loss by position\n\nNats a token, on {settings['rows']} held-out rows at most."
+    yield from (f"![Loss by position]({name})" for name in drawn or () if name == figures.LOSSES)
     yield _losses(measured)
     if settings["needles"]:
         yield "## Needles\n\nA number to find in a text, by its depth. The question follows 100%."
-        for name in MODELS:
-            if "needles" in measured.get(name, {}):
-                yield f"**{MODELS[name]}**\n\n{needles(measured[name]['needles']).merged(4)}"
+        yield from (f"![Needles by depth]({name})" for name in drawn or () if name == figures.NEEDLES)
+        for name, counts in all_needles(measured).items():
+            yield f"**{MODELS[name]}**\n\n{counts.merged(4)}"
     yield (
         "## Recall of blocks\n\nHow often the block that dense attention likes best, of those that are not "
         "always selected, is selected: a number for each KV head."
@@ -81,14 +82,6 @@ def _sections(found: dict[str, Any]) -> Iterable[str]:
     yield _recall(measured)
     yield "## Settings"
     yield markdown(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()])
-
-
-def needles(plain: dict[str, Any]) -> Needles:
-    """The counts as they were before they were noted as JSON."""
-    arrays = dict(
-        found=np.array(plain["found"]), lengths=tuple(plain["lengths"]), depths=tuple(plain["depths"])
-    )
-    return Needles(**plain | arrays)
 
 
 def _training(stages: dict[str, dict[str, Any]]) -> str:
@@ -103,19 +96,28 @@ def _training(stages: dict[str, dict[str, Any]]) -> str:
     return markdown(heads, rows)
 
 
-def _losses(measured: dict[str, Any]) -> str:
-    compared = {name: measured[name]["losses"] for name in MODELS if "losses" in measured.get(name, {})}
-    first = next(iter(compared.values()))
-    columns = {"dense": (first["dense_losses"], first["dense_loss"], 1.0)}
-    columns |= {name: (of["losses"], of["loss"], of["agreement"]) for name, of in compared.items()}
+def _decoding(of: dict[str, Any]) -> Iterable[str]:
+    yield (
+        f"## Decoding\n\nGreedy, by `generate`: {of['rows']} prompts of {of['length']} tokens, and "
+        f"{of['new_tokens']} new ones. Medians of {of['dense']['samples']} calls, the two models in turns."
+    )
     rows = [
-        (start, *(f"{column[0][i]:.4f}" for column in columns.values()))
-        for i, start in enumerate(first["starts"])
+        (what, *("" if of[model][key] is None else f"{of[model][key]:.2f}" for model in ("dense", "nsa")))
+        for what, key in (("ms a token of all rows", "token_ms"), ("ms to the first", "first_token_ms"))
     ]
-    rows.append(("all", *(f"{column[1]:.4f}" for column in columns.values())))
-    rows.append(("over dense", *(f"{column[1] - first['dense_loss']:+.4f}" for column in columns.values())))
-    rows.append(("same first choice as dense", *(f"{column[2]:.1%}" for column in columns.values())))
-    return markdown(("from position", *(MODELS[name] for name in columns)), rows)
+    yield markdown(("", MODELS["dense"], MODELS["converted"]), rows)
+
+
+def _losses(measured: dict[str, Any]) -> str:
+    starts, found = losses(measured)
+    columns, dense = found.values(), found["dense"]
+    rows: list[tuple[Any, ...]] = [
+        (start, *(f"{column.by_position[i]:.4f}" for column in columns)) for i, start in enumerate(starts)
+    ]
+    rows.append(("all", *(f"{column.all:.4f}" for column in columns)))
+    rows.append(("over dense", *(f"{column.all - dense.all:+.4f}" for column in columns)))
+    rows.append(("same first choice as dense", *(f"{column.agreement:.1%}" for column in columns)))
+    return markdown(("from position", *(MODELS[name] for name in found)), rows)
 
 
 def _recall(measured: dict[str, Any]) -> str:

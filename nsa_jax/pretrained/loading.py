@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import re
@@ -28,6 +29,8 @@ from nsa_jax.pretrained.source import Source
 
 # In the place of a family, in the `config.json` of a model that `save` wrote under our names.
 NATIVE, NATIVE_CONFIG = "nsa_jax", "transformer"
+
+ALIGNMENT = 64  # bytes
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = [CONFIG, TOKENIZER, WEIGHTS, INDEX, WEIGHTS.replace(".", "-*.")]
@@ -109,12 +112,20 @@ def load(
     _check_tensors(found, where, config)
     _check_tokenizer(found.tokenizer, config.vocab_size)
     for name, value in wanted.items():
-        place = where[name]
-        # Copied, because JAX may use the memory of an array, which may be that of the file.
-        own = np.array(place.own(found.tensors[place.name].read()), dtype=value.dtype, order="C")
-        wanted[name] = jax.device_put(own, sharding_of(value))
+        wanted[name] = _on_device(found, where[name], value)
     fill(model, wanted)
     return model, found.tokenizer
+
+
+def _on_device(found: Source, place: Place, value: Any) -> Any:
+    """Reads a parameter. On a CPU it is read into the memory where it stays."""
+    # JAX 0.12 uses the memory of an array at a multiple of ALIGNMENT. Of another it makes a copy, and keeps
+    # both until the next one comes. It must not be that of the tensor, which may be the file's.
+    raw = np.empty(math.prod(value.shape) * value.dtype.itemsize + ALIGNMENT, np.uint8)
+    raw = raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT]
+    own = raw.view(value.dtype).reshape(value.shape)
+    own[...] = place.own(found.tensors[place.name].read())
+    return jax.device_put(own, sharding_of(value))
 
 
 def _understand(
