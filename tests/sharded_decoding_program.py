@@ -5,6 +5,8 @@ float64, so that no rounding decides between two tokens or two blocks.
 """
 
 import dataclasses
+import re
+from unittest import mock
 
 import fewer_collections  # noqa: F401
 import jax
@@ -18,6 +20,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.generate import generate, prepare
 from nsa_jax.generate.structure import are_whole, split
 from nsa_jax.model import Transformer, TransformerConfig
+from nsa_jax.nn import joined as joining
 from nsa_jax.nn.joined import Joined
 
 NSA = NSAConfig(
@@ -27,6 +30,7 @@ NSA = NSAConfig(
 SHARDING = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 BOTH, ROWS = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
 BATCH, VOCAB, PROMPT, NEW = 4, 64, 40, 24
+MESSAGES = "all-(gather|reduce|to-all)|collective-permute|reduce-scatter"
 
 
 CONFIG = TransformerConfig(
@@ -65,7 +69,7 @@ def main() -> None:
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.lengths, expected.lengths)
     assert len(np.unique(expected.tokens)) > NEW // 2, "too few tokens to tell right from wrong"
-    assert not joined(prepare(model))  # its kernels are divided
+    assert len(joined(prepare(model))) == 2  # as `generate` does
     assert not are_whole(split(model)[1])
 
     copies = nnx.clone(whole)  # each device has all of it, and some rows
@@ -91,6 +95,59 @@ def main() -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=200 * np.finfo(np.float64).eps)
         assert x.sharding.spec == (BOTH if x.ndim > 2 else ROWS), x.sharding
     print("decoding: ok")
+
+
+def prepared() -> None:
+    """Each device joins its own columns, and what it then computes needs no messages of its own."""
+    side_by_side, programs = joining._side_by_side, []
+
+    def recorded(*arrays, **options):
+        programs.append(side_by_side.lower(*arrays, **options).compile().as_text())
+        return side_by_side(*arrays, **options)
+
+    whole = make(CONFIG)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (BATCH, PROMPT)).astype(np.int32)
+    expected = generate(whole, prompts, max_new_tokens=NEW).tokens
+    for kind, sharding in (
+        (AxisType.Auto, SHARDING),
+        (AxisType.Explicit, SHARDING),
+        (AxisType.Explicit, SHARDING | {"model": "data"}),
+    ):
+        mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh), mock.patch.object(joining, "_side_by_side", recorded):
+            model = make(CONFIG, sharding)
+            ready = prepare(model)
+        attention, mlp = (part.joined for part in (ready.layers[0].attention, ready.layers[0].mlp))
+        names = (
+            "query",
+            *(f"{what}_{branch}" for branch in ("cmp", "slc", "win") for what in ("key", "value")),
+        )
+        kernels = [getattr(whole.layers[0].attention, f"{name}_proj").kernel[...] for name in names]
+        for shard in attention.kernel[...].addressable_shards:
+            rows, columns = shard.index
+            device = (columns.start or 0) // shard.data.shape[1]
+            own = [np.split(kernel, 4, axis=1)[device].reshape(32, -1) for kernel in kernels]
+            own = np.concatenate([*own, whole.layers[0].attention.gate.kernel_in[...]], axis=1)[rows]
+            np.testing.assert_array_equal(shard.data[:, : own.shape[1]], own)
+            assert not shard.data[:, own.shape[1] :].any()
+        assert [x.kernel.shape for x in (attention, mlp)] == [(32, 4 * 128), (32, 4 * 256)]
+
+        on_mesh = jax.device_put(prompts, NamedSharding(mesh, ROWS))
+        with jax.set_mesh(mesh):
+            np.testing.assert_array_equal(generate(ready, on_mesh, max_new_tokens=NEW).tokens, expected)
+            x = jax.device_put(np.ones((BATCH, 1, 32)), NamedSharding(mesh, ROWS))
+            step = nnx.jit(lambda joined, gate, x: gate.of_hidden(joined(x)["gate"]))
+            text = step.lower(attention, ready.layers[0].attention.gate, x).compile().as_text()
+        assert ("data" in sharding.values()) == bool(re.search(MESSAGES, text))  # a gather of rows: FSDP
+    assert len(programs) == 6
+    assert not any(re.search(MESSAGES, text) for text in programs)
+
+    with jax.set_mesh(mesh):
+        ready = prepare(make(CONFIG, SHARDING | {"kv_heads": None}))
+    assert [name for name, _ in ready.layers[0].attention.joined.parts] == ["query_proj", "gate"]
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "tensor"), devices=jax.devices()[:1])):
+        assert len(joined(prepare(make(CONFIG, SHARDING)))) == 2  # its type names axes, too
+    print("prepared: ok")
 
 
 def in_16_bits() -> None:
@@ -131,4 +188,5 @@ def in_16_bits() -> None:
 if __name__ == "__main__":
     with jax.enable_x64(True):
         main()
+        prepared()
         in_16_bits()

@@ -258,8 +258,10 @@ def test_parameters_are_held_in_the_dtype_of_the_computation():
 def test_donating_frees_what_was_replaced_part_by_part(monkeypatch):
     model = made(num_layers=2, model_dim=64, mlp_dim=128)
     held = [live_bytes()]
-    join = prepared_models._join
-    monkeypatch.setattr(prepared_models, "_join", lambda part: (join(part), held.append(live_bytes()))[0])
+    join = prepared_models.join
+    monkeypatch.setattr(
+        prepared_models, "join", lambda *part, **into: (join(*part, **into), held.append(live_bytes()))[0]
+    )
 
     prepared = prepare(model, donate=True)
 

@@ -1,4 +1,4 @@
-"""What the loop of `generate` does with weights on an H100: multiply by them, and nothing else."""
+"""What the loop of `generate` does with weights on H100s: multiply by them, and nothing else."""
 
 import math
 import re
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from modules import abstract
 
 WHERE = "installed by `tox -e test`; not a dependency of nsa_jax"
@@ -17,6 +19,7 @@ import triton_compile  # noqa: E402
 from nsa_jax.generate import loop  # noqa: E402
 from nsa_jax.generate.structure import split  # noqa: E402
 from nsa_jax.model import Transformer, TransformerConfig  # noqa: E402
+from nsa_jax.model.abstract import abstract_transformer  # noqa: E402
 from nsa_jax.nn import IndexerConfig  # noqa: E402
 
 BATCH, WIDTH = 8, 256  # no other arrays are as wide as the model
@@ -40,9 +43,16 @@ class OwnGate(nnx.Module):
 
 def in_loops(**options):
     """What the loop does to matrices as wide as the model: operations, and the shapes of their results."""
-    given = dict(join=True, param_dtype="bfloat16", gate=None) | options
-    join = given.pop("join")
-    model = abstract(Transformer, TransformerConfig(**vars(CONFIG) | given), implementation="xla")
+    given = dict(join=True, devices=1, param_dtype="bfloat16", gate=None) | options
+    join, devices = given.pop("join"), given.pop("devices")
+    config = TransformerConfig(**vars(CONFIG) | given)
+    mesh = Mesh(triton_compile.mesh_of_h100s(x=devices).devices, "x", axis_types=(AxisType.Explicit,))
+    if devices == 1:
+        model = abstract(Transformer, config, implementation="xla")
+    else:
+        sharding = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "x")
+        with jax.set_mesh(mesh):
+            model = abstract_transformer(config, sharding=sharding, implementation="xla")
     structure, parameters = split(model)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
 
@@ -53,7 +63,11 @@ def in_loops(**options):
         )  # fmt: skip
 
     prompts, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((BATCH, 64), (BATCH,)))
-    text = triton_compile.compile_for_h100(run, parameters, prompts, lengths, keys).as_text()
+    if devices == 1:
+        text = triton_compile.compile_for_h100(run, parameters, prompts, lengths, keys).as_text()
+    else:
+        rows = (x.update(sharding=NamedSharding(mesh, P())) for x in (prompts, lengths, keys))
+        text = triton_compile.compile_on(mesh, run, parameters, *rows).as_text()
     return [each for each in operations(text) if each[0] in ("concatenate", "pad", "convert")]
 
 
@@ -82,6 +96,13 @@ def operations(text):
 )
 def test_the_loop_copies_no_weights(options):
     assert in_loops(**options) == []
+
+
+@pytest.mark.slow
+def test_the_loop_of_two_that_divide_the_heads_copies_no_weights():
+    own_keys = IndexerConfig(dim=64, weighted=True, shared_key=False)
+
+    assert in_loops(devices=2, selector=own_keys) == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.ends import check_chosen
 from nsa_jax.generate.options import Options
 from nsa_jax.generate.options import Sampling as _Sampling
-from nsa_jax.generate.prepared import prepare
+from nsa_jax.generate.prepared import prepare, prepared_parts
 from nsa_jax.generate.structure import are_whole, split
 from nsa_jax.option_checks import check_int
 
@@ -145,6 +145,8 @@ def generate(
     capacity = int(max_length or width + buckets.bucketed(max_new_tokens))
     chunk = buckets.chunk(len(tokens), width, prefill_chunk)
     structure, parameters = split(model)
+    if not (join := are_whole(parameters)):  # a program does not know how they are divided over auto axes
+        structure, parameters = prepared_parts(model)
     new = _run(
         structure,
         parameters,
@@ -159,7 +161,7 @@ def generate(
         chunk_size=min(int(chunk_size), capacity),
         prefill_chunk=chunk,
         cache_dtype=cache_dtype,
-        join=are_whole(parameters),
+        join=join,
     )
     return new._replace(tokens=new.tokens[:, :max_new_tokens])
 

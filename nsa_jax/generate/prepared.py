@@ -21,7 +21,7 @@ from nsa_jax.generate.structure import Structure, is_concrete, split
 from nsa_jax.model import Transformer
 from nsa_jax.model.layer import DecoderLayer, GatedMLP
 from nsa_jax.nn import Compressor, DenseAttention, Gate, NSAAttention
-from nsa_jax.nn.joined import WIDTH_MULTIPLE, is_joined, is_whole, join
+from nsa_jax.nn.joined import is_joined, join
 from nsa_jax.option_checks import check_flag
 
 # With a `dtype` they compute in it alone, so that their parameters may as well be stored in it.
@@ -34,8 +34,8 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
     In each attention layer of a `Transformer`, one kernel takes the place of all those by which the input is
     multiplied: of the queries, the keys and values of all branches, the first product of a `Gate`, and an
     `Indexer`. Another is for the two products of the MLP with its input. Its inner width becomes a multiple
-    of 128, by zeros. Kernels, tables and their biases are stored in the dtype of the computation. No value
-    changes by that, but sums may be added up in another order.
+    of 128 on each device, by zeros. Kernels, tables and their biases are stored in the dtype of the
+    computation. No value changes by that, but sums may be added up in another order.
 
     `generate`, `start` and `Batcher` prepare what they are given. Do it yourself to save memory. Its joined
     kernels are copies: of each layer `D * F` numbers, where F are the columns that were joined, filled up to
@@ -51,9 +51,9 @@ def prepare[Model: Decoder](model: Model, *, donate: bool = False) -> Model:
         at a time exist twice. `model` cannot be used then, nor what shares them with it.
 
     Returns:
-      The prepared model. Your own modules are left alone, also beside ours in one layer, and kernels that are
-      divided over devices are not joined. A model that is prepared, or not exactly a `Transformer`, is
-      returned as it is.
+      The prepared model. Your own modules are left alone, also beside ours in one layer. Of kernels that are
+      divided over devices alike, each device joins its own columns. Under `jit` that is done on explicit axes
+      only. A model that is prepared, or not exactly a `Transformer`, is returned as it is.
 
     Raises:
       TypeError: `model` is no `nnx.Module` with the methods of `Decoder`, or `donate` is not a bool.
@@ -120,7 +120,7 @@ def _improve(model: Transformer) -> Iterator[list[Array]]:
     """Changes a model part by part; yields the arrays that it has replaced in each."""
     for part in _parts(model):
         if not is_joined(part):  # as one is that stands in two layers
-            yield _join(part)
+            yield join(part, part.input_projections, into=getattr(part, "down_proj", None))
     for owner in (model, *_parts(model)):
         for module in vars(owner).values():
             if type(module) in _OF_ONE_DTYPE:
@@ -132,19 +132,6 @@ def _parts(model: Any) -> list[Any]:
     layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
     parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
     return [part for part in parts if type(part) in (NSAAttention, DenseAttention, GatedMLP)]
-
-
-def _join(part: Any) -> list[Array]:
-    down = getattr(part, "down_proj", None)
-    if type(down) is not nnx.Linear or not is_whole(down.kernel):
-        return join(part, part.input_projections)
-    old = join(part, part.input_projections, WIDTH_MULTIPLE)
-    kernel = down.kernel[...]
-    padding = -len(kernel) % WIDTH_MULTIPLE
-    if not old or not padding:
-        return old
-    down.kernel = nnx.Param(jnp.pad(kernel, ((0, padding), (0, 0))))
-    return [*old, kernel]
 
 
 def _convert(module: Any) -> list[Array]:

@@ -112,14 +112,18 @@ class Gate(nnx.Module):
         return self.of_hidden(jnp.matmul(x, kernel_in, precision=self.precision) + bias_in)
 
     def of_hidden(self, hidden: Float[Array, "B T hidden"]) -> Float[Array, "B T N branches"]:
-        """The gates, given the hidden layer before its SiLU."""
+        """The gates, given the hidden layer before its SiLU, or copies of it for equal parts of the heads."""
         hidden, kernel_out, bias_out = nnx.nn.dtypes.promote_dtype(
             (jax.nn.silu(hidden), self.kernel_out[...], self.bias_out[...]), dtype=self.dtype
         )
         kernel_out, bias_out = columns(hidden, kernel_out, bias_out)
-        return jax.nn.sigmoid(
-            jnp.einsum("btf,fng->btng", hidden, kernel_out, precision=self.precision) + bias_out
-        )
+        width, heads, branches = kernel_out.shape
+        if (copies := hidden.shape[-1] // width) > 1:
+            hidden = hidden.reshape(*hidden.shape[:-1], copies, width)
+            kernel_out = kernel_out.reshape(width, copies, heads // copies, branches)
+        weigh = "btf,fng->btng" if copies == 1 else "btcf,fcng->btcng"
+        logits = jnp.einsum(weigh, hidden, kernel_out, precision=self.precision)
+        return jax.nn.sigmoid(logits.reshape(*logits.shape[:2], heads, branches) + bias_out)
 
 
 def check_initial_gates(initial_gates: Sequence[float] | None, num_branches: int) -> tuple[float, ...] | None:

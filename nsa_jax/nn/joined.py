@@ -2,6 +2,9 @@
 
 On a GPU XLA joins products with the same input by itself, because one large product is faster. But it lays
 their kernels side by side where the products are, so in each step of a loop. Here that is done once.
+
+Kernels whose columns are divided over devices, as by heads, are joined by each device for itself: its columns
+of all of them lie side by side. So nothing is moved, neither then nor when their products are cut apart.
 """
 
 import functools
@@ -12,42 +15,55 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from nsa_jax.array_typing import Array, DType, Float
 from nsa_jax.nn import products
 from nsa_jax.nn.gate import Gate
 from nsa_jax.nn.indexer import Indexer
+from nsa_jax.nn.place import Place, place_of
 
 # Joined kernels are filled up with zeros to a multiple of this. XLA pads others itself, in each step.
 WIDTH_MULTIPLE = 128
 
 
 class Source(NamedTuple):
-    """A product with the input: its parameters, and how it is computed."""
+    """A product with the input: its parameters, how it is computed, and where.
+
+    One with `copies` is made by each device for itself, with all columns.
+    """
 
     kernel: nnx.Param[Array]
     bias: nnx.Param[Array] | None
     dtype: DType | None
     precision: Any
+    place: Place
+    copies: bool = False
 
 
 class Joined(nnx.Module):
     """The products of an input with several kernels, as one.
 
     Parameters: `kernel` `[D, F]`, in the dtype of the computation, and `bias` `[F]` if a source has one.
+    Where F is divided, each device has its own columns of all sources, side by side. What has copies comes
+    out of a call once for each part of F, side by side.
 
     Args:
       sources: the products, by name. They must be alike.
-      multiple: the last axis of each product is filled up with zeros to a multiple of this.
+      multiple: on each device, the last axis of each product is filled up with zeros to a multiple of this.
     """
 
     def __init__(self, sources: Mapping[str, Source], multiple: int = 1):
         each = list(sources.values())
-        self.dtype, self.precision = each[0].dtype, each[0].precision
-        kernels = [_filled(source.kernel[...], multiple) for source in each]
-        biases = [None if source.bias is None else _filled(source.bias[...], multiple) for source in each]
-        self.parts = tuple(zip(sources, (kernel.shape[1:] for kernel in kernels), strict=True))
-        kernel, bias = _side_by_side(kernels, biases, dtype=self.dtype)
+        self.dtype, self.precision, place = each[0].dtype, each[0].precision, each[0].place
+        kernels = [source.kernel[...] for source in each]
+        biases = [None if source.bias is None else source.bias[...] for source in each]
+        self.shards = place.column_parts
+        self.parts = tuple((name, _own_shape(source, multiple)) for name, source in sources.items())
+        kernel, bias = _side_by_side(
+            kernels, biases, dtype=self.dtype, multiple=multiple, place=place,
+            copies=tuple(source.copies for source in each),
+        )  # fmt: skip
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.data(None if bias is None else nnx.Param(bias))
 
@@ -57,10 +73,14 @@ class Joined(nnx.Module):
         x, kernel, bias = products.promote_columns((x, self.kernel[...], bias), dtype=self.dtype)
         out = jnp.matmul(x, kernel, precision=self.precision)
         out = out if bias is None else out + bias
+        tokens, shards = x.shape[:-1], self.shards
+        out = out.reshape(*tokens, shards, -1)
         made, start = {}, 0
         for name, shape in self.parts:
             end = start + math.prod(shape)
-            made[name] = out[..., start:end].reshape(*x.shape[:-1], *shape)
+            # In two steps, as JAX does not see in one that all stays where it is.
+            own = out[..., start:end].reshape(*tokens, shards, *shape)
+            made[name] = own.reshape(*tokens, shards * shape[0], *shape[1:])
             start = end
         return made
 
@@ -85,14 +105,20 @@ def is_joined(module: Any) -> bool:
     return isinstance(getattr(module, "joined", None), Joined)
 
 
-def join(module: Any, names: Sequence[str], multiple: int = 1) -> list[Array]:
+def join(module: Any, names: Sequence[str], into: Any = None) -> list[Array]:
     """Joins the projections of these names, and those of a `Gate` and an `Indexer`, as `module.joined`.
 
-    Only what computes as the first one does is joined; everything else stays as it is. So does all of it if
-    the first is no projection of ours, or divided over devices. For `multiple` see `Joined`.
+    Only what computes as the first one does, and is divided over devices as it is, is joined. Everything else
+    stays as it is, and so does all of it if the first is no projection of ours.
+
+    Args:
+      module: a layer or an MLP.
+      names: its projections.
+      into: the projection of what comes of them, if their columns are its rows. A plain one, divided by rows
+        as they are by columns, is filled up with zeros to `WIDTH_MULTIPLE` on each device, as they are.
 
     Returns:
-      The arrays that it has put side by side, which the module no longer holds.
+      The arrays that it has put side by side or filled up, which the module no longer holds.
     """
     groups = [{name: _of_projection(getattr(module, name))} for name in names]
     if type(getattr(module, "gate", None)) is Gate:
@@ -107,19 +133,25 @@ def join(module: Any, names: Sequence[str], multiple: int = 1) -> list[Array]:
     sources = {name: source for group in alike for name, source in group.items() if source is not None}
     if len(sources) < 2:
         return []
-    module.joined = Joined(sources, multiple)
+    place = place_of(into.kernel) if type(into) is nnx.Linear else None
+    if place is not None and place.rows != sources[names[0]].place.columns:
+        place = None
+    module.joined = Joined(sources, 1 if place is None else WIDTH_MULTIPLE)
     for name in sources:
         owner, _, attribute = name.rpartition(".")
         if name == "gate":
             del module.gate.kernel_in, module.gate.bias_in
         else:
             delattr(getattr(module, owner) if owner else module, attribute)
-    parameters = (p for source in sources.values() for p in (source.kernel, source.bias) if p is not None)
+    parameters = [p for source in sources.values() for p in (source.kernel, source.bias) if p is not None]
+    if place is not None and len(into.kernel) // place.row_parts % WIDTH_MULTIPLE:
+        parameters.append(into.kernel)
+        into.kernel = nnx.Param(_with_filled_rows(into.kernel[...], place))
     return [parameter.get_value() for parameter in parameters]
 
 
 def _of_projection(part: Any) -> Source | None:
-    """A projection as a source; None if it is not as this library makes it, or divided over devices."""
+    """A projection as a source; None if it is not as this library makes it, or in no `Place`."""
     if type(part) is nnx.LinearGeneral:
         plain = part.axis == (-1,) and not part.batch_axis and part.dot_general is None
         plain = plain and part.dot_general_cls is None
@@ -128,54 +160,79 @@ def _of_projection(part: Any) -> Source | None:
     else:
         return None
     plain = plain and part.promote_dtype is products.promote_columns and part.preferred_element_type is None
-    source = Source(part.kernel, part.bias, part.dtype, part.precision)
-    return source if plain and all(map(is_whole, source[:2])) else None
+    place = place_of(part.kernel, part.bias)
+    return Source(part.kernel, part.bias, part.dtype, part.precision, place) if plain and place else None
 
 
 def _of_gate(gate: Gate) -> Source | None:
-    """The first product of a gate as a source; None if it is divided, or its dtype depends on the second."""
-    source = Source(gate.kernel_in, gate.bias_in, gate.dtype, gate.precision)
+    """The first product of a gate as a source; None if its dtype depends on the second.
+
+    Each head reads all of it, and the second may be divided by heads.
+    """
+    into, out = place_of(gate.kernel_in, gate.bias_in), place_of(gate.kernel_out, gate.bias_out)
     dtypes = {p.get_value().dtype for p in (gate.kernel_in, gate.bias_in, gate.kernel_out, gate.bias_out)}
-    return source if len(dtypes) == 1 and all(map(is_whole, source[:2])) else None
+    if into is None or out is None or into.columns or out.rows or len(dtypes) > 1:
+        return None
+    place = Place(into.mesh or out.mesh, into.rows, out.columns)
+    return Source(gate.kernel_in, gate.bias_in, gate.dtype, gate.precision, place, copies=True)
 
 
 def _are_alike(first: Source | None, source: Source | None) -> bool:
-    """Whether two products can be one: they promote their input to the same dtype, and are as precise."""
-    if first is None or source is None or first[2:] != source[2:]:
+    """Whether two products can be one: of the same dtype, as precise, and divided over the same axes."""
+    if first is None or source is None or first[2:5] != source[2:5]:
         return False
     arrays = (first.kernel, source.kernel, source.bias)
     return len({p.get_value().dtype for p in arrays if p is not None}) == 1
 
 
-def is_whole(parameter: nnx.Variable[Any] | None) -> bool:
-    """Whether each device has all of a parameter, as far as that is known while tracing."""
-    if parameter is None:
-        return True
-    value = parameter.get_value()
-    if isinstance(value, jax.core.Tracer):
-        axes = *(parameter.get_metadata("out_sharding", ()) or ()), *jax.typeof(value).sharding.spec
-        return all(axis is None for axis in axes)
-    sharding = getattr(value, "sharding", None)  # NumPy arrays have none
-    return sharding is None or sharding.is_fully_replicated
+def _own_shape(source: Source, multiple: int) -> tuple[int, ...]:
+    """The shape of a product of one token on one device."""
+    _, first, *others = source.kernel.get_value().shape
+    *shape, last = first // (1 if source.copies else source.place.column_parts), *others
+    return *shape, last + -last % multiple
 
 
-def _filled(array: Array, multiple: int) -> Array:
-    padding = -array.shape[-1] % multiple
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, padding)]) if padding else array
+@functools.partial(jax.jit, static_argnames="place")
+def _with_filled_rows(kernel: Array, place: Place) -> Array:
+    """A kernel that multiplies what was filled up to `WIDTH_MULTIPLE`: on each device its rows are, too."""
+    fill = functools.partial(_filled, multiple=WIDTH_MULTIPLE, axis=0)
+    spec = PartitionSpec(place.rows, place.columns)
+    return place.by_each_device(fill, (spec,), spec)(kernel)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+def _filled(array: Array, multiple: int, axis: int = -1) -> Array:
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = 0, -array.shape[axis] % multiple
+    return jnp.pad(array, padding) if padding[axis][1] else array
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "multiple", "place", "copies"))
 def _side_by_side(
-    kernels: list[Array], biases: list[Array | None], *, dtype: DType | None
+    kernels: list[Array],
+    biases: list[Array | None],
+    *,
+    dtype: DType | None,
+    multiple: int,
+    place: Place,
+    copies: tuple[bool, ...],
 ) -> tuple[Array, Array | None]:
     """The kernels `[D, ...]` as one `[D, F]`, and the biases as `[F]`, zeros where there is none."""
     dtype = kernels[0].dtype if dtype is None else dtype
-    flat = [kernel.reshape(len(kernel), -1).astype(dtype) for kernel in kernels]
-    kernel = _filled(jnp.concatenate(flat, axis=1), WIDTH_MULTIPLE)
-    if all(bias is None for bias in biases):
-        return kernel, None
-    filled = [
-        jnp.zeros(kernel.shape[1], dtype) if bias is None else bias.reshape(-1).astype(dtype)
-        for kernel, bias in zip(flat, biases, strict=True)
-    ]
-    return kernel, _filled(jnp.concatenate(filled), WIDTH_MULTIPLE)
+
+    def join(kernels: list[Array], biases: list[Array | None]) -> tuple[Array, Array | None]:
+        flat = [_filled(each, multiple).reshape(len(each), -1).astype(dtype) for each in kernels]
+        kernel = _filled(jnp.concatenate(flat, axis=1), WIDTH_MULTIPLE)
+        if all(bias is None for bias in biases):
+            return kernel, None
+        filled = [
+            jnp.zeros(kernel.shape[1], dtype)
+            if bias is None
+            else _filled(bias, multiple).reshape(-1).astype(dtype)
+            for kernel, bias in zip(flat, biases, strict=True)
+        ]
+        return kernel, _filled(jnp.concatenate(filled), WIDTH_MULTIPLE)
+
+    columns = [None if copied else place.columns for copied in copies]
+    given = [PartitionSpec(place.rows, each) for each in columns], [*map(PartitionSpec, columns)]
+    made = PartitionSpec(place.rows, place.columns), PartitionSpec(place.columns)
+    return place.by_each_device(join, given, made)(kernels, biases)

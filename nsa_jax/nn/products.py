@@ -20,7 +20,7 @@ TOKENS = 2  # the axes of an input before its features
 
 def columns(x: Float[Array, "B T ..."], kernel: Any, bias: Any = None) -> Iterator[Any]:
     """Yields kernel and bias of a product into heads, the MLP or the vocabulary, gathered over other axes."""
-    taken = {name for names in jax.typeof(x).sharding.spec for name in _names(names)}
+    taken = {name for names in jax.typeof(x).sharding.spec[:TOKENS] for name in _names(names)}
 
     def kept(parameter: Array, contracted: int) -> list[Any]:
         own = jax.typeof(parameter).sharding.spec[contracted:]
