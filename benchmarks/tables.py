@@ -241,7 +241,8 @@ def _moved(row: Row) -> Cells:
 
 def _ceiling_and_overlap(row: Row) -> Cells:
     overlap = "-" if row.adjacent_share is None else f"{row.adjacent_share:.2f} / {row.mean_union_4:.1f}"
-    return {"% of floor": f"{100 * row.floor_ms / row.median_ms:.0f}", "share / union of 4": overlap}
+    share = None if row.floor_share is None else 100 * row.floor_share
+    return {"% of floor": _or_dash(share, ".0f"), "share / union of 4": overlap}
 
 
 def _or_dash(value: float | None, form: str) -> str:

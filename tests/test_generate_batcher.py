@@ -539,15 +539,37 @@ def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
     assert written == [alone(stub, prompt, 3) for prompt in prompts]
 
 
-def test_a_long_prompt_is_read_in_equal_chunks_of_few_sizes():
+def test_parts_of_a_long_prompt_fill_few_buckets():
     most = 1024
-    chunks = {length: buckets.equal_chunk(length, most) for length in range(most + 1, 9 * most)}
+    parts = {length: buckets.equal_part(length, most) for length in range(most + 1, 9 * most)}
 
-    for length, chunk in chunks.items():
-        assert -(-length // chunk) == -(-length // most), length
-        assert chunk <= most
-        assert -(-length // chunk) * chunk - length <= length / 8
-    assert len(set(chunks.values())) == 8
+    for length, part in parts.items():
+        assert -(-length // part) == -(-length // (most - 1)), length
+        assert part < most
+        assert -(-length // part) * part - length <= length / 8
+    assert {buckets.bucketed(part + 1) for part in parts.values()} == {512 + 64 * n for n in range(1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(64, []), (65, [2]), (126, [63]), (127, [63, 1]), (200, [63, 63, 11])]
+)
+def test_a_long_prompt_is_read_part_by_part(stub, monkeypatch, length, expected):
+    """All behind the first one in rows of one width. A part has a place for a token that is pending."""
+    batcher, read, given = made(stub, prefill_chunk=64, max_length=256), batching.extend, []
+
+    def noted(session, tokens, *, lengths, prefill_chunk):
+        given.append((tokens.shape, *lengths))
+        return read(session, tokens, lengths=lengths, prefill_chunk=prefill_chunk)
+
+    monkeypatch.setattr(batching, "extend", noted)
+    prompt = [1 + n % 7 for n in range(length)]
+
+    written = told(batcher.submit(prompt, max_new_tokens=3))
+
+    assert given == [((1, 63), count) for count in expected]
+    assert (
+        written == generate(stub, np.array(prompt)[None], max_new_tokens=3, max_length=256).tokens[0].tolist()
+    )
 
 
 def test_a_row_is_put_into_its_slot_in_place(stub, batcher):

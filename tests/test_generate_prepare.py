@@ -1,5 +1,6 @@
 """A prepared model writes what the model writes, from joined kernels, and keeps what is not ours."""
 
+import collections
 import dataclasses
 import gc
 import weakref
@@ -174,6 +175,20 @@ def test_sessions_of_a_model_share_its_joined_kernels_while_one_is_left():
     del session, other
     gc.collect()
     assert all(array() is None for array in joined)
+
+
+def test_models_whose_joined_kernels_are_gone_take_no_place_of_others(monkeypatch):
+    """Bug: calls of `generate` with a divided model pushed out those that sessions still share."""
+    monkeypatch.setattr(prepared_models, "_SHARED", collections.deque(maxlen=2))
+    held, model = made(attention="dense"), made(attention="dense")
+    _, arrays = prepared_models.prepared_parts(held)
+
+    for _ in range(3):
+        prepared_models.prepared_parts(model)
+        gc.collect()
+
+    _, again = prepared_models.prepared_parts(held)
+    assert all(x is y for x, y in zip(arrays, again, strict=True))
 
 
 def test_the_model_keeps_what_it_had_and_shares_what_stays():

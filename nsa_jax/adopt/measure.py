@@ -94,7 +94,7 @@ class Measurements:
 
     def _decoding(self, model: Transformer, dense: Transformer) -> dict[str, Any]:
         """What a token of `generate` takes; the two models in turns, so that they run in the same minutes."""
-        # Of the needles' sizes, so that their programs serve here, too.
+        # Of the needles' sizes, so that their programs serve here, too, if there are at most 8 rows.
         rows = min(self.settings.batch, DECODED_ROWS)
         length = max(self.settings.needle_lengths or (self.settings.length,))
         prompts = np.resize(self.filler, (rows, length)).astype(np.int32)

@@ -58,10 +58,10 @@ class Batcher:
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
-      prefill_chunk: largest number of prompt tokens that are read at once. Longer prompts are read in as few
-        chunks as that takes, all of about one size. Sizes are in buckets; each has a program for the first
-        chunk of a prompt and another for those behind it or behind a prefix, which is compiled when the first
-        such chunk comes. Prompts of more than two chunks need eight sizes.
+      prefill_chunk: largest number of prompt tokens that are read at once. Longer prompts are read in equal
+        chunks, of a size in buckets. Each size has a program for the first chunk of a prompt, and another for
+        those behind it or behind a prefix, which is compiled when the first such chunk comes. From half of
+        this number on there are eight sizes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -352,22 +352,21 @@ class Batcher:
     def _read_tokens(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Session:
         """A session of one row that has read these tokens."""
         session, chunk = self._session, self._prefill_chunk
-        first = tokens[None, : buckets.equal_chunk(len(tokens), chunk)]
+        size = len(tokens) if len(tokens) <= chunk else buckets.equal_part(len(tokens), chunk)
         options = dataclasses.replace(session.options, sampling=sampling)
         row = prefilled(
-            session.structure, session.parameters, first, np.array([first.shape[1]]), key, options,
+            session.structure, session.parameters, tokens[None, :size], np.array([size]), key, options,
             max_length=session.max_length, prefill_chunk=chunk, cache_dtype=self._cache_dtype,
         )  # fmt: skip
-        begun = dataclasses.replace(session, rows=row, options=options)
-        return self._read_on(begun, tokens[first.shape[1] :])
+        return self._read_on(dataclasses.replace(session, rows=row, options=options), tokens[size:], size)
 
-    def _read_on(self, session: Session, tokens: np.ndarray) -> Session:
-        """That session, which has read these tokens, too.
+    def _read_on(self, session: Session, tokens: np.ndarray, size: int | None = None) -> Session:
+        """That session, which has read these tokens, too, in parts of one size.
 
-        The host knows how many chunks there are, so each is a call, and the device waits for nothing.
+        The host knows how many there are, so each is a call, and the device waits for nothing.
         """
         chunk = self._prefill_chunk
-        size = min(buckets.equal_chunk(len(tokens) + 1, chunk), session.max_length) - 1  # one comes in front
+        size = size or min(buckets.equal_part(len(tokens), chunk), session.max_length - 1)
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
             wide = np.pad(part, (0, size - len(part)))[None]

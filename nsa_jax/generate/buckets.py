@@ -28,9 +28,13 @@ def default_chunk(batch: int, width: int) -> int:
     return -(-width // -(-width // most))
 
 
-def equal_chunk(length: int, most: int) -> int:
-    """The bucket of equal chunks, as few as chunks of `most` tokens would be, for a prompt of `length`."""
-    return min(bucketed(-(-length // -(-length // most))), most)
+def equal_part(length: int, most: int) -> int:
+    """Number of tokens of equal parts of `length`, as few as possible: with one more, each fills a bucket.
+
+    That is the token which may be pending before a part. Buckets are those of at most `most`.
+    """
+    number = max(-(-length // (most - 1)), 1)
+    return min(bucketed(-(-length // number) + 1), most) - 1
 
 
 def width(num_tokens: int, max_length: int | None) -> int:

@@ -80,9 +80,11 @@ def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
     """Structure and arrays of a prepared model: the same as before, while anything still holds those."""
     structure, arrays = split(model)
     with _LOCK:
-        for shared in _SHARED:
+        for shared in tuple(_SHARED):
             alive = tuple(array for each in shared.prepared if (array := each()) is not None)
-            if len(alive) == len(shared.prepared) and shared.is_of(structure, arrays):
+            if len(alive) < len(shared.prepared):
+                _SHARED.remove(shared)
+            elif shared.is_of(structure, arrays):
                 return shared.structure, alive
         made = prepare(model)
         if made is model:
