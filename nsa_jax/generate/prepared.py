@@ -80,11 +80,13 @@ def prepared_parts(model: Decoder) -> tuple[Structure, tuple[Array, ...]]:
     """Structure and arrays of a prepared model: the same as before, while anything still holds those."""
     structure, arrays = split(model)
     with _LOCK:
-        for shared in tuple(_SHARED):
+        for _ in range(len(_SHARED)):
+            shared = _SHARED.popleft()
             alive = tuple(array for each in shared.prepared if (array := each()) is not None)
             if len(alive) < len(shared.prepared):
-                _SHARED.remove(shared)
-            elif shared.is_of(structure, arrays):
+                continue  # it was dropped
+            _SHARED.append(shared)
+            if shared.is_of(structure, arrays):
                 return shared.structure, alive
         made = prepare(model)
         if made is model:
