@@ -1159,23 +1159,16 @@ def test_layers_are_refused_as_what_they_attend_with(capsys):
     assert re.search(r"refused: dense_layer xla fwd .*: longer than --dense-up-to 200", printed)
 
 
+TARGET_OF_BRANCH = (
+    *("--target", "selected", "--distributions", "random", "--lengths", "300", "--heads", "2"),
+    *("--key-dim", "8", "--block-size", "32", "--budget-s", "0.01"),
+)
+
+
 def test_the_selected_branch_takes_turns_with_and_without_probabilities(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    command = [
-        "--lengths",
-        "300",
-        "--heads",
-        "2",
-        "--key-dim",
-        "8",
-        "--budget-s",
-        "0.01",
-        "--block-size",
-        "32",
-    ]
-    command += ["--target", "selected", "--distributions", "random"]
 
-    status = targets.main([*command, "--output", str(path)], SMALL)
+    status = targets.main([*TARGET_OF_BRANCH, "--output", str(path)], SMALL)
 
     printed, summary = last_line(capsys)
     rows = records.read(path)
@@ -1200,20 +1193,8 @@ def test_wrong_probabilities_of_the_selected_branch_have_no_speed(monkeypatch, c
         return (found[0], 1.001 * found[1]) if return_probabilities else found
 
     monkeypatch.setattr(operations, "native_sparse_attention", wrong)
-    command = [
-        "--lengths",
-        "300",
-        "--heads",
-        "2",
-        "--key-dim",
-        "8",
-        "--budget-s",
-        "0.01",
-        "--block-size",
-        "32",
-    ]
 
-    status = targets.main([*command, "--target", "selected", "--distributions", "random"], SMALL)
+    status = targets.main(TARGET_OF_BRANCH, SMALL)
 
     _, summary = last_line(capsys)
     assert status == 1

@@ -60,8 +60,8 @@ class Batcher:
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: largest number of prompt tokens that are read at once. Longer prompts are read in equal
         chunks, of a size in buckets. Each size has a program for the first chunk of a prompt, and another for
-        those behind it or behind a prefix, which is compiled when the first such chunk comes. From half of
-        this number on there are eight sizes.
+        those behind it or behind a prefix, which is compiled when the first such chunk comes. Chunks of
+        long prompts have eight sizes, from half of this number on.
       cache_dtype: see `generate`.
 
     Raises:
