@@ -352,14 +352,14 @@ def test_a_row_that_is_not_finite_ends_alone(stub, batcher):
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone(stub, batcher, monkeypatch):
-    read = batching.prefilled
+    read = batching.appended
 
-    def fails(structure, parameters, tokens, *others, **sizes):
-        if tokens.shape[1] == len(PROMPTS[1]):
+    def fails(session, tokens, counts, size):
+        if counts == [len(PROMPTS[1])]:
             raise MemoryError("no room")
-        return read(structure, parameters, tokens, *others, **sizes)
+        return read(session, tokens, counts, size)
 
-    monkeypatch.setattr(batching, "prefilled", fails)
+    monkeypatch.setattr(batching, "appended", fails)
     requests = [batcher.submit(prompt, max_new_tokens=9) for prompt in PROMPTS]
 
     for request, prompt in zip(requests, PROMPTS, strict=True):
@@ -415,7 +415,7 @@ def test_a_tokenizer_that_fails_disturbs_no_other_request(stub):
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_takes_effect_between_chunks(stub, batcher, monkeypatch):
     """It comes at the worst time: arrays were donated, and what takes their place was not yet stored."""
-    ask, calls = batching.dispatch, itertools.count()
+    ask, calls = batching.dispatch_chunk, itertools.count()
 
     def interrupted(*given):
         given = ask(*given)
@@ -423,7 +423,7 @@ def test_ctrl_c_takes_effect_between_chunks(stub, batcher, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return given
 
-    monkeypatch.setattr(batching, "dispatch", interrupted)
+    monkeypatch.setattr(batching, "dispatch_chunk", interrupted)
     requests, interrupts = [batcher.submit(prompt, max_new_tokens=20) for prompt in PROMPTS], 0
     while any(not request.ended for request in requests):
         try:
@@ -514,6 +514,7 @@ def test_new_widths_and_options_compile_nothing_within_a_bucket(batcher, caplog)
             assert finished(batcher)
         return [told for told in caplog.messages if "ompiling" in told]
 
+    jax.clear_caches()
     assert compiled([64, 65])
     assert compiled([1, 66, 2, 17, 63, 33, 50, 40]) == []
 
@@ -539,34 +540,36 @@ def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
     assert written == [alone(stub, prompt, 3) for prompt in prompts]
 
 
-def test_parts_of_a_long_prompt_fill_few_buckets():
-    most = 1024
-    parts = {length: buckets.equal_part(length, most) for length in range(most + 1, 9 * most)}
+def test_prompts_are_read_in_parts_of_few_sizes():
+    parts = {length: buckets.parts(length, 8192) for length in range(1, 40_000)}
 
-    for length, part in parts.items():
-        assert -(-length // part) == -(-length // (most - 1)), length
-        assert part < most
-        assert -(-length // part) * part - length <= length / 8
-    assert {buckets.bucketed(part + 1) for part in parts.values()} == {512 + 64 * n for n in range(1, 9)}
+    for length, sizes in parts.items():
+        room = sum(sizes) - len(sizes)  # each has a place for a token that is pending
+        assert length <= room
+        assert sizes.count(8192) >= length // 8191
+        assert room - length <= buckets.TOKENS_OF_A_CALL
+        assert len(sizes) <= length // 8191 + 4
+    assert {size for sizes in parts.values() for size in sizes} == {64 << n for n in range(8)}
+    assert buckets.parts(9, 6) == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(64, []), (65, [2]), (126, [63]), (127, [63, 1]), (200, [63, 63, 11])]
+    ("length", "expected"),
+    [(1, [(63, 1)]), (63, [(63, 63)]), (64, [(63, 63), (63, 1)]), (200, [(63, 63)] * 3 + [(63, 11)])],
 )
 def test_a_long_prompt_is_read_part_by_part(stub, monkeypatch, length, expected):
-    """All behind the first one in rows of one width. A part has a place for a token that is pending."""
-    batcher, read, given = made(stub, prefill_chunk=64, max_length=256), batching.extend, []
+    batcher, read, given = made(stub, prefill_chunk=64, max_length=256), batching.appended, []
 
-    def noted(session, tokens, *, lengths, prefill_chunk):
-        given.append((tokens.shape, *lengths))
-        return read(session, tokens, lengths=lengths, prefill_chunk=prefill_chunk)
+    def noted(session, tokens, counts, size):
+        given.append((tokens.shape[1], *counts))
+        return read(session, tokens, counts, size)
 
-    monkeypatch.setattr(batching, "extend", noted)
+    monkeypatch.setattr(batching, "appended", noted)
     prompt = [1 + n % 7 for n in range(length)]
 
     written = told(batcher.submit(prompt, max_new_tokens=3))
 
-    assert given == [((1, 63), count) for count in expected]
+    assert given == expected
     assert (
         written == generate(stub, np.array(prompt)[None], max_new_tokens=3, max_length=256).tokens[0].tolist()
     )
@@ -597,13 +600,13 @@ def test_memory_stays_flat(stub, batcher):
 
 def events_of(batcher, monkeypatch):
     """What the batcher asks the device for, and what it reads: steps of a chunk, 0 for a first token."""
-    events, ask, read = [], batching.dispatch, jax.device_get
+    events, ask, read = [], batching.dispatch_chunk, jax.device_get
 
     def asked(session, until, steps, *sizes):
         events.append(steps)
         return ask(session, until, steps, *sizes)
 
-    monkeypatch.setattr(batching, "dispatch", asked)
+    monkeypatch.setattr(batching, "dispatch_chunk", asked)
     monkeypatch.setattr(jax, "device_get", lambda x: events.append("read") or read(x))
     return events
 

@@ -8,7 +8,6 @@ chunk at most.
 
 import asyncio
 import collections
-import dataclasses
 import threading
 from collections.abc import Sequence
 from queue import Full
@@ -28,7 +27,7 @@ from nsa_jax.generate.options import Sampling
 from nsa_jax.generate.parameters import NEUTRAL, as_row
 from nsa_jax.generate.requests import Asked, Prefix, Request
 from nsa_jax.generate.rows import Rows
-from nsa_jax.generate.session import Continuation, Session, dispatch, extend, prefilled, start
+from nsa_jax.generate.session import Continuation, Session, appended, dispatch_chunk, empty, start
 from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
 from nsa_jax.option_checks import check_choice, check_int
 
@@ -58,10 +57,9 @@ class Batcher:
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
-      prefill_chunk: largest number of prompt tokens that are read at once. Longer prompts are read in equal
-        chunks, of a size in buckets. Each size has a program for the first chunk of a prompt, and another for
-        those behind it or behind a prefix, which is compiled when the first such chunk comes. Chunks of
-        long prompts have eight sizes, from half of this number on.
+      prefill_chunk: largest number of prompt tokens that are read at once. Prompts are read in parts, whose
+        sizes are powers of two from 64 up to this number; a program for each size is compiled when the first
+        such part comes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -224,10 +222,9 @@ class Batcher:
           TypeError: `tokens` are not ids.
           ValueError: they are none, do not fit the cache, or one is not in the vocabulary.
         """
-        ids, session = checks.check_prompt(tokens, self._session.vocab_size), self._session
-        checks.check_room(np.array([len(ids)]), 1, session.max_length)
-        sampling = Sampling(**_neutral(self._names))
-        return Prefix(self._read_tokens(ids, checks.check_key(0, 1), sampling), len(ids))
+        ids = checks.check_prompt(tokens, self._session.vocab_size)
+        checks.check_room(np.array([len(ids)]), 1, self._session.max_length)
+        return Prefix(self._read_on(self._empty(), ids), len(ids))
 
     def step(self) -> bool:
         """Gives the device its next work and reads what comes first: first tokens of a prompt, or a chunk.
@@ -344,33 +341,24 @@ class Batcher:
         self._ask(0, [(slot, request)])
 
     def _read_prompt(self, asked: Asked) -> Rows:
-        if asked.prefix is None:
-            return self._read_tokens(asked.prompt, asked.key, asked.sampling).rows
-        begun = copies.gather(asked.prefix.session, np.zeros(1, np.int32))
+        prefix = asked.prefix
+        begun = self._empty() if prefix is None else copies.gather(prefix.session, np.zeros(1, np.int32))
         return self._read_on(begun, asked.prompt).rows._replace(keys=asked.key)
 
-    def _read_tokens(self, tokens: np.ndarray, key: PRNGKeyArray, sampling: Sampling) -> Session:
-        """A session of one row that has read these tokens."""
-        session, chunk = self._session, self._prefill_chunk
-        size = len(tokens) if len(tokens) <= chunk else buckets.equal_part(len(tokens), chunk)
-        options = dataclasses.replace(session.options, sampling=sampling)
-        row = prefilled(
-            session.structure, session.parameters, tokens[None, :size], np.array([size]), key, options,
-            max_length=session.max_length, prefill_chunk=chunk, cache_dtype=self._cache_dtype,
-        )  # fmt: skip
-        return self._read_on(dataclasses.replace(session, rows=row, options=options), tokens[size:], size)
+    def _empty(self) -> Session:
+        return empty(self._session, Sampling(**_neutral(self._names)), self._cache_dtype)
 
-    def _read_on(self, session: Session, tokens: np.ndarray, size: int | None = None) -> Session:
-        """That session, which has read these tokens, too, in parts of one size.
+    def _read_on(self, session: Session, tokens: np.ndarray) -> Session:
+        """That session of one row, which has read these tokens, too.
 
-        The host knows how many there are, so each is a call, and the device waits for nothing.
+        The host knows how many parts there are, so each is a call, and the device waits for nothing.
         """
-        chunk = self._prefill_chunk
-        size = size or min(buckets.equal_part(len(tokens), chunk), session.max_length - 1)
-        for first in range(0, len(tokens), size):
-            part = tokens[first : first + size]
-            wide = np.pad(part, (0, size - len(part)))[None]
-            session = extend(session, wide, lengths=np.array([len(part)]), prefill_chunk=chunk)
+        first = 0
+        for size in buckets.parts(len(tokens), min(self._prefill_chunk, session.max_length)):
+            part = tokens[first : first + size - 1]
+            wide = np.pad(part, (0, size - 1 - len(part)))[None]
+            session = appended(session, wide, np.array([len(part)], np.int32), size)
+            first += len(part)
         return session
 
     def _ask_for_chunk(self) -> None:
@@ -383,9 +371,8 @@ class Batcher:
 
         A slot that will have all its tokens then is free for the next request, behind these steps.
         """
-        columns = buckets.bucketed(self._chunk_size + 1)
         until = self._until.copy()  # the program may read the array later
-        self._session, new = dispatch(self._session, until, steps, columns, self._chunk_size)
+        self._session, new = dispatch_chunk(self._session, until, steps)
         self._in_flight.append(_Told(new, owners, self._round))
         for slot, request in owners:
             self._asked[slot] += max(steps, 1)

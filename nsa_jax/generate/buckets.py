@@ -13,6 +13,7 @@ STEPS = 8  # number of buckets from one power of two to the next
 # addition to the cache, and is large enough to keep a GPU busy.
 PREFILL_TOKENS = 8192
 FEWEST_OF_A_ROW = 512
+TOKENS_OF_A_CALL = 1024  # an H100 reads about so many in the time that one more call costs
 
 
 def bucketed(count: int) -> int:
@@ -28,13 +29,20 @@ def default_chunk(batch: int, width: int) -> int:
     return -(-width // -(-width // most))
 
 
-def equal_part(length: int, most: int) -> int:
-    """Number of tokens of equal parts of `length`, as few as possible: with one more, each fills a bucket.
+def parts(length: int, most: int) -> list[int]:
+    """Sizes of the parts in which a row's tokens are read: powers of two, so that few programs are needed.
 
-    That is the token which may be pending before a part. Buckets are those of at most `most`.
+    Each is one larger than its number of tokens, for that which may be pending before them. What is left
+    behind the last tokens costs less than one more part would.
     """
-    number = max(-(-length // (most - 1)), 1)
-    return min(bucketed(-(-length // number) + 1), most) - 1
+    largest = 1 << max(most.bit_length() - 1, 1)
+    number, rest = divmod(length, largest - 1)
+    sizes = [largest] * number
+    while rest > 0:
+        size = min(max(1 << rest.bit_length(), SMALLEST), largest)
+        sizes.append(size if size - rest <= TOKENS_OF_A_CALL else size // 2)
+        rest -= sizes[-1] - 1
+    return sizes
 
 
 def width(num_tokens: int, max_length: int | None) -> int:

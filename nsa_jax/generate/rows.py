@@ -92,13 +92,15 @@ def begin(
     cache_dtype: str | None,
     keeps_history: bool = False,
 ) -> Rows:
-    """Rows that hold their prompts, before the first token is drawn."""
+    """Rows that hold their prompts, before the first token is drawn. Without columns, they hold nothing."""
     prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
     of_cache: dict[str, Any] = {} if cache_dtype is None else dict(dtype=cache_dtype)
     cache = model.init_cache(prompts.shape[0], max_length, **of_cache)
     logits, cache = prefill_in_chunks(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
-    last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
+    last = none
+    if prompts.shape[1]:
+        last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     logits = _nan_for_unknown_ids(model, explicit.by_rows(logits), prompts, lengths)
     sampling, drafting = options.sampling, None
     if options.drafts is not None:
@@ -174,11 +176,15 @@ def advance(
     max_length: int,
     columns: int,
     chunk_size: int,
+    num_chunks: int | None = None,
 ) -> Loop:
     """Adds up to `limit` tokens to each row that has not ended.
 
     A row with a pending token has its tokens in columns `1 .. lengths` of the buffer, any other row from
     column 0 on. Without drafts, a column is thus a draw that all rows take part in.
+
+    With `num_chunks` it takes so many chunks of steps, whether rows still want tokens or not. The host then
+    has nothing to wait for, and can hand over the next program while this one runs.
     """
 
     def draw(loop: Loop, logits: Array, asked: Bool[Array, " B"]) -> Loop:
@@ -244,10 +250,13 @@ def advance(
     if options.drafts is not None:
         # A chunk would go on when drafts have brought all tokens already.
         body, chunk_size = step_with_drafts, 1
+    start = draw(start, rows.logits, going(start) & ~rows.pending)
+    if num_chunks is not None:
+        return jax.lax.fori_loop(0, num_chunks * chunk_size, body, start) if num_chunks else start
     return jax.lax.while_loop(
         lambda loop: going(loop).any(),
         lambda loop: jax.lax.fori_loop(0, chunk_size, body, loop),
-        draw(start, rows.logits, going(start) & ~rows.pending),
+        start,
     )
 
 
@@ -350,6 +359,10 @@ def prefill_in_chunks(model: Decoder, prompts, lengths, cache, chunk: int) -> tu
     """Logits after the last token of each prompt, in as many equal chunks as the longest prompt needs."""
     if chunk == prompts.shape[1]:
         return model.prefill(prompts, cache, num_tokens=lengths)
+    if prompts.shape[1] == 0:
+        one = jnp.zeros((len(prompts), 1), prompts.dtype)
+        logits, _ = jax.eval_shape(lambda: model.prefill(one, cache, num_tokens=lengths))
+        return jnp.zeros(logits.shape, logits.dtype), cache
 
     def extend(carry):
         first, last_logits, cache = carry

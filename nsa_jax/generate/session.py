@@ -194,31 +194,24 @@ def start(
     check_caches(model, drafts, max_length)
     structure, parameters = prepared_parts(model)
     keys = checks.check_key(key, len(tokens))
-    begun = prefilled(
-        structure, parameters, tokens, counts, keys, options, max_length=int(max_length),
-        prefill_chunk=prefill_chunk, cache_dtype=cache_dtype,
+    width = buckets.width(tokens.shape[1], int(max_length))
+    chunk = buckets.chunk(len(tokens), width, prefill_chunk)
+    begun = _start(
+        structure, parameters, buckets.widened(tokens, -(-width // chunk) * chunk), counts, keys, options,
+        max_length=int(max_length), prefill_chunk=chunk, cache_dtype=cache_dtype,
     )  # fmt: skip
     return Session(begun, options, parameters, structure, int(max_length), vocab_size)
 
 
-def prefilled(
-    structure: Structure,
-    parameters: tuple[Array, ...],
-    tokens: Int32[Array | np.ndarray, "B P"],
-    counts: Int32[Array | np.ndarray, " B"],
-    keys: PRNGKeyArray,
-    options: Options,
-    *,
-    max_length: int,
-    prefill_chunk: int | None,
-    cache_dtype: str | None,
-) -> Rows:
-    """Rows that hold their prompts, by the program for their bucket."""
-    width = buckets.width(tokens.shape[1], max_length)
-    chunk = buckets.chunk(len(tokens), width, prefill_chunk)
-    tokens = buckets.widened(tokens, -(-width // chunk) * chunk)
-    sizes = dict(max_length=max_length, prefill_chunk=chunk, cache_dtype=cache_dtype)
-    return _start(structure, parameters, tokens, counts, keys, options, **sizes)
+def empty(session: Session, sampling: Sampling, cache_dtype: str | None) -> Session:
+    """A session of one row that has read nothing, beside another session."""
+    options = dataclasses.replace(session.options, sampling=sampling)
+    begun = _start(
+        session.structure, session.parameters, np.zeros((1, 0), np.int32), np.zeros(1, np.int32),
+        checks.check_key(0, 1), options, max_length=session.max_length, prefill_chunk=1,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip
+    return dataclasses.replace(session, rows=begun, options=options)
 
 
 def extend(
@@ -254,16 +247,20 @@ def extend(
     checks.check_turn_fits(held, session.rows.pending, counts, session.max_length)
     width = buckets.width(tokens.shape[1] + 1, session.max_length)  # a pending token comes first
     chunk = buckets.chunk(len(tokens), width, prefill_chunk)
+    return appended(session, buckets.widened(tokens, -(-width // chunk) * chunk - 1), counts, chunk)
+
+
+def appended(
+    session: Session,
+    tokens: Int32[Array | np.ndarray, "B T"],
+    counts: Int32[Array | np.ndarray, " B"],
+    prefill_chunk: int,
+) -> Session:
+    """`extend` without its checks and buckets: `T + 1` must be a multiple of `prefill_chunk`."""
     extended = _extend(
-        session.structure,
-        session.parameters,
-        session.rows,
-        buckets.widened(tokens, -(-width // chunk) * chunk - 1),
-        counts,
-        session.options,
-        max_length=session.max_length,
-        prefill_chunk=chunk,
-    )
+        session.structure, session.parameters, session.rows, tokens, counts, session.options,
+        max_length=session.max_length, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
     return dataclasses.replace(session, rows=extended)
 
 
@@ -291,21 +288,38 @@ def advance(session: Session, steps: int, *, chunk_size: int = 8) -> tuple[Sessi
     checks.check_counts(steps=steps, chunk_size=chunk_size)
     check_int(high=LONGEST // 2, steps=steps)
     until = session.rows.drawn + int(steps)
-    session, new = dispatch(session, until, int(steps), buckets.bucketed(int(steps)), int(chunk_size))
+    session, new = _dispatch(session, until, int(steps), buckets.bucketed(int(steps)), int(chunk_size))
     tokens, reports = jax.tree.map(lambda x: x[:, : int(steps)], (new.tokens, new.logprobs))
     return session, new._replace(tokens=tokens, logprobs=reports)
 
 
-def dispatch(
-    session: Session, until: Int32[Array | np.ndarray, " B"], steps: int, columns: int, chunk_size: int
+def dispatch_chunk(
+    session: Session, until: Int32[Array | np.ndarray, " B"], steps: int
 ) -> tuple[Session, Continuation]:
     """Adds tokens to each row until it has drawn `until`, but no more than so many decode steps bring.
 
-    A row without a pending token gets one more, as that needs no step. There are `columns` of tokens.
+    A row without a pending token gets one more, as that needs no step. It takes these steps also if no row
+    wants them, so that the device tells the host nothing meanwhile: `rows.advance` says why. With drafts it
+    tests after each step, because nobody knows how many are needed.
     """
+    chunk_size, num_chunks = (
+        (1, None) if session.options.drafts is not None else (max(steps, 1), int(steps > 0))
+    )
+    return _dispatch(session, until, steps, buckets.bucketed(steps + 1), chunk_size, num_chunks)
+
+
+def _dispatch(
+    session: Session,
+    until: Int32[Array | np.ndarray, " B"],
+    steps: int,
+    columns: int,
+    chunk_size: int,
+    num_chunks: int | None = None,
+) -> tuple[Session, Continuation]:
     advanced, new = _advance(
         session.structure, session.parameters, session.rows, session.options, until, steps,
         max_length=session.max_length, columns=columns, chunk_size=min(chunk_size, session.max_length),
+        num_chunks=num_chunks,
     )  # fmt: skip
     return dataclasses.replace(session, rows=advanced), new
 
@@ -325,14 +339,16 @@ def _extend(structure, parameters, held, tokens, counts, options, *, max_length,
 
 
 @functools.partial(
-    jax.jit, static_argnames=("structure", "max_length", "columns", "chunk_size"), donate_argnames="held"
+    jax.jit,
+    static_argnames=("structure", "max_length", "columns", "chunk_size", "num_chunks"),
+    donate_argnames="held",
 )
 def _advance(
-    structure, parameters, held, options, until, steps, *, max_length, columns, chunk_size
+    structure, parameters, held, options, until, steps, *, max_length, columns, chunk_size, num_chunks
 ) -> tuple[Rows, Continuation]:
     model = structure.model(parameters)
     limit = jnp.minimum(until - held.drawn, steps + ~held.pending)
-    sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size)
+    sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size, num_chunks=num_chunks)
     advanced, new, taken = rows.advance(model, held, options, limit, **sizes)
 
     # A row with a pending token has none in the first column.

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from nsa_jax.config import LONGEST
-from nsa_jax.generate import buckets, checks
+from nsa_jax.generate import checks
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
-from nsa_jax.generate.session import Continuation, Session, check_session, dispatch
+from nsa_jax.generate.session import Continuation, Session, check_session, dispatch_chunk
 from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
 from nsa_jax.option_checks import check_int
 
@@ -56,15 +56,17 @@ class Stream(Iterator[Piece]):
         self._texts = None if tokenizer is None else [TextPieces(tokenizer) for _ in self._left]
         self._stopped = False
         # The first tokens need no step if they follow a prompt or a turn, and are given alone.
-        self._in_flight: Continuation | None = self._ask(0)
+        self._in_flight: tuple[Continuation, int] | None = self._ask(0)
 
     def stop(self) -> None:
         """Asks the device for no more. What it was asked for already is still given."""
         self._stopped = True
 
     def __next__(self) -> Piece:
-        while (now := self._in_flight) is not None:
-            self._in_flight = None if self._stopped else self._ask(self._chunk_size)
+        while self._in_flight is not None:
+            now, steps = self._in_flight
+            asks = not self._stopped and (self._left > steps).any()  # each step brings a token
+            self._in_flight = self._ask(self._chunk_size) if asks else None
             piece = self._read(now)
             if ((piece.ended != Ended.NO) | (self._left == 0)).all():
                 self._in_flight = None  # nothing is left to do in that chunk
@@ -91,11 +93,10 @@ class Stream(Iterator[Piece]):
                 return
             yield piece
 
-    def _ask(self, steps: int) -> Continuation:
+    def _ask(self, steps: int) -> tuple[Continuation, int]:
         """Starts so many steps, without waiting for those that run."""
-        columns = buckets.bucketed(self._chunk_size + 1)
-        self.session, new = dispatch(self.session, self._until, steps, columns, self._chunk_size)
-        return new
+        self.session, new = dispatch_chunk(self.session, self._until, steps)
+        return new, steps
 
     def _read(self, new: Continuation) -> Piece:
         """Waits for the tokens of a chunk."""
