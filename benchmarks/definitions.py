@@ -1,8 +1,8 @@
 """What the gate compares with: dense attention under explicit masks, from the definitions alone.
 
-Arrays come by name, in the dtype to compute in: keys and values whole, all that belongs to a query for those
-at `positions` alone. A few queries are taken at a time, so that their logits have room beside a measured
-program.
+Arrays come by name, keys and values whole, all that belongs to a query for those at `positions` alone. They
+are computed with in `dtype`, their own if that is None. A few queries are taken at a time, so that their
+logits have room beside a measured program. From long rows the keys are taken that the mask of a query shows.
 """
 
 import functools
@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import layers
-from benchmarks.inputs import LAYERS, Shape, of_query
+from benchmarks.inputs import KEYS_VALUES, LAYERS, Shape, of_query
 from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, Operands, rotate
 
-MOST_LOGITS = 1 << 25  # at a time: 256 MB in float64, and a few arrays of this size
+MOST_LOGITS = 1 << 25  # at a time: 256 MB in float64, and a few arrays of this size; so it is of taken keys
+LONGEST_WHOLE = 1 << 16  # rows of more keys are not multiplied whole where a query sees few of them
+
+OF_KEYS = (*KEYS_VALUES, "key", "value")
 
 type Arrays = Mapping[str, Any]
 type Scalar = float | Float[Array, ""]
@@ -38,37 +41,45 @@ class Queries(NamedTuple):
     uncentred: Scalar
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "shape"))
+@functools.partial(jax.jit, static_argnames=("operation", "shape", "dtype"))
 def results(
     x: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None, uncentred: Scalar = 0.0, *,
-    operation: str, shape: Shape,
+    operation: str, shape: Shape, dtype: str | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """`out`, and the `lse` of a branch, of the queries at `positions`."""
     queries = Queries(positions, blocks, uncentred)
-    return dict(zip(("out", "lse"), _results(operation, x, queries, shape), strict=False))
+    return dict(zip(("out", "lse"), _results(operation, cast(x, dtype), queries, shape), strict=False))
 
 
-@functools.partial(jax.jit, static_argnames=("operation", "shape"))
+@functools.partial(jax.jit, static_argnames=("names", "operation", "shape", "dtype"))
 def gradients(
     x: Arrays, cotangents: Arrays, positions: Int[Array, "T"], blocks: Int[Array, "B T K R"] | None,
-    uncentred: Scalar, *, operation: str, shape: Shape,
+    uncentred: Scalar, *, names: tuple[str, ...] | None = None, operation: str, shape: Shape,
+    dtype: str | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """Gradients of all arrays by name, for cotangents of the queries at `positions`; others have none.
+    """Gradients of arrays by name, for cotangents of the queries at `positions`; others have none.
+
+    They are those of all arrays, or of `names` alone.
 
     The gradient of a logit is `p (d_out . value - delta)`, which is zero where a query sees one key. An
     `uncentred` one is `p (d_out . value)`, as large as what is rounded there.
     """
     run = functools.partial(results, operation=operation, shape=shape)
-    found, pull_back = jax.vjp(lambda x: run(x, positions, blocks, uncentred), x)
+    x, cotangents = cast(x, dtype), cast(cotangents, dtype)
+    moved = wide({name: x[name] for name in names or x})
+    found, pull_back = jax.vjp(lambda moved: run({**x, **moved}, positions, blocks, uncentred), moved)
     given = {name: cotangents.get(name, jnp.zeros_like(result)) for name, result in found.items()}
     (by_name,) = pull_back({name: given[name].astype(result.dtype) for name, result in found.items()})
-    return dict(by_name)
+    return {name: gradient.astype(dtype or x[name].dtype) for name, gradient in by_name.items()}
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def importance(x: Arrays, positions: Int[Array, "T"], *, shape: Shape) -> Float[Array, "B T K M"]:
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def importance(
+    x: Arrays, positions: Int[Array, "T"], *, shape: Shape, dtype: str | None = None
+) -> Float[Array, "B T K M"]:
     """Eq. 8-10: probabilities of compressed blocks, weighted by the tokens shared with a selection block."""
-    key, config = x["key_cmp"], shape.config
+    x = cast(x, dtype)
+    key, config = x["key_cmp"].astype(x["query"].dtype), shape.config
     visible = _visible("compressed_attention", positions, key.shape[1], config)[None, :, None, None]
     per_block = _softmax(_logits(x["query"], key), visible)[0].sum(axis=3)
     num_blocks = -(-shape.length // config.selection_block_size)
@@ -87,6 +98,20 @@ def layer_operands(x: Arrays, *, shape: Shape) -> Operands:
     layer = _layer("layer", x, shape)
     assert not isinstance(layer, DenseAttention)
     return layer.operands(x["x"])
+
+
+def cast(x: Arrays, dtype: str | None) -> dict[str, Array]:
+    """Floats in this dtype, but keys and values, which are cast where they are used: in it they are large."""
+    return {
+        name: y if dtype is None or name in OF_KEYS or not jnp.issubdtype(y.dtype, jnp.floating)
+        else y.astype(dtype)
+        for name, y in x.items()
+    }  # fmt: skip
+
+
+def wide(x: Arrays) -> dict[str, Array]:
+    """Keys and values in float64: their gradients are sums over all queries, and add up in it."""
+    return {name: y.astype(float) if name in OF_KEYS else y for name, y in x.items()}
 
 
 def _results(operation: str, x: Arrays, queries: Queries, shape: Shape) -> tuple[Array, ...]:
@@ -110,23 +135,26 @@ def _attend(
     operation: str, query: Array, key: Array, value: Array, queries: Queries, shape: Shape
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     (batch, length, heads, _), config = query.shape, shape.config
-    # Gradients of keys are sums over all queries: these add them up in float64 whatever the dtype is.
-    wide_key, wide_value = key.astype(float), value.astype(float)
+    most = _most_visible(operation, key.shape[1], config)
 
     @jax.checkpoint
     def of_one(query: Array, position: Array, chosen: Array | None) -> tuple[Array, Array]:
-        key, value = wide_key.astype(query.dtype), wide_value.astype(query.dtype)
         visible = _visible(operation, position[None], key.shape[1], config)
         if operation == "selected_attention":
             assert chosen is not None
             key_block = jnp.arange(key.shape[1]) // config.selection_block_size
             visible = visible & (chosen[..., None] == key_block).any(axis=-2)
-        shown = jnp.broadcast_to(visible, (batch, key.shape[2], key.shape[1]))[:, None, :, None]
-        weights, lse = _softmax(_logits(query[:, None], key), shown)
-        out = jnp.einsum("btkgs,bskv->btkgv", weights, value, precision="highest")
+        seen_key, seen_value = key, value
+        shown = jnp.broadcast_to(visible, (batch, key.shape[2], key.shape[1]))
+        if most < key.shape[1]:
+            seen_key, seen_value, shown = _shown(key, value, shown, most)
+        own_key, own_value = seen_key.astype(query.dtype), seen_value.astype(query.dtype)
+        weights, lse = _softmax(_logits(query[:, None], own_key), shown[:, None, :, None])
+        out = jnp.einsum("btkgs,bskv->btkgv", weights, own_value, precision="highest")
         return out.reshape(batch, heads, -1), lse.reshape(batch, heads)
 
-    at_once = max(MOST_LOGITS // max(batch * heads * key.shape[1], 1), 1)
+    taken = key.shape[2] * max(key.shape[-1], value.shape[-1]) if most < key.shape[1] else 0
+    at_once = max(MOST_LOGITS // max(batch * most * max(heads, taken), 1), 1)
     by_token = functools.partial(jnp.moveaxis, source=1, destination=0)
     chosen = jax.tree.map(by_token, queries.blocks)
     rows = (by_token(query), queries.positions, chosen)
@@ -145,7 +173,7 @@ def _layer_rows(operation: str, x: Arrays, queries: Queries, shape: Shape) -> Fl
         query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
         operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
     else:
-        operands = layer_operands(x, shape=shape)._asdict()
+        operands = wide(layer_operands(x, shape=shape)._asdict())
     rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
     return layer.out_proj(_results(LAYERS[operation], rows, queries, shape)[0])
 
@@ -162,6 +190,27 @@ def _visible(operation: str, positions: Array, num_keys: int, config: NSAConfig)
     if operation == "window_attention":
         return (s <= t) & (s > t - config.window_size)
     return s <= t
+
+
+def _most_visible(operation: str, num_keys: int, config: NSAConfig) -> int:
+    """The most keys that a query sees; all of them in a row that is multiplied whole."""
+    if num_keys <= LONGEST_WHOLE:
+        return num_keys
+    selected = config.num_selected_blocks * config.selection_block_size
+    most = {"selected_attention": selected, "window_attention": config.window_size}
+    return min(most.get(operation, num_keys), num_keys)
+
+
+def _shown(
+    key: Array, value: Array, visible: Bool[Array, "B K S"], most: int
+) -> tuple[Array, Array, Bool[Array, "B K most"]]:
+    """Of keys and values those that a query sees, at most `most`, and which of these places hold one."""
+    counted = jnp.cumsum(visible, axis=-1, dtype=jnp.int32)
+    find = functools.partial(jnp.searchsorted, v=jnp.arange(1, most + 1, dtype=jnp.int32))
+    index = jax.vmap(jax.vmap(find))(counted)  # of the first that is seen, the second, ...; then S
+    place = jnp.moveaxis(index, 2, 1)[..., None]
+    key, value = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (key, value))
+    return key, value, index < visible.shape[-1]
 
 
 def _logits(query: Array, key: Array) -> Float[Array, "B T K G S"]:

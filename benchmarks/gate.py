@@ -9,6 +9,9 @@ sampled queries. So these few queries give every row of every gradient, also of 
 A selection passes if its indices have their form and no rejected block scores higher than a chosen one;
 outputs and gradients are then compared for this selection. A layer is compared with its own projections,
 compressors and gates around dense attention.
+
+Operations are compared one row of the batch and one KV head at a time. Where keys are so many that their
+gradients in float64 would fill a device, those of each branch are computed alone and compared on the device.
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ from benchmarks.command_line import progress
 from benchmarks.inputs import ARGUMENTS, LAYERS, Draw, Shape, of_query
 from benchmarks.selections import check_form, check_scores
 from benchmarks.timing import Compiled
-from benchmarks.verdict import NOTHING, Expected, Verdict, judge, worst
+from benchmarks.verdict import NOTHING, Expected, Verdict, judge, sizes_of_tokens, worst
 from nsa_jax.array_typing import Array
 
 SAMPLED_QUERIES = 256  # at 64k tokens one in each 256: a fault of 512 queries in a row is always seen
@@ -36,6 +39,7 @@ SAMPLED_QUERIES = 256  # at 64k tokens one in each 256: a fault of 512 queries i
 # and select others where scores are close. So few are compared.
 SAMPLED_OF_LAYER = 16
 MOST_AT_ONCE = 4  # checks: each needs some gigabytes
+MOST_NUMBERS = 1 << 26  # of gradients of keys and values that are computed at once: 512 MB in float64
 
 
 def verdicts[K](checks: Mapping[K, Callable[[], Verdict]]) -> Iterator[tuple[K, Verdict]]:
@@ -141,24 +145,33 @@ def _compare(
     return worst(verdict, _check_selection(draw.block_indices, operands, positions, shape))
 
 
-def in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
-    """`dense` in the input's own precision and in float64."""
+def in_both(
+    dense: Callable[..., Any], given: tuple[Any, ...], dtype: str, names: tuple[str, ...] | None = None
+) -> Expected:
+    """`dense` in the input's own precision and in float64: results of all names."""
+    del names
     return Expected(_computed_in(dtype, dense, given), _computed_in("float64", dense, given))
 
 
-def gradients_in_both(dense: Callable[..., Any], given: tuple[Any, ...], dtype: str) -> Expected:
-    """The same of gradients, with their terms: `dense` takes `uncentred`, as `definitions.gradients`."""
+def gradients_in_both(
+    dense: Callable[..., Any], given: tuple[Any, ...], dtype: str, names: tuple[str, ...] | None = None
+) -> Expected:
+    """The same of gradients, of `names` or all, with their terms.
+
+    `dense` takes `names` and `uncentred`, as `definitions.gradients`.
+    """
+    dense = functools.partial(dense, names=names)
+    terms = _computed_in("float64", functools.partial(dense, uncentred=1.0), given)
+    terms = jax.tree.map(sizes_of_tokens, terms)  # first, so that it does not lie beside the others
     same, exact, _ = in_both(functools.partial(dense, uncentred=0.0), given, dtype)
-    return Expected(same, exact, _computed_in("float64", functools.partial(dense, uncentred=1.0), given))
+    return Expected(same, exact, terms)
 
 
 def _computed_in(dtype: str, dense: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    def cast(x: Any) -> Array:
-        return jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
-
+    """In float64 on the host; what is large stays on the device as it is."""
     with jax.enable_x64(True):
-        found = dense(*jax.tree.map(cast, given))
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+        found = dense(*given, dtype=dtype)
+    return jax.tree.map(lambda x: x if x.size > MOST_NUMBERS else np.asarray(x, np.float64), found)
 
 
 def compare(
@@ -177,12 +190,30 @@ def compare(
       compute: `in_both`, or `gradients_in_both` where `dense` gives gradients.
     """
     verdict, (first, *_) = NOTHING, got.values()
-    for row, head in itertools.product(range(first.shape[0]), range(kv_heads)):
+
+    def of_piece(row: int, head: int) -> Verdict:
         results, arrays, chosen = _piece((dict(got), given, blocks), row, head, kv_heads)
-        of_piece = functools.partial(dense, positions=positions, blocks=chosen)
-        found = judge(results, compute(of_piece, arrays, first.dtype.name), positions)
-        verdict = worst(verdict, _in_piece(found, row, head))
+        arrays, at = jax.device_put(arrays), functools.partial(dense, positions=positions, blocks=chosen)
+        groups = ({name: results[name] for name in names} for names in _together(results))
+        found = (
+            judge(group, compute(at, arrays, first.dtype.name, tuple(group)), positions) for group in groups
+        )
+        return _in_piece(worst(*found), row, head)
+
+    for row, head in itertools.product(range(first.shape[0]), range(kv_heads)):
+        verdict = worst(verdict, of_piece(row, head))
     return verdict
+
+
+def _together(results: Mapping[str, Array]) -> list[list[str]]:
+    """Names of results that are computed at once: all of them; where keys are many, those of one branch."""
+    keys = [name for name in results if not of_query(name)]
+    if sum(results[name].size for name in keys) <= MOST_NUMBERS:
+        return [list(results)]
+    branches = {name.partition("_")[2] for name in keys}
+    groups = [[name for name in keys if name.endswith(branch)] for branch in sorted(branches)]
+    queries = [name for name in results if of_query(name)]
+    return [queries, *groups] if queries else groups
 
 
 def _check_selection(blocks: Any, operands: dict[str, Array], positions: np.ndarray, shape: Shape) -> Verdict:
@@ -200,9 +231,21 @@ def _check_selection(blocks: Any, operands: dict[str, Array], positions: np.ndar
     return verdict
 
 
-@functools.partial(jax.jit, static_argnames="kv_heads")
 def _piece(arrays: Any, row: int, head: int, kv_heads: int) -> Any:
-    """What belongs to one row of the batch and one KV head; compiled once for all of them."""
+    """What belongs to one row of the batch and one KV head. Of arrays of NumPy it is taken on the host."""
+    if not all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays)):
+        return _piece_there(arrays, row, head, kv_heads)
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        heads = x.shape[2] // kv_heads
+        return x[row : row + 1, :, head * heads : (head + 1) * heads]
+
+    return jax.tree.map(cut, arrays)
+
+
+@functools.partial(jax.jit, static_argnames="kv_heads")
+def _piece_there(arrays: Any, row: int, head: int, kv_heads: int) -> Any:
+    """The same on the device; compiled once for all pieces."""
 
     def cut(x: Array) -> Array:
         heads = x.shape[2] // kv_heads

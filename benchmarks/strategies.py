@@ -23,7 +23,7 @@ from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array
 from nsa_jax.compression import Compression, compress_blocks
 from nsa_jax.config import NSAConfig
-from nsa_jax.parallel import context_attention, from_zigzag, padded_length, to_zigzag
+from nsa_jax.parallel import context_attention, padded_length, to_zigzag, token_indices
 
 STRATEGIES = ("one", "heads", "heads_jit", "context")
 
@@ -77,11 +77,17 @@ class Strategy(NamedTuple):
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
         return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
 
-    def whole(self, arrays: Arrays) -> Arrays:
-        """Output and gradients on the host, in the order of the row."""
-        found = self.compiled("fwd_bwd", self.put(arrays)).run()
-        ordered = from_zigzag if self.name == "context" else lambda x, _: x
-        return {name: ordered(np.asarray(x), self.num_devices) for name, x in found.items()}
+    def sampled(self, mode: str, arrays: Arrays, positions: np.ndarray) -> Arrays:
+        """What the program of a mode gives, on the host: of the queries at `positions`, and of all keys."""
+        found = self.compiled(mode, self.put(arrays)).run()
+        found = found if mode == "fwd_bwd" else dict(out=found)
+        length = arrays["query"].shape[1]
+        rows = np.arange(length)
+        if self.name == "context":
+            rows = np.argsort(token_indices(length, self.num_devices))
+        return {
+            name: np.asarray(x)[:, rows[positions] if of_query(name) else rows] for name, x in found.items()
+        }
 
     def attend(self, arrays: Mapping[str, Array]) -> Array:
         """The attention to arrays by name."""
@@ -147,8 +153,8 @@ def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, di
     return drawn, on_host | dict(query=query)
 
 
-def check(strategy: Strategy, shape: Shape) -> Verdict:
-    """Compares output and gradients with dense attention in float64, as `gate.check_program`.
+def check(strategy: Strategy, shape: Shape, mode: str = "fwd_bwd") -> Verdict:
+    """Compares what a mode gives with dense attention in float64, as `gate.check_program`.
 
     All devices get one selection: what they compress they round otherwise than one device, and where scores
     are close that decides.
@@ -157,30 +163,32 @@ def check(strategy: Strategy, shape: Shape) -> Verdict:
     positions = gate.sample_positions(shape.length)
     chosen, cotangent = np.asarray(drawn.block_indices), np.zeros_like(arrays["cotangent"])
     cotangent[:, positions] = arrays["cotangent"][:, positions]
-    found = strategy.whole(arrays | dict(cotangent=cotangent, block_indices=chosen))
-    got, given = (
-        {name: x[:, positions] if of_query(name) else x for name, x in by_name.items()}
-        for by_name in (found, arrays | dict(cotangent=cotangent[:, positions]))
-    )
-    dense = functools.partial(_dense, shape=shape)
+    got = strategy.sampled(mode, arrays | dict(cotangent=cotangent, block_indices=chosen), positions)
+    sampled = {name: x[:, positions] for name, x in arrays.items() if of_query(name) or name == "cotangent"}
+    given, dense = arrays | sampled, functools.partial(_dense, shape=shape)
     blocks, compute = chosen[:, positions], gate.gradients_in_both
     verdict = gate.compare(dense, got, (given,), positions, blocks, shape.kv_heads, compute)
     return worst(verdict, check_form(chosen, np.arange(shape.length), shape.config))
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@functools.partial(jax.jit, static_argnames=("names", "shape", "dtype"))
 def _dense(
-    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *, shape: Shape
-) -> dict[str, Array]:
-    """Output of the queries at `positions`, and all gradients for their cotangent."""
+    arrays: Mapping[str, Array], positions: Array, blocks: Array, uncentred: Array, *,
+    names: tuple[str, ...], shape: Shape, dtype: str,
+) -> dict[str, Array]:  # fmt: skip
+    """Of these names: `out` of the queries at `positions`, and gradients for their cotangent."""
+    x = definitions.cast(arrays, dtype)
 
-    def run(x: Mapping[str, Array]) -> Array:
-        key_blocks, value_blocks = compressed(x["key_cmp"], x["value_cmp"], shape.config)
-        given = {**x, "key_cmp": key_blocks, "value_cmp": value_blocks}, positions, blocks, uncentred
+    def run(moved: Mapping[str, Array]) -> Array:
+        y = {**x, **moved}
+        key, value = compressed(y["key_cmp"].astype(dtype), y["value_cmp"].astype(dtype), shape.config)
+        of_blocks = definitions.wide({"key_cmp": key, "value_cmp": value})
+        given = {**y, **of_blocks}, positions, blocks, uncentred
         return definitions.results(*given, operation="native_sparse_attention", shape=shape)["out"]
 
-    out, pull_back = jax.vjp(run, {name: x for name, x in arrays.items() if name != "cotangent"})
-    return dict(out=out, **pull_back(arrays["cotangent"])[0])
+    out, pull_back = jax.vjp(run, definitions.wide({name: x[name] for name in names if name != "out"}))
+    found = dict(out=out, **pull_back(x["cotangent"])[0])
+    return {name: found[name].astype(dtype) for name in names}
 
 
 def _tokens(name: str, shape: Shape) -> Array:

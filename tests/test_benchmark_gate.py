@@ -1,6 +1,7 @@
 """The gate of the benchmarks rejects wrong programs, also those that are wrong only where they are timed."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -278,3 +279,89 @@ def test_the_definition_takes_no_more_queries_at_a_time_than_their_logits_have_r
 
     assert taken == [0, 5]  # all of them, then five
     np.testing.assert_allclose(few["out"], whole["out"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("operation", ["selected_attention", "window_attention"])
+def test_the_definition_takes_from_a_long_row_what_each_query_sees(monkeypatch, operation):
+    shape, positions = Shape(length=LENGTH, config=SMALL), jnp.array([0, 5, 130, 299])
+    branch = operation[:3].replace("sel", "slc")
+    names = ("query", f"key_{branch}", f"value_{branch}")
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x = {name: jnp.asarray(rng.normal(size=(1, LENGTH, 2, 8))) for name in names}
+        x["query"] = jnp.asarray(rng.normal(size=(1, 4, 4, 8)))
+        blocks = jnp.asarray(np.repeat(selection(LENGTH), 2, axis=2)[:, np.asarray(positions)])
+        blocks = blocks.at[0, 3, 1].set(jnp.array([0, 0, 18, -1]))  # one said twice, and an unused slot
+        run = definitions.results.__wrapped__  # without the programs that jit keeps
+
+        def both(x):
+            found, pull_back = jax.vjp(
+                lambda x: run(x, positions, blocks, operation=operation, shape=shape), x
+            )
+            return found, pull_back(jax.tree.map(jnp.cos, found))[0]
+
+        whole = both(x)
+        monkeypatch.setattr(definitions, "LONGEST_WHOLE", 0)
+        text = str(jax.make_jaxpr(both)(x))
+        taken = both(x)
+
+    assert "gather" in text
+    for found, expected in zip(jax.tree.leaves(taken), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
+def test_large_gradients_are_computed_branch_by_branch_and_judged_where_they_are(monkeypatch):
+    monkeypatch.setattr(gate, "MOST_NUMBERS", 0)
+    shape = Shape(length=LENGTH, query_heads=2, kv_heads=2, key_dim=8, value_dim=8, config=SMALL)
+    positions, rng = gate.sample_positions(LENGTH), np.random.default_rng(0)
+    size, names = (1, LENGTH, 2, 8), inputs.ARGUMENTS["window_attention"]
+    x, cotangent = (
+        {name: rng.normal(size=size).astype("float32") for name in names},
+        np.zeros(size, "float32"),
+    )
+    cotangent[:, positions] = rng.normal(size=(1, len(positions), 2, 8))
+    _, pull_back = jax.vjp(lambda *x: RIGHT(*x, config=SMALL)[0], *x.values())
+    right = dict(zip(names, map(np.asarray, pull_back(jnp.asarray(cotangent))), strict=True))
+    right["query"], x["query"] = right["query"][:, positions], x["query"][:, positions]
+    computed, compute = [], gate.gradients_in_both
+
+    def spy(dense, given, dtype, names):
+        expected = compute(dense, given, dtype, names)
+        computed.append((names, {name: type(expected.exact[name]) for name in names}))
+        return expected
+
+    def judge(**wrong):
+        dense = functools.partial(definitions.gradients, operation="window_attention", shape=shape)
+        given = x, {"out": cotangent[:, positions]}
+        return gate.compare(dense, right | wrong, given, positions, None, shape.kv_heads, spy)
+
+    late, nowhere = right["value_win"].copy(), right["key_win"].copy()
+    late[:, 250:, 1] *= 0.5
+    nowhere[0, 3, 0, 0] = np.nan
+
+    assert 0 < judge().share <= 1
+    assert [names for names, _ in computed] == 2 * [("query",), ("key_win", "value_win")]
+    assert all(issubclass(kind, jax.Array) for _, kinds in computed for kind in kinds.values())
+    assert judge(value_win=late).where.startswith("value_win 268 to 299, row 0, KV head 1")
+    assert not judge(value_win=late).green
+    assert judge(key_win=nowhere).share == np.inf
+
+
+@pytest.mark.parametrize("wrong", [None, np.nan, np.inf, 9.0])
+def test_numbers_on_a_device_are_judged_as_those_on_the_host(wrong):
+    exact = np.random.default_rng(0).normal(size=(2, 300, 2, 4))
+    exact[0, 7, 1, 2] = np.inf
+    same = np.asarray(exact.astype("float32"), np.float64)
+    found = exact.astype("float32")
+    if wrong is not None:
+        found[1, 200, 0, 3] = wrong
+
+    on_host = verdict.judge({"out": found}, verdict.Expected({"out": same}, {"out": exact}), np.arange(300))
+    with jax.enable_x64(True):
+        there = {"same": {"out": jnp.asarray(same, "float32")}, "exact": {"out": jnp.asarray(exact)}}
+        terms = verdict.sizes_of_tokens(there["exact"]["out"])
+    on_device = verdict.judge({"out": found}, verdict.Expected(**there, terms={"out": terms}), np.arange(300))
+
+    assert on_device == on_host
+    assert on_host.green == (wrong is None)
+    assert terms.shape == (1, 300, 1, 1)

@@ -937,13 +937,33 @@ def test_parallel_reports_no_speed_on_a_red_gate(monkeypatch, capsys):
 
     monkeypatch.setattr(strategies, "context_attention", wrong_in_batches)
 
-    status = parallel.main([*PARALLEL, "--strategies", "context", "--batch", "2", *SIZES], SMALL)
+    options = ["--strategies", "context", "--batch", "2", "--modes", "fwd_bwd"]
+    status = parallel.main([*PARALLEL, *options, *SIZES], SMALL)
 
     printed, summary = last_line(capsys)
     assert status == 1
     assert summary["red"] == ["context"]
     assert summary["rows"] == 0
     assert "gate context: RED" in printed
+
+
+def test_parallel_judges_the_output_alone_where_no_gradient_is_timed(monkeypatch, capsys):
+    attend, compared = strategies.context_attention, []
+    monkeypatch.setattr(strategies, "context_attention", lambda **arrays: 1.01 * attend(**arrays))
+    compare = gate.compare
+
+    def spy(dense, got, *rest):
+        compared.append(set(got))
+        return compare(dense, got, *rest)
+
+    monkeypatch.setattr(gate, "compare", spy)
+
+    status = parallel.main([*PARALLEL, "--strategies", "context", *SIZES], SMALL)
+
+    printed, summary = last_line(capsys)
+    assert (status, summary["red"]) == (1, ["context"])
+    assert "in out " in printed
+    assert compared == [{"out"}]
 
 
 GENERATE = [

@@ -13,7 +13,7 @@ from cache_layer import SMALL
 from flax import nnx
 from modules import abstract, randomised
 
-from nsa_jax.generate import Batcher, advance, generate, prepare, start
+from nsa_jax.generate import Batcher, advance, generate, loop, prepare, start
 from nsa_jax.generate import prepared as prepared_models
 from nsa_jax.model import Transformer, TransformerConfig, save
 from nsa_jax.nn import DenseAttention, Gate, IndexerConfig, NSAAttention, weights
@@ -189,6 +189,19 @@ def test_models_whose_joined_kernels_are_gone_take_no_place_of_others(monkeypatc
 
     _, again = prepared_models.prepared_parts(held)
     assert all(x is y for x, y in zip(arrays, again, strict=True))
+
+
+def test_a_divided_model_that_is_prepared_is_taken_apart_once_in_a_call(monkeypatch):
+    """Bug: it was taken apart once more, to learn that it is prepared."""
+    model, taken = prepare(made(attention="dense")), []
+    monkeypatch.setattr(loop, "are_whole", lambda _: False)  # as if it were divided over devices
+    for module in (loop, prepared_models):
+        apart = module.split
+        monkeypatch.setattr(module, "split", lambda model, apart=apart: taken.append(model) or apart(model))
+
+    generate(model, TEXT[:1, :4], max_new_tokens=1)
+
+    assert taken == [model]
 
 
 def test_the_model_keeps_what_it_had_and_shares_what_stays():

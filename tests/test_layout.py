@@ -344,6 +344,27 @@ def test_blocks_beyond_the_row_are_none(dtype):
         assert found.tolist() == [[[[0, -1, 2, last, -1]]]]
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64])
+def test_blocks_of_numpy_meet_a_number_of_keys_that_is_a_symbol(dtype):
+    """Bug: NumPy cannot compare with such a number, so `jax.export` failed with a TypeError."""
+    blocks = np.array([[[[0, 2, 2, 3]], [[1, 3, 100, 0]]]], dtype)
+    if dtype is np.int64:  # in 32 bits two of these would be blocks 0 and 2
+        blocks[0, 1, 0, 1:] = 2**32, -(2**32) + 2, 100
+    (length,) = jax.export.symbolic_shape("length")
+    run = jax.jit(lambda key: layout.distinct_blocks(blocks, key.shape[0], OVERLAPPING))
+    exported = jax.export.export(run)(jax.ShapeDtypeStruct((length,), jnp.float32))
+
+    for num_blocks in (3, 4):
+        key = np.zeros(num_blocks * OVERLAPPING.selection_block_size, np.float32)
+
+        found = exported.call(key)
+
+        last = 3 if num_blocks == 4 else -1
+        own = [1, -1, -1, -1] if dtype is np.int64 else [1, last, -1, 0]
+        assert found.tolist() == [[[[0, 2, -1, last]], [own]]]
+        assert (found == layout.distinct_blocks(blocks, key.size, OVERLAPPING)).all()
+
+
 @every_config
 def test_forced_blocks_are_the_first_and_the_ones_that_end_with_the_query(config):
     for position in range(0, 8 * config.selection_block_size, max(config.selection_block_size // 3, 1)):

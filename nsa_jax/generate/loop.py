@@ -88,9 +88,10 @@ def generate(
     each new size JAX also compiles the slice of the result, and the padding of prompts that are not NumPy
     arrays, in milliseconds.
 
-    Each call begins by preparing the model, if it is not. For the time of the call, the memory of the device
-    then holds the kernels of `prepare` beside those of the model. If it has no room, pass what
-    `prepare(model, donate=True)` returns.
+    Each call begins by preparing the model, if it is not: within its program, or before it if the model is
+    divided over devices, which takes longer. For many calls with a divided model, pass what `prepare(model)`
+    returns. Otherwise the memory of the device holds the kernels of `prepare` beside those of the model for
+    the time of the call. If it has no room, pass what `prepare(model, donate=True)` returns.
 
     Args:
       model: an `nnx.Module` with the methods of `nsa_jax.generate.Decoder`, such as
@@ -146,7 +147,7 @@ def generate(
     chunk = buckets.chunk(len(tokens), width, prefill_chunk)
     structure, parameters = split(model)
     if not (join := are_whole(parameters)):  # a program does not know how they are divided over auto axes
-        structure, parameters = prepared_parts(model)
+        structure, parameters = prepared_parts(model, (structure, parameters))
     new = _run(
         structure,
         parameters,

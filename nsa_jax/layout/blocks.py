@@ -68,6 +68,8 @@ def distinct_blocks(
     Behind this, the first token of a block fits into 32 bits. Of equal slots the first one remains.
     """
     wide = block_indices.astype(jnp.int32) if block_indices.dtype.itemsize < 4 else block_indices
+    if isinstance(wide, np.ndarray):  # of JAX, because NumPy cannot compare with a symbolic number of keys
+        wide = jnp.asarray(wide.clip(-(wide.dtype.kind == "i"), np.iinfo(np.int32).max).astype(np.int32))
     exists = (wide >= 0) & (wide < num_selection_blocks(num_keys, config))
     blocks = jnp.where(exists, wide, -1).astype(jnp.int32)
     slots = blocks.shape[-1]
