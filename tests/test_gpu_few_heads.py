@@ -16,6 +16,7 @@ import nsa_jax
 from nsa_jax import budget, reference
 from nsa_jax.kernels.triton import selected
 from nsa_jax.kernels.triton.selected import in_parts as parts_module
+from nsa_jax.kernels.triton.selected.chunks import PART_BYTES
 
 pytestmark = pytest.mark.gpu
 triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
@@ -28,7 +29,7 @@ def in_parts(monkeypatch):
     Or both ways are asked for, and neighbours are said to share few blocks, or many.
     """
 
-    def force(forced: bool | str, part_bytes: int = 2**31):
+    def force(forced: bool | str, part_bytes: int = PART_BYTES):
         few = {"asked, few": True, "asked, many": False}
 
         def way(sizes, *_, **__):
@@ -45,19 +46,19 @@ def in_parts(monkeypatch):
     jax.clear_caches()
 
 
-# A query of 16 slots takes 16 KB with 4 heads of 128: 2^21 bytes are 128 queries of a KV head.
+# A query of 16 slots takes 16 KB with 4 heads of 128. With 2^21 bytes a KV head is cut, at 256 queries.
 SHAPES = {
-    "four_heads": (dict(heads=4), 2**31),
+    "four_heads": (dict(heads=4), PART_BYTES),
     "four_heads_in_chunks": (dict(heads=4), 2**21),
-    "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), 2**31),
+    "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), PART_BYTES),
     "two_heads": (dict(heads=2, batch=2, length=333), 2**20),
-    "one_head": (dict(heads=1, key_dim=64, value_dim=64), 2**31),
-    "wide": (dict(heads=2, kv_heads=2, key_dim=256, value_dim=256), 2**31),
+    "one_head": (dict(heads=1, key_dim=64, value_dim=64), PART_BYTES),
+    "wide": (dict(heads=2, kv_heads=2, key_dim=256, value_dim=256), PART_BYTES),
     "wide_in_chunks": (dict(heads=4, key_dim=256, value_dim=192), 2**21),
-    "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), 2**31),
-    "last_queries": (dict(heads=4, length=77, keys=1000), 2**31),
-    "float16": (dict(heads=4, dtype="float16"), 2**31),
-    "seven_slots": (dict(heads=3, slots=7), 2**31),
+    "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), PART_BYTES),
+    "last_queries": (dict(heads=4, length=77, keys=1000), PART_BYTES),
+    "float16": (dict(heads=4, dtype="float16"), PART_BYTES),
+    "seven_slots": (dict(heads=3, slots=7), PART_BYTES),
     "packed": (dict(heads=4, packed=True), 2**21),
 }
 

@@ -19,7 +19,8 @@ from nsa_jax import layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton import selected  # noqa: E402
 from nsa_jax.kernels.triton.backward import Backward  # noqa: E402
-from nsa_jax.kernels.triton.selected.chunks import PART_BYTES  # noqa: E402
+from nsa_jax.kernels.triton.selected.chunks import PART_BYTES, Chunks  # noqa: E402
+from nsa_jax.kernels.triton.selected.in_parts import chunks_of  # noqa: E402
 
 FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
 OF_TILES = "nsa_selected_forward", "nsa_selected_query_gradient"
@@ -95,6 +96,28 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
 def test_only_calls_that_gain_come_in_parts(shape, expected):
     """Where neighbours decide, those of both ways are started."""
     assert launches(*program(**shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, Chunks(heads=2, queries=32768, ranges=1, number=4)),
+        (dict(length=8192), Chunks(8, 8192, 1, 1)),
+        (dict(length=65536), Chunks(1, 65536, 1, 8)),
+        (dict(length=2**17), Chunks(1, 2**17, 1, 8)),
+        (dict(length=2**17 + 1), Chunks(1, 2**16 + 1, 2, 16)),
+        (dict(heads=9, kv_heads=3, dim=64), Chunks(3, 32768, 1, 1)),
+    ],
+    ids=["llama", "8k", "64k", "whole_head", "cut_head", "smollm"],
+)
+def test_chunks_are_whole_heads_while_these_fit(shape, expected):
+    """A chunk is within its bound, or one KV head or less that takes up to twice as much."""
+    query, *_, blocks = program(**shape)[1]
+    found = chunks_of(query, blocks, query.shape[3])
+
+    assert found == expected
+    of_query = 2 * 16 * query.shape[2] // blocks.shape[2] * query.shape[3]
+    assert found.heads * found.queries * of_query <= PART_BYTES * (1 if found.heads > 1 else 2)
 
 
 def test_older_gpus_have_no_parts():

@@ -33,9 +33,15 @@ def chunks_of(
     block_indices: Int[Array, "B T K R"],
     dim: int,
 ) -> Chunks:
-    """The chunks of parts that have `dim` numbers a row: at most `PART_BYTES` each."""
+    """The chunks of parts that have `dim` numbers a row: at most `PART_BYTES` each.
+
+    Where the parts of one KV head take more than that, a chunk has up to twice as much: a head that is cut
+    into ranges of queries has no gradients in parts (`cuts_queries`).
+    """
     slots, heads = block_indices.shape[3], query.shape[2] // block_indices.shape[2]
-    return Chunks.of(block_indices, query.dtype.itemsize * slots * heads * dim, PART_BYTES)
+    of_query = query.dtype.itemsize * slots * heads * dim
+    of_head = query.shape[1] * of_query
+    return Chunks.of(block_indices, of_query, max(PART_BYTES, min(of_head, 2 * PART_BYTES)))
 
 
 def cuts_queries(query: Float[Array, "B T N H"], block_indices: Int[Array, "B T K R"]) -> bool:
