@@ -26,8 +26,10 @@ FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
 OF_TILES = "nsa_selected_forward", "nsa_selected_query_gradient"
 
 
-def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16"):
-    """The selected branch with its gradients, and abstract arguments."""
+def program(
+    heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16", gradients=True
+):  # fmt: skip
+    """The selected branch, with its gradients unless `gradients` says no, and abstract arguments."""
     config = NSAConfig(selection_block_size=block, num_selected_blocks=slots)
 
     def both(*arrays):
@@ -36,6 +38,8 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
                 query, key, value, arrays[3], config=config, implementation="triton"
             )
 
+        if not gradients:
+            return attend(*arrays[:3])
         found, pull_back = jax.vjp(attend, *arrays[:3])
         return found, pull_back(found)
 
@@ -43,8 +47,10 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
     return both, [*arrays, jax.ShapeDtypeStruct((1, length, kv_heads, slots), jnp.int32)]
 
 
-def launches(function, arrays, capability=90) -> tuple[str, str]:
+def launches(function, arrays, capability=90) -> tuple[str, ...]:
     """Which kernels forward and backward start: of "tiles", "parts", or "both"; none is in a `cond`.
+
+    A program without gradients has no second entry.
 
     Each is started once, by tiles for all rows together.
     """
@@ -64,9 +70,9 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
     assert {found[name][0] for name in OF_TILES if name in found} <= {math.prod(arrays[0].shape[:-3])}
     ways = []
     for tiles, parts in zip(OF_TILES, (FORWARD, BACKWARD), strict=True):
-        assert {tiles, parts} & {*found}
-        ways.append("both" if {tiles, parts} <= {*found} else "tiles" if tiles in found else "parts")
-    return ways[0], ways[1]
+        if {tiles, parts} & {*found}:
+            ways.append("both" if {tiles, parts} <= {*found} else "tiles" if tiles in found else "parts")
+    return tuple(ways)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,40 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
 def test_only_calls_that_gain_come_in_parts(shape, expected):
     """Where neighbours decide, those of both ways are started."""
     assert launches(*program(**shape)) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(8192, "tiles"), (12288, "tiles"), (16384, "both")], ids=["8k", "12k", "16k"]
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["branch", "whole"])
+def test_a_forward_alone_makes_no_lists_that_only_parts_use(length, expected, whole):
+    """At 8k a training step takes parts at once, since its backward pass has the same lists."""
+    shape = dict(heads=9, kv_heads=3, dim=64, length=length)
+    alone, arrays = program(**shape, gradients=False)
+    with_gradients, _ = program(**shape)
+    if whole:
+        alone, with_gradients, arrays = whole_operation(*arrays)
+
+    assert launches(alone, arrays) == (expected,)
+    assert launches(with_gradients, arrays)[0] == ("parts" if length == 8192 else expected)
+
+
+def whole_operation(query, key, _, blocks):
+    """All three branches, with the blocks given: without and with gradients, and their arguments."""
+    config = NSAConfig()
+    compressed = jax.ShapeDtypeStruct((1, (key.shape[1] - 32) // 16 + 1, *key.shape[2:]), key.dtype)
+    gates = jax.ShapeDtypeStruct((*query.shape[:3], 3), query.dtype)
+
+    def attend(query, blocks, *others):
+        return nsa_jax.native_sparse_attention(
+            query, *others, block_indices=blocks, config=config, implementation="triton"
+        )
+
+    def both(query, blocks, *others):
+        found, pull_back = jax.vjp(lambda *arrays: attend(arrays[0], blocks, *arrays[1:]), query, *others)
+        return found, pull_back(found)
+
+    return attend, both, [query, blocks, compressed, compressed, key, key, key, key, gates]
 
 
 @pytest.mark.parametrize(

@@ -301,10 +301,10 @@ def _range_gradients(operands, given, scale):
     return _divisible(range_gradients, scale=scale)(*operands, given)
 
 
-def _attend_selected(query, key, value, block_indices, placement, scale, weigh):
+def _attend_selected(query, key, value, block_indices, placement, scale, weigh, *, before_backward=False):
     """`(out, lse)`, and with `weigh` the probabilities of the slots."""
-    settings = dict(scale=scale, weigh=True) if weigh else dict(scale=scale)
-    return _divisible(attend_selected, **settings)(query, key, value, block_indices, placement)
+    attend = _divisible(attend_selected, scale=scale, weigh=weigh, before_backward=before_backward)
+    return attend(query, key, value, block_indices, placement)
 
 
 def _selected_gradients(operands, given, scale, gradients):
@@ -342,7 +342,7 @@ def _selected_attention(query, key, value, block_indices, placement, scale, grad
 
 def _selected_forward(query, key, value, block_indices, placement, scale, gradients, weigh):
     operands = query, key, value, block_indices, placement
-    out, lse, *probabilities = _attend_selected(*operands, scale, weigh)
+    out, lse, *probabilities = _attend_selected(*operands, scale, weigh, before_backward=True)
     saved = _saved(out, lse)
     return (*saved, *probabilities), (operands, saved)
 
@@ -416,13 +416,13 @@ def _native(query, keys_values, gates, block_indices, placement, scale, gradient
 
 def _native_forward(query, keys_values, gates, block_indices, placement, scale, gradients, weigh):
     arrays = query, keys_values, block_indices, placement
-    cmp, slc, block_indices, *probabilities = _first_two_branches(*arrays, scale, weigh)
+    cmp, slc, block_indices, *probabilities = _first_two_branches(*arrays, scale, weigh, before_backward=True)
     win = _saved(*_window(query, keys_values, placement, scale))
     out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return (out, *probabilities), (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, keys_values, block_indices, placement, scale, weigh):
+def _first_two_branches(query, keys_values, block_indices, placement, scale, weigh, *, before_backward=False):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter.
 
     The blocks are None where the row is so short that every query selects all of them: then the selected
@@ -438,7 +438,7 @@ def _first_two_branches(query, keys_values, block_indices, placement, scale, wei
             return cmp, _saved(*_attend_ranges(query, key_slc, value_slc, causal, scale)), None
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
     arrays = query, key_slc, value_slc, block_indices, placement
-    out, lse, *probabilities = _attend_selected(*arrays, scale, weigh)
+    out, lse, *probabilities = _attend_selected(*arrays, scale, weigh, before_backward=before_backward)
     return cmp, _saved(out, lse), block_indices, *probabilities
 
 
