@@ -418,7 +418,7 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
     assert len(got) == len(set(got)) == len(expected)
     assert set(got) == expected
     assert sorted(slots) == list(range(len(slots)))
-    assert len(slots) <= found.num_slots
+    assert len(slots) <= found.num_partials
 
 
 def check_orders(case: Case) -> None:
@@ -487,8 +487,8 @@ def check_blocks_named_twice() -> None:
         with interpreted():
             found = jax.jit(lambda item=item: invert(indices, placed, 60, item=item))()
         slots = np.asarray(found.items)[:, -1]
-        assert (slots < found.num_slots).all()
-        assert (found.slots + found.partials <= found.num_slots).all()
+        assert (slots < found.num_partials).all()
+        assert (found.slots + found.partials <= found.num_partials).all()
         assert (slots >= 0).any() == (item < 60)
 
 

@@ -75,11 +75,11 @@ class KeyArrays(NamedTuple):
 
     def sums(self, items: BlockItems, *, block_size: int, aligned: bool) -> "KeySums":
         """Shapes of what the kernel writes; d_key and d_value may have more keys than there are."""
-        slots = max(items.num_slots, 1)
+        partials = max(items.num_partials, 1)
         written = -(-self.num_keys // 8) * 8 if aligned else self.num_keys
 
         def part(x):
-            return jax.ShapeDtypeStruct((slots, block_size, x.shape[3]), f32)
+            return jax.ShapeDtypeStruct((partials, block_size, x.shape[3]), f32)
 
         def whole(x):
             return jax.ShapeDtypeStruct((x.shape[0], written, *x.shape[2:]), x.dtype)

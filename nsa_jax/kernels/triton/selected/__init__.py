@@ -89,7 +89,7 @@ def attend_selected(
         results = forward.attend_selected(
             query, key, value, way.of_tiles(lists), placement.config, scale,
             one_block=placement.tile_in_one_block(tokens), sizes=tile,
-            slots=forward.Slots(block_indices, placement.sequence_start) if weigh else None,
+            selections=forward.Selections(block_indices, placement.sequence_start) if weigh else None,
         )  # fmt: skip
     if way.parts is not None:
         results = attend_in_parts(*arrays, results, way.few, scale=scale, sizes=way.parts, weigh=weigh)

@@ -76,14 +76,14 @@ def selected_key_gradients(
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    slots = max(items.num_slots, 1)
+    partials = max(items.num_partials, 1)
     dims: dict[str, Any] = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
     return launch(
         selected_key_gradients_kernel,
         query, key, value, items.tokens, items.items, last_rows(placement), given.lse, delta,
         given.d_out, given.weight,
-        out=(like(query, (slots, block_size, key_dim), "float32"),
-             like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
+        out=(like(query, (partials, block_size, key_dim), "float32"),
+             like(query, (partials, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // keys), num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, G=heads, PADDED_G=padded_heads(heads),
@@ -103,7 +103,7 @@ def join_items(
 
     It adds up the partial sums of blocks with several items, in order, and puts 0 where no item wrote.
     """
-    if items.num_slots:
+    if items.num_partials:
         heads, num_blocks = items.partials.shape
         block_size = part_key.shape[1]
         (h0, h1), (v0, v1) = split_dim(d_key.shape[3]), split_dim(d_value.shape[3])

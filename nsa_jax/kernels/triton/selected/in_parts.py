@@ -127,7 +127,7 @@ def gradients_in_parts(
         return d_query, *sums
 
     if written is None:
-        partials = max(items.num_slots, 1), block_size
+        partials = max(items.num_partials, 1), block_size
         written = _undefined(
             (query.shape, query.dtype), ((*partials, key.shape[3]), "float32"),
             ((*partials, value.shape[3]), "float32"), (key.shape, key.dtype), (value.shape, value.dtype),

@@ -48,7 +48,7 @@ class BlockItems(NamedTuple):
       starts: row index of each block's first key.
       limits: limit of the keys of each block that may be written, as a row index.
       written: keys whose gradient is written; None where all are.
-      num_slots: slots to allocate; 0 where no block has several items.
+      num_partials: partial sums to allocate, one a slot; 0 where no block has several items.
       bounds: with ranges, first item of each KV head and range, and at last the number of items; else None.
     """
 
@@ -59,7 +59,7 @@ class BlockItems(NamedTuple):
     starts: Int32[Array, "B blocks"]
     limits: Int32[Array, "B blocks"]
     written: Bool[Array, "B S K"] | None
-    num_slots: int
+    num_partials: int
     bounds: Int32[Array, " head_ranges_and_1"] | None = None
 
 
@@ -76,7 +76,7 @@ class _Groups(NamedTuple):
 
     Attributes:
       tokens: query of each pair, or its code; in a group those that need the causal mask first, each part
-        ascending.
+        ascending. Behind the last group they are arbitrary.
       first: first pair of each group.
       masked: end (exclusive) of its pairs that need the causal mask.
       end: end (exclusive) of its pairs.
