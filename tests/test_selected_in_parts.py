@@ -217,7 +217,7 @@ def test_kernels_compile_to_machine_code(heads, dim, monkeypatch):
         arrays = query, key, value, blocks, placed
         given = Backward(query, number, query, number, number, query)
         return (
-            selected.attend_selected(*arrays, scale=0.1, weigh=True),
+            selected.attend_selected(*arrays, scale=0.1, with_probabilities=True),
             selected.selected_gradients(*arrays, given, scale=0.1),
         )
 

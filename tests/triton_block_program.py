@@ -187,7 +187,9 @@ def program(case: Case, way: str, *, repair: bool):
     def kernels(query, key, value):
         arrays = query, key, value, indices, placed
         with mock.patch.object(in_parts, "PART_BYTES", in_chunks):
-            out, lse, probabilities = selected.attend_selected(*arrays, scale=case.scale, weigh=True)
+            out, lse, probabilities = selected.attend_selected(
+                *arrays, scale=case.scale, with_probabilities=True
+            )
         given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
         with mock.patch.object(in_parts, "PART_BYTES", by_heads):
             found = selected.selected_gradients(*arrays, given, scale=case.scale)

@@ -66,13 +66,14 @@ def attend_selected(
     placement: Placement,
     *,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
     before_backward: bool = False,
 ) -> tuple[Array, ...]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`.
 
-    With `weigh` also the probability of the block in each slot, `[B, T, K, R]`, summed over the query heads
-    of a KV head. `before_backward` says that a backward pass follows, which can use the lists of parts again.
+    With `with_probabilities` also the probability of the block in each slot, `[B, T, K, R]`, summed over the
+    query heads of a KV head. `before_backward` says that a backward pass follows, which can use the lists of
+    parts again.
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     arrays = query, key, value, block_indices, placement
@@ -86,13 +87,16 @@ def attend_selected(
         tile = choose_sizes(SELECTED_FORWARD, shape)
         tokens = tokens_of(tile.rows, shape.heads)
         lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+        selections = forward.Selections(block_indices, placement.sequence_start)
         results = forward.attend_selected(
             query, key, value, way.of_tiles(lists), placement.config, scale,
             one_block=placement.tile_in_one_block(tokens), sizes=tile,
-            selections=forward.Selections(block_indices, placement.sequence_start) if weigh else None,
+            selections=selections if with_probabilities else None,
         )  # fmt: skip
     if way.parts is not None:
-        results = attend_in_parts(*arrays, results, way.few, scale=scale, sizes=way.parts, weigh=weigh)
+        results = attend_in_parts(
+            *arrays, results, way.few, scale=scale, sizes=way.parts, with_probabilities=with_probabilities
+        )
     assert results is not None
     out, lse, *probabilities = results
     visible = visible_in_blocks(block_indices, placement, key.shape[1])

@@ -60,16 +60,16 @@ def attend_in_parts(
     *,
     scale: float,
     sizes: SelectedPartSizes,
-    weigh: bool = False,
+    with_probabilities: bool = False,
 ) -> tuple[Array, ...]:
-    """What `forward.attend_selected` returns, with the probabilities of the slots if `weigh`.
+    """What `forward.attend_selected` returns, with the probabilities of the slots if `with_probabilities`.
 
     Args:
       query, key, value, block_indices, placement, scale: see `nsa_jax.selected_attention`.
       written: what other kernels wrote, to be written over; None without them.
       few: whether it is written over; None for yes.
       sizes: tile sizes.
-      weigh: whether the probabilities are asked for.
+      with_probabilities: whether the probabilities are asked for.
     """
     slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3])
     items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
@@ -85,7 +85,7 @@ def attend_in_parts(
     if written is None:
         shapes = (*query.shape[:3], value.shape[3]), query.shape[:3], block_indices.shape
         dtypes = query.dtype, "float32", "float32"
-        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if weigh else 2]
+        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if with_probabilities else 2]
         written = _undefined(*arrays, like=(query, key, value, table, placement))
     return _over_chunks(chunks, chunk, written)
 
