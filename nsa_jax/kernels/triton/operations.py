@@ -213,7 +213,7 @@ def native_sparse_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
-    The gates enter the backward kernels of the branches as a weight of each row. So these read the cotangent
+    The gates enter the backward kernels of the branches as a factor of each row. So these read the cotangent
     of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
@@ -468,10 +468,10 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
-    given = Backward(cmp[0], cmp[1], d_out, weight=gate_cmp)
+    given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
     d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
-    given = Backward(slc[0], slc[1], d_out, weight=gate_slc, previous=d_query)
+    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=d_query)
     if block_indices is None:
         causal = (query, key_slc, value_slc, causal_ranges(placement, key_slc.shape[1]))
         d_query, *d_slc, d_gate_slc = _range_gradients(causal, given, scale)
@@ -479,7 +479,7 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
         selected = (query, key_slc, value_slc, block_indices, placement)
         d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
-    given = Backward(win[0], win[1], d_out, weight=gate_win, previous=d_query)
+    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=d_query)
     d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
