@@ -3,7 +3,7 @@
 A lane is a KV head and a range of its queries. Its pairs are cut into tiles of consecutive queries.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ class PairTiles(NamedTuple):
         return max(1, min(16, self.pairs // 256))
 
     @property
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> dict[str, Any]:
         """What `load_places` takes, and the places of a lane."""
         padded = triton.next_power_of_2(self.slots)
         return dict(
