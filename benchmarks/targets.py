@@ -89,7 +89,9 @@ def share_of_budget(
     return budget.distance(np.asarray(found[:, positions]), right) / allowed
 
 
-def branch_function(weigh: bool, shape: Shape, implementation: dispatch.Implementation) -> programs.Function:
+def branch_function(
+    with_probabilities: bool, shape: Shape, implementation: dispatch.Implementation
+) -> programs.Function:
     """The selected branch, forward and backward: `((out, probabilities or None), gradients)`.
 
     Its arguments are `(query, key, value, block_indices)` and a tuple of the output's cotangent.
@@ -103,7 +105,7 @@ def branch_function(weigh: bool, shape: Shape, implementation: dispatch.Implemen
                 attention.native_sparse_attention, query, None, None, key, value, None, None, None,
                 config=shape.config, block_indices=blocks, implementation=implementation,
             )  # fmt: skip
-            return attend_blocks(return_probabilities=True) if weigh else (attend_blocks(), None)
+            return attend_blocks(return_probabilities=True) if with_probabilities else (attend_blocks(), None)
 
         out, pull_back, probabilities = jax.vjp(attend, *floats, has_aux=True)
         return (out, probabilities), pull_back(*cotangents)

@@ -98,9 +98,9 @@ class Operations(Protocol):
 
     def selected_attention(
         self, query: Array, key_slc: Array, value_slc: Array, block_indices: Array, placement: Placement,
-        scale: float, weigh: bool = False,
+        scale: float, with_probabilities: bool = False,
     ) -> Attended | tuple[Attended, Array]:  # fmt: skip
-        """The selected branch (Eq. 12); with `weigh` also what it gives to each selected block."""
+        """The selected branch (Eq. 12), and if asked what it gives to each selected block."""
         ...
 
     def window_attention(
@@ -135,9 +135,9 @@ class Operations(Protocol):
     def native_sparse_attention(
         self, query: Array, key_cmp: Array, value_cmp: Array, key_slc: Array, value_slc: Array,
         key_win: Array, value_win: Array, gates: Array, block_indices: Array | None, placement: Placement,
-        scale: float, weigh: bool = False,
+        scale: float, with_probabilities: bool = False,
     ) -> Array | tuple[Array, Array]:  # fmt: skip
-        """All three branches and their sum; with `weigh`, and blocks given, as `selected_attention`."""
+        """All three branches and their sum; if asked, with blocks given, also as `selected_attention`."""
         ...
 
     def decode_step(

@@ -13,9 +13,12 @@ from poisoned import poison_memory
 from test_gpu_mosaic import problem
 
 import nsa_jax
-from nsa_jax import budget, reference
+from nsa_jax import budget, layout, reference
+from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.triton import selected
 from nsa_jax.kernels.triton.selected import in_parts as parts_module
+from nsa_jax.kernels.triton.selected import items
+from nsa_jax.kernels.triton.selected.chunks import PART_BYTES
 
 pytestmark = pytest.mark.gpu
 triton = functools.partial(nsa_jax.selected_attention, implementation="triton")
@@ -28,7 +31,7 @@ def in_parts(monkeypatch):
     Or both ways are asked for, and neighbours are said to share few blocks, or many.
     """
 
-    def force(forced: bool | str, part_bytes: int = 2**31):
+    def force(forced: bool | str, part_bytes: int = PART_BYTES):
         few = {"asked, few": True, "asked, many": False}
 
         def way(sizes, *_, **__):
@@ -45,19 +48,19 @@ def in_parts(monkeypatch):
     jax.clear_caches()
 
 
-# A query of 16 slots takes 16 KB with 4 heads of 128: 2^21 bytes are 128 queries of a KV head.
+# A query of 16 slots takes 16 KB with 4 heads of 128. With 2^21 bytes a KV head is cut, at 256 queries.
 SHAPES = {
-    "four_heads": (dict(heads=4), 2**31),
+    "four_heads": (dict(heads=4), PART_BYTES),
     "four_heads_in_chunks": (dict(heads=4), 2**21),
-    "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), 2**31),
+    "three_heads": (dict(heads=3, kv_heads=3, key_dim=64, value_dim=64), PART_BYTES),
     "two_heads": (dict(heads=2, batch=2, length=333), 2**20),
-    "one_head": (dict(heads=1, key_dim=64, value_dim=64), 2**31),
-    "wide": (dict(heads=2, kv_heads=2, key_dim=256, value_dim=256), 2**31),
+    "one_head": (dict(heads=1, key_dim=64, value_dim=64), PART_BYTES),
+    "wide": (dict(heads=2, kv_heads=2, key_dim=256, value_dim=256), PART_BYTES),
     "wide_in_chunks": (dict(heads=4, key_dim=256, value_dim=192), 2**21),
-    "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), 2**31),
-    "last_queries": (dict(heads=4, length=77, keys=1000), 2**31),
-    "float16": (dict(heads=4, dtype="float16"), 2**31),
-    "seven_slots": (dict(heads=3, slots=7), 2**31),
+    "other_dims": (dict(heads=4, key_dim=96, value_dim=80, kv_heads=2), PART_BYTES),
+    "last_queries": (dict(heads=4, length=77, keys=1000), PART_BYTES),
+    "float16": (dict(heads=4, dtype="float16"), PART_BYTES),
+    "seven_slots": (dict(heads=3, slots=7), PART_BYTES),
     "packed": (dict(heads=4, packed=True), 2**21),
 }
 
@@ -111,6 +114,40 @@ def test_both_ways_started_give_the_results_of_one(name, in_parts):
             of_keys = not one and name in ("dk", "dv")
             assert budget.distance(x, y) <= (2**-7 * budget.size(x) if of_keys else 0), (both, name)
         assert budget.distance(alone[-1], expected) <= 2**-8 * shape["heads"]
+
+
+@pytest.mark.parametrize("range_queries", [None, 3000], ids=["one_range", "ranges"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8192, 3, 16), (2, 5000, 2, 7), (3, 77, 2, 16), (1, 65536, 1, 16), (1, 131072, 1, 4)],
+    ids=["8k", "odd", "short", "64k", "128k"],
+)
+def test_lists_are_those_of_xlas_sort(shape, range_queries, monkeypatch):
+    """Twice, in memory that held NaN; some queries choose nothing."""
+    length = shape[1]
+    random = np.random.default_rng(length)
+    blocks = (random.random(shape) * (np.arange(length)[None, :, None, None] // 64 + 1)).astype(np.int32)
+    blocks[random.random(shape) < 0.2] = -1
+    blocks[:, ::5] = -1
+    placed = layout.place(NSAConfig(), batch=shape[0], num_queries=length, num_keys=length)
+
+    def lists(blocks):
+        blocks = layout.distinct_blocks(blocks, length, NSAConfig())
+        return items.invert(blocks, placed, length, item=512, range_queries=range_queries)
+
+    found = []
+    for _ in range(2):
+        poison_memory()
+        found.append(jax.tree.map(np.asarray, jax.jit(lambda blocks: lists(blocks))(blocks)))
+    monkeypatch.setattr(items, "fitting_tile", lambda _: None)
+    expected = jax.tree.map(np.asarray, jax.jit(lambda blocks: lists(blocks))(blocks))
+
+    pairs = expected.items[:, 5].max(where=expected.items[:, 0] >= 0, initial=0)
+    assert pairs > 0
+    for ours in found:
+        assert np.array_equal(ours.tokens[:pairs], expected.tokens[:pairs])
+        both = (jax.tree.leaves(x._replace(tokens=0)) for x in (ours, expected))
+        assert all(np.array_equal(x, y) for x, y in zip(*both, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -276,13 +276,15 @@ def test_the_forward_gives_the_probabilities_of_its_slots():
     blocks = jax.jit(functools.partial(attention.select_blocks, config=CONFIG))(*arrays[:2])
     cotangent = jax.random.normal(jax.random.key(9), attend(*arrays).shape, arrays[0].dtype)
     given = functools.partial(attend, block_indices=blocks)
-    weigh = functools.partial(given, return_probabilities=True)
+    with_probabilities = functools.partial(given, return_probabilities=True)
 
     alone = jax.jit(functools.partial(with_gradients, function=given))(cotangent, *arrays)
     poison_memory()
-    beside = jax.jit(functools.partial(with_gradients, function=lambda *x: weigh(*x)[0]))(cotangent, *arrays)
+    beside = jax.jit(functools.partial(with_gradients, function=lambda *x: with_probabilities(*x)[0]))(
+        cotangent, *arrays
+    )
     assert all(np.array_equal(x, y) for x, y in zip(alone, beside, strict=True))
-    found = jax.jit(weigh)(*arrays)[1]
+    found = jax.jit(with_probabilities)(*arrays)[1]
     expected = attention.selected_probabilities(
         arrays[0], arrays[3], blocks, config=CONFIG, implementation="xla"
     )

@@ -23,7 +23,7 @@ def drawn(length, *, heads=64, kv_heads=4, dim=128, dtype="bfloat16", batch=1):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def weigh(query, key, **more):
+def probabilities_of(query, key, **more):
     return attention.block_probabilities(query, key, **dict(config=CONFIG, implementation="triton") | more)
 
 
@@ -68,7 +68,9 @@ def test_probabilities_are_within_their_budget(name, block_size):
     lse = jax.jit(functools.partial(attention.window_attention, config=whole))(query, key, key).lse
     for reduce, given in (("sum", None), ("max", lse)):
         poison_memory()
-        found = jax.jit(functools.partial(weigh, config=config, reduce=reduce))(query, key, lse=given)
+        found = jax.jit(functools.partial(probabilities_of, config=config, reduce=reduce))(
+            query, key, lse=given
+        )
         assert targets.share_of_budget(found, query, key, shape, reduce) <= 1
         later = np.arange(found.shape[-1]) * block_size > np.arange(length)[:, None]
         assert not np.asarray(found)[0].swapaxes(0, 1)[:, later].any()
@@ -87,7 +89,7 @@ def test_packed_rows_chunks_and_scattered_queries_equal_xla():
     for rows, more in settings:
         poison_memory()
         found, expected = (
-            jax.jit(functools.partial(weigh, implementation=name))(rows, key, **more)
+            jax.jit(functools.partial(probabilities_of, implementation=name))(rows, key, **more)
             for name in ("triton", "xla")
         )
         assert jnp.abs(found - expected).max() < 1e-4  # shares of up to 8, of logits up to 6 within 16 eps
@@ -124,7 +126,7 @@ def test_slots_have_the_probabilities_of_xla(name, block_size):
 
 def test_ten_runs_agree_bitwise():
     query, key = drawn(4100)
-    run = jax.jit(weigh)
+    run = jax.jit(probabilities_of)
     first = np.asarray(run(query, key))
     for _ in range(9):
         poison_memory()
@@ -134,7 +136,7 @@ def test_ten_runs_agree_bitwise():
 def test_nan_and_the_future_stay_where_they_are():
     """Bitwise: a KV head that is NaN, and keys and queries from token 2000 on."""
     query, key = drawn(4100, heads=32, kv_heads=2)
-    run = jax.jit(weigh)
+    run = jax.jit(probabilities_of)
     expected = np.asarray(run(query, key))
     of_head = np.asarray(run(query.at[:, :, 16:].set(jnp.nan), key.at[:, :, 1].set(jnp.nan)))
     later = np.asarray(run(query.at[:, 2000:].set(jnp.nan), key.at[:, 2000:].set(jnp.nan)))

@@ -19,14 +19,17 @@ from nsa_jax import layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton import selected  # noqa: E402
 from nsa_jax.kernels.triton.backward import Backward  # noqa: E402
-from nsa_jax.kernels.triton.selected.chunks import PART_BYTES  # noqa: E402
+from nsa_jax.kernels.triton.selected.chunks import PART_BYTES, Chunks  # noqa: E402
+from nsa_jax.kernels.triton.selected.in_parts import chunks_of  # noqa: E402
 
 FORWARD, BACKWARD = "nsa_selected_output_parts", "nsa_selected_gradient_parts"
 OF_TILES = "nsa_selected_forward", "nsa_selected_query_gradient"
 
 
-def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16"):
-    """The selected branch with its gradients, and abstract arguments."""
+def program(
+    heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, dtype="bfloat16", gradients=True
+):  # fmt: skip
+    """The selected branch, with its gradients unless `gradients` says no, and abstract arguments."""
     config = NSAConfig(selection_block_size=block, num_selected_blocks=slots)
 
     def both(*arrays):
@@ -35,6 +38,8 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
                 query, key, value, arrays[3], config=config, implementation="triton"
             )
 
+        if not gradients:
+            return attend(*arrays[:3])
         found, pull_back = jax.vjp(attend, *arrays[:3])
         return found, pull_back(found)
 
@@ -42,8 +47,10 @@ def program(heads=32, kv_heads=8, dim=128, *, length=32768, block=64, slots=16, 
     return both, [*arrays, jax.ShapeDtypeStruct((1, length, kv_heads, slots), jnp.int32)]
 
 
-def launches(function, arrays, capability=90) -> tuple[str, str]:
+def launches(function, arrays, capability=90) -> tuple[str, ...]:
     """Which kernels forward and backward start: of "tiles", "parts", or "both"; none is in a `cond`.
+
+    A program without gradients has no second entry.
 
     Each is started once, by tiles for all rows together.
     """
@@ -63,9 +70,9 @@ def launches(function, arrays, capability=90) -> tuple[str, str]:
     assert {found[name][0] for name in OF_TILES if name in found} <= {math.prod(arrays[0].shape[:-3])}
     ways = []
     for tiles, parts in zip(OF_TILES, (FORWARD, BACKWARD), strict=True):
-        assert {tiles, parts} & {*found}
-        ways.append("both" if {tiles, parts} <= {*found} else "tiles" if tiles in found else "parts")
-    return ways[0], ways[1]
+        if {tiles, parts} & {*found}:
+            ways.append("both" if {tiles, parts} <= {*found} else "tiles" if tiles in found else "parts")
+    return tuple(ways)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +104,85 @@ def test_only_calls_that_gain_come_in_parts(shape, expected):
     assert launches(*program(**shape)) == expected
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"), [(8192, "tiles"), (12288, "tiles"), (16384, "both")], ids=["8k", "12k", "16k"]
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["branch", "whole"])
+def test_a_forward_alone_makes_no_lists_that_only_parts_use(length, expected, whole):
+    """At 8k a training step takes parts at once, since its backward pass has the same lists."""
+    shape = dict(heads=9, kv_heads=3, dim=64, length=length)
+    alone, arrays = program(**shape, gradients=False)
+    with_gradients, _ = program(**shape)
+    if whole:
+        alone, with_gradients, arrays = whole_operation(*arrays)
+
+    assert launches(alone, arrays) == (expected,)
+    assert launches(with_gradients, arrays)[0] == ("parts" if length == 8192 else expected)
+
+
+def whole_operation(query, key, _, blocks):
+    """All three branches, with the blocks given: without and with gradients, and their arguments."""
+    config = NSAConfig()
+    compressed = jax.ShapeDtypeStruct((1, (key.shape[1] - 32) // 16 + 1, *key.shape[2:]), key.dtype)
+    gates = jax.ShapeDtypeStruct((*query.shape[:3], 3), query.dtype)
+
+    def attend(query, blocks, *others):
+        return nsa_jax.native_sparse_attention(
+            query, *others, block_indices=blocks, config=config, implementation="triton"
+        )
+
+    def both(query, blocks, *others):
+        found, pull_back = jax.vjp(lambda *arrays: attend(arrays[0], blocks, *arrays[1:]), query, *others)
+        return found, pull_back(found)
+
+    return attend, both, [query, blocks, compressed, compressed, key, key, key, key, gates]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({}, Chunks(heads=2, queries=32768, ranges=1, number=4)),
+        (dict(length=8192), Chunks(8, 8192, 1, 1)),
+        (dict(length=65536), Chunks(1, 65536, 1, 8)),
+        (dict(length=2**17), Chunks(1, 2**17, 1, 8)),
+        (dict(length=2**17 + 1), Chunks(1, 2**16 + 1, 2, 16)),
+        (dict(heads=9, kv_heads=3, dim=64), Chunks(3, 32768, 1, 1)),
+    ],
+    ids=["llama", "8k", "64k", "whole_head", "cut_head", "smollm"],
+)
+def test_chunks_are_whole_heads_while_these_fit(shape, expected):
+    """A chunk is within its bound, or one KV head or less that takes up to twice as much."""
+    query, *_, blocks = program(**shape)[1]
+    found = chunks_of(query, blocks, query.shape[3])
+
+    assert found == expected
+    of_query = 2 * 16 * query.shape[2] // blocks.shape[2] * query.shape[3]
+    assert found.heads * found.queries * of_query <= PART_BYTES * (1 if found.heads > 1 else 2)
+
+
 def test_older_gpus_have_no_parts():
     assert launches(*program(), capability=80) == ("tiles", "tiles")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_only_packed_rows_are_sorted_by_xla(packed):
+    """On a GPU its sort is a call of a library, which is in no CUDA graph."""
+    _, arrays = program(9, 3, 64, length=8192)
+
+    def both(query, key, value, blocks, segments):
+        def attend(query, key, value):
+            return nsa_jax.selected_attention(
+                query, key, value, blocks, config=NSAConfig(), implementation="triton",
+                segment_ids=segments if packed else None,
+            )  # fmt: skip
+
+        found, pull_back = jax.vjp(attend, query, key, value)
+        return pull_back(found)
+
+    segments = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    text = triton_compile.compile_for_h100(both, *arrays, segments).as_text()
+
+    assert (" sort(" in text) == packed
 
 
 def test_vmap_makes_one_choice():
@@ -154,7 +238,7 @@ def test_kernels_compile_to_machine_code(heads, dim, monkeypatch):
         arrays = query, key, value, blocks, placed
         given = Backward(query, number, query, number, number, query)
         return (
-            selected.attend_selected(*arrays, scale=0.1, weigh=True),
+            selected.attend_selected(*arrays, scale=0.1, with_probabilities=True),
             selected.selected_gradients(*arrays, given, scale=0.1),
         )
 

@@ -197,16 +197,16 @@ def test_the_forward_gives_the_probabilities_of_its_slots(name, sizes, monkeypat
         def attend(arrays, **more):
             return attention.native_sparse_attention(*arrays, **where, **more)
 
-        def weigh(arrays):
+        def with_probabilities(arrays):
             out, probabilities = attend(arrays, return_probabilities=True)
             return out + 0 * probabilities.sum(), probabilities
 
         def gradients(loss, **more):
             return jax.value_and_grad(lambda arrays: jnp.sin(loss(arrays)).sum())(arrays)
 
-        alone, beside = gradients(attend), gradients(lambda arrays: weigh(arrays)[0])
+        alone, beside = gradients(attend), gradients(lambda arrays: with_probabilities(arrays)[0])
         selected = (arrays[0], None, None, *arrays[3:5], None, None, None)
-        return alone, beside, weigh(arrays)[1], attend(selected, return_probabilities=True)[1]
+        return alone, beside, with_probabilities(arrays)[1], attend(selected, return_probabilities=True)[1]
 
     with jax.enable_x64(True):
         alone, beside, probabilities, of_one_branch = run(tuple(jax.tree.map(jnp.asarray, drawn)))

@@ -16,7 +16,10 @@ from nsa_jax.config import NSAConfig  # noqa: E402
 
 CONFIG = NSAConfig()
 LONGEST = CONFIG.num_selected_blocks * CONFIG.selection_block_size
-LISTS = {"nsa_importance", "nsa_best_blocks", "nsa_union_lists", "nsa_selected_forward", "nsa_count_below"}
+LISTS = {
+    *("nsa_importance", "nsa_best_blocks", "nsa_union_lists", "nsa_selected_forward", "nsa_count_below"),
+    *("nsa_place_counts", "nsa_sorted_pairs"),
+}
 
 
 def kernels(length: int, *, given: bool = False, packed: bool = False) -> set[str]:

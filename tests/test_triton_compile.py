@@ -49,20 +49,17 @@ RECOMPUTING = {
     for branch in ("compressed", "window", "selected")
     for what in ("forward", "query_gradient", "key_gradients")
 }
-WITHOUT_PRODUCTS = {
+OF_A_SORT = {"nsa_place_counts", "nsa_sum_counts", "nsa_place_bounds", "nsa_sorted_pairs"}
+OF_LISTS = {"nsa_union_lists", "nsa_count_below", "nsa_selected_add_partials"} | OF_A_SORT
+WITHOUT_PRODUCTS = OF_LISTS | {
     "nsa_best_blocks",
-    "nsa_union_lists",
-    "nsa_count_below",
-    "nsa_selected_add_partials",
     "nsa_gated_sum",
     "nsa_gate_gradients",
 }
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
 OF_TWO_BRANCHES = {
     name
-    for name in WITH_PRODUCTS
-    | RECOMPUTING
-    | {"nsa_union_lists", "nsa_count_below", "nsa_selected_add_partials"}
+    for name in WITH_PRODUCTS | RECOMPUTING | OF_LISTS
     if "compressed" not in name and name != "nsa_importance"
 }
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode

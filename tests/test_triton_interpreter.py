@@ -70,6 +70,13 @@ CHECKS = {
         *("more_slots_than_blocks", "nothing", "one_query", "fewer_keys_than_a_block", "named twice"),
         *("nothing to do", "not a number"),
     ),
+    "sort": (
+        *("case one tile", "case many tiles", "case more tiles than are added up at a time"),
+        *("case odd slots", "case one slot", "case ranges", "case ranges of less than a tile"),
+        *("case more places than are added up at a time", "case more slots than a tile has pairs"),
+        *("case as in rows of 8k", "case no pair", "case every pair", "case one place", "case one query"),
+        *("case a single pair", "tiles"),
+    ),
     "selection": (
         *("check_random_scores", "check_odd_configs_of_the_suite", "check_heads_and_dims"),
         *("check_chunks_and_tiles", "check_paper_config", "check_packed_rows", "check_few_tokens"),

@@ -23,7 +23,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
 from nsa_jax.kernels.triton import selected
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.selected import in_parts
+from nsa_jax.kernels.triton.selected import in_parts, items
 from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.items import invert
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
@@ -187,7 +187,9 @@ def program(case: Case, way: str, *, repair: bool):
     def kernels(query, key, value):
         arrays = query, key, value, indices, placed
         with mock.patch.object(in_parts, "PART_BYTES", in_chunks):
-            out, lse, probabilities = selected.attend_selected(*arrays, scale=case.scale, weigh=True)
+            out, lse, probabilities = selected.attend_selected(
+                *arrays, scale=case.scale, with_probabilities=True
+            )
         given = Backward(out, lse, d_out, jnp.where(lse > -jnp.inf, d_lse, jnp.nan), weight, previous)
         with mock.patch.object(in_parts, "PART_BYTES", by_heads):
             found = selected.selected_gradients(*arrays, given, scale=case.scale)
@@ -418,7 +420,24 @@ def check_items(case: Case, range_queries: int | None = None) -> None:
     assert len(got) == len(set(got)) == len(expected)
     assert set(got) == expected
     assert sorted(slots) == list(range(len(slots)))
-    assert len(slots) <= found.num_slots
+    assert len(slots) <= found.num_partials
+
+
+def check_orders(case: Case) -> None:
+    """Small tiles of the counting sort, and XLA's sort, which many blocks need, give the same items."""
+    (_, _, _, indices), placed, *_ = inputs(case)
+    for tile_pairs in (32, None):
+        for range_queries, found in inverted(case).items():
+            with interpreted(), mock.patch.object(items, "fitting_tile", return_value=tile_pairs):
+                other = jax.jit(
+                    lambda indices, queries=range_queries: invert(
+                        indices, placed, case.num_keys, item=case.item, range_queries=queries
+                    )
+                )(indices)
+            pairs = found.items[:, 5].max(where=found.items[:, 0] >= 0, initial=0)
+            assert np.array_equal(found.tokens[:pairs], other.tokens[:pairs])
+            rest = (jax.tree.leaves(x._replace(tokens=0)) for x in (found, other))
+            assert all(np.array_equal(x, y) for x, y in zip(*rest, strict=True))
 
 
 def check_parts(case: Case) -> None:
@@ -470,8 +489,8 @@ def check_blocks_named_twice() -> None:
         with interpreted():
             found = jax.jit(lambda item=item: invert(indices, placed, 60, item=item))()
         slots = np.asarray(found.items)[:, -1]
-        assert (slots < found.num_slots).all()
-        assert (found.slots + found.partials <= found.num_slots).all()
+        assert (slots < found.num_partials).all()
+        assert (found.slots + found.partials <= found.num_partials).all()
         assert (slots >= 0).any() == (item < 60)
 
 
@@ -482,6 +501,7 @@ def main() -> None:
         check_visit_lists(case)
         check_items(case)
         check_items(case, range_queries=10)
+        check_orders(case)
         check_parts(case)
         for way in ("parts", "few", "many") if name in OF_BOTH_WAYS else ("parts",):
             check_case(case, way)

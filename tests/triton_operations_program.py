@@ -146,7 +146,7 @@ def check_whole(name: str, slots: int) -> float:
         def attend(*operands):
             return attention.native_sparse_attention(*operands, **more)
 
-        def weigh(*operands):
+        def with_probabilities(*operands):
             blocks = attention.select_blocks(*operands[:2], **more)
             return attention.native_sparse_attention(
                 *operands, block_indices=blocks, return_probabilities=True, **more
@@ -154,8 +154,9 @@ def check_whole(name: str, slots: int) -> float:
 
         def run(cotangent, *operands):
             out, pull_back = jax.vjp(attend, *operands)
-            probabilities = jax.vjp(weigh, *operands)[0][1]  # of the forward that gradients have
-            return attend(*operands), out, *pull_back(cotangent), *weigh(*operands), probabilities
+            probabilities = jax.vjp(with_probabilities, *operands)[0][1]  # of the forward that gradients have
+            gradients, both = pull_back(cotangent), with_probabilities(*operands)
+            return attend(*operands), out, *gradients, *both, probabilities
 
         return run
 

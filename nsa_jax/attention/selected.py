@@ -62,9 +62,9 @@ def attend_selected(
     segment_ids: Int[Array, "B S"] | None,
     scale: float | None,
     implementation: Implementation | None,
-    weigh: bool = False,
+    with_probabilities: bool = False,
 ) -> tuple[Attended, Float[Array, "B T K R"] | None]:
-    """`selected_attention`, and with `weigh` the probabilities as `native_sparse_attention` returns them."""
+    """`selected_attention`, and the probabilities as `native_sparse_attention` returns them, or None."""
     arrays = dict(query=query, key_slc=key_slc, value_slc=value_slc, block_indices=block_indices)
     call = arguments.check(
         selected_attention,
@@ -75,6 +75,6 @@ def attend_selected(
         scale=scale,
     )
     arrays["block_indices"] = layout.distinct_blocks(block_indices, key_slc.shape[1], config)
-    operands = dict(**arrays, **call._asdict(), weigh=weigh)
+    operands = dict(**arrays, **call._asdict(), with_probabilities=with_probabilities)
     found = dispatch.run("selected_attention", implementation, arrays.values(), operands, config=config)
-    return found if weigh else (found, None)
+    return found if with_probabilities else (found, None)

@@ -159,7 +159,7 @@ def native_sparse_attention(
         arguments.check_some_choice(block_indices, present)
         assert block_indices is not None
         slc, probabilities = attend_selected(
-            query, key_slc, value_slc, block_indices, weigh=return_probabilities, **where
+            query, key_slc, value_slc, block_indices, with_probabilities=return_probabilities, **where
         )
         outs.append(slc.out)
         if key_win is not None and value_win is not None:
@@ -168,7 +168,9 @@ def native_sparse_attention(
         return (out, probabilities) if return_probabilities else out
     if block_indices is not None:
         block_indices = layout.distinct_blocks(block_indices, key_slc.shape[1], config)
-    operands = dict(**arrays, block_indices=block_indices, **call._asdict(), weigh=return_probabilities)
+    operands = dict(
+        **arrays, block_indices=block_indices, **call._asdict(), with_probabilities=return_probabilities
+    )
     return dispatch.run("native_sparse_attention", implementation, arrays.values(), operands, config=config)
 
 

@@ -28,7 +28,7 @@ from nsa_jax.kernels.mosaic_gpu.support import FEWEST_HEADS
 from nsa_jax.kernels.mosaic_gpu.unstable import loop_with_references
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.backward_key import join_items
-from nsa_jax.kernels.triton.selected.chunks import PART_BYTES, Chunks
+from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.deltas import row_deltas
 from nsa_jax.kernels.triton.selected.items import BlockItems, invert
 from nsa_jax.kernels.triton.selected.sharing import shares_less
@@ -36,6 +36,7 @@ from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.layout import Placement
 
+PART_BYTES = 2**31  # most bytes of the parts of a chunk; half of it would take twice the ranges
 MOST_RANGES = 4  # of the queries of a head
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys

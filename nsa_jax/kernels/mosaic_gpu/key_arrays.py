@@ -20,10 +20,10 @@ class KeyArrays(NamedTuple):
     Attributes:
       query, d_out: with as many heads of a KV head as rows are copied for a token.
       key, value: with more keys at the end of a row, so that copies stay inside.
-      numbers: of each token its log-sum-exps in base 2, negative deltas and weights; one more token masks.
+      numbers: of each token its log-sum-exps in base 2, negative deltas and gates; one more token masks.
       heads: query heads of a KV head.
       num_keys: keys of a row.
-      weighted: whether there are weights.
+      gated: whether each row has a gate.
     """
 
     query: Float[Array, "B T K*rows H"]
@@ -33,7 +33,7 @@ class KeyArrays(NamedTuple):
     numbers: Float[Array, "B T+1 K numbers"]
     heads: int
     num_keys: int
-    weighted: bool
+    gated: bool
 
     @classmethod
     def of(
@@ -58,8 +58,8 @@ class KeyArrays(NamedTuple):
         else:  # then loads are not clipped at the end of the row
             key, value = (jnp.pad(x, ((0, 0), (0, ROWS), (0, 0), (0, 0))) for x in (key, value))
         lse = jnp.where(given.lse == -jnp.inf, jnp.inf, given.lse.astype(f32) * LOG2_E)
-        weight = given.weight
-        fields = [(lse, jnp.inf), (-delta, 0)] + ([] if weight is None else [(weight, 0)])
+        gate = given.gate
+        fields = [(lse, jnp.inf), (-delta, 0)] + ([] if gate is None else [(gate, 0)])
 
         def arrange(array, beyond):
             batch, length, _ = array.shape
@@ -68,18 +68,18 @@ class KeyArrays(NamedTuple):
             return jnp.pad(array, pad, constant_values=beyond)
 
         numbers = jnp.concatenate([arrange(*field) for field in fields], axis=-1)
-        more = row_numbers(rows, weight is not None) - numbers.shape[-1]
+        more = row_numbers(rows, gate is not None) - numbers.shape[-1]
         numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 0), (0, more)))
         query, d_out = (pad_heads(x, num_kv_heads, rows) for x in (query, given.d_out))
-        return cls(query, key, value, d_out, numbers, heads, num_keys, weight is not None)
+        return cls(query, key, value, d_out, numbers, heads, num_keys, gate is not None)
 
     def sums(self, items: BlockItems, *, block_size: int, aligned: bool) -> "KeySums":
         """Shapes of what the kernel writes; d_key and d_value may have more keys than there are."""
-        slots = max(items.num_slots, 1)
+        partials = max(items.num_partials, 1)
         written = -(-self.num_keys // 8) * 8 if aligned else self.num_keys
 
         def part(x):
-            return jax.ShapeDtypeStruct((slots, block_size, x.shape[3]), f32)
+            return jax.ShapeDtypeStruct((partials, block_size, x.shape[3]), f32)
 
         def whole(x):
             return jax.ShapeDtypeStruct((x.shape[0], written, *x.shape[2:]), x.dtype)

@@ -78,11 +78,11 @@ def selected_key_gradients(
     num_queries, _, key_dim = arrays.query.shape[1:]
     num_kv_heads, value_dim = arrays.value.shape[2:]
     dtype = arrays.query.dtype
-    weighted_rows, with_query = arrays.weighted, parts is not None
+    gated_rows, with_query = arrays.gated, parts is not None
     assert block_size in (32, 64, 128), f"blocks of 32, 64 or 128 keys, got {block_size}"
     assert (key_dim, value_dim) in table.DIMS, f"dims {table.DIMS}, got {(key_dim, value_dim)}"
     assert not with_query or block_size == KEYS, "parts of the queries' gradients need blocks of 64"
-    sizes = table.key_sizes(key_dim, value_dim, arrays.heads, weighted=weighted_rows, query_parts=with_query)
+    sizes = table.key_sizes(key_dim, value_dim, arrays.heads, gated=gated_rows, query_parts=with_query)
     of_token, tokens, stages, rows = sizes.of_token, sizes.tokens, sizes.stages, sizes.rows
     cuts, pieces = -(-block_size // KEYS), key_dim // PIECE
     assert not (with_query and rows < table.ROWS), (
@@ -162,7 +162,7 @@ def selected_key_gradients(
                 def products(logits_acc, dp_acc, dk_acc, dv_acc):
                     form.accumulator(dv_acc, dv)
                     form.accumulator(dk_acc, dk)
-                    if not weighted_rows:  # a start value saves the subtraction
+                    if not gated_rows:  # a start value saves the subtraction
                         shift = across(1)
                         form.accumulator(dp_acc, shift)
                     plgpu.wgmma(logits_acc, k_s.at[zero], q_s.at[place].T)
@@ -173,10 +173,10 @@ def selected_key_gradients(
                     if masks:
                         key_row = start + plgpu.broadcasted_iota(i32, (KEYS, rows), 0, layout=WGMMA)
                         p = jnp.where(key_row <= lax.broadcast_in_dim(seen, (KEYS, rows), [1]), p, 0.0)
-                    weighted = p if not weighted_rows else p * across(2)
+                    weighted = p if not gated_rows else p * across(2)
                     form.multiply(dv_acc, weighted.astype(dtype), do_s.at[place], p_s and p_s.at[mine, 0])
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                    if not weighted_rows:
+                    if not gated_rows:
                         ds = (p * form.accumulated(dp, shift)).astype(dtype)
                     else:
                         ds = (p * (dp * across(2) + across(1))).astype(dtype)

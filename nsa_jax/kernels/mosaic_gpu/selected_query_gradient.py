@@ -50,10 +50,10 @@ from nsa_jax.kernels.triton.backward import Backward
 
 
 class RowNumbers(NamedTuple):
-    """What the gradient reads of each row, or references to it; None where it is 1 (weight) or 0 (d_lse)."""
+    """What the gradient reads of each row, or references to it; None where it is 1 (gate) or 0 (d_lse)."""
 
     lse: Float[Array, "B K rows"]
-    weight: Float[Array, "B K rows"] | None
+    gate: Float[Array, "B K rows"] | None
     d_lse: Float[Array, "B K rows"] | None
 
 
@@ -90,9 +90,9 @@ def selected_query_gradient(
 
     Returns:
       `(d_query, products, delta)`: the gradient in the queries' dtype, where a query sees nothing `previous`;
-      then `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32.
+      then `out . d_out` and `gate (out . d_out) - d_lse` of each row, float32.
     """
-    out, lse, d_out, d_lse, weight, previous = given
+    out, lse, d_out, d_lse, gate, previous = given
     num_kv_heads, value_dim = value.shape[2:]
     key_dim = query.shape[3]
     sizes = table.gradient_sizes(key_dim, value_dim, block_size, aligned=aligned)
@@ -147,7 +147,7 @@ def selected_query_gradient(
                 return plgpu.load(source, layout=BY_ROW, optimized=False)
 
             lse = numbers(of_rows.lse)
-            gate = None if of_rows.weight is None else numbers(of_rows.weight)
+            gate = None if of_rows.gate is None else numbers(of_rows.gate)
             d_lse = None if of_rows.d_lse is None else numbers(of_rows.d_lse)
             lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
@@ -292,7 +292,7 @@ def selected_query_gradient(
         **Pipeline.scratch(sizes, dtype, form, k=(key_dim, keys), v=(value_dim, value_dim)),
     )
     numbers = jax.ShapeDtypeStruct((rows.batch, num_kv_heads, rows.padded), f32)
-    own_delta = weight is not None or d_lse is not None
+    own_delta = gate is not None or d_lse is not None
 
     def numbers_of(array, beyond=0.0):
         return None if array is None else rows.arrange_numbers(array.astype(f32), beyond)
@@ -305,7 +305,7 @@ def selected_query_gradient(
     )(
         rows.arrange(query), whole_tiles(key), whole_tiles(value), rows.repeat(last_keys), lists,
         rows.arrange(out), rows.arrange(d_out), None if previous is None else rows.arrange(previous),
-        RowNumbers(numbers_of(lse, -jnp.inf), numbers_of(weight), numbers_of(d_lse)),
+        RowNumbers(numbers_of(lse, -jnp.inf), numbers_of(gate), numbers_of(d_lse)),
     )  # fmt: skip
     products = rows.restore_numbers(products)
     delta = rows.restore_numbers(delta) if own_delta else products

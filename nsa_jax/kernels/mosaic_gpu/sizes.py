@@ -43,9 +43,9 @@ def gathered_rows(heads_per_kv_head: int) -> int:
     return max(FEWEST_GATHERED, padded_rows(heads_per_kv_head))
 
 
-def row_numbers(of_token: int, weighted: bool) -> int:
+def row_numbers(of_token: int, gated: bool) -> int:
     """Float32 numbers of a token, 2 or 3 a row: whole lines of 128 bytes, as copies want."""
-    return -(-(2 + weighted) * of_token // 32) * 32
+    return -(-(2 + gated) * of_token // 32) * 32
 
 
 def tile_tokens(heads_per_kv_head: int) -> int:
@@ -86,12 +86,12 @@ class KeySizes(NamedTuple):
 
 
 def key_sizes(
-    key_dim: int, value_dim: int, heads_per_kv_head: int, *, weighted: bool, query_parts: bool
+    key_dim: int, value_dim: int, heads_per_kv_head: int, *, gated: bool, query_parts: bool
 ) -> KeySizes:
     """Sizes of the gradients of keys and values; the pipeline takes what keys leave of the shared memory."""
     of_token = gathered_rows(heads_per_kv_head)
     rows = ROWS if key_dim + value_dim <= 256 else ROWS // 2  # more than that does not fit into the registers
-    numbers = row_numbers(of_token, weighted)
+    numbers = row_numbers(of_token, gated)
     held = 2 * ROWS * (key_dim + value_dim)
     if query_parts:
         held += CONSUMERS * 2 * rows * (ROWS + key_dim)

@@ -134,7 +134,7 @@ def top_blocks(scores: Float[Array, "B T K M"], placement: Placement) -> Int32[A
     return checkpoint_name(blocks, BLOCK_INDICES)
 
 
-@partial(jax.jit, static_argnames=("scale", "weigh", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "gradients"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -142,14 +142,14 @@ def selected_attention(
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
     *,
     gradients: SelectedGradients = selected_gradients,
 ) -> Attended | tuple[Attended, Float[Array, "B T K R"]]:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     arrays = query, key_slc, value_slc, block_indices, placement
-    out, lse, *probabilities = _selected_attention(*arrays, scale, gradients, weigh)
-    return (Attended(out, lse), *probabilities) if weigh else Attended(out, lse)
+    out, lse, *probabilities = _selected_attention(*arrays, scale, gradients, with_probabilities)
+    return (Attended(out, lse), *probabilities) if with_probabilities else Attended(out, lse)
 
 
 @partial(jax.jit, static_argnames=("scale", "reduce"))
@@ -163,8 +163,8 @@ def block_probabilities(
 ) -> Float[Array, "B T K M"]:
     """What dense causal attention gives to each selection block."""
     fixed = jax.lax.stop_gradient((query, key, lse))
-    weigh = _divisible(probabilities.block_probabilities, scale=scale, reduce=reduce)
-    return weigh(*fixed, placement)
+    probabilities_of = _divisible(probabilities.block_probabilities, scale=scale, reduce=reduce)
+    return probabilities_of(*fixed, placement)
 
 
 @partial(jax.jit, static_argnames=("scale", "reduce"))
@@ -179,8 +179,8 @@ def selected_probabilities(
 ) -> Float[Array, "B T K R"]:
     """What the selected branch gives to the block of each slot."""
     query, key_slc, lse = jax.lax.stop_gradient((query, key_slc, lse))
-    weigh = _divisible(probabilities.selected_probabilities, scale=scale, reduce=reduce)
-    return weigh(query, key_slc, block_indices, lse, placement)
+    probabilities_of = _divisible(probabilities.selected_probabilities, scale=scale, reduce=reduce)
+    return probabilities_of(query, key_slc, block_indices, lse, placement)
 
 
 @jax.jit
@@ -194,7 +194,7 @@ def gated_sum(
     return _gated_sum(out_cmp, out_slc, out_win, gates)
 
 
-@partial(jax.jit, static_argnames=("scale", "weigh", "gradients"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "gradients"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -207,19 +207,19 @@ def native_sparse_attention(
     block_indices: Int[Array, "B T K R"] | None,
     placement: Placement,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
     *,
     gradients: SelectedGradients = selected_gradients,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5), differentiated as one.
 
-    The gates enter the backward kernels of the branches as a weight of each row. So these read the cotangent
+    The gates enter the backward kernels of the branches as a factor of each row. So these read the cotangent
     of the gated sum, and no branch's own is ever stored. The branches add up one gradient of the query.
     """
     keys_values = BranchKeysValues(key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     arrays = query, keys_values, gates, block_indices, placement
-    out, *probabilities = _native(*arrays, scale, gradients, weigh)
-    return (out, *probabilities) if weigh else out
+    out, *probabilities = _native(*arrays, scale, gradients, with_probabilities)
+    return (out, *probabilities) if with_probabilities else out
 
 
 def decode_step(
@@ -301,10 +301,14 @@ def _range_gradients(operands, given, scale):
     return _divisible(range_gradients, scale=scale)(*operands, given)
 
 
-def _attend_selected(query, key, value, block_indices, placement, scale, weigh):
-    """`(out, lse)`, and with `weigh` the probabilities of the slots."""
-    settings = dict(scale=scale, weigh=True) if weigh else dict(scale=scale)
-    return _divisible(attend_selected, **settings)(query, key, value, block_indices, placement)
+def _attend_selected(
+    query, key, value, block_indices, placement, scale, with_probabilities, *, before_backward=False
+):
+    """`(out, lse)`, and the probabilities of the slots if `with_probabilities`."""
+    attend = _divisible(
+        attend_selected, scale=scale, with_probabilities=with_probabilities, before_backward=before_backward
+    )
+    return attend(query, key, value, block_indices, placement)
 
 
 def _selected_gradients(operands, given, scale, gradients):
@@ -336,18 +340,18 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _selected_attention(query, key, value, block_indices, placement, scale, gradients, weigh):
-    return _attend_selected(query, key, value, block_indices, placement, scale, weigh)
+def _selected_attention(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
+    return _attend_selected(query, key, value, block_indices, placement, scale, with_probabilities)
 
 
-def _selected_forward(query, key, value, block_indices, placement, scale, gradients, weigh):
+def _selected_forward(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
     operands = query, key, value, block_indices, placement
-    out, lse, *probabilities = _attend_selected(*operands, scale, weigh)
+    out, lse, *probabilities = _attend_selected(*operands, scale, with_probabilities, before_backward=True)
     saved = _saved(out, lse)
     return (*saved, *probabilities), (operands, saved)
 
 
-def _selected_backward(scale, gradients, weigh, residuals, cotangents):
+def _selected_backward(scale, gradients, with_probabilities, residuals, cotangents):
     operands, saved = residuals
     given = Backward(*saved, *cotangents[:2])  # no gradient flows through the probabilities
     *found, _ = _selected_gradients(operands, given, scale, gradients)
@@ -406,27 +410,34 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _native(query, keys_values, gates, block_indices, placement, scale, gradients, weigh):
+def _native(query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities):
     """Without gradients: the window's kernel ends in the gated sum."""
     arrays = query, keys_values, block_indices, placement
-    cmp, slc, _, *probabilities = _first_two_branches(*arrays, scale, weigh)
+    cmp, slc, _, *probabilities = _first_two_branches(*arrays, scale, with_probabilities)
     others = (cmp[0], slc[0], gates)
     return _window(query, keys_values, placement, scale, others)[0], *probabilities
 
 
-def _native_forward(query, keys_values, gates, block_indices, placement, scale, gradients, weigh):
+def _native_forward(
+    query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities
+):
     arrays = query, keys_values, block_indices, placement
-    cmp, slc, block_indices, *probabilities = _first_two_branches(*arrays, scale, weigh)
+    cmp, slc, block_indices, *probabilities = _first_two_branches(
+        *arrays, scale, with_probabilities, before_backward=True
+    )
     win = _saved(*_window(query, keys_values, placement, scale))
     out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
     return (out, *probabilities), (query, keys_values, gates, block_indices, placement, cmp, slc, win)
 
 
-def _first_two_branches(query, keys_values, block_indices, placement, scale, weigh):
+def _first_two_branches(
+    query, keys_values, block_indices, placement, scale, with_probabilities, *, before_backward=False
+):
     """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter.
 
     The blocks are None where the row is so short that every query selects all of them: then the selected
-    branch is causal attention. With `weigh`, for which blocks are given, also the probabilities of the slots.
+    branch is causal attention. With `with_probabilities`, for which blocks are given, also the probabilities
+    of the slots.
     """
     key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
     ranges = compression_ranges(placement, key_cmp.shape[1])
@@ -438,7 +449,9 @@ def _first_two_branches(query, keys_values, block_indices, placement, scale, wei
             return cmp, _saved(*_attend_ranges(query, key_slc, value_slc, causal, scale)), None
         block_indices = _select(query, key_cmp, cmp[1], placement, scale)
     arrays = query, key_slc, value_slc, block_indices, placement
-    out, lse, *probabilities = _attend_selected(*arrays, scale, weigh)
+    out, lse, *probabilities = _attend_selected(
+        *arrays, scale, with_probabilities, before_backward=before_backward
+    )
     return cmp, _saved(out, lse), block_indices, *probabilities
 
 
@@ -449,16 +462,16 @@ def _window(query, keys_values, placement, scale, others=None):
     return _attend_ranges(query, key, value, ranges, scale, others)
 
 
-def _native_backward(scale, gradients, weigh, residuals, cotangents):
+def _native_backward(scale, gradients, with_probabilities, residuals, cotangents):
     d_out = cotangents[0]
     query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
 
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
-    given = Backward(cmp[0], cmp[1], d_out, weight=gate_cmp)
+    given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
     d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
-    given = Backward(slc[0], slc[1], d_out, weight=gate_slc, previous=d_query)
+    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=d_query)
     if block_indices is None:
         causal = (query, key_slc, value_slc, causal_ranges(placement, key_slc.shape[1]))
         d_query, *d_slc, d_gate_slc = _range_gradients(causal, given, scale)
@@ -466,7 +479,7 @@ def _native_backward(scale, gradients, weigh, residuals, cotangents):
         selected = (query, key_slc, value_slc, block_indices, placement)
         d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
     window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
-    given = Backward(win[0], win[1], d_out, weight=gate_win, previous=d_query)
+    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=d_query)
     d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)
     d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
     return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None

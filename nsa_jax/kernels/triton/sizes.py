@@ -435,8 +435,9 @@ class SelectedPartSizes(NamedTuple):
       fewest_keys: of a row: in shorter rows neighbours share too much, even where they choose at random.
       most_shared: choices of 4 neighbours for each block that some of them chose, up to which these kernels
         are faster than those with queries outside; 4 where they always are.
-      unasked: pairs of a query and a block up to which these kernels run alone: there it takes longer to ask
-        what neighbours share than the better way saves.
+      unasked: pairs of a query and a block up to which these kernels run alone in the forward of a training
+        step, whose backward has the same lists: there it takes longer to ask what neighbours share than the
+        better way saves. A forward alone takes tiles there: it would make the lists for itself.
     """
 
     rows: int

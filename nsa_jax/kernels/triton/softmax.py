@@ -60,7 +60,7 @@ class RowNumbers(NamedTuple):
     Attributes:
       lse: log-sum-exp in base 2; inf where the row sees nothing.
       delta: `gate (out . d_out) - d_lse`.
-      gate: weight of the row in the output, None for 1.
+      gate: factor of the row in the output, None for 1.
     """
 
     lse: tl.tensor
@@ -74,14 +74,14 @@ class Sources(NamedTuple):
     Attributes:
       out: output of the forward.
       d_lse: gradient of the log-sum-exp, None for 0.
-      weight: gate of each row, None for 1.
+      gate: gate of each row, None for 1.
       products: receives `out . d_out`.
       delta: receives `gate (out . d_out) - d_lse`.
     """
 
     out: tl.tensor
     d_lse: tl.tensor | None
-    weight: tl.tensor | None
+    gate: tl.tensor | None
     products: tl.tensor
     delta: tl.tensor
 
@@ -92,11 +92,11 @@ def row_numbers(sources, lse, d_out, rows, DIM):
     at = rows.first + rows.offset
     product = row_products(load_rows(sources.out, rows, DIM), d_out)
     tl.store(sources.products + at, product, mask=rows.inside)
-    if sources.weight is None:
+    if sources.gate is None:
         gate = None
         delta = product
     else:
-        gate = tl.load(sources.weight + at, mask=rows.inside, other=0.0)
+        gate = tl.load(sources.gate + at, mask=rows.inside, other=0.0)
         delta = gate * product
     if sources.d_lse is not None:
         delta -= tl.load(sources.d_lse + at, mask=rows.inside, other=0.0)

@@ -31,12 +31,12 @@ class Rows(NamedTuple):
 
     Attributes:
       query: as in the forward pass.
-      d_out: cotangent of the output, before it is multiplied by `weight`.
+      d_out: cotangent of the output, before it is multiplied by `gate`.
       normaliser: log-sum-exp; 0 if the row sees nothing, NaN if its delta is not finite.
-      delta: `weight sum(out * d_out) - d_lse`; 0 if the row sees nothing.
+      delta: `gate sum(out * d_out) - d_lse`; 0 if the row sees nothing.
       finite_query: `query` with 0 for what is not finite.
       finite_d_out: `d_out` with 0 for what is not finite.
-      weight: factor of the cotangent; None for 1.
+      gate: factor of the cotangent; None for 1.
     """
 
     query: Float[Array, "B K rows H"]
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     delta: Float[Array, "B K rows"]
     finite_query: Float[Array, "B K rows H"]
     finite_d_out: Float[Array, "B K rows V"]
-    weight: Float[Array, "B K rows"] | None = None
+    gate: Float[Array, "B K rows"] | None = None
 
     @classmethod
     def of(cls, query: Array, d_out: Array, lse: Array, delta: Array) -> "Rows":
@@ -172,9 +172,9 @@ def tile_gradients(
     logits = all_logits(rows.query, key) * scale
     weights = jnp.where(visible, jnp.exp(logits - rows.normaliser[..., None]), 0)
     d_weights, given = product("bkrv,bskv->bkrs", rows.d_out, value, accumulate), weights
-    if rows.weight is not None:
-        d_weights = d_weights * rows.weight[..., None]
-        given = jnp.where(visible, weights * rows.weight[..., None], 0)
+    if rows.gate is not None:
+        d_weights = d_weights * rows.gate[..., None]
+        given = jnp.where(visible, weights * rows.gate[..., None], 0)
     d_logits = jnp.where(visible, weights * (d_weights - rows.delta[..., None]) * scale, 0).astype(key.dtype)
     d_query = product("bkrs,bskh->bkrh", d_logits, finite(key), accumulate)
     d_key = product("bkrs,bkrh->bskh", d_logits, rows.finite_query, accumulate)

@@ -137,7 +137,7 @@ def top_blocks(
     return cutting.join_tokens(cutting.over_chunks(choose_chunk, arrays), scores.shape[1])
 
 
-@partial(jax.jit, static_argnames=("scale", "weigh", "sizes"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "sizes"))
 def selected_attention(
     query: Float[Array, "B T N H"],
     key_slc: Float[Array, "B S K H"],
@@ -145,17 +145,19 @@ def selected_attention(
     block_indices: Int[Array, "B T K R"],
     placement: Placement,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
     *,
     sizes: Sizes = DEFAULT,
 ) -> Attended | tuple[Attended, Float[Array, "B T K R"]]:
     """Attention over the tokens `s <= t` of the selected blocks (Eq. 12)."""
     attend = partial(_attend_branch, "slc") if _is_short(key_slc, placement, sizes) else _attend_listed
     found = attend(query, key_slc, value_slc, block_indices, placement, scale, sizes)
-    return (found, _weighed(query, key_slc, block_indices, placement, scale, sizes)) if weigh else found
+    if not with_probabilities:
+        return found
+    return found, _probabilities_of(query, key_slc, block_indices, placement, scale, sizes)
 
 
-def _weighed(query, key_slc, block_indices, placement, scale, sizes) -> Float[Array, "B T K R"]:
+def _probabilities_of(query, key_slc, block_indices, placement, scale, sizes) -> Float[Array, "B T K R"]:
     """The probabilities of the slots, without a gradient."""
     query, key_slc = jax.lax.stop_gradient((query, key_slc))
     return selected_probabilities(query, key_slc, block_indices, None, placement, scale, "sum", sizes=sizes)
@@ -241,7 +243,7 @@ def sum_of_branches(
     return functools.reduce(operator.add, weighted).astype(outs[0].dtype)
 
 
-@partial(jax.jit, static_argnames=("scale", "weigh", "sizes"))
+@partial(jax.jit, static_argnames=("scale", "with_probabilities", "sizes"))
 def native_sparse_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -254,15 +256,15 @@ def native_sparse_attention(
     block_indices: Int[Array, "B T K R"] | None,
     placement: Placement,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
     *,
     sizes: Sizes = DEFAULT,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T K R"]]:
     """The three branches and their gated sum (Eq. 5); in short rows one loop over chunks makes them all."""
-    if weigh:
+    if with_probabilities:
         arrays = query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates
         out = native_sparse_attention(*arrays, block_indices, placement, scale, sizes=sizes)
-        return out, _weighed(query, key_slc, block_indices, placement, scale, sizes)
+        return out, _probabilities_of(query, key_slc, block_indices, placement, scale, sizes)
     if _is_short(key_slc, placement, sizes):
         keys = (key_cmp, key_slc, key_win)
         plan = Plan.of(("cmp", "slc", "win"), keys, query.shape[1], placement, scale, sizes)

@@ -261,8 +261,8 @@ def _differentiate(query, keys_values, block_indices, placement, saved, gates, d
         new_totals = []
         for i, branch in enumerate(plan.branches):
             key, value = keys_values[i]
-            weight = None if chunk.gates is None else chunk.gates[i]
-            rows = known._replace(normaliser=known.normaliser[i], delta=known.delta[i], weight=weight)
+            gate = None if chunk.gates is None else chunk.gates[i]
+            rows = known._replace(normaliser=known.normaliser[i], delta=known.delta[i], gate=gate)
             look = _look(branch, here, chunk.blocks, chunk.places, key.shape[1])
             carry = (d_query, *totals[i])
             d_query, *d_key_value = _differentiate_chunk(

@@ -51,7 +51,7 @@ def recompute_key_gradients(
     batch, num_keys, num_kv_heads, _ = key.shape
     updated, () = launch(
         recompute_key_gradients_kernel, query, key, value, visible.start, visible.end,
-        visible.blocks, given.lse, delta, given.d_out, given.weight, out=(),
+        visible.blocks, given.lse, delta, given.d_out, given.gate, out=(),
         in_place=dict(d_key=d_key, d_value=d_value),
         grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
@@ -61,13 +61,13 @@ def recompute_key_gradients(
 
 
 class RowArrays(NamedTuple):
-    """Arrays with one row for each token and head; weight is None where it is 1."""
+    """Arrays with one row for each token and head; gate is None where it is 1."""
 
     query: tl.tensor
     d_out: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
-    weight: tl.tensor | None
+    gate: tl.tensor | None
 
 
 @triton.jit
@@ -90,8 +90,8 @@ def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE: tl.constexpr):
     p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(arrays.lse, rows))
     dp = row_products(d_out, v)
     weighted = p
-    if arrays.weight is not None:
-        gate = tl.load(arrays.weight + at, mask=rows.inside, other=0.0)
+    if arrays.gate is not None:
+        gate = tl.load(arrays.gate + at, mask=rows.inside, other=0.0)
         weighted = p * gate
         dp = dp * gate
     shift = tl.load(arrays.delta + at, mask=rows.inside, other=0.0)
@@ -111,7 +111,7 @@ def _some_finite(x):
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_key_gradients"))
 def recompute_key_gradients_kernel(
-    d_key, d_value, query, key, value, starts, ends, blocks, lse, delta, d_out, weight,
+    d_key, d_value, query, key, value, starts, ends, blocks, lse, delta, d_out, gate,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
@@ -129,7 +129,7 @@ def recompute_key_gradients_kernel(
     nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY)) | nonfinite_rows(load_rows(d_value, mine, VALUE))
     if tl.max(nonfinite.to(tl.int32), 0) == 0:
         return
-    arrays = RowArrays(query, d_out, lse, delta, weight)
+    arrays = RowArrays(query, d_out, lse, delta, gate)
     one = tl.arange(0, 1)
     for i in range(KEYS):
         if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:

@@ -58,7 +58,7 @@ def recompute_query_gradient(
     num_kv_heads = key.shape[2]
     updated, () = launch(
         recompute_query_gradient_kernel, query, key, value, visible.start, visible.end,
-        visible.blocks, given.lse, delta, given.d_out, given.weight, given.previous, out=(),
+        visible.blocks, given.lse, delta, given.d_out, given.gate, given.previous, out=(),
         in_place=dict(d_query=d_query),
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
@@ -69,7 +69,7 @@ def recompute_query_gradient(
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_query_gradient"))
 def recompute_query_gradient_kernel(
-    d_query, query, key, value, starts, ends, blocks, lse, delta, d_out, weight, previous,
+    d_query, query, key, value, starts, ends, blocks, lse, delta, d_out, gate, previous,
     num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr,
@@ -108,9 +108,9 @@ def recompute_query_gradient_kernel(
                         v = load_at(value, place * (V0 + V1), c < end, VALUE)
                         p = tl.exp2(inner(q, k, PRECISION) * (SCALE * LOG2_E) - lse_2[:, None])
                         dp = inner(d_out_rows, v, PRECISION)
-                        if weight is not None:
-                            gate = tl.load(weight + rows.first + r, mask=rows.inside, other=0.0)
-                            dp = dp * gate[:, None]
+                        if gate is not None:
+                            of_row = tl.load(gate + rows.first + r, mask=rows.inside, other=0.0)
+                            dp = dp * of_row[:, None]
                         ds = tl.where((c < end)[None, :], p * (dp - shift[:, None]), 0.0)
                         dq = add_product(ds.to(k.first.dtype), k, dq, PRECISION)
                 dq = scaled(dq, SCALE)

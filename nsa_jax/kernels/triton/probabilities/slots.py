@@ -54,7 +54,7 @@ def selected_probabilities(
         sizes = choose_sizes(SELECTED_FORWARD, shape_of(query, key, block_size=block_size))
     if lse is None:
         arrays = query, key, key, block_indices, placement
-        _, lse, *found = attend_selected(*arrays, scale=scale, weigh=reduce == "sum")
+        _, lse, *found = attend_selected(*arrays, scale=scale, with_probabilities=reduce == "sum")
         if found:
             return found[0]
     heads, (first, second), tma = num_heads // num_kv_heads, split_dim(dim), has_tma()

@@ -58,7 +58,7 @@ def range_gradients(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
+    """Gradients of query, key, value and gate where the cotangent of the output is `gate * d_out`.
 
     Args:
       query, key, value, ranges, scale: see `attend_ranges`.

@@ -127,8 +127,8 @@ def ranges_of_rows(start, end, heads: int, tokens: int) -> Int32[Array, "B 2 row
     return jnp.stack([by_token(start), by_token(jnp.maximum(end - start, 0))], axis=1)
 
 
-def scalars_of_rows(lse, delta, weight, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
-    """Normaliser, shift and, with a weight, gate of each row, padded to the rows that steps load.
+def scalars_of_rows(lse, delta, gate, heads: int, tokens: int) -> Float[Array, "B K 2|3 rows"]:
+    """Normaliser, shift and, if there is one, gate of each row, padded to the rows that steps load.
 
     With these, `p = exp2(logits - normaliser)`, `dv` sums `gate p`, and `dk` sums `gate p (dp - shift)`: the
     kernel need not hold `p` beside `gate p`. Rows that see nothing, or whose gate and delta are 0, have
@@ -143,14 +143,14 @@ def scalars_of_rows(lse, delta, weight, heads: int, tokens: int) -> Float[Array,
         return x.swapaxes(1, 2).reshape(batch, num_heads // heads, -1)
 
     seen = lse != -jnp.inf  # true for NaN, too
-    if weight is not None:
-        seen &= (weight != 0) | (delta != 0)
+    if gate is not None:
+        seen &= (gate != 0) | (delta != 0)
     normaliser = jnp.where(seen, lse * LOG2_E.value, jnp.inf)
     shift = jnp.where(seen, delta, 0)
-    if weight is None:
+    if gate is None:
         scalars = [by_head(normaliser, jnp.inf), by_head(shift, 0)]
     else:
-        gate = jnp.where(jnp.abs(weight) < _SMALLEST_GATE, _SMALLEST_GATE, weight)
+        gate = jnp.where(jnp.abs(gate) < _SMALLEST_GATE, _SMALLEST_GATE, gate)
         scalars = [by_head(normaliser, jnp.inf), by_head(shift / gate, 0), by_head(gate, 1)]
     return jnp.stack(scalars, axis=2)
 
@@ -166,7 +166,7 @@ def range_key_gradients(
     scale: float,
     sizes: RangeKeySizes | None = None,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """`(d_key, d_value)`: `scale (p (weight d_out v^T - delta))^T q` and `(p weight)^T d_out`.
+    """`(d_key, d_value)`: `scale (p (gate d_out v^T - delta))^T q` and `(p gate)^T d_out`.
 
     Arguments as in `range_query_gradient`; `delta` is what it returned.
     """
@@ -179,7 +179,7 @@ def range_key_gradients(
     segments = sizes.segments or choose_segments(
         batch, num_queries, num_keys, num_kv_heads, heads, key_dim + value_dim, sizes.keys
     )
-    scalars = scalars_of_rows(given.lse, delta, given.weight, heads, tokens)
+    scalars = scalars_of_rows(given.lse, delta, given.gate, heads, tokens)
     edges, (*_, runs) = ranges.kernel_operands(tokens)
     bounds = rows = None
     if not edges.known:
@@ -202,7 +202,7 @@ def range_key_gradients(
         segment_tiles=triton.cdiv(triton.cdiv(num_queries, tokens), segments), SEGMENTS=segments,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=sizes.keys,
         H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale), KEYS_FIRST=sizes.keys_first,
-        WEIGHTED=given.weight is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
+        GATED=given.gate is not None, **edges.constants(), PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
     if segments > 1:
         d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
@@ -258,7 +258,7 @@ def _load_scalar(data, queries, which, i):
 @triton.jit
 def _sum_tiles(
     sums, tile, queries, gradients, data, ranges, run, steps,
-    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds tiles of queries: if MASKED those of `low .. high - 1` that are not full, else the full ones."""
@@ -301,7 +301,7 @@ def _sum_tiles(
             ahead += tl.expand_dims(tl.arange(0, KEYS), 1 - ROW_AXIS)
             count = tl.expand_dims(count.to(tl.uint32, bitcast=True), ROW_AXIS)
             p = tl.where(ahead.to(tl.uint32, bitcast=True) < count, p, 0.0)
-        if WEIGHTED:
+        if GATED:
             p = p * tl.expand_dims(_load_scalar(data, queries, 2, i), ROW_AXIS)
         gated = p.to(d_out.first.dtype)
         if not KEYS_FIRST:
@@ -319,7 +319,7 @@ def _sum_tiles(
 @triton.jit
 def _sum_run(
     sums, tile, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
-    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of queries within both limits and segment: first those with a mask, then the others."""
     low = tl.maximum(limits.low, segment * segment_tiles)
@@ -329,11 +329,11 @@ def _sum_run(
     steps = Limits(low, full_low, full_high, high)
     sums = _sum_tiles(
         sums, tile, queries, gradients, data, ranges, run, steps,
-        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION, MASKED=True,
+        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=True,
     )  # fmt: skip
     return _sum_tiles(
         sums, tile, queries, gradients, data, ranges, run, steps,
-        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION, MASKED=False,
+        SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION, MASKED=False,
     )  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def range_key_gradients_kernel(
     runs, d_key, d_value, num_queries, num_keys, segment_tiles, SEGMENTS: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, WEIGHTED: tl.constexpr, BRANCH: tl.constexpr, FIRST: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, GATED: tl.constexpr, BRANCH: tl.constexpr, FIRST: tl.constexpr,
     RUN_LENGTH: tl.constexpr, CLIPPED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
@@ -366,7 +366,7 @@ def range_key_gradients_kernel(
     if not TMA:
         if row_ranges is not None:
             row_ranges += b.to(tl.int64) * 2 * length
-        scalars += tl.program_id(1).to(tl.int64) * (3 if WEIGHTED else 2) * length
+        scalars += tl.program_id(1).to(tl.int64) * (3 if GATED else 2) * length
     data = RowData(row_ranges, scalars, length)
     queries: tl.constexpr = Queries(
         queries0, queries1, b, kv_head, num_queries,
@@ -387,7 +387,7 @@ def range_key_gradients_kernel(
             limits = Limits(tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3))
         sums = _sum_run(
             sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
-            SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION,
+            SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         for number in tl.range(0, num_queries // RUN_LENGTH):
@@ -395,7 +395,7 @@ def range_key_gradients_kernel(
             limits = query_limits(first_key, tl.minimum(first_key + KEYS, num_keys), ranges, run, TOKENS)
             sums = _sum_run(
                 sums, held, queries, gradients, data, ranges, run, limits, segment, segment_tiles,
-                SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, WEIGHTED=WEIGHTED, PRECISION=PRECISION,
+                SCALE=SCALE, KEYS_FIRST=KEYS_FIRST, GATED=GATED, PRECISION=PRECISION,
             )  # fmt: skip
 
     c = tl.arange(0, KEYS)

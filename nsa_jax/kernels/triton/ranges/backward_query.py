@@ -2,7 +2,7 @@
 
 grid = (ceil(T / tokens), B K), with the tiles and the order of `ranges.forward`. A step takes three products:
 the logits, the gradients of the probabilities `d_out v^T`, and `d_logits k`. The kernel also applies the gate
-(`weight`), adds the gradient of the branches before (`previous`) and forms the deltas (`row_numbers`), so
+(`gate`), adds the gradient of the branches before (`previous`) and forms the deltas (`row_numbers`), so
 none of these costs a pass of its own.
 
 Registers of a thread: `rows (2 keys + H) / (32 num_warps)` floats and the d_logits in 16 bits, 168 in all at
@@ -55,7 +55,7 @@ def range_query_gradient(
     scale: float,
     sizes: RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """`scale p (weight d_out v^T - delta) k`, plus `previous`, added in float32; and two numbers of each row.
+    """`scale p (gate d_out v^T - delta) k`, plus `previous`, added in float32; and two numbers of each row.
 
     Args:
       query, key, value, ranges, scale: as given to `attend_ranges`.
@@ -64,7 +64,7 @@ def range_query_gradient(
 
     Returns:
       `(d_query, products, delta)`. For each row, in float32: `products` is the sum of `out * d_out` over V,
-      which is the gradient of the gate, and `delta = weight products - d_lse`.
+      which is the gradient of the gate, and `delta = gate products - d_lse`.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -117,7 +117,7 @@ def _add_step(
 @triton.jit(repr=named("nsa_{BRANCH}_query_gradient"))
 def range_query_gradient_kernel(
     query, keys0, keys1, values0, values1, tail_keys0, tail_keys1, tail_values0, tail_values1, starts, ends,
-    runs, out, lse, d_out, d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    runs, out, lse, d_out, d_lse, gate, previous, d_query, products, delta, num_queries, num_keys,
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, TAIL: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, PEEL: tl.constexpr,
@@ -147,7 +147,7 @@ def range_query_gradient_kernel(
     sees = seen.count > 0
     # exp2(x - inf) = 0: so rows that see nothing add nothing, even in steps without a mask.
     normaliser = tl.load(lse + rows.first + rows.offset, mask=sees, other=float("inf")) * LOG2_E
-    numbers = row_numbers(Sources(out, d_lse, weight, products, delta), normaliser, d_out_rows, rows, VALUE)
+    numbers = row_numbers(Sources(out, d_lse, gate, products, delta), normaliser, d_out_rows, rows, VALUE)
     limits = key_limits(tile.first_token, num_queries, ranges, run, TOKENS, KEYS, KEYS)
 
     dq = zeros(TOKENS * PADDED_G, KEY)

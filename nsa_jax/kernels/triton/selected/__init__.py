@@ -54,6 +54,7 @@ BLOCK = 64  # keys of a block for which there are sizes for parts
 NEIGHBOURS = 4  # queries whose blocks are compared
 FEWEST_PAIRS = 2**18  # of a query and a block, from which results may come in parts
 # With fewer the forward takes tiles: to start both ways it must sort the pairs, which only parts use there.
+# But before a backward pass it may take parts alone, see `SelectedPartSizes.unasked`.
 FEWEST_ASKED_FORWARD = 3 * 2**18
 
 
@@ -65,29 +66,37 @@ def attend_selected(
     placement: Placement,
     *,
     scale: float,
-    weigh: bool = False,
+    with_probabilities: bool = False,
+    before_backward: bool = False,
 ) -> tuple[Array, ...]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`.
 
-    With `weigh` also the probability of the block in each slot, `[B, T, K, R]`, summed over the query heads
-    of a KV head.
+    With `with_probabilities` also the probability of the block in each slot, `[B, T, K, R]`, summed over the
+    query heads of a KV head. `before_backward` says that a backward pass follows, which can use the lists of
+    parts again.
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     arrays = query, key, value, block_indices, placement
     sizes = find_sizes(OUTPUT_PARTS, shape)
-    way = _choose_way(sizes, key.shape[1], block_indices, placement, fewest_asked=FEWEST_ASKED_FORWARD)
+    way = _choose_way(
+        sizes, key.shape[1], block_indices, placement,
+        fewest_asked=FEWEST_ASKED_FORWARD, before_backward=before_backward,
+    )  # fmt: skip
     results: tuple[Array, ...] | None = None
     if way.has_tiles:
         tile = choose_sizes(SELECTED_FORWARD, shape)
         tokens = tokens_of(tile.rows, shape.heads)
         lists = union_lists(block_indices, placement, key.shape[1], tokens=tokens)
+        selections = forward.Selections(block_indices, placement.sequence_start)
         results = forward.attend_selected(
             query, key, value, way.of_tiles(lists), placement.config, scale,
             one_block=placement.tile_in_one_block(tokens), sizes=tile,
-            slots=forward.Slots(block_indices, placement.sequence_start) if weigh else None,
+            selections=selections if with_probabilities else None,
         )  # fmt: skip
     if way.parts is not None:
-        results = attend_in_parts(*arrays, results, way.few, scale=scale, sizes=way.parts, weigh=weigh)
+        results = attend_in_parts(
+            *arrays, results, way.few, scale=scale, sizes=way.parts, with_probabilities=with_probabilities
+        )
     assert results is not None
     out, lse, *probabilities = results
     visible = visible_in_blocks(block_indices, placement, key.shape[1])
@@ -105,7 +114,7 @@ def selected_gradients(
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """Gradients of query, key, value and weight where the cotangent of the output is `weight * d_out`.
+    """Gradients of query, key, value and gate where the cotangent of the output is `gate * d_out`.
 
     Arguments as in `attend_selected` and `ranges.range_gradients`.
     """
@@ -187,6 +196,7 @@ def _choose_way(
     placement: Placement,
     *,
     fewest_asked: int = 0,
+    before_backward: bool = False,
 ) -> _Way:
     """By what is known while tracing, and else by what neighbours share; `sizes` are those of parts."""
     if (
@@ -196,7 +206,8 @@ def _choose_way(
         or not FEWEST_PAIRS <= block_indices.size < 2**31
     ):
         return _Way(None, None)
-    if sizes.most_shared >= NEIGHBOURS or block_indices.size <= sizes.unasked:
+    unasked = sizes.unasked if before_backward else 0
+    if sizes.most_shared >= NEIGHBOURS or block_indices.size <= unasked:
         return _Way(sizes, None)
     if block_indices.size < fewest_asked:
         return _Way(None, None)

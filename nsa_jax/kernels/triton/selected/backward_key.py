@@ -76,14 +76,14 @@ def selected_key_gradients(
     keys = min(sizes.keys, block_size)
     assert block_size % keys == 0
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    slots = max(items.num_slots, 1)
+    partials = max(items.num_partials, 1)
     dims: dict[str, Any] = dict(BLOCK=block_size, KV_HEADS=num_kv_heads, H0=h0, H1=h1, V0=v0, V1=v1)
     return launch(
         selected_key_gradients_kernel,
         query, key, value, items.tokens, items.items, last_rows(placement), given.lse, delta,
-        given.d_out, given.weight,
-        out=(like(query, (slots, block_size, key_dim), "float32"),
-             like(query, (slots, block_size, value_dim), "float32"), like(key), like(value)),
+        given.d_out, given.gate,
+        out=(like(query, (partials, block_size, key_dim), "float32"),
+             like(query, (partials, block_size, value_dim), "float32"), like(key), like(value)),
         grid=(items.items.shape[0], block_size // keys), num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
         num_queries=num_queries, num_keys=num_keys, FIELDS=ITEM_FIELDS, G=heads, PADDED_G=padded_heads(heads),
@@ -103,7 +103,7 @@ def join_items(
 
     It adds up the partial sums of blocks with several items, in order, and puts 0 where no item wrote.
     """
-    if items.num_slots:
+    if items.num_partials:
         heads, num_blocks = items.partials.shape
         block_size = part_key.shape[1]
         (h0, h1), (v0, v1) = split_dim(d_key.shape[3]), split_dim(d_value.shape[3])
@@ -132,7 +132,7 @@ class Gathered(NamedTuple):
     """The arrays from which the rows of a list of tokens are gathered.
 
     Attributes:
-      query, d_out, lse, delta, weight: one row for each token and head; weight is None where it is 1.
+      query, d_out, lse, delta, gate: one row for each token and head; gate is None where it is 1.
       last_keys: last key that each query of the batch row sees.
       tokens: the token of each pair of a query and a block, see `BlockItems`.
       first_row: row of the batch row's first token and the KV head's first query head.
@@ -148,7 +148,7 @@ class Gathered(NamedTuple):
     d_out: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
-    weight: tl.tensor | None
+    gate: tl.tensor | None
     last_keys: tl.tensor
     tokens: tl.tensor
     first_row: tl.tensor
@@ -185,8 +185,8 @@ def _add_steps(
             row = tl.load(source.last_keys + token, mask=inside, other=-1)
             p = tl.where(held.rows[None, :] <= row[:, None], p, 0.0)
         shift = tl.load(source.delta + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
-        if source.weight is not None:
-            gate = tl.load(source.weight + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
+        if source.gate is not None:
+            gate = tl.load(source.gate + rows.first + rows.offset, mask=inside, other=0.0)[:, None]
             weighted = (p * gate).to(d_out.first.dtype)
             dp = dp * gate
         else:
@@ -199,7 +199,7 @@ def _add_steps(
 
 @triton.jit(repr=named("nsa_selected_key_gradients"))
 def selected_key_gradients_kernel(
-    query, key, value, tokens, items, last_keys, lse, delta, d_out, weight, part_key, part_value, d_key,
+    query, key, value, tokens, items, last_keys, lse, delta, d_out, gate, part_key, part_value, d_key,
     d_value, num_queries, num_keys, FIELDS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
@@ -225,7 +225,7 @@ def selected_key_gradients_kernel(
     keys = Rows((b * num_keys + start) * KV_HEADS + kv_head, n * KV_HEADS, start + n < num_keys)
     held = KeyTile(load_rows(key, keys, KEY), load_rows(value, keys, VALUE), start + n)
     source: tl.constexpr = Gathered(
-        query, d_out, lse, delta, weight, last_keys + b * num_queries, tokens,
+        query, d_out, lse, delta, gate, last_keys + b * num_queries, tokens,
         first_row=b * num_queries * (KV_HEADS * G) + kv_head * G,
         NUM_HEADS=KV_HEADS * G, G=G, PADDED_G=PADDED_G, TOKENS=TOKENS, KEY=KEY, VALUE=VALUE, WIDE=WIDE,
     )  # fmt: skip

@@ -114,7 +114,7 @@ def _add_entry(
 @triton.jit(repr=named("nsa_selected_query_gradient"))
 def selected_query_gradient_kernel(
     query, keys0, keys1, values0, values1, starts, members, counts, unmasked, last_keys, out, lse, d_out,
-    d_lse, weight, previous, d_query, products, delta, num_queries, num_keys,
+    d_lse, gate, previous, d_query, products, delta, num_queries, num_keys,
     ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
@@ -132,7 +132,7 @@ def selected_query_gradient_kernel(
     row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
     lse_2 = load_lse(lse, rows)
     sees = lse_2 != float("inf")  # a row whose log-sum-exp is NaN sees something
-    numbers = row_numbers(Sources(out, d_lse, weight, products, delta), lse_2, d_out_rows, rows, VALUE)
+    numbers = row_numbers(Sources(out, d_lse, gate, products, delta), lse_2, d_out_rows, rows, VALUE)
 
     this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)

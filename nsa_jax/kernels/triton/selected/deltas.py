@@ -20,19 +20,19 @@ ROWS = 32
 
 
 def row_deltas(given: Backward) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """`(products, delta)`: `out . d_out` and `weight (out . d_out) - d_lse` of each row, float32."""
+    """`(products, delta)`: `out . d_out` and `gate (out . d_out) - d_lse` of each row, float32."""
     out = given.out
     rows, (v0, v1) = out.size // out.shape[-1], split_dim(out.shape[-1])
     numbers = like(out, out.shape[:-1], "float32")
     return launch(
-        row_deltas_kernel, out, given.d_out, given.d_lse, given.weight, out=(numbers, numbers),
+        row_deltas_kernel, out, given.d_out, given.d_lse, given.gate, out=(numbers, numbers),
         grid=(triton.cdiv(rows, ROWS),), rows=rows, ROWS=ROWS, V0=v0, V1=v1,
     )  # fmt: skip
 
 
 @triton.jit(repr=named("nsa_selected_deltas"))
 def row_deltas_kernel(
-    out, d_out, d_lse, weight, products, delta, rows,
+    out, d_out, d_lse, gate, products, delta, rows,
     ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
     """The numbers of `ROWS` rows."""
@@ -41,5 +41,5 @@ def row_deltas_kernel(
     r = tl.arange(0, ROWS)
     these = Rows(first, r, first + r < rows)
     row_numbers(
-        Sources(out, d_lse, weight, products, delta), None, load_rows(d_out, these, VALUE), these, VALUE
+        Sources(out, d_lse, gate, products, delta), None, load_rows(d_out, these, VALUE), these, VALUE
     )

@@ -50,8 +50,8 @@ from nsa_jax.kernels.triton.softmax import Softmax, add_keys, natural_lse, no_ke
 WEIGHING_REGISTERS = 168
 
 
-class Slots(NamedTuple):
-    """The blocks of each slot, -1 for none, and the first key of each query's sequence."""
+class Selections(NamedTuple):
+    """The blocks that each query selected, -1 for none, and the first key of its sequence."""
 
     blocks: Int32[Array, "B T K R"]
     sequence_start: Int32[Array, "B T"]
@@ -67,7 +67,7 @@ def attend_selected(
     *,
     one_block: bool = False,
     sizes: SelectedForwardSizes,
-    slots: Slots | None = None,
+    selections: Selections | None = None,
 ) -> tuple[Array, ...]:
     """Attention of each query over its blocks; where a key is not finite, before `recompute_forward`.
 
@@ -76,11 +76,11 @@ def attend_selected(
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
       one_block: whether the queries of every tile are known to lie in one block.
       sizes: tile sizes.
-      slots: the blocks of each slot, if their probabilities are asked for.
+      selections: the blocks of each query, if their probabilities are asked for.
 
     Returns:
-      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing. With `slots` also the
-      probability of each `[B, T, K, R]`, summed over the query heads of a KV head.
+      `(out, lse)`: lse natural and float32; 0 and -inf where a query sees nothing. With `selections` also the
+      probability of each block `[B, T, K, R]`, summed over the query heads of a KV head.
     """
     batch, num_queries, num_heads, key_dim = query.shape
     num_keys, num_kv_heads, value_dim = value.shape[1:]
@@ -93,13 +93,14 @@ def attend_selected(
     tma = has_tma()
     out = [like(query, (*query.shape[:3], value_dim)), like(query, query.shape[:3], "float32")]
     registers, more = sizes.registers, dict[str, Any](probabilities=None, R=0, PADDED_R=0)
-    if slots is not None:
+    if selections is not None:
         registers = WEIGHING_REGISTERS if registers == 128 else registers
-        out.append(like(query, slots.blocks.shape, "float32"))
-        more = dict(R=slots.blocks.shape[3], PADDED_R=triton.next_power_of_2(slots.blocks.shape[3]))
+        out.append(like(query, selections.blocks.shape, "float32"))
+        slots = selections.blocks.shape[3]
+        more = dict(R=slots, PADDED_R=triton.next_power_of_2(slots))
     return launch(
         selected_forward_kernel, query, *key_tiles(key, keys, tma), *key_tiles(value, keys, tma),
-        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, *(slots or (None, None)),
+        lists.starts, lists.members, lists.counts, lists.unmasked, lists.rows, *(selections or (None, None)),
         out=tuple(out),
         grid=(tiles, batch * num_kv_heads), num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         registers=registers,

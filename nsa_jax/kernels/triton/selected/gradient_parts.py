@@ -77,7 +77,7 @@ def gradient_parts(
     names = ("part_key", "part_value", "d_key", "d_value")
     updated, parts = launch(
         gradient_parts_kernel, query, key, value, items.tokens, items.items, chunk, last_keys, given.lse,
-        delta, given.d_out, given.weight, out=like(query, shape),
+        delta, given.d_out, given.gate, out=like(query, shape),
         in_place=dict(zip(names, sums, strict=True)),
         grid=(chunks.most_items(items, slots, sizes.item),), num_warps=sizes.num_warps,
         num_stages=sizes.num_stages, registers=sizes.registers,
@@ -90,13 +90,13 @@ def gradient_parts(
 
 
 class Gathered(NamedTuple):
-    """The arrays from which rows are gathered, and the parts; weight is None where it is 1."""
+    """The arrays from which rows are gathered, and the parts; gate is None where it is 1."""
 
     query: tl.tensor
     d_out: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
-    weight: tl.tensor | None
+    gate: tl.tensor | None
     parts: tl.tensor
 
 
@@ -118,8 +118,8 @@ def _add_tiles(
         if CAUSAL:
             p = tl.where(held.rows[None, :] <= tile.last_key[:, None], p, 0.0)
         shift = tl.load(source.delta + at, mask=rows.inside, other=0.0)[:, None]
-        if source.weight is not None:
-            gate = tl.load(source.weight + at, mask=rows.inside, other=0.0)[:, None]
+        if source.gate is not None:
+            gate = tl.load(source.gate + at, mask=rows.inside, other=0.0)[:, None]
             weighted = (p * gate).to(d_out.first.dtype)
             dp = dp * gate
         else:
@@ -136,7 +136,7 @@ def _add_tiles(
 @triton.jit(repr=named("nsa_selected_gradient_parts"))
 def gradient_parts_kernel(
     part_key, part_value, d_key, d_value, query, key, value, codes, items, chunk, last_keys, lse, delta,
-    d_out, weight, parts, num_queries, num_keys, chunk_queries,
+    d_out, gate, parts, num_queries, num_keys, chunk_queries,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     ROWS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -155,7 +155,7 @@ def gradient_parts_kernel(
         codes, last_keys, item, chunk, num_queries, chunk_queries, R=R, G=G, KV_HEADS=KV_HEADS, ROWS=ROWS,
         WIDE=WIDE,
     )  # fmt: skip
-    source = Gathered(query, d_out, lse, delta, weight, parts)
+    source = Gathered(query, d_out, lse, delta, gate, parts)
     sums = KeyGradients(zeros(BLOCK, KEY), zeros(BLOCK, VALUE))
     rows = (item.end - item.first) * G
     middle = tl.cdiv((item.masked - item.first) * G, ROWS) * ROWS

@@ -33,9 +33,15 @@ def chunks_of(
     block_indices: Int[Array, "B T K R"],
     dim: int,
 ) -> Chunks:
-    """The chunks of parts that have `dim` numbers a row: at most `PART_BYTES` each."""
+    """The chunks of parts that have `dim` numbers a row: at most `PART_BYTES` each.
+
+    Where the parts of one KV head take more than that, a chunk has up to twice as much: a head that is cut
+    into ranges of queries has no gradients in parts (`cuts_queries`).
+    """
     slots, heads = block_indices.shape[3], query.shape[2] // block_indices.shape[2]
-    return Chunks.of(block_indices, query.dtype.itemsize * slots * heads * dim, PART_BYTES)
+    of_query = query.dtype.itemsize * slots * heads * dim
+    of_head = query.shape[1] * of_query
+    return Chunks.of(block_indices, of_query, max(PART_BYTES, min(of_head, 2 * PART_BYTES)))
 
 
 def cuts_queries(query: Float[Array, "B T N H"], block_indices: Int[Array, "B T K R"]) -> bool:
@@ -54,16 +60,16 @@ def attend_in_parts(
     *,
     scale: float,
     sizes: SelectedPartSizes,
-    weigh: bool = False,
+    with_probabilities: bool = False,
 ) -> tuple[Array, ...]:
-    """What `forward.attend_selected` returns, with the probabilities of the slots if `weigh`.
+    """What `forward.attend_selected` returns, with the probabilities of the slots if `with_probabilities`.
 
     Args:
       query, key, value, block_indices, placement, scale: see `nsa_jax.selected_attention`.
       written: what other kernels wrote, to be written over; None without them.
       few: whether it is written over; None for yes.
       sizes: tile sizes.
-      weigh: whether the probabilities are asked for.
+      with_probabilities: whether the probabilities are asked for.
     """
     slots, chunks = block_indices.shape[3], chunks_of(query, block_indices, value.shape[3])
     items = invert(block_indices, placement, key.shape[1], item=sizes.item, range_queries=chunks.queries)
@@ -79,7 +85,7 @@ def attend_in_parts(
     if written is None:
         shapes = (*query.shape[:3], value.shape[3]), query.shape[:3], block_indices.shape
         dtypes = query.dtype, "float32", "float32"
-        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if weigh else 2]
+        arrays = tuple(zip(shapes, dtypes, strict=True))[: 3 if with_probabilities else 2]
         written = _undefined(*arrays, like=(query, key, value, table, placement))
     return _over_chunks(chunks, chunk, written)
 
@@ -121,7 +127,7 @@ def gradients_in_parts(
         return d_query, *sums
 
     if written is None:
-        partials = max(items.num_slots, 1), block_size
+        partials = max(items.num_partials, 1), block_size
         written = _undefined(
             (query.shape, query.dtype), ((*partials, key.shape[3]), "float32"),
             ((*partials, value.shape[3]), "float32"), (key.shape, key.dtype), (value.shape, value.dtype),
