@@ -18,7 +18,7 @@ from nsa_jax.array_typing import Array, Bool, Float, Int
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, Operands, rotate
 
-MOST_LOGITS = 1 << 25  # at a time: 256 MB in float64, and a few arrays of this size; so it is of taken keys
+MOST_LOGITS = 1 << 25  # at a time, or numbers of taken keys: 256 MB in float64, and a few arrays of this size
 LONGEST_WHOLE = 1 << 16  # rows of more keys are not multiplied whole where a query sees few of them
 
 OF_KEYS = (*KEYS_VALUES, "key", "value")
@@ -173,7 +173,8 @@ def _layer_rows(operation: str, x: Arrays, queries: Queries, shape: Shape) -> Fl
         query, key = (rotate(project(x["x"]), index) for project in (layer.query_proj, layer.key_proj))
         operands = {"query": query, "key": key, "value": layer.value_proj(x["x"])}
     else:
-        operands = wide(layer_operands(x, shape=shape)._asdict())
+        operands = layer_operands(x, shape=shape)._asdict()
+    operands = wide(operands)
     rows = {name: y[:, queries.positions] if of_query(name) else y for name, y in operands.items()}
     return layer.out_proj(_results(LAYERS[operation], rows, queries, shape)[0])
 

@@ -29,7 +29,7 @@ class Run(records.Run):
         super().__init__(options.output)
         self.options, self.config = options, config
         print(f"{options.devices} devices, config {config}", flush=True)
-        self.green: set[tuple[str, Shape]] = set()
+        self.green: set[tuple[str, str, Shape]] = set()
         self.programs: dict[tuple[str, str, Shape], timing.Compiled] = {}
 
     def measure(self, length: int, distribution: str) -> None:
@@ -95,18 +95,20 @@ class Run(records.Run):
         ]
 
     def _is_possible(self, way: Strategy, shape: Shape) -> bool:
-        """Whether the shape can be spread, and the gate is green; says so if not."""
+        """Whether the shape can be spread, and the gate of each mode is green; says so if not."""
         name = way.name
         if reason := way.refusal(shape):
             print(f"refused: {name} T={shape.length}: {reason}")
             return False
-        if name not in self.red and (name, shape) not in self.green:
-            progress(f"gate {name} T={shape.length}: compiling and comparing with dense attention in float64")
-            mode = "fwd_bwd" if "fwd_bwd" in self.options.modes else "fwd"
+        for mode in self.options.modes:
+            if name in self.red or (name, mode, shape) in self.green:
+                continue
+            setting = f"{mode} T={shape.length}"
+            progress(f"gate {name} {setting}: compiling and comparing with dense attention in float64")
             verdict = strategies.check(way, shape, mode)
-            print(f"gate {name}: {verdict}, T={shape.length}", flush=True)
+            print(f"gate {name}: {verdict}, {setting}", flush=True)
             if verdict.green:
-                self.green.add((name, shape))
+                self.green.add((name, mode, shape))
             else:
                 self.red.append(name)
         return name not in self.red

@@ -81,13 +81,11 @@ class Strategy(NamedTuple):
         """What the program of a mode gives, on the host: of the queries at `positions`, and of all keys."""
         found = self.compiled(mode, self.put(arrays)).run()
         found = found if mode == "fwd_bwd" else dict(out=found)
-        length = arrays["query"].shape[1]
-        rows = np.arange(length)
+        rows: Any = slice(None)
         if self.name == "context":
-            rows = np.argsort(token_indices(length, self.num_devices))
-        return {
-            name: np.asarray(x)[:, rows[positions] if of_query(name) else rows] for name, x in found.items()
-        }
+            rows = np.argsort(token_indices(arrays["query"].shape[1], self.num_devices))
+            positions = rows[positions]
+        return {name: np.asarray(x)[:, positions if of_query(name) else rows] for name, x in found.items()}
 
     def attend(self, arrays: Mapping[str, Array]) -> Array:
         """The attention to arrays by name."""

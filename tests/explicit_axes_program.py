@@ -8,6 +8,7 @@ import functools
 import re
 import sys
 import time
+import warnings
 
 import fewer_collections  # noqa: F401
 import jax
@@ -21,7 +22,7 @@ from modules import MODEL, abstract, randomised
 from small_layer import HEADS, KV_HEADS, ROWS, WIDTH, WeightedSum, make_layer, random
 
 from nsa_jax import attention, reference
-from nsa_jax.generate import advance, extend, gather, generate, repeat, start
+from nsa_jax.generate import Batcher, advance, extend, gather, generate, repeat, session, start
 from nsa_jax.model import Transformer, token_chunks, token_divergences, token_losses
 from nsa_jax.nn import DenseAttention, IndexerConfig
 
@@ -387,6 +388,21 @@ def sessions() -> None:
     assert found[0].tokens.sharding.spec[0] == "data"
 
 
+def requests() -> None:
+    """A Batcher of a model that is divided gives the same tokens, with one program for a size of parts."""
+    plain, sharded = model(num_layers=1)
+    prompt = np.random.default_rng(0).integers(0, 12, (1, 150))
+    expected = generate(plain, prompt, max_new_tokens=5, max_length=160).tokens[0]
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of arrays that are donated in vain
+        batcher = Batcher(sharded, 2, max_length=160, prefill_chunk=64, sampling=())
+        before = session._extend._cache_size()
+        asked = [batcher.submit(prompt[0], max_new_tokens=5) for _ in range(2)]
+        found = [[token for piece in request for token in piece.tokens] for request in asked]
+    assert found == [expected.tolist()] * 2
+    assert session._extend._cache_size() == before + 1
+
+
 def empty_caches() -> None:
     """A program makes each part of an empty cache where it belongs, and a step leaves it there.
 
@@ -446,7 +462,7 @@ def without_the_mesh() -> None:
 
 CHECKS = (
     *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, losses),
-    *(decoding, sessions, empty_caches, without_the_mesh),
+    *(decoding, sessions, requests, empty_caches, without_the_mesh),
 )
 
 

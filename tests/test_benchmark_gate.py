@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from printed import last_line
 
-from benchmarks import attention, definitions, gate, inputs, roofline, selections, verdict
+from benchmarks import attention, definitions, gate, inputs, layers, roofline, selections, verdict
 from benchmarks.inputs import Shape
 from nsa_jax import attention as operations
 from nsa_jax.config import NSAConfig
@@ -232,6 +232,28 @@ def test_selection_gate_sees_a_better_block_left_out():
 
     assert judge(blocks).green
     assert not judge(blocks.at[0, -1, 0].set(jnp.array([0, worse, 8, 9]))).green
+
+
+@pytest.mark.parametrize(("operation", "attended"), [("layer", 3), ("dense_layer", 1)])
+def test_gradients_of_a_layers_keys_are_added_up_in_float64(monkeypatch, operation, attended):
+    sizes = dict(length=64, query_heads=2, kv_heads=1, key_dim=8, value_dim=8, model_dim=16)
+    shape = Shape(**sizes, dtype="bfloat16", config=SMALL)
+    x = dict(
+        zip(("x", *layers.parameters(operation, shape)), layers.arguments(operation, shape), strict=True)
+    )
+    attend, dtypes = definitions._attend, []
+
+    def noted(name, query, key, value, *others):
+        dtypes.append([y.dtype.name for y in (query, key, value)])
+        return attend(name, query, key, value, *others)
+
+    monkeypatch.setattr(definitions, "_attend", noted)
+    with jax.enable_x64(True):
+        definitions.results.__wrapped__(
+            x, np.arange(4), np.zeros((1, 4, 1, 4), np.int32), 0.0, operation=operation, shape=shape
+        )
+
+    assert dtypes == [["bfloat16", "float64", "float64"]] * attended
 
 
 def test_late_tokens_have_a_budget_of_their_own():

@@ -354,10 +354,10 @@ def test_a_row_that_is_not_finite_ends_alone(stub, batcher):
 def test_a_prompt_that_cannot_be_read_fails_alone(stub, batcher, monkeypatch):
     read = batching.appended
 
-    def fails(session, tokens, counts, size):
+    def fails(session, tokens, counts, *sizes, **options):
         if counts == [len(PROMPTS[1])]:
             raise MemoryError("no room")
-        return read(session, tokens, counts, size)
+        return read(session, tokens, counts, *sizes, **options)
 
     monkeypatch.setattr(batching, "appended", fails)
     requests = [batcher.submit(prompt, max_new_tokens=9) for prompt in PROMPTS]
@@ -544,25 +544,25 @@ def test_prompts_are_read_in_parts_of_few_sizes():
     parts = {length: buckets.parts(length, 8192) for length in range(1, 40_000)}
 
     for length, sizes in parts.items():
-        room = sum(sizes) - len(sizes)  # each has a place for a token that is pending
-        assert length <= room
-        assert sizes.count(8192) >= length // 8191
-        assert room - length <= buckets.TOKENS_OF_A_CALL
-        assert len(sizes) <= length // 8191 + 4
+        assert sum(sizes[:-1]) < length <= sum(sizes)
+        assert sizes.count(8192) >= length // 8192
+        assert sum(sizes) - length <= buckets.TOKENS_OF_A_CALL
+        assert len(sizes) <= length // 8192 + 3
     assert {size for sizes in parts.values() for size in sizes} == {64 << n for n in range(8)}
+    assert all(parts[64 << n] == [64 << n] for n in range(8))
     assert buckets.parts(9, 6) == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [(1, [(63, 1)]), (63, [(63, 63)]), (64, [(63, 63), (63, 1)]), (200, [(63, 63)] * 3 + [(63, 11)])],
+    [(1, [(64, 1)]), (64, [(64, 64)]), (65, [(64, 64), (64, 1)]), (200, [(64, 64)] * 3 + [(64, 8)])],
 )
 def test_a_long_prompt_is_read_part_by_part(stub, monkeypatch, length, expected):
     batcher, read, given = made(stub, prefill_chunk=64, max_length=256), batching.appended, []
 
-    def noted(session, tokens, counts, size):
+    def noted(session, tokens, counts, size, **options):
         given.append((tokens.shape[1], *counts))
-        return read(session, tokens, counts, size)
+        return read(session, tokens, counts, size, **options)
 
     monkeypatch.setattr(batching, "appended", noted)
     prompt = [1 + n % 7 for n in range(length)]

@@ -186,6 +186,18 @@ def test_a_chunk_is_on_its_way_before_the_one_before_is_read(model, monkeypatch)
     assert len(model.log.steps) == 16
 
 
+def test_steps_that_nobody_wants_are_not_asked_for(model, monkeypatch):
+    asked, ask = [], streaming.dispatch_chunk
+    monkeypatch.setattr(streaming, "dispatch_chunk", lambda *x: asked.append(x[2]) or ask(*x))
+    pending = advance(begun(model), 1)[0]
+
+    assert [len(list(stream(begun(model), count, chunk_size=4))) for count in (1, 5, 6)] == [1, 2, 3]
+    assert asked == [0, *(0, 4), *(0, 4, 4)]
+    asked.clear()
+    assert [piece.lengths.tolist() for piece in stream(pending, 1, chunk_size=4)] == [[1, 1, 1]]
+    assert asked == [0, 4]
+
+
 def test_log_probabilities_come_with_their_tokens(model):
     _, new = advance(begun(model, logprobs=2), 12)
 

@@ -58,8 +58,8 @@ class Batcher:
       drafts: lets a decode step verify several tokens, see `start`.
       chunk_size: number of steps between two times at which requests enter and leave, and tokens are read.
       prefill_chunk: largest number of prompt tokens that are read at once. Prompts are read in parts, whose
-        sizes are powers of two from 64 up to this number; a program for each size is compiled when the first
-        such part comes.
+        sizes are powers of two up to this number, and 64 at least if it allows. A program for each size is
+        compiled when the first such part comes.
       cache_dtype: see `generate`.
 
     Raises:
@@ -355,10 +355,10 @@ class Batcher:
         """
         first = 0
         for size in buckets.parts(len(tokens), min(self._prefill_chunk, session.max_length)):
-            part = tokens[first : first + size - 1]
-            wide = np.pad(part, (0, size - 1 - len(part)))[None]
-            session = appended(session, wide, np.array([len(part)], np.int32), size)
-            first += len(part)
+            part = tokens[first : first + size]
+            wide, count = np.pad(part, (0, size - len(part)))[None], np.array([len(part)], np.int32)
+            session = appended(session, wide, count, size, any_pending=False)
+            first += size
         return session
 
     def _ask_for_chunk(self) -> None:

@@ -98,7 +98,7 @@ def begin(
     cache = model.init_cache(prompts.shape[0], max_length, **of_cache)
     logits, cache = prefill_in_chunks(model, prompts, lengths, cache, prefill_chunk)
     none = jnp.zeros_like(lengths, jnp.int32)  # one number a row, on the device of the row
-    last = none
+    held, last = none + lengths.astype(jnp.int32), none
     if prompts.shape[1]:
         last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     logits = _nan_for_unknown_ids(model, explicit.by_rows(logits), prompts, lengths)
@@ -111,12 +111,12 @@ def begin(
         logits=logits,
         token=last.astype(jnp.int32),
         pending=none > 0,
-        held=lengths.astype(jnp.int32),
+        held=held,
         drawn=none,
         ended=none,
         keys=keys,
-        turn=lengths.astype(jnp.int32),
-        furthest=lengths.astype(jnp.int32),
+        turn=held,
+        furthest=held,
         seen=None if sampling.repetition_penalty is None else penalties.marked(had, prompts, lengths),
         written=None if sampling.presence_penalty is None else had,
         history=history.begun(prompts, lengths, max_length) if keeps_history else None,
@@ -133,16 +133,17 @@ def append(
     *,
     max_length: int,
     prefill_chunk: int,
+    any_pending: bool = True,
 ) -> Rows:
     """Appends the pending token of a row and the first `counts` of `tokens`, to rows that get some.
 
-    `T + 1` must be a multiple of `prefill_chunk`.
+    `T + 1` must be a multiple of `prefill_chunk`; or `T`, if not `any_pending`.
     """
-    tokens, counts, _ = explicit.alike(tokens=tokens, counts=counts, held=rows.held)
-    # A pending token comes before those of the turn.
-    behind = jnp.concatenate([rows.token[:, None], tokens], axis=1)
-    text = jnp.where(rows.pending[:, None], behind, jnp.roll(behind, -1, axis=1))
-    wanted = jnp.where(counts > 0, counts + rows.pending, 0)
+    text, wanted, _ = explicit.alike(tokens=tokens, counts=counts, held=rows.held)
+    if any_pending:  # that token comes before those of the turn
+        behind = jnp.concatenate([rows.token[:, None], text], axis=1)
+        text = jnp.where(rows.pending[:, None], behind, jnp.roll(behind, -1, axis=1))
+        wanted = jnp.where(wanted > 0, wanted + rows.pending, 0)
     fits = rows.held + wanted <= max_length
     wanted = jnp.where(fits, wanted, 0)
     given = wanted > 0
@@ -158,7 +159,7 @@ def append(
     return rows._replace(
         cache=cache,
         logits=jnp.where(given[:, None], logits, rows.logits),
-        token=jnp.where(given, last, rows.token),
+        token=jnp.where(given, last.astype(jnp.int32), rows.token),
         pending=rows.pending & ~given,
         held=rows.held + wanted,
         turn=jnp.where(given, rows.held + wanted, rows.turn),
@@ -176,15 +177,15 @@ def advance(
     max_length: int,
     columns: int,
     chunk_size: int,
-    num_chunks: int | None = None,
+    fixed_steps: int | None = None,
 ) -> Loop:
     """Adds up to `limit` tokens to each row that has not ended.
 
     A row with a pending token has its tokens in columns `1 .. lengths` of the buffer, any other row from
     column 0 on. Without drafts, a column is thus a draw that all rows take part in.
 
-    With `num_chunks` it takes so many chunks of steps, whether rows still want tokens or not. The host then
-    has nothing to wait for, and can hand over the next program while this one runs.
+    With `fixed_steps` it takes so many steps, whether rows still want tokens or not. The host then has
+    nothing to wait for, and can hand over the next program while this one runs.
     """
 
     def draw(loop: Loop, logits: Array, asked: Bool[Array, " B"]) -> Loop:
@@ -251,8 +252,8 @@ def advance(
         # A chunk would go on when drafts have brought all tokens already.
         body, chunk_size = step_with_drafts, 1
     start = draw(start, rows.logits, going(start) & ~rows.pending)
-    if num_chunks is not None:
-        return jax.lax.fori_loop(0, num_chunks * chunk_size, body, start) if num_chunks else start
+    if fixed_steps is not None:
+        return jax.lax.fori_loop(0, fixed_steps, body, start) if fixed_steps else start
     return jax.lax.while_loop(
         lambda loop: going(loop).any(),
         lambda loop: jax.lax.fori_loop(0, chunk_size, body, loop),
@@ -361,8 +362,8 @@ def prefill_in_chunks(model: Decoder, prompts, lengths, cache, chunk: int) -> tu
         return model.prefill(prompts, cache, num_tokens=lengths)
     if prompts.shape[1] == 0:
         one = jnp.zeros((len(prompts), 1), prompts.dtype)
-        logits, _ = jax.eval_shape(lambda: model.prefill(one, cache, num_tokens=lengths))
-        return jnp.zeros(logits.shape, logits.dtype), cache
+        logits, extended = jax.eval_shape(lambda: model.prefill(one, cache, num_tokens=lengths))
+        return jnp.zeros_like(logits), jax.tree.map(explicit.like, cache, extended)
 
     def extend(carry):
         first, last_logits, cache = carry

@@ -255,11 +255,12 @@ def appended(
     tokens: Int32[Array | np.ndarray, "B T"],
     counts: Int32[Array | np.ndarray, " B"],
     prefill_chunk: int,
+    any_pending: bool = True,
 ) -> Session:
-    """`extend` without its checks and buckets: `T + 1` must be a multiple of `prefill_chunk`."""
+    """`extend` without its checks and buckets, see `rows.append`."""
     extended = _extend(
         session.structure, session.parameters, session.rows, tokens, counts, session.options,
-        max_length=session.max_length, prefill_chunk=prefill_chunk,
+        max_length=session.max_length, prefill_chunk=prefill_chunk, any_pending=any_pending,
     )  # fmt: skip
     return dataclasses.replace(session, rows=extended)
 
@@ -302,10 +303,8 @@ def dispatch_chunk(
     wants them, so that the device tells the host nothing meanwhile: `rows.advance` says why. With drafts it
     tests after each step, because nobody knows how many are needed.
     """
-    chunk_size, num_chunks = (
-        (1, None) if session.options.drafts is not None else (max(steps, 1), int(steps > 0))
-    )
-    return _dispatch(session, until, steps, buckets.bucketed(steps + 1), chunk_size, num_chunks)
+    fixed = min(steps, session.max_length) if session.options.drafts is None else None
+    return _dispatch(session, until, steps, buckets.bucketed(steps + 1), 1, fixed)
 
 
 def _dispatch(
@@ -314,12 +313,12 @@ def _dispatch(
     steps: int,
     columns: int,
     chunk_size: int,
-    num_chunks: int | None = None,
+    fixed_steps: int | None = None,
 ) -> tuple[Session, Continuation]:
     advanced, new = _advance(
         session.structure, session.parameters, session.rows, session.options, until, steps,
         max_length=session.max_length, columns=columns, chunk_size=min(chunk_size, session.max_length),
-        num_chunks=num_chunks,
+        fixed_steps=fixed_steps,
     )  # fmt: skip
     return dataclasses.replace(session, rows=advanced), new
 
@@ -331,24 +330,25 @@ def _start(structure, parameters, prompts, lengths, keys, options, **sizes) -> R
 
 
 @functools.partial(
-    jax.jit, static_argnames=("structure", "max_length", "prefill_chunk"), donate_argnames="held"
+    jax.jit,
+    static_argnames=("structure", "max_length", "prefill_chunk", "any_pending"),
+    donate_argnames="held",
 )
-def _extend(structure, parameters, held, tokens, counts, options, *, max_length, prefill_chunk) -> Rows:
-    model, sizes = structure.model(parameters), dict(max_length=max_length, prefill_chunk=prefill_chunk)
-    return rows.append(model, held, tokens, counts, options, **sizes)
+def _extend(structure, parameters, held, tokens, counts, options, **sizes) -> Rows:
+    return rows.append(structure.model(parameters), held, tokens, counts, options, **sizes)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("structure", "max_length", "columns", "chunk_size", "num_chunks"),
+    static_argnames=("structure", "max_length", "columns", "chunk_size", "fixed_steps"),
     donate_argnames="held",
 )
 def _advance(
-    structure, parameters, held, options, until, steps, *, max_length, columns, chunk_size, num_chunks
+    structure, parameters, held, options, until, steps, *, max_length, columns, chunk_size, fixed_steps
 ) -> tuple[Rows, Continuation]:
     model = structure.model(parameters)
     limit = jnp.minimum(until - held.drawn, steps + ~held.pending)
-    sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size, num_chunks=num_chunks)
+    sizes = dict(max_length=max_length, columns=columns + 1, chunk_size=chunk_size, fixed_steps=fixed_steps)
     advanced, new, taken = rows.advance(model, held, options, limit, **sizes)
 
     # A row with a pending token has none in the first column.

@@ -64,11 +64,12 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         while self._in_flight is not None:
-            now, steps = self._in_flight
-            asks = not self._stopped and (self._left > steps).any()  # each step brings a token
-            self._in_flight = self._ask(self._chunk_size) if asks else None
+            now, coming = self._in_flight
+            self._in_flight = self._ask_for_more(coming)
             piece = self._read(now)
-            if ((piece.ended != Ended.NO) | (self._left == 0)).all():
+            if self._in_flight is None:
+                self._in_flight = self._ask_for_more(0)  # rows that had a token pending still want their last
+            elif not self._left.any():
                 self._in_flight = None  # nothing is left to do in that chunk
             if piece.lengths.any():
                 return piece
@@ -93,23 +94,27 @@ class Stream(Iterator[Piece]):
                 return
             yield piece
 
+    def _ask_for_more(self, coming: int) -> tuple[Continuation, int] | None:
+        """Asks for a chunk if a row wants more than the tokens that are on their way."""
+        wanted = not self._stopped and (self._left > coming).any()
+        return self._ask(self._chunk_size) if wanted else None
+
     def _ask(self, steps: int) -> tuple[Continuation, int]:
-        """Starts so many steps, without waiting for those that run."""
+        """Starts so many steps, without waiting for those that run; also how many tokens they bring a row."""
         self.session, new = dispatch_chunk(self.session, self._until, steps)
-        return new, steps
+        return new, max(steps, 1)
 
     def _read(self, new: Continuation) -> Piece:
         """Waits for the tokens of a chunk."""
         tokens, lengths, ended, reports, _ = jax.device_get(new)
-        self._left -= lengths
+        self._left = np.where(ended == Ended.NO, self._left - lengths, 0)
         most = int(lengths.max())
         tokens, reports = jax.tree.map(lambda x: x[:, :most], (tokens, reports))
         text = None
         if self._texts is not None:
-            is_last = (ended != Ended.NO) | (self._left == 0)
             text = tuple(
-                pieces.add(row[:length].tolist(), last=bool(last))
-                for pieces, row, length, last in zip(self._texts, tokens, lengths, is_last, strict=True)
+                pieces.add(row[:length].tolist(), last=left == 0)
+                for pieces, row, length, left in zip(self._texts, tokens, lengths, self._left, strict=True)
             )
         return Piece(tokens, lengths, ended, reports, text)
 

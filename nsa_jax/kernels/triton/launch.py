@@ -54,7 +54,7 @@ def launch(
       **constants: the kernel's other parameters by name.
 
     Raises:
-      NotImplementedError: the grid is too long along y, which counts batch rows times KV heads.
+      NotImplementedError: the grid is too long along y, which counts KV heads of all rows, or their ranges.
     """
     if max(grid[1:], default=0) > MOST_PROGRAMS_Y:
         raise NotImplementedError(

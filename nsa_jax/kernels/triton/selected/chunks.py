@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from nsa_jax.array_typing import Array, Int, Int32
 from nsa_jax.kernels.triton.selected.items import BlockItems
 
-PART_BYTES = 2**30  # most bytes of the parts of a chunk of whole heads; 2^31 is 1.1 % faster at best
+PART_BYTES = (
+    2**30
+)  # most bytes of the parts of a chunk; 2^31 is 1.1 % faster at best. `chunks_of` says what may take twice
 
 
 class Chunks(NamedTuple):

@@ -10,8 +10,8 @@ a range of its queries, are cut into tiles of consecutive queries:
 3. `sorted_pairs` sorts the pairs of each tile in registers and stores them behind those of the tiles before.
 
 The order is that of a stable sort: by lane, place, query and slot. Bytes: 12 a pair read and written, and 16
-for each place of each tile. A tile has at least as many pairs as a lane has places, so without padding there
-are at most as many counts as pairs.
+for each place of each tile. A tile has at least as many pairs as a lane has places, so where tiles
+are full there are at most as many counts as pairs.
 """
 
 from nsa_jax.array_typing import Array, Int32

@@ -11,8 +11,8 @@ numbers ascend with the blocks; some are unused.
 On request the queries of a row are also cut into ranges, and the pairs of a range are sorted on their own: KV
 head, then range, then block. So a kernel can work through the items of one range at a time.
 
-Bytes: 12 a pair while sorting by counting (50 MB at 64k), 16 in packed and very long rows, which have too
-many block numbers for that and take XLA's sort; 4 of them are kept.
+Bytes: 12 a pair while sorting by counting (50 MB at 64k), 16 where there are too many block
+numbers for that, in long packed rows and in very long ones, which take XLA's sort; 4 of them are kept.
 """
 
 from typing import NamedTuple
@@ -155,33 +155,39 @@ def _sort_pairs(
     range_queries: int | None,
     ranges: int,
 ) -> _Groups:
-    batch, num_queries, num_kv_heads, of_query = block_indices.shape
     size, num_blocks = placement.config.selection_block_size, numbering.starts.shape[1]
-    num_groups = batch * num_kv_heads * ranges * num_blocks
     row = last_rows(placement)[:, :, None, None]
     start = placement.sequence_start[:, :, None, None] + block_indices * size
     exists = (block_indices >= 0) & (start <= row)
     needs_no_mask = (start + (size - 1) <= row).astype(jnp.int32)
     place = 2 * (numbering.first[:, :, None, None] + block_indices) + needs_no_mask
+    places = jnp.where(exists, place, -1).astype(jnp.int32)
     tile_pairs = fitting_tile(2 * num_blocks)
-    if tile_pairs is not None:
-        coded, queries = range_queries is not None, range_queries or max(num_queries, 1)
-        places = jnp.where(exists, place, -1).astype(jnp.int32)
+    if tile_pairs is None:
+        tokens, bounds = _sorted_by_xla(places, 2 * num_blocks, range_queries, ranges)
+    else:
         tokens, bounds = counting_sort(
-            places, 2 * num_blocks, range_queries=queries, coded=coded, tile_pairs=tile_pairs
-        )
-        return _Groups(tokens, bounds[:-1:2], bounds[1::2], bounds[2::2])
-    head = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
+            places, 2 * num_blocks, range_queries=range_queries or max(places.shape[1], 1),
+            coded=range_queries is not None, tile_pairs=tile_pairs,
+        )  # fmt: skip
+    return _Groups(tokens, bounds[:-1:2], bounds[1::2], bounds[2::2])
+
+
+def _sorted_by_xla(
+    places: Int32[Array, "B T K R"], num_places: int, range_queries: int | None, ranges: int
+) -> tuple[Int32[Array, " pairs"], Int32[Array, " bounds"]]:
+    """What `counting_sort` gives, for any number of places."""
+    batch, num_queries, num_kv_heads, of_query = places.shape
+    lane = jnp.arange(batch * num_kv_heads, dtype=jnp.int32).reshape(batch, 1, num_kv_heads, 1)
     query = jnp.arange(num_queries, dtype=jnp.int32)[:, None, None]
     if range_queries is not None:
-        head = head * ranges + query // range_queries
-    place = jnp.where(exists, 2 * num_blocks * head + place, 2 * num_groups)
-    if range_queries is not None:
+        lane = lane * ranges + query // range_queries
         query = query * of_query + jnp.arange(of_query, dtype=jnp.int32)
-    query = jnp.broadcast_to(query, block_indices.shape)
+    most = batch * num_kv_heads * ranges * num_places
+    place = jnp.where(places >= 0, num_places * lane + places, most)
+    query = jnp.broadcast_to(query, places.shape)
     place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
-    bounds = _count_below(place, 0, 2 * num_groups + 1)
-    return _Groups(tokens, bounds[:-1:2], bounds[1::2], bounds[2::2])
+    return tokens, _count_below(place, 0, most + 1)
 
 
 def _item_table(
