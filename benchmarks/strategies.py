@@ -135,20 +135,14 @@ def compress_and_attend(
 def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, dict[str, np.ndarray]]:
     """Queries of a distribution, and all arrays on the host, among them a cotangent of the output.
 
-    Of a row of a million tokens one large array after the other has room on the device, and the scores of one
-    KV head.
+    Of a row of a million tokens one large array after the other has room on the device.
     """
     arrays = {name: _tokens(name, shape) for name in KEYS_VALUES}
     arrays["gates"] = tensor("gates", shape)
     kv_cmp = arrays["key_cmp"], arrays["value_cmp"]
     key_blocks, _ = jax.jit(compressed, static_argnums=2)(*kv_cmp, shape.config)
     choose = jax.jit(programs.function("select_blocks", implementation, shape))
-
-    def by_head(query: Array, _: Array) -> Array:
-        queries, keys = (jnp.split(x, shape.kv_heads, axis=2) for x in (query, key_blocks))
-        return jnp.concatenate([choose(*head) for head in zip(queries, keys, strict=True)], axis=2)
-
-    drawn = draw_queries(shape, distribution, by_head)
+    drawn = draw_queries(shape, distribution, lambda query, _: choose(query, key_blocks))
     query: Any = np.asarray(drawn.query)
     drawn = dataclasses.replace(drawn, query=query)
     on_host = {name: np.asarray(x) for name, x in arrays.items()}
