@@ -9,7 +9,7 @@ import pytest
 from messages import refused
 from test_generate import LENGTHS, PROMPTS, Stub
 
-from nsa_jax.generate import Ended, advance, extend, generate, start, stream, streaming
+from nsa_jax.generate import Ended, advance, extend, generate, session, start, stream, streaming
 from nsa_jax.generate.text import TextPieces
 
 ROOM, PAD = 64, 99
@@ -196,6 +196,22 @@ def test_steps_that_nobody_wants_are_not_asked_for(model, monkeypatch):
     asked.clear()
     assert [piece.lengths.tolist() for piece in stream(pending, 1, chunk_size=4)] == [[1, 1, 1]]
     assert asked == [0, 4]
+
+
+def test_a_chunk_has_no_loop_that_ends_by_its_data(model, monkeypatch):
+    """The host would have to wait for each test, and could not hand over the next chunk."""
+    programs, run = [], session._advance
+
+    def noted(*arguments, **sizes):
+        programs.append(str(run.trace(*arguments, **sizes).jaxpr))
+        return run(*arguments, **sizes)
+
+    monkeypatch.setattr(session, "_advance", noted)
+
+    list(stream(begun(model), 9, chunk_size=4))
+    assert ["while[" in program for program in programs] == [False] * 3
+    advance(begun(model), 9)
+    assert "while[" in programs[-1]
 
 
 def test_log_probabilities_come_with_their_tokens(model):
