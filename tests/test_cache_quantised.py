@@ -378,7 +378,7 @@ def test_models_are_asked_for_the_dtype():
         generate.generate(Asked(5), prompts, cache_dtype=dtype, **options)
     generate.Batcher(Asked(5), 1, max_length=8, cache_dtype="int8").read_prefix([1, 2])
 
-    # Prompts of the batcher take the program that made its slots; one without the dtype would be another.
-    assert asked == ["int8", "float8_e4m3fn", None, "int8"]
+    # The batcher asks for its slots, and for the empty row behind which it reads prompts.
+    assert asked == ["int8", "float8_e4m3fn", None, "int8", "int8"]
     with refused(TypeError, r"must have init_cache\(.*\) for a cache_dtype, got TokenTable"):
         generate.generate(TokenTable(5), prompts, cache_dtype="int8", **options)
