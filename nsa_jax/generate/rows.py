@@ -92,7 +92,7 @@ def begin(
     cache_dtype: str | None,
     keeps_history: bool = False,
 ) -> Rows:
-    """Rows that hold their prompts, before the first token is drawn. Without columns, they hold nothing."""
+    """Rows that hold their prompts, before the first token is drawn; nothing, if the prompts have width 0."""
     prompts, lengths, keys = explicit.alike(prompts=prompts, lengths=lengths, keys=keys)
     of_cache: dict[str, Any] = {} if cache_dtype is None else dict(dtype=cache_dtype)
     cache = model.init_cache(prompts.shape[0], max_length, **of_cache)
@@ -137,7 +137,8 @@ def append(
 ) -> Rows:
     """Appends the pending token of a row and the first `counts` of `tokens`, to rows that get some.
 
-    `T + 1` must be a multiple of `prefill_chunk`; or `T`, if not `any_pending`.
+    `T + 1` must be a multiple of `prefill_chunk`. Who knows that no row has a pending token passes
+    `any_pending=False`; then `T` must be one.
     """
     text, wanted, _ = explicit.alike(tokens=tokens, counts=counts, held=rows.held)
     if any_pending:  # that token comes before those of the turn

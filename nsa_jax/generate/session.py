@@ -204,7 +204,7 @@ def start(
 
 
 def empty(session: Session, sampling: Sampling, cache_dtype: str | None) -> Session:
-    """A session of one row that has read nothing, beside another session."""
+    """A session of one row that has read nothing, of the model, options and capacity of another one."""
     options = dataclasses.replace(session.options, sampling=sampling)
     begun = _start(
         session.structure, session.parameters, np.zeros((1, 0), np.int32), np.zeros(1, np.int32),
@@ -257,7 +257,7 @@ def appended(
     prefill_chunk: int,
     any_pending: bool = True,
 ) -> Session:
-    """`extend` without its checks and buckets, see `rows.append`."""
+    """`extend` without its checks and buckets; `rows.append` says what the widths must be."""
     extended = _extend(
         session.structure, session.parameters, session.rows, tokens, counts, session.options,
         max_length=session.max_length, prefill_chunk=prefill_chunk, any_pending=any_pending,
@@ -299,9 +299,9 @@ def dispatch_chunk(
 ) -> tuple[Session, Continuation]:
     """Adds tokens to each row until it has drawn `until`, but no more than so many decode steps bring.
 
-    A row without a pending token gets one more, as that needs no step. It takes these steps also if no row
-    wants them, so that the device tells the host nothing meanwhile: `rows.advance` says why. With drafts it
-    tests after each step, because nobody knows how many are needed.
+    A row without a pending token gets one more, as that needs no step. The steps are taken also if no row
+    wants them, so that the host need not wait for the device in between, see `rows.advance`. With drafts each
+    step is followed by a test, because nobody knows how many are needed.
     """
     fixed = min(steps, session.max_length) if session.options.drafts is None else None
     return _dispatch(session, until, steps, buckets.bucketed(steps + 1), 1, fixed)

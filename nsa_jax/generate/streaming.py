@@ -100,7 +100,10 @@ class Stream(Iterator[Piece]):
         return self._ask(self._chunk_size) if wanted else None
 
     def _ask(self, steps: int) -> tuple[Continuation, int]:
-        """Starts so many steps, without waiting for those that run; also how many tokens they bring a row."""
+        """Starts so many steps without waiting for those that run.
+
+        Returns what will hold their tokens, and how many they bring each row that wants them.
+        """
         self.session, new = dispatch_chunk(self.session, self._until, steps)
         return new, max(steps, 1)
 

@@ -5,7 +5,7 @@ write 68 bytes a pair. Places are few, so here four kernels do it. The pairs of 
 a range of its queries, are cut into tiles of consecutive queries:
 
 1. `place_counts` counts how often each place occurs in each tile;
-2. `place_bounds` adds these counts up over the tiles before, and then over all places before, which is where
+2. `place_bounds` takes prefix sums of the counts, over the tiles before and over all places before: where
    the pairs of a place begin;
 3. `sorted_pairs` sorts the pairs of each tile in registers and stores them behind those of the tiles before.
 
