@@ -58,7 +58,7 @@ KERNELS = {
     "nsa_jax/kernels/triton/selection/importance.py": "selection",
     "nsa_jax/kernels/triton/selected/items.py": "selected",
     "nsa_jax/kernels/triton/probabilities/blocks.py": "probabilities",
-    "nsa_jax/kernels/triton/nonfinite/visible_keys.py": "nonfinite",
+    "nsa_jax/kernels/triton/nonfinite/branches.py": "nonfinite",
     "nsa_jax/kernels/triton/decode/step.py": "decode",
     "nsa_jax/kernels/mosaic_gpu/operations.py": "mosaic",
 }

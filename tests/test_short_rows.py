@@ -17,8 +17,8 @@ from nsa_jax.config import NSAConfig  # noqa: E402
 CONFIG = NSAConfig()
 LONGEST = CONFIG.num_selected_blocks * CONFIG.selection_block_size
 LISTS = {
-    *("nsa_importance", "nsa_best_blocks", "nsa_union_lists", "nsa_selected_forward", "nsa_count_below"),
-    *("nsa_place_counts", "nsa_sorted_pairs"),
+    *("nsa_importance", "nsa_best_blocks", "nsa_union_lists", "nsa_selected_forward", "nsa_count_items"),
+    *("nsa_place_counts", "nsa_sorted_pairs", "nsa_item_table"),
 }
 
 

@@ -28,6 +28,7 @@ from nsa_jax import attention, dispatch, layout, nn  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.mosaic_gpu import support as mosaic_support  # noqa: E402
 from nsa_jax.kernels.triton import support  # noqa: E402
+from nsa_jax.kernels.triton.selected.items import invert  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH = 65536
@@ -44,13 +45,16 @@ OF_PROBABILITIES = {
     *("nsa_block_probabilities", "nsa_dense_log_sum_exp", "nsa_selected_probabilities"),
     "nsa_selected_recompute_probabilities",
 }
-RECOMPUTING = {
+RECOMPUTED_RESULTS = ("forward", "query_gradient", "key_gradients")
+RECOMPUTING = {f"nsa_native_recompute_{what}" for what in RECOMPUTED_RESULTS}  # of three branches at once
+RECOMPUTING_ONE = {
     f"nsa_{branch}_recompute_{what}"
-    for branch in ("compressed", "window", "selected")
-    for what in ("forward", "query_gradient", "key_gradients")
+    for branch in ("compressed", "window", "selected", "selected_causal")
+    for what in RECOMPUTED_RESULTS
 }
 OF_A_SORT = {"nsa_place_counts", "nsa_sum_counts", "nsa_place_bounds", "nsa_sorted_pairs"}
-OF_LISTS = {"nsa_union_lists", "nsa_count_below", "nsa_selected_add_partials"} | OF_A_SORT
+OF_ITEMS = {"nsa_count_items", "nsa_item_table"}
+OF_LISTS = {"nsa_union_lists", "nsa_selected_add_partials"} | OF_A_SORT | OF_ITEMS
 WITHOUT_PRODUCTS = OF_LISTS | {
     "nsa_best_blocks",
     "nsa_gated_sum",
@@ -59,8 +63,8 @@ WITHOUT_PRODUCTS = OF_LISTS | {
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
 OF_TWO_BRANCHES = {
     name
-    for name in WITH_PRODUCTS | RECOMPUTING | OF_LISTS
-    if "compressed" not in name and name != "nsa_importance"
+    for name in WITH_PRODUCTS | RECOMPUTING_ONE | OF_LISTS
+    if not any(x in name for x in ("compressed", "causal", "importance"))
 }
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
     *("nsa_step_first", "nsa_step_hidden", "nsa_step_second", "nsa_step_dense", "nsa_step_dense_merge"),
@@ -68,17 +72,25 @@ OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
 OF_AN_INDEX = {  # in test_triton_index
     *("nsa_index_scores", "nsa_block_scores", "nsa_index_query_gradients", "nsa_index_key_gradients"),
 }
+OF_PACKED_ROWS = {"nsa_count_below"}  # whose pairs XLA sorts
 OF_MOSAIC = {"nsa_visit_lists"}  # compiled in test_mosaic_compile
 OF_PARTS = {  # of few heads
     *("nsa_selected_output_parts", "nsa_selected_add_output_parts", "nsa_selected_gradient_parts"),
     *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
 }
 OF_SHORT_ROWS = {  # the window's, by other names and with other ranges
-    f"nsa_selected_causal_{recompute}{what}"
-    for recompute in ("", "recompute_")
-    for what in ("forward", "query_gradient", "key_gradients")
+    f"nsa_selected_causal_{what}" for what in ("forward", "query_gradient", "key_gradients")
 }
-EVERY = KERNELS | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC | OF_PARTS | OF_SHORT_ROWS
+EVERY = (
+    KERNELS
+    | RECOMPUTING_ONE
+    | OF_PROBABILITIES
+    | OF_A_STEP
+    | OF_AN_INDEX
+    | OF_MOSAIC
+    | OF_PARTS
+    | OF_SHORT_ROWS
+)
 
 
 class Shape(NamedTuple):
@@ -110,8 +122,9 @@ LIKE_WINDOW = ("256", "float32", "128 wide heads", *MANY_HEADS)
 HAS_ROWS_OF_ITS_OWN = (90, 100)  # the compressed branch, in the tables of `sizes`
 # What recomputes has the same sizes and the same `mma.sync` on every GPU, in 24 KiB of shared memory, and
 # takes 16 heads at a time, however many there are. It is compiled for the oldest GPU, and with the most dims
-# and heads.
+# and heads; for one branch alone, with many heads.
 RECOMPUTED = {(80, "main"), (90, "main"), (90, "192/128"), (90, "float32"), (90, "128 wide heads")}
+RECOMPUTED_ONE = (90, "64 heads")
 # The main shape on every GPU; the others, 5 to 15 s each, on Hopper alone.
 CASES = [
     *((90, name) for name in reversed(SHAPES) if name != "main"),
@@ -124,8 +137,6 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     (80, "main"): {
         "nsa_gate_gradients": 28,
         "nsa_selected_key_gradients": 28,
-        "nsa_selected_recompute_key_gradients": 4,
-        "nsa_window_recompute_key_gradients": 4,
     },
     (89, "main"): {
         "nsa_selected_key_gradients": 4,
@@ -134,7 +145,6 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "main"): {
         "nsa_selected_key_gradients": 44,
-        "nsa_selected_recompute_key_gradients": 4,
     },
     (100, "main"): {
         "nsa_importance": 256,
@@ -168,10 +178,8 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
     },
     (90, "float32"): {
         "nsa_selected_key_gradients": 272,
-        "nsa_selected_recompute_key_gradients": 20,
         "nsa_selected_query_gradient": 4,
         "nsa_window_key_gradients": 464,
-        "nsa_window_recompute_key_gradients": 4,
     },
     (90, "64 heads"): {
         "nsa_selected_forward": 24,
@@ -184,10 +192,9 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 1540,
     },
     (90, "128 wide heads"): {
+        "nsa_native_recompute_key_gradients": 100,
         "nsa_selected_key_gradients": 112,
-        "nsa_selected_recompute_key_gradients": 12,
         "nsa_window_key_gradients": 2296,
-        "nsa_window_recompute_key_gradients": 20,
     },
 }
 
@@ -216,8 +223,8 @@ def everything(*operands):
         return attention.native_sparse_attention(*operands, config=CONFIG, implementation="triton")
 
     out, pull_back = jax.vjp(attend, *operands)
-    _, pull_back_gates = jax.vjp(lambda gates: attention.gated_sum(out, out, out, gates), operands[-1])
-    return attend(*operands), pull_back(out), pull_back_gates(out)
+    total, pull_back_gates = jax.vjp(lambda gates: attention.gated_sum(out, out, out, gates), operands[-1])
+    return attend(*operands), pull_back(out), total, pull_back_gates(out)
 
 
 def with_gradients(query, _, __, key_slc, value_slc, key_win, value_win, ___):
@@ -241,15 +248,15 @@ def with_gradients(query, _, __, key_slc, value_slc, key_win, value_win, ___):
 def known_of_others(capability: int, name: str) -> set[str]:
     """Kernels of which another case tells what they need.
 
-    Those of the compressed branch are the window's where their tiles are. What recomputes has the same
-    constants in both branches, and is compiled for both once.
+    Those of the compressed branch are the window's where their tiles are.
     """
     known = set() if (capability, name) in RECOMPUTED else RECOMPUTING
+    known = known if (capability, name) == RECOMPUTED_ONE else known | RECOMPUTING_ONE
     if capability in (89, 100, 120) or name == "192/128":
         known = known | WITHOUT_PRODUCTS  # as on an A100 and on Hopper, and as with other keys
     if name in LIKE_WINDOW or capability not in HAS_ROWS_OF_ITS_OWN:
         return known | COMPRESSED
-    return known if (capability, name) == (90, "main") else known | COMPRESSED & RECOMPUTING
+    return known
 
 
 def instructions(kernel: triton_kernels.Kernel, capability: int, name: str) -> list[str]:
@@ -313,7 +320,8 @@ def test_few_wide_heads_become_machine_code(capability, spilled):
 
 
 def test_kernels_of_short_rows_become_machine_code():
-    own = OF_SHORT_ROWS - RECOMPUTING
+    """And what recomputes, where no branch has blocks."""
+    own = OF_SHORT_ROWS | RECOMPUTING
 
     found = triton_kernels.compiled(everything, *operands(MAIN, 1024), capability=90, but=EVERY - own)
 
@@ -321,6 +329,21 @@ def test_kernels_of_short_rows_become_machine_code():
     for kernel in found:
         assert kernel.shared_bytes <= triton_compile.SHARED_MEMORY_BYTES[90], kernel.name
         assert kernel.spill_bytes == 0, kernel.name
+
+
+def test_kernels_of_packed_rows_become_machine_code():
+    query, _, _, key, *_ = operands(MAIN, 8192)
+    blocks = jax.ShapeDtypeStruct((*key.shape[:3], CONFIG.num_selected_blocks), jnp.int32)
+
+    def lists(blocks, ids):
+        placed = layout.place(CONFIG, batch=1, num_queries=8192, num_keys=8192, segment_ids=ids)
+        return invert(blocks, placed, 8192, item=1024).items
+
+    ids = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+    found = triton_kernels.compiled(lists, blocks, ids, capability=90, but=EVERY - OF_PACKED_ROWS)
+
+    assert {kernel.name for kernel in found} == OF_PACKED_ROWS
+    assert all(kernel.spill_bytes == kernel.scratch_bytes == 0 for kernel in found)
 
 
 @pytest.mark.parametrize(
@@ -373,9 +396,10 @@ def test_no_two_functions_share_a_name():
     names = collections.Counter(name.rpartition(".")[2] for name in triton_kernels.jit_functions().values())
 
     assert [name for name, count in names.items() if count > 1] == []
+    branches = ("compressed", "window", "selected", "selected_causal")
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
-               for branch in ("compressed", "window", "selected", "selected_causal")}  # fmt: skip
+               for branch in (*branches, *["native"] * ("recompute" in name))}  # fmt: skip
     assert kernels == EVERY
 
 

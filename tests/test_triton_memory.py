@@ -26,7 +26,12 @@ from modules import abstract  # noqa: E402
 
 from nsa_jax import attention, call_log, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
+from nsa_jax.kernels.triton.nonfinite import (  # noqa: E402
+    Branch,
+    Outputs,
+    recompute_forward,
+    visible_in_blocks,
+)
 from nsa_jax.kernels.triton.sizes import SelectionSizes, item_queries  # noqa: E402
 from nsa_jax.nn import NSAAttention  # noqa: E402
 from nsa_jax.remat import SAVED_NAMES  # noqa: E402
@@ -133,6 +138,7 @@ FORWARD = {
     "nsa_compressed_forward": 1,
     "nsa_selected_forward": 1,
     "nsa_window_forward": 1,
+    "nsa_native_recompute_forward": 1,
     "nsa_importance": 1,
     "nsa_best_blocks": 1,
 }
@@ -151,8 +157,9 @@ def test_remat_runs_the_forward_kernels(kind):
     assert {name: found[name] for name in FORWARD} == {name: times * n for name, n in FORWARD.items()}
     backward = {name: n for name, n in found.items() if name.endswith(("_query_gradient", "_key_gradients"))}
     branches = ("compressed", "selected", "window")
-    kinds = ("query_gradient", "key_gradients", "recompute_query_gradient", "recompute_key_gradients")
-    assert backward == {f"nsa_{branch}_{kind}": 1 for branch in branches for kind in kinds}
+    kinds = ("query_gradient", "key_gradients")
+    names = {f"nsa_{branch}_{kind}" for branch in branches for kind in kinds}
+    assert backward == dict.fromkeys(names | {f"nsa_native_recompute_{kind}" for kind in kinds}, 1)
 
 
 def with_gradients(d_out, *operands):
@@ -328,7 +335,8 @@ def test_a_slice_that_is_written_in_place_is_a_copy():
         placement = layout.place(CONFIG, batch=1, num_queries=1024, num_keys=1024)
         blocks = jnp.zeros((1, 1024, KV_HEADS, 4), jnp.int32)
         visible = visible_in_blocks(blocks, placement, 1024)
-        return recompute_forward(out[:, :1024], lse[:, :1024], query, key, value, visible, 0.1)
+        found = Outputs((out[:, :1024],), lse[:, :1024])
+        return recompute_forward(found, query, [Branch(key, value, visible)], scale=0.1)
 
     assert not fusions_that_write_in_place(recompute, out, lse, query, key, value)
 

@@ -176,6 +176,59 @@ def check_whole(name: str, slots: int) -> float:
     return worst
 
 
+def check_whole_not_finite(name: str) -> float:
+    """The three branches at once: NaN and infinity in each of them and in the gates.
+
+    Against the oracle: without gradients the sum alone is repaired, with them also what the backward reads.
+    """
+    case = CASES[name]
+    where = {} if case.runs is None else dict(segment_ids=jnp.asarray(case.segment_ids))
+    drawn = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
+    blocks = jnp.asarray(brute_force.evaluate(case, case.draw())["blocks"], jnp.int32)
+    cotangent = jnp.asarray(random_cotangents(case)["out"], jnp.float32)
+    queries, last = drawn.query.shape[1], -1
+    nan, inf, later = jnp.nan, jnp.inf, queries - 2
+    runs = (
+        {"key_slc": ((0, 21, last, 1), nan)},
+        {"value_cmp": ((0, last, 0, 5), nan), "key_win": ((last, 33, last, 2), nan)},
+        {"value_slc": ((0, -9, last, 2), inf), "query": ((last, queries // 3, 0, 3), nan)},
+        {"gates": ((0, 11, last, 1), nan), "d_out": ((0, later, last, 3), inf)},
+    )
+
+    @partial(jax.jit, static_argnums=0)
+    def run(oracle, cotangent, operands):
+        def attend(operands):
+            if oracle:
+                attend = reference.native_sparse_attention
+                return attend(*operands, config=CONFIG, block_indices=blocks, **where)
+            return attention.native_sparse_attention(
+                *operands, config=CONFIG, block_indices=blocks, implementation="triton", **where
+            )
+
+        out, pull_back = jax.vjp(attend, operands)
+        return attend(operands), out, *pull_back(cotangent)[0]
+
+    worst = 0.0
+    for wrong in runs if case.runs is None else runs[1:3]:
+        changed = {name: x for name, x in wrong.items() if name != "d_out"}
+        operands = drawn._replace(**{k: getattr(drawn, k).at[at].set(x) for k, (at, x) in changed.items()})
+        at, x = wrong.get("d_out", ((0, 0, 0, 0), cotangent[0, 0, 0, 0]))
+        d_out = cotangent.at[at].set(x)
+        expected = run(True, d_out, operands)
+        with interpreted():
+            found = run(False, d_out, operands)
+        names = ("alone", "out", *Operands._fields)
+        assert not all(np.isfinite(x).all() for x in expected)
+        for result, ours, theirs in zip(names, found, expected, strict=True):
+            finite = np.isfinite(theirs)
+            assert np.array_equal(np.isfinite(ours), finite), (name, wrong, result)
+            ours, theirs = (np.where(finite, x, 0) for x in (ours, theirs))
+            error = distance(ours, theirs) / max(1.0, size(theirs))
+            assert error <= 2 * TOLERANCE, (name, wrong, result, error)  # neither is exact
+            worst = max(worst, error)
+    return worst
+
+
 def check_one_token() -> float:
     """The kernel that the benchmark sets beside ours."""
     case = CASES["consecutive"]
@@ -192,6 +245,8 @@ def check_one_token() -> float:
 CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES} | {
     "not finite, consecutive": lambda: check_not_finite("consecutive"),
     "not finite, packed": lambda: check_not_finite("packed"),
+    "whole, not finite": lambda: check_whole_not_finite("consecutive"),
+    "whole, not finite, packed": lambda: check_whole_not_finite("packed"),
     "a key that is not a number": check_a_key_that_is_not_a_number,
     "whole": lambda: check_whole("consecutive", 2),
     "whole, short rows": lambda: check_whole("consecutive", 3),

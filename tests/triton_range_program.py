@@ -257,7 +257,7 @@ def check_case(name: str) -> dict[str, float]:
     def kernels(query, key, value, d_out, d_lse, weight, previous):
         found, operands = {}, (query, key, value, ranges)
         found["out"], found["lse"] = attend_ranges(
-            *operands, scale,
+            *operands, scale=scale,
             sizes=RangeQuerySizes(32, case.keys, 4, 2, peel=case.peel, halve=case.halve),
         )  # fmt: skip
         given = Backward(found["out"], found["lse"], d_out, d_lse, weight, previous)
@@ -289,9 +289,9 @@ def check_hidden_keys_may_be_anything() -> dict[str, float]:
     sizes = RangeQuerySizes(32, 16, 4, 2)
     with interpreted():
         ranges = KeyRanges(0 * t, jnp.minimum(t, 9))
-        plain = attend_ranges(query, key, value, ranges, 0.25, sizes=sizes)
+        plain = attend_ranges(query, key, value, ranges, scale=0.25, sizes=sizes)
         hidden = key.at[:, 9:].set(jnp.nan)
-        found = attend_ranges(query, hidden, value, ranges, 0.25, sizes=sizes)
+        found = attend_ranges(query, hidden, value, ranges, scale=0.25, sizes=sizes)
     assert all(np.array_equal(x, y) for x, y in zip(plain, found, strict=True))
     return {}
 

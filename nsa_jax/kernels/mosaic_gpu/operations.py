@@ -21,11 +21,6 @@ from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
 from nsa_jax.kernels.triton.backward import Backward
-from nsa_jax.kernels.triton.nonfinite import (
-    recompute_key_gradients,
-    recompute_query_gradient,
-    visible_in_blocks,
-)
 from nsa_jax.kernels.triton.operations import (
     block_probabilities,
     block_scores,
@@ -73,7 +68,7 @@ def selected_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
+) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
     """As `triton.selected.selected_gradients`."""
     arrays = query, key, value, block_indices, placement, given
     more = dict(scale=scale, **_known(placement))
@@ -84,14 +79,8 @@ def selected_gradients(
     if can_form_parts(query, value, block_indices, placement):
         tokens = sizes.tile_tokens(query.shape[2] // key.shape[2]) // sizes.CONSUMERS
         few = shares_little(block_indices, tokens)
-        found = jax.lax.cond(few, lambda: gradients_in_parts(*arrays, **more), by_kernels)
-    else:
-        found = by_kernels()
-    d_query, d_key, d_value, products, delta = found
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
-    d_query = recompute_query_gradient(d_query, query, key, value, visible, given, delta, scale=scale)
-    d_keys = recompute_key_gradients(d_key, d_value, query, key, value, visible, given, delta, scale=scale)
-    return d_query, *d_keys, products
+        return jax.lax.cond(few, lambda: gradients_in_parts(*arrays, **more), by_kernels)
+    return by_kernels()
 
 
 def _gradients_by_kernels(

@@ -8,9 +8,7 @@ remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forwar
 """
 
 import functools
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +23,24 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
+from nsa_jax.kernels.triton.nonfinite import Outputs, Saved
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     causal_ranges,
     compression_ranges,
+    forward,
     range_gradients,
     window_ranges,
+)
+from nsa_jax.kernels.triton.repaired import (
+    BranchKeysValues,
+    SelectedGradients,
+    attend_blocks,
+    attend_range,
+    differentiate_blocks,
+    differentiate_range,
+    repair_gradients,
+    repair_sum,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
@@ -47,19 +57,6 @@ from nsa_jax.layout import (
 from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
 from nsa_jax.sharding.auto import partitioned
 from nsa_jax.sharding.vmap import folds_vmap
-
-type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
-
-
-class BranchKeysValues(NamedTuple):
-    """Keys and values of the three branches."""
-
-    key_cmp: Float[Array, "B C K H"]
-    value_cmp: Float[Array, "B C K V"]
-    key_slc: Float[Array, "B S K H"]
-    value_slc: Float[Array, "B S K V"]
-    key_win: Float[Array, "B W K H"]
-    value_win: Float[Array, "B W K V"]
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -293,31 +290,9 @@ def _saved(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
 
 
-def _attend_ranges(query, key, value, ranges, scale, others=None):
-    return _divisible(attend_ranges, scale=scale)(query, key, value, ranges, others)
-
-
-def _range_gradients(operands, given, scale):
-    return _divisible(range_gradients, scale=scale)(*operands, given)
-
-
-def _attend_selected(
-    query, key, value, block_indices, placement, scale, with_probabilities, *, before_backward=False
-):
-    """`(out, lse)`, and the probabilities of the slots if `with_probabilities`."""
-    attend = _divisible(
-        attend_selected, scale=scale, with_probabilities=with_probabilities, before_backward=before_backward
-    )
-    return attend(query, key, value, block_indices, placement)
-
-
-def _selected_gradients(operands, given, scale, gradients):
-    return _divisible(gradients, scale=scale)(*operands, given)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _range_attention(query, key, value, ranges, scale):
-    return _attend_ranges(query, key, value, ranges, scale)
+    return _divisible(attend_range, scale=scale)(query, key, value, ranges)
 
 
 def _range_forward(query, key, value, ranges, scale):
@@ -327,8 +302,7 @@ def _range_forward(query, key, value, ranges, scale):
 
 def _range_backward(scale, residuals, cotangents):
     operands, saved = residuals
-    *gradients, _ = _range_gradients(operands, Backward(*saved, *cotangents), scale)
-    return *gradients, None
+    return *_divisible(differentiate_range, scale=scale)(*operands, Backward(*saved, *cotangents)), None
 
 
 _range_attention.defvjp(_range_forward, _range_backward)
@@ -341,12 +315,16 @@ def _compressed(query, key_cmp, value_cmp, placement, scale):
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _selected_attention(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
-    return _attend_selected(query, key, value, block_indices, placement, scale, with_probabilities)
+    attend = _divisible(attend_blocks, scale=scale, with_probabilities=with_probabilities)
+    return attend(query, key, value, block_indices, placement)
 
 
 def _selected_forward(query, key, value, block_indices, placement, scale, gradients, with_probabilities):
     operands = query, key, value, block_indices, placement
-    out, lse, *probabilities = _attend_selected(*operands, scale, with_probabilities, before_backward=True)
+    attend = _divisible(
+        attend_blocks, scale=scale, with_probabilities=with_probabilities, before_backward=True
+    )
+    out, lse, *probabilities = attend(*operands)
     saved = _saved(out, lse)
     return (*saved, *probabilities), (operands, saved)
 
@@ -354,8 +332,8 @@ def _selected_forward(query, key, value, block_indices, placement, scale, gradie
 def _selected_backward(scale, gradients, with_probabilities, residuals, cotangents):
     operands, saved = residuals
     given = Backward(*saved, *cotangents[:2])  # no gradient flows through the probabilities
-    *found, _ = _selected_gradients(operands, given, scale, gradients)
-    return *found, None, None
+    differentiate = _divisible(differentiate_blocks, scale=scale, gradients=gradients)
+    return *differentiate(*operands, given), None, None
 
 
 _selected_attention.defvjp(_selected_forward, _selected_backward)
@@ -411,78 +389,91 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _native(query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities):
-    """Without gradients: the window's kernel ends in the gated sum."""
-    arrays = query, keys_values, block_indices, placement
-    cmp, slc, _, *probabilities = _first_two_branches(*arrays, scale, with_probabilities)
-    others = (cmp[0], slc[0], gates)
-    return _window(query, keys_values, placement, scale, others)[0], *probabilities
+    """Without gradients, of which the sum alone is wanted."""
+    arrays = query, keys_values, gates, block_indices, placement
+    found, _, _, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=False)
+    return found.total, *probabilities
 
 
 def _native_forward(
     query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities
 ):
-    arrays = query, keys_values, block_indices, placement
-    cmp, slc, block_indices, *probabilities = _first_two_branches(
-        *arrays, scale, with_probabilities, before_backward=True
-    )
-    win = _saved(*_window(query, keys_values, placement, scale))
-    out = _divisible(gating.gated_sum)(cmp[0], slc[0], win[0], gates)
-    return (out, *probabilities), (query, keys_values, gates, block_indices, placement, cmp, slc, win)
+    arrays = query, keys_values, gates, block_indices, placement
+    found, lse, blocks, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=True)
+    saved = tuple(_saved(*of_branch) for of_branch in zip(found.outs, lse, strict=True))
+    return (found.total, *probabilities), (query, keys_values, gates, blocks, placement, saved)
 
 
-def _first_two_branches(
-    query, keys_values, block_indices, placement, scale, with_probabilities, *, before_backward=False
+def _attend_all(
+    query, keys_values, gates, block_indices, placement, scale, with_probabilities, *, before_backward
 ):
-    """`(out, lse)` of the compressed and the selected branch, and the blocks of the latter.
+    """`(found, lse, block_indices, probabilities)`: the branches one after the other, then their search.
 
-    The blocks are None where the row is so short that every query selects all of them: then the selected
-    branch is causal attention. With `with_probabilities`, for which blocks are given, also the probabilities
-    of the slots.
+    Before a backward pass also their outputs are kept. The log-sum-exps are of each branch. The blocks are
+    None where the row is so short that every query selects all of them: then the selected branch is causal
+    attention. With `with_probabilities`, for which blocks are given, also the probabilities of the slots.
     """
-    key_cmp, value_cmp, key_slc, value_slc, _, _ = keys_values
-    ranges = compression_ranges(placement, key_cmp.shape[1])
-    cmp = _saved(*_attend_ranges(query, key_cmp, value_cmp, ranges, scale))
-    if block_indices is None:
-        config, num_keys = placement.config, key_slc.shape[1]
-        if num_selection_blocks(num_keys, config) <= config.num_selected_blocks:
-            causal = causal_ranges(placement, num_keys)
-            return cmp, _saved(*_attend_ranges(query, key_slc, value_slc, causal, scale)), None
-        block_indices = _select(query, key_cmp, cmp[1], placement, scale)
-    arrays = query, key_slc, value_slc, block_indices, placement
-    out, lse, *probabilities = _attend_selected(
-        *arrays, scale, with_probabilities, before_backward=before_backward
-    )
-    return cmp, _saved(out, lse), block_indices, *probabilities
-
-
-def _window(query, keys_values, placement, scale, others=None):
-    """`(out, lse)` of the window branch; with `others`, `out` is the gated sum."""
-    key, value = keys_values.key_win, keys_values.value_win
-    ranges = window_ranges(placement, key.shape[1])
-    return _attend_ranges(query, key, value, ranges, scale, others)
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
+    attend = _divisible(attend_ranges, scale=scale)
+    out_cmp, lse_cmp = attend(query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
+    config, num_keys = placement.config, key_slc.shape[1]
+    probabilities: list[Array] = []
+    if block_indices is None and num_selection_blocks(num_keys, config) <= config.num_selected_blocks:
+        out_slc, lse_slc = attend(query, key_slc, value_slc, causal_ranges(placement, num_keys))
+    else:
+        if block_indices is None:
+            block_indices = _select(query, key_cmp, lse_cmp, placement, scale)
+        attend_chosen = _divisible(
+            attend_selected, scale=scale, with_probabilities=with_probabilities,
+            before_backward=before_backward,
+        )  # fmt: skip
+        out_slc, lse_slc, *probabilities = attend_chosen(query, key_slc, value_slc, block_indices, placement)
+    window = query, key_win, value_win, window_ranges(placement, key_win.shape[1])
+    outs: tuple[Array | None, ...] = (None, None, None)
+    if before_backward:
+        out_win, lse_win = attend(*window)
+        outs = (out_cmp, out_slc, out_win)
+        total = _divisible(gating.gated_sum)(*outs, gates)
+    else:  # the window's kernel ends in the gated sum
+        end = _divisible(forward.attend_ranges, scale=scale)
+        total, lse_win = end(*window, (out_cmp, out_slc, gates))
+    found, probabilities = _divisible(repair_sum, scale=scale)(
+        Outputs(outs, None if block_indices is None else lse_slc, total), tuple(probabilities),
+        query, keys_values, gates, block_indices, placement,
+    )  # fmt: skip
+    lse = lse_cmp, lse_slc if found.lse is None else found.lse, lse_win
+    return found, lse, block_indices, probabilities
 
 
 def _native_backward(scale, gradients, with_probabilities, residuals, cotangents):
     d_out = cotangents[0]
-    query, keys_values, gates, block_indices, placement, cmp, slc, win = residuals
+    query, keys_values, gates, block_indices, placement, (cmp, slc, win) = residuals
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
-
+    differentiate = _divisible(range_gradients, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
-    given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
-    compressed = (query, key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]))
-    d_query, *d_cmp, d_gate_cmp = _range_gradients(compressed, given, scale)
-    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=d_query)
+
+    given = Backward(*cmp, d_out, gate=gate_cmp)
+    ranges = compression_ranges(placement, key_cmp.shape[1])
+    of_cmp = differentiate(query, key_cmp, value_cmp, ranges, given)
+    given = Backward(*slc, d_out, gate=gate_slc, previous=of_cmp[0])
     if block_indices is None:
-        causal = (query, key_slc, value_slc, causal_ranges(placement, key_slc.shape[1]))
-        d_query, *d_slc, d_gate_slc = _range_gradients(causal, given, scale)
+        causal = causal_ranges(placement, key_slc.shape[1])
+        of_slc = differentiate(query, key_slc, value_slc, causal, given)
     else:
-        selected = (query, key_slc, value_slc, block_indices, placement)
-        d_query, *d_slc, d_gate_slc = _selected_gradients(selected, given, scale, gradients)
-    window = (query, key_win, value_win, window_ranges(placement, key_win.shape[1]))
-    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=d_query)
-    d_query, *d_win, d_gate_win = _range_gradients(window, given, scale)
-    d_gates = jnp.stack([d_gate_cmp, d_gate_slc, d_gate_win], axis=-1).astype(gates.dtype)
-    return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
+        selected = _divisible(gradients, scale=scale)
+        of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
+    given = Backward(*win, d_out, gate=gate_win, previous=of_slc[0])
+    ranges = window_ranges(placement, key_win.shape[1])
+    of_win = differentiate(query, key_win, value_win, ranges, given)
+
+    d_query = of_win[0]
+    d_keys, products, deltas = ([x[i] for x in (of_cmp, of_slc, of_win)] for i in (slice(1, 3), 3, 4))
+    saved = Saved((cmp[1], slc[1], win[1]), tuple(deltas), d_out, gates)
+    d_query, d_keys = _divisible(repair_gradients, scale=scale)(
+        d_query, tuple(d_keys), saved, query, keys_values, block_indices, placement
+    )
+    d_gates = jnp.stack(products, axis=-1).astype(gates.dtype)
+    return d_query, BranchKeysValues(*d_keys[0], *d_keys[1], *d_keys[2]), d_gates, None, None
 
 
 _native.defvjp(_native_forward, _native_backward)

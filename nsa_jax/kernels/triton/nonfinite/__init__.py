@@ -8,11 +8,14 @@ one query or one key at a time, loading only the keys that it sees or the querie
 
 from nsa_jax.kernels.triton.nonfinite.backward_key import recompute_key_gradients
 from nsa_jax.kernels.triton.nonfinite.backward_query import recompute_query_gradient
-from nsa_jax.kernels.triton.nonfinite.forward import recompute_forward
+from nsa_jax.kernels.triton.nonfinite.branches import Branch, Saved, VisibleKeys, visible_in_blocks
+from nsa_jax.kernels.triton.nonfinite.forward import Outputs, recompute_forward
 from nsa_jax.kernels.triton.nonfinite.probabilities import recompute_probabilities
-from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, visible_in_blocks
 
 __all__ = [
+    "Branch",
+    "Outputs",
+    "Saved",
     "VisibleKeys",
     "recompute_forward",
     "recompute_key_gradients",

@@ -1,23 +1,33 @@
 """Recomputes gradients of keys and values that are not finite, key by key.
 
-grid = (ceil(S / 64), B K): one program reads the gradients of 64 keys. They are ceil(S / 64) apart, so that
-neighbouring bad keys go to different programs. For each key whose gradients are not all finite it loops over
-the queries, 32 tokens and one head a step, and loads the rows of those that see the key. It stops as soon as
-no number of the gradients is finite, because further terms cannot change that.
+grid = (sum over the branches of ceil(S / 64), B K): one program reads the gradients of 64 keys of a branch.
+They are ceil(S / 64) apart, so that neighbouring bad keys go to different programs. For each key whose
+gradients are not all finite it loops over the queries, 32 tokens and one head a step, and loads the rows of
+those that see the key. It stops as soon as no number of the gradients is finite, because further terms cannot
+change that.
 
 Where all is finite: reads `B S K (H + V) itemsize` bytes (134 MB at 64k, K = 4, 128/128; 37 us measured).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
-from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRanges, keys_in_slot
+from nsa_jax.kernels.triton.nonfinite.branches import (
+    MOST_BRANCHES,
+    AllRanges,
+    Branch,
+    Saved,
+    arguments_of,
+    key_counts,
+    keys_in_slot,
+    of_branch,
+)
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -33,41 +43,43 @@ from nsa_jax.kernels.triton.softmax import load_lse
 
 
 def recompute_key_gradients(
-    d_key: Float[Array, "B S K H"],
-    d_value: Float[Array, "B S K V"],
+    found: Sequence[tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]],
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    visible: VisibleKeys,
-    given: Backward,
-    delta: Float[Array, "B T N"],
+    branches: Sequence[Branch],
+    saved: Saved,
     *,
     scale: float,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Recomputes in place what is not finite in `(d_key, d_value)`, and returns both.
-
-    Arguments as in `range_key_gradients`.
-    """
-    batch, num_keys, num_kv_heads, _ = key.shape
+) -> tuple[tuple[Array, Array], ...]:
+    """Recomputes in place what is not finite in `(d_key, d_value)` of each branch, and returns them."""
+    batch, num_kv_heads = query.shape[0], branches[0].key.shape[2]
+    operands, constants = arguments_of(query, branches, scale)
+    exists = [branch.key.shape[1] > 0 for branch in branches] + [False] * (MOST_BRANCHES - len(branches))
+    pairs = [found[i] if some else (None, None) for i, some in enumerate(exists)]
+    held = {
+        f"{name}{i}": x
+        for i, pair in enumerate(pairs)
+        for name, x in zip(("d_key", "d_value"), pair, strict=True)
+    }
+    counts = key_counts(branches)
+    tiles = sum(triton.cdiv(number, RECOMPUTED_KEYS_OF_A_PROGRAM) for number in counts.values())
     updated, () = launch(
-        recompute_key_gradients_kernel, query, key, value, visible.start, visible.end,
-        visible.blocks, given.lse, delta, given.d_out, given.gate, out=(),
-        in_place=dict(d_key=d_key, d_value=d_value),
-        grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
-        KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS,
-        **visible.constants(query, value, scale),
+        recompute_key_gradients_kernel, query, *operands, *saved.arguments(), out=(), in_place=held,
+        grid=(tiles, batch * num_kv_heads), num_stages=1,
+        KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS, **counts, **constants,
     )  # fmt: skip
-    return updated["d_key"], updated["d_value"]
+    return tuple(
+        (updated[f"d_key{i}"], updated[f"d_value{i}"]) if exists[i] else pair for i, pair in enumerate(found)
+    )
 
 
 class RowArrays(NamedTuple):
-    """Arrays with one row for each token and head; gate is None where it is 1."""
+    """Arrays with one row for each token and head; `gates` has three numbers a row, and is None for 1."""
 
     query: tl.tensor
     d_out: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
-    gate: tl.tensor | None
+    gates: tl.tensor | None
 
 
 @triton.jit
@@ -82,16 +94,16 @@ def _add_column_sums(total, weights, x):
 
 
 @triton.jit
-def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE: tl.constexpr):
-    """Adds what some rows contribute to the gradients of one key."""
+def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, BRANCH: tl.constexpr, SCALE: tl.constexpr):
+    """Adds what some rows contribute to the gradients of one key of branch number BRANCH."""
     at = rows.first + rows.offset
     q = load_rows(arrays.query, rows, KEY)
     d_out = load_rows(arrays.d_out, rows, VALUE)
     p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(arrays.lse, rows))
     dp = row_products(d_out, v)
     weighted = p
-    if arrays.gate is not None:
-        gate = tl.load(arrays.gate + at, mask=rows.inside, other=0.0)
+    if arrays.gates is not None:
+        gate = tl.load(arrays.gates + at * 3 + BRANCH, mask=rows.inside, other=0.0).to(tl.float32)
         weighted = p * gate
         dp = dp * gate
     shift = tl.load(arrays.delta + at, mask=rows.inside, other=0.0)
@@ -109,50 +121,94 @@ def _some_finite(x):
     return some
 
 
+@triton.jit
+def _recompute_key(
+    column, b, kv_head, d_key, d_value, key, value, arrays, num_keys, num_queries, ranges,
+    BRANCH: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, KEY, VALUE,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradients of one key of branch number BRANCH and of its value."""
+    visible: tl.constexpr = of_branch(ranges, BRANCH)
+    one = tl.arange(0, 1)
+    this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
+    k = load_rows(key, this, KEY)
+    v = load_rows(value, this, VALUE)
+    sums = KeyGradients(zeros(1, KEY), zeros(1, VALUE))
+    first = 0
+    more = 1
+    while (first < num_queries) & (more != 0):
+        token = first + tl.arange(0, TOKENS)
+        sees = token < 0
+        for slot in range(visible.SLOTS):
+            at = b * num_queries + token
+            start, end = keys_in_slot(visible, at, at * KV_HEADS + kv_head, slot, token < num_queries)
+            sees = sees | ((start <= column) & (column < end))
+        if tl.max(sees.to(tl.int32), 0) != 0:
+            for head in range(G):
+                row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
+                rows = Rows(row, tl.arange(0, TOKENS) * (KV_HEADS * G), sees)
+                sums = _add_rows(sums, k, v, arrays, rows, KEY, VALUE, BRANCH, SCALE)
+            more = _some_finite(sums.dk) | _some_finite(sums.dv)
+        first += TOKENS
+    store_rows(d_key, this, scaled(sums.dk, SCALE), KEY)
+    store_rows(d_value, this, sums.dv, VALUE)
+
+
+@triton.jit
+def _search_branch(
+    before, d_key, d_value, key, value, arrays, num_keys, num_queries, ranges, BRANCH: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, KEY, VALUE,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """Recomputes what the program finds in branch number BRANCH.
+
+    The programs of the branch come behind `before` others; returns the number of both.
+    """
+    if key is not None:
+        apart = (num_keys + KEYS - 1) // KEYS
+        number = tl.program_id(0) - before
+        if (number >= 0) & (number < apart):
+            b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+            kv_head = tl.program_id(1) % KV_HEADS
+            c = tl.arange(0, KEYS)
+            first_row = (b * num_keys + number) * KV_HEADS + kv_head
+            mine = Rows(first_row, c.to(tl.int64) * apart * KV_HEADS, number + c * apart < num_keys)
+            nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY))
+            nonfinite = nonfinite | nonfinite_rows(load_rows(d_value, mine, VALUE))
+            if tl.max(nonfinite.to(tl.int32), 0) != 0:
+                for i in range(KEYS):
+                    if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
+                        _recompute_key(
+                            number + i * apart, b, kv_head, d_key, d_value, key, value, arrays, num_keys,
+                            num_queries, ranges, BRANCH, KV_HEADS, G, TOKENS, KEY, VALUE, SCALE,
+                        )  # fmt: skip
+        before += apart
+    return before
+
+
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_key_gradients"))
 def recompute_key_gradients_kernel(
-    d_key, d_value, query, key, value, starts, ends, blocks, lse, delta, d_out, gate,
-    num_queries, num_keys, BRANCH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
-    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
+    d_key0, d_value0, d_key1, d_value1, d_key2, d_value2, query, key0, value0, key1, value1, key2, value2,
+    limits, blocks, lse0, delta0, lse1, delta1, lse2, delta2, d_out, gates,
+    num_queries, num_keys0, num_keys1, num_keys2, BRANCH: tl.constexpr, OF_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the gradients of those of KEYS keys where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    visible: tl.constexpr = VisibleRanges(starts, ends, blocks, SLOTS, BLOCK)
-    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
-    apart = tl.num_programs(0)
-    c = tl.arange(0, KEYS)
-    first_row = (b * num_keys + tl.program_id(0)) * KV_HEADS + kv_head
-    mine = Rows(first_row, c.to(tl.int64) * apart * KV_HEADS, tl.program_id(0) + c * apart < num_keys)
-    nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY)) | nonfinite_rows(load_rows(d_value, mine, VALUE))
-    if tl.max(nonfinite.to(tl.int32), 0) == 0:
-        return
-    arrays = RowArrays(query, d_out, lse, delta, gate)
-    one = tl.arange(0, 1)
-    for i in range(KEYS):
-        if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
-            column = tl.program_id(0) + i * apart
-            this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
-            k = load_rows(key, this, KEY)
-            v = load_rows(value, this, VALUE)
-            sums = KeyGradients(zeros(1, KEY), zeros(1, VALUE))
-            first = 0
-            more = 1
-            while (first < num_queries) & (more != 0):
-                token = first + tl.arange(0, TOKENS)
-                sees = token < 0
-                for slot in range(SLOTS):
-                    at = b * num_queries + token
-                    start, end = keys_in_slot(visible, at, at * KV_HEADS + kv_head, slot, token < num_queries)
-                    sees = sees | ((start <= column) & (column < end))
-                if tl.max(sees.to(tl.int32), 0) != 0:
-                    for head in range(G):
-                        row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
-                        rows = Rows(row, tl.arange(0, TOKENS) * (KV_HEADS * G), sees)
-                        sums = _add_rows(sums, k, v, arrays, rows, KEY, VALUE, SCALE)
-                    more = _some_finite(sums.dk) | _some_finite(sums.dv)
-                first += TOKENS
-            store_rows(d_key, this, scaled(sums.dk, SCALE), KEY)
-            store_rows(d_value, this, sums.dv, VALUE)
+    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    before = _search_branch(
+        0, d_key0, d_value0, key0, value0, RowArrays(query, d_out, lse0, delta0, gates),
+        num_keys0, num_queries, ranges, 0, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+    )  # fmt: skip
+    before = _search_branch(
+        before, d_key1, d_value1, key1, value1, RowArrays(query, d_out, lse1, delta1, gates),
+        num_keys1, num_queries, ranges, 1, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+    )  # fmt: skip
+    _search_branch(
+        before, d_key2, d_value2, key2, value2, RowArrays(query, d_out, lse2, delta2, gates),
+        num_keys2, num_queries, ranges, 2, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+    )  # fmt: skip

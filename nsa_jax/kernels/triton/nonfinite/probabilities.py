@@ -14,7 +14,14 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows
-from nsa_jax.kernels.triton.nonfinite.visible_keys import VisibleKeys, VisibleRanges, keys_in_slot
+from nsa_jax.kernels.triton.nonfinite.branches import (
+    AllRanges,
+    Branch,
+    VisibleKeys,
+    arguments_of,
+    keys_in_slot,
+    of_branch,
+)
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision
 from nsa_jax.kernels.triton.sizes import RECOMPUTED_HEADS, RECOMPUTED_KEYS, RECOMPUTED_TOKENS
 from nsa_jax.kernels.triton.softmax import load_lse
@@ -30,27 +37,30 @@ def recompute_probabilities(
 ) -> Float[Array, "B T K R"]:
     """Recomputes in place the slots of queries with NaN, and returns the array; `lse` is right."""
     batch, num_queries, num_kv_heads, slots = probabilities.shape
+    (*_, limits, blocks), constants = arguments_of(query, [Branch(key, key, visible)], scale)
     updated, () = launch(
-        recompute_probabilities_kernel, query, key, lse, visible.start, visible.end, visible.blocks,
-        out=(), in_place=dict(probabilities=probabilities),
+        recompute_probabilities_kernel, query, key, lse, limits, blocks, out=(),
+        in_place=dict(probabilities=probabilities),
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_SLOTS=triton.next_power_of_2(slots), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
-        KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **visible.constants(query, key, scale),
+        KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), num_keys=key.shape[1], **constants,
     )  # fmt: skip
     return updated["probabilities"]
 
 
 @triton.jit(repr=named("nsa_selected_recompute_probabilities"))
 def recompute_probabilities_kernel(
-    probabilities, query, key, lse, starts, ends, blocks, num_queries, num_keys,
-    BRANCH: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    probabilities, query, key, lse, limits, blocks, num_queries, num_keys,
+    BRANCH: tl.constexpr, OF_BLOCKS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     KEYS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the slots of those of TOKENS queries where one is NaN."""
     DIM: tl.constexpr = Dim(H0, H1)
-    visible: tl.constexpr = VisibleRanges(starts, ends, blocks, SLOTS, BLOCK)
+    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    visible: tl.constexpr = of_branch(ranges, OF_BLOCKS)
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS
     first_token = tl.program_id(0) * TOKENS

@@ -24,7 +24,7 @@ from nsa_jax.kernels.triton.gpu import has_tma, shape_of
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.loading import Keys, key_tiles, load_keys, load_rows, query_tile
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, precision
-from nsa_jax.kernels.triton.selected import attend_selected
+from nsa_jax.kernels.triton.repaired import attend_blocks
 from nsa_jax.kernels.triton.selected.unions import union_lists
 from nsa_jax.kernels.triton.sizes import SELECTED_FORWARD, SelectedForwardSizes, choose_sizes
 from nsa_jax.kernels.triton.softmax import load_lse
@@ -54,7 +54,7 @@ def selected_probabilities(
         sizes = choose_sizes(SELECTED_FORWARD, shape_of(query, key, block_size=block_size))
     if lse is None:
         arrays = query, key, key, block_indices, placement
-        _, lse, *found = attend_selected(*arrays, scale=scale, with_probabilities=reduce == "sum")
+        _, lse, *found = attend_blocks(*arrays, scale=scale, with_probabilities=reduce == "sum")
         if found:
             return found[0]
     heads, (first, second), tma = num_heads // num_kv_heads, split_dim(dim), has_tma()

@@ -33,20 +33,14 @@ def attend_ranges(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     ranges: KeyRanges,
-    others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
     scale: float,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`(out, lse)` of each query over its range of keys.
-
-    With `others`, that is, the outputs of the compressed and the selected branch and the gates, `out` is the
-    gated sum (Eq. 5). It needs at least one key.
-    """
+    """`(out, lse)` of each query over its range of keys; not searched for what is not finite."""
     if key.shape[1] == 0:
-        assert others is None
         rows = query.shape[:3]
         return jnp.zeros((*rows, value.shape[-1]), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
-    return forward.attend_ranges(query, key, value, ranges, scale, others)
+    return forward.attend_ranges(query, key, value, ranges, scale=scale)
 
 
 def range_gradients(
@@ -57,17 +51,20 @@ def range_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """Gradients of query, key, value and gate where the cotangent of the output is `gate * d_out`.
+) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """Gradients where the cotangent of the output is `gate * d_out`; not searched for what is not finite.
 
     Args:
       query, key, value, ranges, scale: see `attend_ranges`.
-      given: what it returned, and the cotangents.
+      given: what it returned, searched, and the cotangents.
+
+    Returns:
+      `(d_query, d_key, d_value, products, delta)`; the last two as `range_query_gradient` returns them.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if given.previous is None else given.previous
-        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), jnp.zeros_like(given.lse)
+        nothing = jnp.zeros_like(given.lse)
+        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), nothing, nothing
     operands = (query, key, value, ranges)
     d_query, products, delta = range_query_gradient(*operands, given, scale=scale)
-    d_keys = range_key_gradients(*operands, given, delta, scale=scale)
-    return d_query, *d_keys, products
+    return d_query, *range_key_gradients(*operands, given, delta, scale=scale), products, delta

@@ -39,7 +39,6 @@ from nsa_jax.kernels.triton.loading import (
     query_tiles,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import recompute_key_gradients
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -206,9 +205,7 @@ def range_key_gradients(
     )  # fmt: skip
     if segments > 1:
         d_key, d_value = d_key.sum(0).astype(key.dtype), d_value.sum(0).astype(value.dtype)
-    return recompute_key_gradients(
-        d_key, d_value, query, key, value, ranges.visible, given, delta, scale=scale
-    )
+    return d_key, d_value
 
 
 class KeyTile(NamedTuple):

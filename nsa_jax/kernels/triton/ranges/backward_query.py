@@ -28,7 +28,6 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import recompute_query_gradient
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
@@ -78,7 +77,7 @@ def range_query_gradient(
     tail = end_steps["TAIL"]
     tma = has_tma()
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
-    d_query, products, delta = launch(
+    return launch(
         range_query_gradient_kernel, query,
         *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
@@ -91,8 +90,6 @@ def range_query_gradient(
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    d_query = recompute_query_gradient(d_query, query, key, value, ranges.visible, given, delta, scale=scale)
-    return d_query, products, delta
 
 
 @triton.jit

@@ -32,7 +32,6 @@ from nsa_jax.kernels.triton.loading import (
     query_tile,
     store_rows,
 )
-from nsa_jax.kernels.triton.nonfinite import recompute_forward
 from nsa_jax.kernels.triton.pieces import LOG2_E, Dim, inner, kept, precision, scaled
 from nsa_jax.kernels.triton.ranges.edges import KeyRanges, Ranges, is_seen, key_limits, run_of, seen_by
 from nsa_jax.kernels.triton.sizes import RANGE_FORWARD, RangeQuerySizes, choose_sizes
@@ -44,9 +43,9 @@ def attend_ranges(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     ranges: KeyRanges,
-    scale: float,
     others: tuple[Float[Array, "B T N V"], Float[Array, "B T N V"], Float[Array, "B T N 3"]] | None = None,
     *,
+    scale: float,
     sizes: RangeQuerySizes | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of each query over its range of keys.
@@ -74,7 +73,7 @@ def attend_ranges(
     tail = end_steps["TAIL"]
     (h0, h1), (v0, v1) = split_dim(key_dim), split_dim(value_dim)
     tma = has_tma()
-    out, lse = launch(
+    return launch(
         range_forward_kernel, query, *key_tiles(key, sizes.keys, tma), *key_tiles(value, sizes.keys, tma),
         *key_tiles(key, tail, tma), *key_tiles(value, tail, tma),
         *loaded, *(others or (None, None, None)),
@@ -87,7 +86,6 @@ def attend_ranges(
         SCALE=float(scale), PEEL=sizes.peel, **end_steps, **edges.constants(),
         PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
-    return recompute_forward(out, lse, query, key, value, ranges.visible, scale, others)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Mostly neighbouring queries are a tile, which loops over the union of their bloc
 head, where neighbours share few blocks, each block meets the rows that chose it (`in_parts`).
 
 Where what neighbours share is not known while tracing, the kernels of both ways are started, and those of one
-find nothing to do: lists of no blocks, or chunks without items. A `lax.cond` would make the host wait for the
+find nothing to do: lists of -1 blocks, or chunks without items. A `lax.cond` would make the host wait for the
 device, which takes longer than programs that end at once.
 """
 
@@ -16,13 +16,6 @@ from nsa_jax.array_typing import Array, Bool, Float, Int32
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
-from nsa_jax.kernels.triton.nonfinite import (
-    recompute_forward,
-    recompute_key_gradients,
-    recompute_probabilities,
-    recompute_query_gradient,
-    visible_in_blocks,
-)
 from nsa_jax.kernels.triton.selected import forward
 from nsa_jax.kernels.triton.selected.backward_key import join_items, selected_key_gradients
 from nsa_jax.kernels.triton.selected.backward_query import selected_query_gradient
@@ -71,6 +64,7 @@ def attend_selected(
 ) -> tuple[Array, ...]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`.
 
+    The results are not searched for what is not finite.
     With `with_probabilities` also the probability of the block in each slot, `[B, T, K, R]`, summed over the
     query heads of a KV head. `before_backward` says that a backward pass follows, which can use the lists of
     parts again.
@@ -90,7 +84,7 @@ def attend_selected(
         selections = forward.Selections(block_indices, placement.sequence_start)
         results = forward.attend_selected(
             query, key, value, way.of_tiles(lists), placement.config, scale,
-            one_block=placement.tile_in_one_block(tokens), sizes=tile,
+            one_block=placement.tile_in_one_block(tokens), may_rest=way.few is not None, sizes=tile,
             selections=selections if with_probabilities else None,
         )  # fmt: skip
     if way.parts is not None:
@@ -98,10 +92,7 @@ def attend_selected(
             *arrays, results, way.few, scale=scale, sizes=way.parts, with_probabilities=with_probabilities
         )
     assert results is not None
-    out, lse, *probabilities = results
-    visible = visible_in_blocks(block_indices, placement, key.shape[1])
-    out, lse = recompute_forward(out, lse, query, key, value, visible, scale)
-    return out, lse, *(recompute_probabilities(x, lse, query, key, visible, scale) for x in probabilities)
+    return results
 
 
 def selected_gradients(
@@ -113,11 +104,8 @@ def selected_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N"]]:
-    """Gradients of query, key, value and gate where the cotangent of the output is `gate * d_out`.
-
-    Arguments as in `attend_selected` and `ranges.range_gradients`.
-    """
+) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """What `ranges.range_gradients` returns, for this branch; arguments as there and in `attend_selected`."""
     num_keys, slots = key.shape[1], block_indices.shape[3]
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     arrays = query, key, value
@@ -141,7 +129,7 @@ def selected_gradients(
         lists = union_lists(block_indices, placement, num_keys, tokens=tokens)
         d_query, products, delta = selected_query_gradient(
             *arrays, way.of_tiles(lists), placement.config, given, scale=scale,
-            one_block=placement.tile_in_one_block(tokens), sizes=tile,
+            one_block=placement.tile_in_one_block(tokens), may_rest=way.few is not None, sizes=tile,
         )  # fmt: skip
         mine = items if chunks is None else items._replace(tokens=items.tokens // slots)
         if way.few is not None:
@@ -158,11 +146,7 @@ def selected_gradients(
         )  # fmt: skip
     assert written is not None
     d_query, *parts = written
-    visible = visible_in_blocks(block_indices, placement, num_keys)
-    d_query = recompute_query_gradient(d_query, *arrays, visible, given, delta, scale=scale)
-    d_keys = join_items(items, *parts)
-    d_keys = recompute_key_gradients(*d_keys, *arrays, visible, given, delta, scale=scale)
-    return d_query, *d_keys, products
+    return d_query, *join_items(items, *parts), products, delta
 
 
 class _Way(NamedTuple):
@@ -183,10 +167,10 @@ class _Way(NamedTuple):
         return self.parts is None or self.few is not None
 
     def of_tiles(self, lists: UnionLists) -> UnionLists:
-        """The lists that they are given: without blocks where the others do the work."""
+        """The lists that they are given: counts of -1 where the others do the work."""
         if self.few is None:
             return lists
-        return lists._replace(counts=jnp.where(self.few, 0, lists.counts))
+        return lists._replace(counts=jnp.where(self.few, -1, lists.counts))
 
 
 def _choose_way(

@@ -44,7 +44,8 @@ from nsa_jax.kernels.triton.pieces import (
     scaled,
     zeros,
 )
-from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems
+from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
+from nsa_jax.kernels.triton.selected.items import BlockItems
 from nsa_jax.kernels.triton.selected.unions import last_rows
 from nsa_jax.kernels.triton.sizes import SelectedKeySizes
 from nsa_jax.kernels.triton.softmax import load_lse

@@ -56,6 +56,7 @@ def selected_query_gradient(
     *,
     scale: float,
     one_block: bool = False,
+    may_rest: bool = False,
     sizes: SelectedGradientSizes,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]]:
     """Gradient of the queries plus `previous`, and two numbers of each row that other gradients need.
@@ -64,6 +65,7 @@ def selected_query_gradient(
 
     Args:
       query, key, value, config, scale, one_block: see `attend_selected`.
+      may_rest: whether counts below 0 say that just the two numbers of each row are wanted.
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
       given: what the forward returned, and the cotangents.
       sizes: tile sizes.
@@ -88,7 +90,8 @@ def selected_query_gradient(
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
+        PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, MAY_REST=may_rest,
+        PRECISION=precision(query.dtype), TMA=tma,
     )  # fmt: skip
 
 
@@ -118,7 +121,8 @@ def selected_query_gradient_kernel(
     ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr,
     H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
-    PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr, MAY_REST: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries, and `products` and `delta` of its rows."""
     KEY: tl.constexpr = Dim(H0, H1)
@@ -127,14 +131,19 @@ def selected_query_gradient_kernel(
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
+    sources: tl.constexpr = Sources(out, d_lse, gate, products, delta)
+    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    if MAY_REST:  # noqa: SIM102 (one is known at compile time, the other is not)
+        if tl.load(counts + this) < 0:
+            row_numbers(sources, None, load_rows(d_out, rows, VALUE), rows, VALUE)
+            return
     q = load_rows(query, rows, KEY)
     d_out_rows = load_rows(d_out, rows, VALUE)
     row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
     lse_2 = load_lse(lse, rows)
     sees = lse_2 != float("inf")  # a row whose log-sum-exp is NaN sees something
-    numbers = row_numbers(Sources(out, d_lse, gate, products, delta), lse_2, d_out_rows, rows, VALUE)
+    numbers = row_numbers(sources, lse_2, d_out_rows, rows, VALUE)
 
-    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)
     count = tl.load(counts + this)
     steps = steps_of(count, unmasked + this, STEPS, PEEL, ONE_BLOCK)

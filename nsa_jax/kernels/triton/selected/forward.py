@@ -66,6 +66,7 @@ def attend_selected(
     scale: float,
     *,
     one_block: bool = False,
+    may_rest: bool = False,
     sizes: SelectedForwardSizes,
     selections: Selections | None = None,
 ) -> tuple[Array, ...]:
@@ -75,6 +76,7 @@ def attend_selected(
       query, key, value, config, scale: see `nsa_jax.selected_attention`.
       lists: the merged blocks of each tile of `tokens_of(sizes.rows, N // K)` tokens.
       one_block: whether the queries of every tile are known to lie in one block.
+      may_rest: whether counts below 0 say that nothing shall be written.
       sizes: tile sizes.
       selections: the blocks of each query, if their probabilities are asked for.
 
@@ -107,8 +109,8 @@ def attend_selected(
         num_queries=num_queries, num_keys=num_keys, ENTRIES=size,
         KV_HEADS=num_kv_heads, G=heads, PADDED_G=padded_heads(heads), TOKENS=tokens, KEYS=keys,
         STEPS=block_size // keys, H0=h0, H1=h1, V0=v0, V1=v1, SCALE=float(scale),
-        PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, PRECISION=precision(query.dtype), TMA=tma,
-        **more,
+        PEEL=sizes.peel, ONE_BLOCK=sizes.peel and one_block, MAY_REST=may_rest,
+        PRECISION=precision(query.dtype), TMA=tma, **more,
     )  # fmt: skip
 
 
@@ -202,7 +204,8 @@ def selected_forward_kernel(
     KV_HEADS: tl.constexpr, G: tl.constexpr, PADDED_G: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, STEPS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, SCALE: tl.constexpr, PEEL: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr,
+    MAY_REST: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, R: tl.constexpr,
+    PADDED_R: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-sum-exps of a tile of queries, and probabilities of their R slots."""
     KEY: tl.constexpr = Dim(H0, H1)
@@ -211,10 +214,13 @@ def selected_forward_kernel(
     b, head, rows = tile.b, tile.kv_head, tile.rows
     keys: tl.constexpr = Keys(keys0, keys1, b, head, num_keys, KV_HEADS, KEYS, KEY, TMA)
     values: tl.constexpr = Keys(values0, values1, b, head, num_keys, KV_HEADS, KEYS, VALUE, TMA)
+    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    if MAY_REST:  # noqa: SIM102 (one is known at compile time, the other is not)
+        if tl.load(counts + this) < 0:
+            return
     q = load_rows(query, rows, KEY)
     row = tl.load(last_keys + tile.first_query + tile.first_token + tile.token, mask=rows.inside, other=-1)
 
-    this = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     entries: tl.constexpr = Entries(starts + this * ENTRIES, members + this * ENTRIES, STEPS, KEYS)
     count = tl.load(counts + this)
     steps = steps_of(count, unmasked + this, STEPS, PEEL, ONE_BLOCK)

@@ -39,7 +39,8 @@ from nsa_jax.kernels.triton.pieces import (
 from nsa_jax.kernels.triton.selected.backward_key import KeyTile
 from nsa_jax.kernels.triton.selected.chosen_rows import load_item, load_tile, rows_of_block, rows_that_chose
 from nsa_jax.kernels.triton.selected.chunks import Chunks
-from nsa_jax.kernels.triton.selected.items import ITEM_FIELDS, BlockItems
+from nsa_jax.kernels.triton.selected.item_table import ITEM_FIELDS
+from nsa_jax.kernels.triton.selected.items import BlockItems
 from nsa_jax.kernels.triton.sizes import SelectedPartSizes
 from nsa_jax.kernels.triton.softmax import load_lse
 

@@ -26,9 +26,9 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Int, Int32
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.selected.counting_sort import counting_sort, fitting_tile
+from nsa_jax.kernels.triton.selected.item_table import count_below, count_items, item_table
 from nsa_jax.kernels.triton.selected.unions import last_rows
 
-ITEM_FIELDS = 7
 COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds
 
 
@@ -38,8 +38,8 @@ class BlockItems(NamedTuple):
     A block is identified by its row of the batch, KV head and number. Ends and limits are exclusive.
 
     Attributes:
-      tokens: the query of each pair, in order of the blocks, see `_Groups`. With ranges, its code instead:
-        `token R + slot` of the block among the R of the query.
+      tokens: the query of each pair, in order of the blocks, see `_sort_pairs`. With ranges, its code
+        instead: `token R + slot` of the block among the R of the query.
       items: for each item: `b K + k` of row `b` and KV head `k` (-1: no item), row index of the block's first
         key, limit of the keys to write, first pair, end of the pairs that need the causal mask, end of the
         pairs, slot for the partial sums or -1.
@@ -69,23 +69,6 @@ class _Numbering(NamedTuple):
     first: Int32[Array, "B T"]  # number of the first block of the query's sequence
     starts: Int32[Array, "B blocks"]
     limits: Int32[Array, "B blocks"]
-
-
-class _Groups(NamedTuple):
-    """The pairs of a query and a block that it sees, sorted: those of one block and range are a group.
-
-    Attributes:
-      tokens: query of each pair, or its code; in a group those that need the causal mask first, each part
-        ascending. Behind the last group they are arbitrary.
-      first: first pair of each group.
-      masked: end (exclusive) of its pairs that need the causal mask.
-      end: end (exclusive) of its pairs.
-    """
-
-    tokens: Int32[Array, " pairs"]
-    first: Int32[Array, " groups"]
-    masked: Int32[Array, " groups"]
-    end: Int32[Array, " groups"]
 
 
 def invert(
@@ -120,30 +103,22 @@ def invert(
             f"and {num_groups} blocks. Split the batch or the heads, or use implementation='xla'."
         )
 
-    groups = _sort_pairs(block_indices, placement, numbering, range_queries, ranges)
+    tokens, pair_bounds = _sort_pairs(block_indices, placement, numbering, range_queries, ranges)
     several = num_queries > item or ranges > 1
     if num_queries <= item:  # a block has at most T pairs, so one item takes them all
         item = max(num_pairs, 1)
-    count = -(-(groups.end - groups.first) // item)  # items of each group
-    count = count.reshape(heads, ranges, num_blocks)
-    total = count.sum(axis=1, dtype=jnp.int32)  # of each block
-    partials = jnp.where(total > 1, total, 0)
-    slots = (jnp.cumsum(partials, dtype=jnp.int32) - partials.reshape(-1)).reshape(partials.shape)
-    slot_of = slots[:, None] + jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
-    slot_of = jnp.where(total[:, None] > 1, slot_of, -1)
-    if not packed:  # a block that nobody chose gets an item too, which writes zeros
-        first_range = jnp.arange(ranges)[:, None] == 0
-        count = jnp.where(first_range & (total == 0)[:, None], 1, count)
+    # A block that nobody chose gets an item too, which writes zeros; in packed rows `written` says it.
+    counts = count_items(pair_bounds, heads, ranges, num_blocks, item=item, fill=not packed)
     num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    items = _item_table(groups, count, ends, slot_of, numbering, num_kv_heads, item, num_items)
-    chosen = total.reshape(batch, num_kv_heads, num_blocks) > 0
-    written = _written(numbering, chosen, num_keys, size) if packed else None
-    bounds = None if range_queries is None else jnp.pad(ends[num_blocks - 1 :: num_blocks], (1, 0))
+    items = item_table(
+        pair_bounds, counts, numbering.starts, numbering.limits, ranges, item=item, num_items=num_items
+    )
+    written = _written(numbering, pair_bounds, num_kv_heads, ranges, num_keys, size) if packed else None
+    bounds = None if range_queries is None else jnp.pad(counts.ends[num_blocks - 1 :: num_blocks], (1, 0))
     # In one range, a block with c > 1 items has more than (c - 1) item >= c item / 2 pairs.
     most = min(num_items, 2 * num_pairs // item) if ranges == 1 else num_items
     return BlockItems(
-        groups.tokens, items, slots, partials, numbering.starts, numbering.limits, written,
+        tokens, items, counts.slots, counts.partials, numbering.starts, numbering.limits, written,
         max(most, 1) if several else 0, bounds,
     )  # fmt: skip
 
@@ -154,7 +129,13 @@ def _sort_pairs(
     numbering: _Numbering,
     range_queries: int | None,
     ranges: int,
-) -> _Groups:
+) -> tuple[Int32[Array, " pairs"], Int32[Array, " bounds"]]:
+    """The pairs, sorted: those of one block and range are a group.
+
+    Returns:
+      The query of each pair, or its code; in a group those that need the causal mask first, each part
+      ascending; behind the last group they are arbitrary. And the bounds that `count_items` takes.
+    """
     size, num_blocks = placement.config.selection_block_size, numbering.starts.shape[1]
     row = last_rows(placement)[:, :, None, None]
     start = placement.sequence_start[:, :, None, None] + block_indices * size
@@ -164,13 +145,11 @@ def _sort_pairs(
     places = jnp.where(exists, place, -1).astype(jnp.int32)
     tile_pairs = fitting_tile(2 * num_blocks)
     if tile_pairs is None:
-        tokens, bounds = _sorted_by_xla(places, 2 * num_blocks, range_queries, ranges)
-    else:
-        tokens, bounds = counting_sort(
-            places, 2 * num_blocks, range_queries=range_queries or max(places.shape[1], 1),
-            coded=range_queries is not None, tile_pairs=tile_pairs,
-        )  # fmt: skip
-    return _Groups(tokens, bounds[:-1:2], bounds[1::2], bounds[2::2])
+        return _sorted_by_xla(places, 2 * num_blocks, range_queries, ranges)
+    return counting_sort(
+        places, 2 * num_blocks, range_queries=range_queries or max(places.shape[1], 1),
+        coded=range_queries is not None, tile_pairs=tile_pairs,
+    )  # fmt: skip
 
 
 def _sorted_by_xla(
@@ -187,35 +166,7 @@ def _sorted_by_xla(
     place = jnp.where(places >= 0, num_places * lane + places, most)
     query = jnp.broadcast_to(query, places.shape)
     place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
-    return tokens, _count_below(place, 0, most + 1)
-
-
-def _item_table(
-    groups: _Groups,
-    count: Int32[Array, "heads ranges blocks"],
-    ends: Int32[Array, " groups"],
-    slot_of: Int32[Array, "heads ranges blocks"],
-    numbering: _Numbering,
-    num_kv_heads: int,
-    item: int,
-    num_items: int,
-) -> Int32[Array, "items 7"]:
-    """`BlockItems.items`: for each group in turn, its `count` items, up to number `ends`."""
-    _, ranges, num_blocks = count.shape
-    num_groups, count, slot_of = count.size, count.reshape(-1), slot_of.reshape(-1)
-    number = jnp.arange(num_items, dtype=jnp.int32)
-    group = jnp.minimum(_count_below(ends, 1, num_items), num_groups - 1)
-    index = number - (ends - count)[group]  # among the items of the group
-    first = groups.first[group] + index * item
-    end = jnp.minimum(first + item, groups.end[group])
-    head, block = group // (ranges * num_blocks), group % num_blocks
-    b = head // num_kv_heads
-    fields = (
-        jnp.where(number < ends[-1], head, -1), numbering.starts[b, block], numbering.limits[b, block], first,
-        jnp.clip(groups.masked[group], first, end), end,
-        jnp.where(slot_of[group] >= 0, slot_of[group] + index, -1),
-    )  # fmt: skip
-    return jnp.stack(fields, axis=-1)
+    return tokens, _count_below(place, most + 1)
 
 
 def _number_plain(placement: layout.Placement, num_keys: int) -> _Numbering:
@@ -253,9 +204,13 @@ def _number_packed(placement: layout.Placement, num_keys: int) -> _Numbering:
     )
 
 
-def _written(numbering: _Numbering, chosen: Bool[Array, "B K blocks"], num_keys: int, size: int):
+def _written(
+    numbering: _Numbering, bounds: Int32[Array, " bounds"], num_kv_heads: int, ranges: int, num_keys: int,
+    size: int,
+) -> Bool[Array, "B S K"]:  # fmt: skip
     """Which keys are in a chosen block: starts ascend with the numbers, and blocks are disjoint."""
     batch, num_blocks = numbering.starts.shape
+    chosen = (bounds[2::2] > bounds[:-1:2]).reshape(batch, num_kv_heads, ranges, num_blocks).any(axis=2)
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     number = jnp.broadcast_to(jnp.arange(num_blocks, dtype=jnp.int32), (batch, num_blocks))
     at_key = jnp.full((batch, num_keys), -1, jnp.int32).at[b, numbering.starts].set(number, mode="drop")
@@ -266,24 +221,18 @@ def _written(numbering: _Numbering, chosen: Bool[Array, "B K blocks"], num_keys:
     return inside[:, :, None] & chosen.swapaxes(1, 2)
 
 
-def _count_below(ascending: Int32[Array, " n"], first: int, number: int) -> Int32[Array, " number"]:
-    """For each integer in `first .. first + number - 1`: how many entries are smaller."""
+def _count_below(ascending: Int32[Array, " n"], number: int) -> Int32[Array, " number"]:
+    """For each integer in `0 .. number - 1`: how many entries are smaller."""
     length = ascending.shape[0]
     return launch(
         count_below_kernel, ascending, out=like(ascending, (number,)),
         grid=(triton.cdiv(number, COUNTS_OF_A_PROGRAM),),
-        length=length, number=number, first=first, STEPS=length.bit_length(), SIZE=COUNTS_OF_A_PROGRAM,
+        length=length, number=number, STEPS=length.bit_length(), SIZE=COUNTS_OF_A_PROGRAM,
     )  # fmt: skip
 
 
 @triton.jit(repr=named("nsa_count_below"))
-def count_below_kernel(ascending, counts, length, number, first, STEPS: tl.constexpr, SIZE: tl.constexpr):
+def count_below_kernel(ascending, counts, length, number, STEPS: tl.constexpr, SIZE: tl.constexpr):
     """Binary search, for `SIZE` integers at a time."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    low = tl.zeros([SIZE], tl.int32)
-    high = low + length
-    for _ in range(STEPS):
-        middle = low + (high - low) // 2
-        below = tl.load(ascending + middle, mask=low < high, other=0) < first + i
-        low, high = tl.where(below & (low < high), middle + 1, low), tl.where(below, high, middle)
-    tl.store(counts + i, low, mask=i < number)
+    tl.store(counts + i, count_below(ascending, length, i, STEPS), mask=i < number)

@@ -1,0 +1,175 @@
+"""Attention of branches, searched for what is not finite (`nonfinite`): one alone, or three with their sum.
+
+The kernels of a branch leave their results as they are. What searches them looks at one branch here, or at
+all three at once, where it need only read their sum.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nsa_jax.array_typing import Array, Float, Int32
+from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.nonfinite import (
+    Branch,
+    Outputs,
+    Saved,
+    recompute_forward,
+    recompute_key_gradients,
+    recompute_probabilities,
+    recompute_query_gradient,
+    visible_in_blocks,
+)
+from nsa_jax.kernels.triton.ranges import (
+    KeyRanges,
+    attend_ranges,
+    causal_ranges,
+    compression_ranges,
+    range_gradients,
+    window_ranges,
+)
+from nsa_jax.kernels.triton.selected import attend_selected
+from nsa_jax.layout import Placement
+
+type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
+type KeyGradients = tuple[tuple[Array, Array], ...]  # `(d_key, d_value)` of each branch
+
+
+class BranchKeysValues(NamedTuple):
+    """Keys and values of the three branches."""
+
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_slc: Float[Array, "B S K H"]
+    value_slc: Float[Array, "B S K V"]
+    key_win: Float[Array, "B W K H"]
+    value_win: Float[Array, "B W K V"]
+
+
+def attend_range(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`(out, lse)` of a branch in which each query sees a range of keys."""
+    out, lse = attend_ranges(query, key, value, ranges, scale=scale)
+    branch = Branch(key, value, ranges.visible)
+    return recompute_forward(Outputs((out,)), query, [branch], scale=scale).outs[0], lse
+
+
+def differentiate_range(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: KeyRanges,
+    given: Backward,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Gradients of query, key and value of such a branch."""
+    d_query, *d_keys, _, delta = range_gradients(query, key, value, ranges, given, scale=scale)
+    branch = Branch(key, value, ranges.visible)
+    return _repair_one(d_query, d_keys, query, branch, given, delta, scale)
+
+
+def attend_blocks(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    *,
+    scale: float,
+    with_probabilities: bool = False,
+    before_backward: bool = False,
+) -> tuple[Array, ...]:
+    """As `selected.attend_selected`."""
+    arrays = query, key, value, block_indices, placement
+    out, lse, *probabilities = attend_selected(
+        *arrays, scale=scale, with_probabilities=with_probabilities, before_backward=before_backward
+    )
+    branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
+    found = recompute_forward(Outputs((out,), lse), query, [branch], scale=scale)
+    return found.outs[0], found.lse, *_probabilities(probabilities, found.lse, query, branch, scale)
+
+
+def differentiate_blocks(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int32[Array, "B T K R"],
+    placement: Placement,
+    given: Backward,
+    *,
+    scale: float,
+    gradients: SelectedGradients,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Gradients of query, key and value of the selected branch, by `gradients`."""
+    arrays = query, key, value, block_indices, placement
+    d_query, *d_keys, _, delta = gradients(*arrays, given, scale=scale)
+    branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
+    return _repair_one(d_query, d_keys, query, branch, given, delta, scale)
+
+
+def repair_sum(
+    found: Outputs,
+    probabilities: tuple[Float[Array, "B T K R"], ...],
+    query: Float[Array, "B T N H"],
+    keys_values: BranchKeysValues,
+    gates: Float[Array, "B T N 3"],
+    block_indices: Int32[Array, "B T K R"] | None,
+    placement: Placement,
+    *,
+    scale: float,
+) -> tuple[Outputs, tuple[Float[Array, "B T K R"], ...]]:
+    """What three branches and their sum give, and the probabilities of the slots, if there are any."""
+    branches = _branches(keys_values, block_indices, placement)
+    found = recompute_forward(found, query, branches, gates, scale=scale)
+    return found, _probabilities(probabilities, found.lse, query, branches[1], scale)
+
+
+def repair_gradients(
+    d_query: Float[Array, "B T N H"],
+    d_keys: KeyGradients,
+    saved: Saved,
+    query: Float[Array, "B T N H"],
+    keys_values: BranchKeysValues,
+    block_indices: Int32[Array, "B T K R"] | None,
+    placement: Placement,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], KeyGradients]:
+    """The gradient of the query, a sum over three branches, and those of each branch's keys and values."""
+    branches = _branches(keys_values, block_indices, placement)
+    d_query = recompute_query_gradient(d_query, query, branches, saved, scale=scale)
+    return d_query, recompute_key_gradients(d_keys, query, branches, saved, scale=scale)
+
+
+def _repair_one(d_query, d_keys, query, branch, given, delta, scale):
+    saved = Saved((given.lse,), (delta,), given.d_out)
+    d_query = recompute_query_gradient(d_query, query, [branch], saved, scale=scale)
+    (d_keys,) = recompute_key_gradients([d_keys], query, [branch], saved, scale=scale)
+    return d_query, *d_keys
+
+
+def _probabilities(probabilities, lse, query, branch, scale):
+    return tuple(
+        recompute_probabilities(x, lse, query, branch.key, branch.visible, scale) for x in probabilities
+    )
+
+
+def _branches(
+    keys_values: BranchKeysValues, block_indices: Int32[Array, "B T K R"] | None, placement: Placement
+) -> tuple[Branch, Branch, Branch]:
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
+    if block_indices is None:
+        selected = causal_ranges(placement, key_slc.shape[1]).visible
+    else:
+        selected = visible_in_blocks(block_indices, placement, key_slc.shape[1])
+    return (
+        Branch(key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]).visible),
+        Branch(key_slc, value_slc, selected),
+        Branch(key_win, value_win, window_ranges(placement, key_win.shape[1]).visible),
+    )

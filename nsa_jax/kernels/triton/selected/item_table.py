@@ -1,0 +1,170 @@
+"""How the pairs of each block are cut into items, from where the pairs of each group begin (`items`).
+
+Two kernels. The first, grid = (1,), counts the items of each group and adds the numbers up: one program takes
+4096 blocks at a time, range after range, then 4096 groups at a time, 8 numbers a thread. Then grid =
+(ceil(items / 128),): a program finds the groups of 128 items by a binary search, and writes the seven numbers
+of each. `36 items + 24 groups` bytes.
+
+Why one program: groups are few (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has five numbers, two
+of which are sums over all before. XLA made seven programs of it, which took 28 to 31 us at 8k.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from nsa_jax.array_typing import Array, Int32
+from nsa_jax.kernels.triton.launch import launch, like, named
+
+ITEM_FIELDS = 7
+ITEMS_OF_A_PROGRAM = 128
+STEP = 4096  # blocks, then groups, of a step of the first kernel
+
+
+class ItemCounts(NamedTuple):
+    """How many items there are.
+
+    Attributes:
+      ends: of each group, number of the items up to its last.
+      of_group: first slot for partial sums of each group, or -1.
+      slots, partials: first slot of each block, and their number, 0 where it has at most one item.
+    """
+
+    ends: Int32[Array, " groups"]
+    of_group: Int32[Array, " groups"]
+    slots: Int32[Array, "heads blocks"]
+    partials: Int32[Array, "heads blocks"]
+
+
+def count_items(
+    bounds: Int32[Array, " bounds"], heads: int, ranges: int, num_blocks: int, *, item: int, fill: bool
+) -> ItemCounts:
+    """Counts the items of at most `item` pairs of each group.
+
+    Args:
+      bounds: two numbers of each group in turn, its first pair and the end of its masked ones; then the
+        number of all pairs.
+      heads, ranges, num_blocks: a group is a block of a range of a head.
+      item: most pairs of an item.
+      fill: whether a block without pairs gets an item in its first range.
+    """
+    groups = heads * ranges * num_blocks
+    of_groups, of_blocks = like(bounds, (groups,)), like(bounds, (heads, num_blocks))
+    *counts, _ = launch(
+        count_items_kernel, bounds, out=(of_groups, of_groups, of_blocks, of_blocks, of_groups),
+        grid=(1,), num_warps=16, heads=heads, ranges=ranges, num_blocks=num_blocks, item=item, FILL=fill,
+        BLOCKS=min(STEP, triton.next_power_of_2(heads * num_blocks)),
+        GROUPS=min(STEP, triton.next_power_of_2(groups)),
+    )  # fmt: skip
+    return ItemCounts(*counts)
+
+
+def item_table(
+    bounds: Int32[Array, " bounds"],
+    counts: ItemCounts,
+    starts: Int32[Array, "B blocks"],
+    limits: Int32[Array, "B blocks"],
+    ranges: int,
+    *,
+    item: int,
+    num_items: int,
+) -> Int32[Array, "items 7"]:
+    """`BlockItems.items`, `num_items` of them; `starts` and `limits` are those of `BlockItems`."""
+    heads, num_blocks = counts.slots.shape
+    groups = counts.ends.size
+    return launch(
+        item_table_kernel, bounds, counts.ends, counts.of_group, starts, limits,
+        out=like(bounds, (num_items, ITEM_FIELDS)), grid=(triton.cdiv(num_items, ITEMS_OF_A_PROGRAM),),
+        groups=groups, group_of_a_head=ranges * num_blocks, num_blocks=num_blocks, item=item,
+        num_items=num_items, KV_HEADS=heads // starts.shape[0], STEPS=groups.bit_length(),
+        SIZE=ITEMS_OF_A_PROGRAM, FIELDS=ITEM_FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _items_of(bounds, group, exists, item):
+    """How many items the pairs of groups make."""
+    first = tl.load(bounds + 2 * group, mask=exists, other=0)
+    end = tl.load(bounds + 2 * group + 2, mask=exists, other=0)
+    return (end - first + item - 1) // item
+
+
+@triton.jit(repr=named("nsa_count_items"))
+def count_items_kernel(
+    bounds, ends, of_group, slots, partials, numbers, heads, ranges, num_blocks, item,
+    FILL: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """All counts; `numbers` are the items of each group, between the two loops."""
+    i = tl.arange(0, BLOCKS)
+    before = 0  # slots of the blocks before
+    for first in range(0, heads * num_blocks, BLOCKS):
+        block = first + i
+        exists = block < heads * num_blocks
+        # of the block's group in the first range; those of the others are `num_blocks` apart
+        group = block // num_blocks * (ranges * num_blocks) + block % num_blocks
+        total = tl.zeros([BLOCKS], tl.int32)
+        for number in range(ranges):
+            total += _items_of(bounds, group + number * num_blocks, exists, item)
+        partial = tl.where(total > 1, total, 0)
+        slot = before + tl.cumsum(partial, 0) - partial
+        before += tl.sum(partial, 0)
+        tl.store(slots + block, slot, mask=exists)
+        tl.store(partials + block, partial, mask=exists)
+        for number in range(ranges):
+            here = group + number * num_blocks
+            found = _items_of(bounds, here, exists, item)
+            tl.store(of_group + here, tl.where(total > 1, slot, -1), mask=exists)
+            slot += found
+            if FILL:
+                found = tl.where((number == 0) & (total == 0), 1, found)
+            tl.store(numbers + here, found, mask=exists)
+    tl.debug_barrier()  # other threads have stored the numbers
+    j = tl.arange(0, GROUPS)
+    items = 0
+    for first in range(0, heads * ranges * num_blocks, GROUPS):
+        group = first + j
+        exists = group < heads * ranges * num_blocks
+        found = tl.load(numbers + group, mask=exists, other=0)
+        tl.store(ends + group, items + tl.cumsum(found, 0), mask=exists)
+        items += tl.sum(found, 0)
+
+
+@triton.jit
+def count_below(ascending, length, than, STEPS: tl.constexpr):
+    """How many of `length` ascending integers are smaller than each of `than`, by a binary search."""
+    low = than * 0
+    high = low + length
+    for _ in range(STEPS):
+        middle = low + (high - low) // 2
+        below = tl.load(ascending + middle, mask=low < high, other=0) < than
+        low, high = tl.where(below & (low < high), middle + 1, low), tl.where(below, high, middle)
+    return low
+
+
+@triton.jit(repr=named("nsa_item_table"))
+def item_table_kernel(
+    bounds, ends, of_group, starts, limits, items, groups, group_of_a_head, num_blocks, item, num_items,
+    KV_HEADS: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The fields of SIZE items."""
+    number = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    group = count_below(ends, groups, number + 1, STEPS)
+    exists = group < groups
+    before = tl.load(ends + group - 1, mask=exists & (group > 0), other=0)
+    index = number - before  # among the items of the group
+    first = tl.load(bounds + 2 * group, mask=exists, other=0) + index * item
+    masked = tl.load(bounds + 2 * group + 1, mask=exists, other=0)
+    end = tl.minimum(first + item, tl.load(bounds + 2 * group + 2, mask=exists, other=0))
+    slot = tl.load(of_group + group, mask=exists, other=-1)
+    head = group // group_of_a_head
+    block = head // KV_HEADS * num_blocks + group % num_blocks
+    to = items + number.to(tl.int64) * FIELDS
+    inside = number < num_items
+    tl.store(to, tl.where(exists, head, -1), mask=inside)
+    tl.store(to + 1, tl.load(starts + block, mask=exists, other=0), mask=inside)
+    tl.store(to + 2, tl.load(limits + block, mask=exists, other=0), mask=inside)
+    tl.store(to + 3, first, mask=inside)
+    tl.store(to + 4, tl.minimum(tl.maximum(masked, first), end), mask=inside)
+    tl.store(to + 5, end, mask=inside)
+    tl.store(to + 6, tl.where(slot >= 0, slot + index, -1), mask=inside)
