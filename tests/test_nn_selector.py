@@ -202,14 +202,15 @@ def test_some_branches_are_the_sum_of_their_operations():
 def test_packed_sequences_are_chosen_as_alone(selector):
     with jax.enable_x64(True):
         layer = make_layer(jnp.float64, selector=selector, branches=("slc", "win"))
-        x = random(1, LENGTH, WIDTH)
-        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12])
-        out = call(layer, x, segment_ids=segment_ids)
-        alone = np.zeros((2, 12, WIDTH))
-        alone[0, :9], alone[1] = x[0, 2:11], x[0, 11:]
-        expected = call(layer, alone)
-        assert_close(out[0, 2:11], expected[0, :9], ROUNDING)
-        assert_close(out[0, 11:], expected[1], ROUNDING)
+        x = random(2, LENGTH, WIDTH)
+        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12, [4] * 5 + [2] * 18])  # 18: five blocks for three
+        sequences = [(0, 2, 11), (0, 11, 23), (1, 0, 5), (1, 5, 23)]
+        alone = np.zeros((4, 18, WIDTH))
+        for each, (row, first, end) in zip(alone, sequences, strict=True):
+            each[: end - first] = x[row, first:end]
+        out, expected = call(layer, x, segment_ids=segment_ids), call(layer, alone)
+        for each, (row, first, end) in zip(expected, sequences, strict=True):
+            assert_close(out[row, first:end], each[: end - first], ROUNDING)
 
 
 def test_means_of_the_layer_s_keys_choose():
