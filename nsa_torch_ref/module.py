@@ -277,9 +277,8 @@ class NSAAttention(nn.Module):
         for branch in self.branches:
             key, value = tokens[self.pair_of[branch]]
             if branch == "cmp":
-                starts = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
-                key, value = (block_tokens(each, segment_ids, self.config) for each in (key, value))
-                pairs[branch] = self.rotary(self.compressor_key(key), starts), self.compressor_value(value)
+                value = self.compressor_value(block_tokens(value, segment_ids, self.config))
+                pairs[branch] = self.compressed_keys(key, segment_ids, positions), value
             else:
                 pairs[branch] = self.rotary(key, positions), value
         gates = self.gate(x[:, asking]) if len(self.branches) > 1 else None
@@ -289,6 +288,11 @@ class NSAAttention(nn.Module):
         """Keys `[B, S, K, H]` of a branch, normalised and not rotated, and its values `[B, S, K, V]`."""
         key = getattr(self, f"key{pair}_norm")(getattr(self, f"key{pair}_proj")(x))
         return key, getattr(self, f"value{pair}_proj")(x)
+
+    def compressed_keys(self, key: Tensor, segment_ids: Tensor, positions: Tensor) -> Tensor:
+        """Keys of blocks `[B, C, K, H]` from those of tokens, rotated as the first token of each block."""
+        starts = masks.at(positions, masks.compression_starts(segment_ids, self.config), 0)
+        return self.rotary(self.compressor_key(block_tokens(key, segment_ids, self.config)), starts)
 
     def block_scores(
         self,
@@ -308,6 +312,25 @@ class NSAAttention(nn.Module):
         weights = None if weights is None else weights[:, asking]
         return indexer.block_scores(query[:, asking], key, weights=weights, **where)
 
+    def taught_scores(
+        self, x: Tensor, query: Tensor, segment_ids: Tensor, positions: Tensor, at: Tensor
+    ) -> Tensor:
+        """Scores `[B, T, K, M]` of queries at row indices `at`, with a gradient for what learns alone.
+
+        Their softmax over the blocks in sight are the shares that the selection gives. An indexer has its
+        block scores, importance its logarithm, at least that of the smallest normal number.
+        """
+        if self.selector is not None:
+            return self.block_scores(x, segment_ids, positions, query.shape[1])
+        key, _ = self.key_and_value(self.pair_of["cmp"], x)
+        key_cmp = self.compressed_keys(key.detach(), segment_ids, positions)
+        importance = attention.importance_scores(
+            query.detach(), key_cmp, config=self.config, segment_ids=segment_ids, scale=self.scale
+        )
+        candidate, _ = masks.block_kinds(segment_ids, at, self.config)
+        scores = importance.clamp(min=torch.finfo(importance.dtype).tiny).log()
+        return scores.masked_fill(~candidate[:, :, None], -torch.inf)
+
     def forward(
         self,
         x: Tensor,
@@ -320,22 +343,16 @@ class NSAAttention(nn.Module):
     ) -> Any:
         """The layer output `[B, T, D]` for the last `queries` tokens of x `[B, S, D]`, all by default.
 
-        With `distil` "dense" or "selected", the pair of it and the mean selection loss of an indexer: with
-        the probabilities of dense attention, or of the selected branch, as the target. Blocks that are always
-        selected do not count.
+        With `distil` "dense" or "selected", the pair of it and the mean selection loss: with the
+        probabilities of dense attention, or of the selected branch, as the target. Blocks that are always
+        selected do not count. It teaches the indexer or, with importance, the compressor of keys.
         """
-        if distil is not None and self.selector is None:
-            raise ValueError(
-                f'a selection loss needs an indexer, got distil={distil!r} and selector="importance". Pass '
-                "selector=IndexerConfig() to the layer."
-            )
         segment_ids, positions = self.places(x, segment_ids, positions)
         operands = self.operands(x, segment_ids, positions, queries)
         where = dict(config=self.config, segment_ids=segment_ids, scale=self.scale)
-        if distil is not None or block_indices is None:
-            scores = self.block_scores(x, segment_ids, positions, queries)
         _, at = attention.place_queries(operands[0], x.shape[1], segment_ids, None)
         if block_indices is None:
+            scores = self.block_scores(x, segment_ids, positions, queries)
             block_indices = masks.top_blocks(scores.detach(), segment_ids, at, self.config)
         out = attention.native_sparse_attention(*operands, block_indices=block_indices, **where)
         out = self.dropout(self.out_proj(out))
@@ -343,6 +360,7 @@ class NSAAttention(nn.Module):
             return out
         query, key = operands[0].detach(), operands[3].detach()
         _, forced = masks.block_kinds(segment_ids, at, self.config)
+        scores = self.taught_scores(x, query, segment_ids, positions, at)
         scores = scores.masked_fill(forced[:, :, None], -torch.inf)
         if distil == "dense":
             target = distillation.block_probabilities(query, key, **where)

@@ -109,6 +109,7 @@ class LayerCase:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more arguments of both layers
     own_parts: bool = False  # those of `parity.own_parts`
     runs: tuple[tuple[int, int], ...] | None = None
+    taught: bool = False  # whether to compare its selection loss, too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,11 +225,19 @@ LAYER_CASES = (
         options=dict(share_keys_values=True),
     ),
     LayerCase(name="layer_own_parts_packed", length=104, own_parts=True, runs=SPARSE_AND_SHORT),
-    LayerCase(name="layer_msa", config=TWO_FREE, options=MSA),
     LayerCase(
-        name="layer_weighted_packed", config=TWO_FREE, length=104, options=WEIGHTED, runs=SPARSE_AND_SHORT
+        name="layer_importance_packed", config=TWO_FREE, length=104, runs=SPARSE_AND_SHORT, taught=True
     ),
-    LayerCase(name="layer_indexed", config=TWO_FREE, options=INDEXED),
+    LayerCase(name="layer_msa", config=TWO_FREE, options=MSA, taught=True),
+    LayerCase(
+        name="layer_weighted_packed",
+        config=TWO_FREE,
+        length=104,
+        options=WEIGHTED,
+        runs=SPARSE_AND_SHORT,
+        taught=True,
+    ),
+    LayerCase(name="layer_indexed", config=TWO_FREE, options=INDEXED, taught=True),
 )
 DECODE_CASES = (
     DecodeCase(name="decode", prompt_lengths=(70, 33), num_steps=12, layer=LayerCase(name="")),
@@ -350,6 +359,7 @@ def _of_layer(case: LayerCase) -> str:
         *([f"an indexer of {selector.num_heads} x {selector.dim}"] if selector else []),
         *(["weighted"] if selector and selector.weighted else []),
         *(["biases"] if case.use_bias else []),
+        *(["its selection loss"] if case.taught else []),
         *options,
         _of_blocks(case.config),
     ]

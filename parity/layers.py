@@ -19,8 +19,9 @@ from parity import cases, convert, own_parts
 from parity.blocks import Selection
 from parity.budget import Row, farther, judge
 
-# Of the selection loss that teaches an indexer.
+# Of the selection loss that teaches an indexer, or the compressor of keys.
 TARGETS: tuple[Any, ...] = ("dense", "selected")
+LEARNS = "d_selector.", "d_compressor_key."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,9 @@ def selection_of(twins: Twins, x: Tensor, segment_ids: Tensor | None) -> Selecti
 
 
 def torch_results(
-    module: nsa_torch_ref.NSAAttention, x: Tensor, cotangent: Tensor, **where: Any
+    module: nsa_torch_ref.NSAAttention, x: Tensor, cotangent: Tensor, taught: bool, **where: Any
 ) -> dict[str, Tensor]:
-    """Output, selection losses and gradients by name, in the dtype of the module."""
+    """Output and gradients by name, in the dtype of the module; if taught, also those of selection losses."""
     dtype = module.query_proj.kernel.dtype
     x = x.to(dtype).requires_grad_()
     leaves = {"x": x, **dict(module.named_parameters())}
@@ -99,27 +100,28 @@ def torch_results(
 
     out = module(x, **where)
     results = {"out": out.detach(), **gradients(out, cotangent.to(dtype))}
-    for target in TARGETS if module.selector is not None else ():
+    for target in TARGETS if taught else ():
         _, loss = module(x, distil=target, **where)
-        of_selector, others = split(gradients(loss, None))
-        results |= named_loss(target, loss.detach(), of_selector, torch.cat(others))
+        learns, others = split(gradients(loss, None))
+        results |= named_loss(target, loss.detach(), learns, torch.cat(others))
     return results
 
 
 def split(gradients: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Those of the selector by name, and all others, flat."""
-    of_selector = {name: value for name, value in gradients.items() if name.startswith("d_selector.")}
-    return of_selector, [value.reshape(-1) for name, value in gradients.items() if name not in of_selector]
+    """Those of what a selection loss teaches by name, and all others, flat."""
+    part = next(part for part in LEARNS if any(name.startswith(part) for name in gradients))
+    learns = {name: value for name, value in gradients.items() if name.startswith(part)}
+    return learns, [value.reshape(-1) for name, value in gradients.items() if name not in learns]
 
 
-def named_loss(target: str, loss: Any, of_selector: dict[str, Any], others: Any) -> dict[str, Any]:
-    """A selection loss and its gradients by name; those of all but the selector are zero, in one."""
-    gradients = of_selector | {"d_others": others}
+def named_loss(target: str, loss: Any, learns: dict[str, Any], others: Any) -> dict[str, Any]:
+    """A selection loss and its gradients by name; those of what it does not teach are zero, in one."""
+    gradients = learns | {"d_others": others}
     return {f"{target} loss": loss, **{f"{target} {name}": value for name, value in gradients.items()}}
 
 
 def reordered_results(
-    module: nsa_torch_ref.NSAAttention, x: Tensor, cotangent: Tensor, **where: Any
+    module: nsa_torch_ref.NSAAttention, x: Tensor, cotangent: Tensor, taught: bool, **where: Any
 ) -> dict[str, Tensor]:
     """`torch_results` with the model width in another order, so that projections sum in another order."""
     order = torch.arange(x.shape[-1], device=x.device).flip(0).roll(x.shape[-1] // 3)
@@ -135,12 +137,13 @@ def reordered_results(
     module = copy.deepcopy(module)
     for name, parameter in module.named_parameters():
         parameter.data = permute(name, parameter.data, order)
-    results = torch_results(module, permute("x", x, order), permute("out", cotangent, order), **where)
+    results = torch_results(module, permute("x", x, order), permute("out", cotangent, order), taught, **where)
     return {name: permute(name.removeprefix("d_"), value, back) for name, value in results.items()}
 
 
 def jax_results(
     graph: Any,
+    taught: bool,
     parameters: nnx.State,
     rest: nnx.State,
     x: jax.Array,
@@ -160,14 +163,14 @@ def jax_results(
     out, pull = jax.vjp(functools.partial(layer, block_indices=block_indices), parameters, x)
     results = {"out": out, **named(*pull(cotangent))}
     whole = nnx.merge(graph, parameters, rest)
-    for target in TARGETS if hasattr(whole, "selector") else ():
+    for target in TARGETS if taught else ():
 
         def loss_of(parameters: nnx.State, x: jax.Array, target: Any = target) -> jax.Array:
             return layer(parameters, x, block_indices=block_indices, distil=target)[1]
 
         loss, pulled = jax.value_and_grad(loss_of, argnums=(0, 1))(parameters, x)
-        of_selector, others = split(named(*pulled))
-        results |= named_loss(target, loss, of_selector, jnp.concatenate(others))
+        learns, others = split(named(*pulled))
+        results |= named_loss(target, loss, learns, jnp.concatenate(others))
     blocks = whole.inspect(x, segment_ids=segment_ids).block_indices
     return results | {"free out": layer(parameters, x), "blocks": blocks}
 
@@ -183,15 +186,16 @@ def compare(case: cases.LayerCase, dtype: torch.dtype, device: str, implementati
     selection = selection_of(twins, x, segment_ids)
 
     where = dict(segment_ids=segment_ids, block_indices=selection.block_indices)
-    expected, same = (torch_results(module, x, cotangent, **where) for module in (twins.exact, twins.same))
-    reordered = reordered_results(twins.same, x, cotangent, **where)
+    given = x, cotangent, case.taught
+    expected, same = (torch_results(module, *given, **where) for module in (twins.exact, twins.same))
+    reordered = reordered_results(twins.same, *given, **where)
     same = {name: farther(value, reordered[name], expected[name]) for name, value in same.items()}
     target = convert.jax_device(device)
     tensors = (x, cotangent, selection.block_indices.int(), segment_ids)
     arrays = jax.tree.map(functools.partial(convert.to_jax, device=target), tensors)
     graph, parameters, rest = cast(Any, nnx.split)(twins.jax, nnx.Param, ...)
     with jax.default_device(target):
-        found = jax.jit(functools.partial(jax_results, graph))(parameters, rest, *arrays)
+        found = jax.jit(functools.partial(jax_results, graph, case.taught))(parameters, rest, *arrays)
     found = {name: convert.to_torch(value, device) for name, value in found.items()}
 
     rows = selection.judge(case.name, label, found.pop("blocks"))

@@ -425,7 +425,7 @@ CALLS = {
     "NSAAttention.inspect": LAYER.call("inspect"),
     "DenseAttention()": DENSE.call("__call__"),
     "Gate()": GATE.call("__call__", free="B T"),
-    "Indexer.project": INDEXER.call("project", free="B T", query=(None, Kind({}))),
+    "Indexer.project": INDEXER.call("project", free="B T", query=(None, Kind({})), key_slc=(None, Kind({}))),
     "Compressor()": COMPRESSOR.call("__call__", free="B m K"),
     "Compressor.is_data": COMPRESSOR.call("is_data"),
     "Compressor.weights": COMPRESSOR.call("weights"),

@@ -1,7 +1,12 @@
 """Selectors as a user may write them."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import nnx
+
+import nsa_jax
+from nsa_jax.nn import token_windows
 
 
 class Recent:
@@ -10,7 +15,7 @@ class Recent:
     def __init__(self, in_features, num_kv_heads, config, *, rngs):
         self.num_kv_heads = num_kv_heads
 
-    def project(self, x, query, positions):
+    def project(self, x, query, key_slc, positions):
         return (), ()
 
     def choose(self, queries, keys, at, *, config, **where):
@@ -39,13 +44,27 @@ class Fixed(Recent):
         return jnp.broadcast_to(blocks, (*at.shape, self.num_kv_heads, 3))
 
 
+class BlockMeans(Recent):
+    """MoBA: blocks by the product of the query and the mean of the keys, summed over heads of a KV head."""
+
+    def project(self, x, query, key_slc, positions):
+        of_kv_head = query.reshape(*query.shape[:2], self.num_kv_heads, -1, query.shape[-1])
+        return of_kv_head.sum(3), key_slc  # the sum of the products with a key is the product of the sum
+
+    def choose(self, queries, keys, at, *, config, segment_ids, **where):
+        size = config.selection_block_size
+        blocks = dataclasses.replace(config, compression_block_size=size, compression_stride=size)
+        means = token_windows(keys, blocks, segment_ids).mean(2)
+        return nsa_jax.select_blocks(queries, means, config=blocks, segment_ids=segment_ids, **where)
+
+
 class Loudest(nnx.Module):
     """The blocks with the tokens of the largest learned numbers, which it keeps in the cache."""
 
     def __init__(self, in_features, num_kv_heads, config, *, rngs):
         self.kernel = nnx.Param(rngs.params.normal((in_features, num_kv_heads)))
 
-    def project(self, x, query, positions):
+    def project(self, x, query, key_slc, positions):
         return {}, {"loud": jnp.einsum("btd,dk->btk", x, self.kernel[...]), "position": positions}
 
     def choose(self, queries, keys, at, *, config, segment_ids, **where):

@@ -209,7 +209,7 @@ def test_a_user_s_selector_sees_floats():
         def __init__(self, in_features, num_kv_heads, config, *, rngs):
             self.config = config
 
-        def project(self, x, query, positions):
+        def project(self, x, query, key_slc, positions):
             return (), (x[:, :, None, :4], x[:, :, 0])
 
         def choose(self, queries, keys, at, **_):

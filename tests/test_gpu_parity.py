@@ -10,7 +10,7 @@ NOT_FOR_KERNELS = {
     *("layer_shorter_than_a_block", "decode", "decode_from_one_token", "decode_mean_chunked"),
     *("decode_every_block", "layer_yarn", "layer_normed_packed", "layer_shared", "layer_own_parts_packed"),
     *("decode_normed", "decode_shared", "decode_own_parts"),
-    *("layer_msa", "layer_weighted_packed", "layer_indexed"),
+    *("layer_importance_packed", "layer_msa", "layer_weighted_packed", "layer_indexed"),
     *("decode_msa", "decode_weighted", "decode_indexed"),
 }
 

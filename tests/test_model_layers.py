@@ -93,12 +93,19 @@ def test_scanned_layers_of_nsa_have_their_own_selections_and_losses():
     blocks = [np.broadcast_to(np.array(each), shape) for each in ([0, 2], [1, 3])]
 
     def run(model):
-        return model(TOKENS, distil="dense", block_indices=blocks), model(TOKENS)
+        def loss(model):
+            return model(TOKENS, distil="dense", block_indices=blocks)[::-1]
+
+        return nnx.value_and_grad(loss, has_aux=True)(model), model(TOKENS)
 
     kinds = ("window", "nsa", "nsa")
     looped, scanned = looped_and_scanned(run, dataclasses.replace(LAYERS, attention=kinds))
     close(scanned, looped)
-    assert np.abs(looped[0][0] - looped[1]).max() > 0.1
+    ((_, logits), gradient), free = looped
+    assert np.abs(logits - free).max() > 0.1
+    for layer in (1, 2):
+        learnt = gradient["layers"][layer]["attention"]["compressor_key"]
+        assert max(np.abs(x).max() for x in jax.tree.leaves(learnt)) > 1e-3
 
 
 def test_a_checkpoint_keeps_it(tmp_path):

@@ -68,7 +68,7 @@ def expected_loss(layer, x, target, segment_ids):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
         if segment_ids is not None:
             positions = nsa_jax.layout.sequence_positions(segment_ids)
-        (query, weights), key = layer.selector.project(x, operands.query, positions)
+        (query, weights), key = layer.selector.project(x, operands.query, operands.key_slc, positions)
         scores = nsa_jax.block_scores(query, key, weights=weights, **where)
     scores = without_fixed(scores, segment_ids)
     to = operands.query, operands.key_slc
@@ -212,7 +212,7 @@ class Likes(nnx.Module):
     def __init__(self, in_features, num_kv_heads, config, *, rngs):
         self.kernel = nnx.Param(rngs.params.normal((in_features, num_kv_heads)))
 
-    def project(self, x, query, positions):
+    def project(self, x, query, key_slc, positions):
         own = jnp.zeros(x.shape[:2], jnp.int32)  # integers have no gradient
         return own, (x @ self.kernel[...], own)
 
@@ -234,7 +234,7 @@ def test_a_selector_with_scores_of_its_own_is_taught():
     def run(layer, x):
         operands, blocks = layer.operands(x), layer.inspect(x).block_indices
         at = jnp.broadcast_to(jnp.arange(LENGTH), x.shape[:2])
-        scores = layer.selector.scores((), layer.selector.project(x, None, None)[1], at, config=CONFIG)
+        scores = layer.selector.scores((), layer.selector.project(x, None, None, None)[1], at, config=CONFIG)
         scores = without_fixed(scores)
         to, settings = (operands.query, operands.key_slc), dict(config=CONFIG, scale=layer.scale)
         expected = {

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 from messages import refused
 from modules import abstract, randomised
-from selector_examples import Fixed, Loudest, Random, Recent
+from selector_examples import BlockMeans, Fixed, Loudest, Random, Recent
 from small_layer import (
     CONFIG,
     LENGTH,
@@ -32,6 +33,8 @@ from nsa_jax.nn import IndexerConfig
 
 LAYERS = {
     "random, slc": dict(selector=Random, branches=("slc",)),
+    "block means, slc": dict(selector=BlockMeans, branches=("slc",)),
+    "block means, shared, all": dict(selector=BlockMeans, share_keys_values=True),
     "loudest, slc and win": dict(selector=Loudest, branches=("slc", "win")),
     "loudest, shared slc and win": dict(selector=Loudest, branches=("slc", "win"), share_keys_values=True),
     "fixed, shared, all": dict(selector=Fixed, share_keys_values=True),
@@ -78,6 +81,102 @@ def test_layer_attends_the_blocks_that_inspect_shows(name):
     assert np.abs(different - out).max() > 1e-3
 
 
+class Numbers(nnx.Module):
+    """The blocks that a variable names, from the second block on."""
+
+    def __init__(self, in_features, num_kv_heads, config, *, rngs):
+        self.blocks = nnx.Variable(jnp.zeros(3, jnp.int32))
+
+    def project(self, x, query, key_slc, positions):
+        return (), ()
+
+    def choose(self, queries, keys, at, **where):
+        blocks = jnp.where(at[..., None] < 4, jnp.array([0, -1, -1]), self.blocks[...].astype(jnp.int32))
+        return jnp.repeat(blocks[:, :, None], 2, axis=2)
+
+
+def test_blocks_that_cannot_be_chosen_are_named_and_not_attended():
+    @nnx.jit
+    def run(layer, x):
+        prompt, cache = layer.prefill(x[:, :11], layer.init_cache(2, 12))
+        step, _ = layer.decode_step(x[:, 11:], cache)
+        return layer.inspect(x).block_indices, (layer(x), jnp.concatenate([prompt, step], axis=1))
+
+    def check(block_indices):
+        at = np.broadcast_to(np.arange(12), (2, 12))
+        nsa_jax.debug.check_block_indices(block_indices, config=CONFIG, query_positions=at)
+
+    with jax.enable_x64(True):
+        layer, x = make_layer(jnp.float64, selector=Numbers, branches=("slc",)), random(2, 12, WIDTH)
+
+        def of(blocks):
+            layer.selector.blocks.set_value(jnp.array(blocks, jnp.int32))
+            return run(layer, x)
+
+        chosen, (expected, steps) = of([0, 1, -1])
+        check(chosen)
+        assert_close(steps, expected, ROUNDING)
+        for wrong, message in {
+            (0, 0, 1): "ascending without repetition",
+            (-5, 0, 1): "must be at least -1, got -5",
+            (0, 1, 2**31 - 1): "start at or before their query",
+            (0, 1, 3): "start at or before their query",
+        }.items():
+            chosen, found = of(wrong)
+            with pytest.raises(checkify.JaxRuntimeError, match=message):
+                check(chosen)
+            for out in found:
+                assert_close(out, expected, ROUNDING, str(wrong))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_changed_future_leaves_what_was_chosen(name):
+    inspect, layer = nnx.jit(lambda layer, x: layer.inspect(x).block_indices), layer_of(name)
+    with jax.enable_x64(True):
+        x, other = random(2, LENGTH, WIDTH), 9 * random(2, LENGTH, WIDTH, seed=1)
+        chosen = inspect(layer, x)
+        for t in (1, 6, 13, 20):
+            changed = np.concatenate([x[:, :t], other[:, t:]], axis=1)
+            assert (inspect(layer, changed)[:, :t] == chosen[:, :t]).all(), t
+
+
+class Given:
+    """A layer without a selector as one that knows which blocks each token of its rows is given."""
+
+    def __init__(self, layer, block_indices):
+        self.layer, self.block_indices, self.init_cache = layer, block_indices, layer.init_cache
+
+    def _given(self, x, cache):
+        at = jnp.minimum(cache.lengths[:, None] + jnp.arange(x.shape[1]), LENGTH - 1)
+        return dict(block_indices=jax.vmap(lambda row, index: row[index])(self.block_indices, at))
+
+    def prefill(self, x, cache, **more):
+        return self.layer.prefill(x, cache, **more, **self._given(x, cache))
+
+    def decode_step(self, x, cache, **more):
+        return self.layer.decode_step(x, cache, **more, **self._given(x, cache))
+
+
+def test_given_steps_are_those_of_a_whole_row():
+    with jax.enable_x64(True):
+        layer, x = make_layer(jnp.float64, selector="given", branches=("slc",)), random(ROWS, LENGTH, WIDTH)
+        at = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+        blocks = Random(WIDTH, 2, CONFIG, rngs=None).choose((), (), at, config=CONFIG)
+        assert_steps_give(call(layer, x, block_indices=blocks), Given(layer, blocks), x)
+
+
+def test_an_indexer_and_its_step_are_exported():
+    layer, x = make_layer(**LAYERS["indexer, slc"]), random(2, 8, WIDTH).astype(np.float32)
+    cache = layer.init_cache(2, 12)
+
+    @jax.jit
+    def run(x, cache):
+        return layer(x), layer.decode_step(x, cache)
+
+    again = jax.export.export(run)(x, cache).call(x, cache)
+    jax.tree.map(np.testing.assert_array_equal, again, run(x, cache))
+
+
 def test_some_branches_are_the_sum_of_their_operations():
     @nnx.jit
     def run(layer, x):
@@ -97,18 +196,41 @@ def test_some_branches_are_the_sum_of_their_operations():
         assert_close(found, expected, ROUNDING)
 
 
-@pytest.mark.parametrize("selector", [Random, IndexerConfig(dim=4)], ids=["random", "indexer"])
+@pytest.mark.parametrize(
+    "selector", [Random, BlockMeans, IndexerConfig(dim=4)], ids=["random", "block means", "indexer"]
+)
 def test_packed_sequences_are_chosen_as_alone(selector):
     with jax.enable_x64(True):
         layer = make_layer(jnp.float64, selector=selector, branches=("slc", "win"))
-        x = random(1, LENGTH, WIDTH)
-        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12])
-        out = call(layer, x, segment_ids=segment_ids)
-        alone = np.zeros((2, 12, WIDTH))
-        alone[0, :9], alone[1] = x[0, 2:11], x[0, 11:]
-        expected = call(layer, alone)
-        assert_close(out[0, 2:11], expected[0, :9], ROUNDING)
-        assert_close(out[0, 11:], expected[1], ROUNDING)
+        x = random(2, LENGTH, WIDTH)
+        segment_ids = np.array([[0, 0] + [3] * 9 + [1] * 12, [4] * 5 + [2] * 18])  # 18: five blocks for three
+        sequences = [(0, 2, 11), (0, 11, 23), (1, 0, 5), (1, 5, 23)]
+        alone = np.zeros((4, 18, WIDTH))
+        for each, (row, first, end) in zip(alone, sequences, strict=True):
+            each[: end - first] = x[row, first:end]
+        out, expected = call(layer, x, segment_ids=segment_ids), call(layer, alone)
+        for each, (row, first, end) in zip(expected, sequences, strict=True):
+            assert_close(out[row, first:end], each[: end - first], ROUNDING)
+
+
+def test_means_of_the_layer_s_keys_choose():
+    """MoBA by loops: a query has one free block beside the first and its own."""
+    layer = layer_of("block means, slc")
+    with jax.enable_x64(True):
+        operands, found = nnx.jit(lambda layer, x: (layer.operands(x), layer.inspect(x).block_indices))(
+            layer, random(1, LENGTH, WIDTH)
+        )
+    query, key, free = np.asarray(operands.query[0]), np.asarray(operands.key_slc[0]), set()
+    for t, head in np.ndindex(LENGTH, 2):
+        own = t // 4
+        pair = query[t, 2 * head : 2 * head + 2]
+        means = [key[4 * block : 4 * block + 4, head].mean(0) for block in range(own)]
+        scores = {block: (pair @ means[block]).sum() for block in range(1, own)}
+        best = [max(scores, key=scores.get)] if scores else []
+        free |= {(own, *best)}
+        chosen = sorted({0, own, *best})
+        assert found[0, t, head].tolist() == chosen + [-1] * (3 - len(chosen)), t
+    assert len(free) > 10  # it is not always the same
 
 
 @pytest.mark.parametrize(
@@ -271,9 +393,24 @@ class Floats(Recent):
         return super().choose(*arguments, **where).astype(jnp.float32)
 
 
+class TooMany(Recent):
+    def choose(self, *arguments, **where):
+        return jnp.repeat(super().choose(*arguments, **where), 2, axis=-1)
+
+
+class Bools(Recent):
+    def choose(self, *arguments, **where):
+        return super().choose(*arguments, **where) > 0
+
+
 class Whole(Recent):
-    def project(self, x, query, positions):
+    def project(self, x, query, key_slc, positions):
         return (), x.sum(1)
+
+
+class WithoutKeys(Recent):
+    def project(self, x, query, positions):
+        return (), ()
 
 
 WRONG = {
@@ -281,7 +418,13 @@ WRONG = {
     "no function": (dict(selector=3), TypeError, "selector must be a name"),
     "no methods": (dict(selector=Half), TypeError, "with the methods project and choose, got Half"),
     "another number of heads": (dict(selector=OneHead), ValueError, "must choose at most .* got shape"),
+    "too many blocks": (dict(selector=TooMany), ValueError, r"at most 3 blocks .* got shape \(1, 8, 2, 6\)"),
     "another dtype": (dict(selector=Floats), TypeError, "must choose block numbers, got float32"),
+    "bools": (dict(selector=Bools), TypeError, "must choose block numbers, got bool"),
+    "project of other arguments": (
+        dict(selector=WithoutKeys), TypeError,
+        r"must take \(x, query, key_slc, positions\), got \(x, query, positions\) of WithoutKeys",
+    ),
     "without tokens": (dict(selector=Whole), ValueError, "must return arrays .B, T"),
     "importance of nothing": (dict(branches=("slc",)), ValueError, "importance needs the compressed branch"),
     "no branch": (dict(branches=()), ValueError, "branches must be some of"),

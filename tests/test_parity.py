@@ -64,7 +64,7 @@ def replace(monkeypatch):
     "name",
     [
         *("packed_query_positions", "one_token", "layer_packed", "decode_from_one_token"),
-        *("layer_weighted_packed", "decode_msa"),
+        *("layer_importance_packed", "layer_weighted_packed", "decode_msa"),
     ],
 )
 def test_case_is_within_its_budget(name):
@@ -194,7 +194,9 @@ def test_rejects_mistakes_of_an_indexer_and_its_loss(replace):
     def shifted(self, queries, keys, at, **where):
         return choose(self, queries, jnp.roll(keys, 1, axis=1), at, **where)
 
-    leaking = types.SimpleNamespace(lax=types.SimpleNamespace(stop_gradient=lambda x: x))
+    leaking = types.SimpleNamespace(
+        lax=types.SimpleNamespace(stop_gradient=lambda x: x), ShapeDtypeStruct=jax.ShapeDtypeStruct
+    )
     replace([nn.Indexer], "choose", shifted)
     replace([choosing.attention], "block_probabilities", functools.partial(probabilities, reduce="max"))
     replace([choosing], "jax", leaking)

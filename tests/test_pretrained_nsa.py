@@ -145,7 +145,7 @@ def test_an_indexer_begins_as_the_heads_of_the_dense_model(options):
 
     @nnx.jit
     def of_layer(layer, x):
-        (query, _), key = layer.selector.project(x, None, jnp.broadcast_to(jnp.arange(21), x.shape[:2]))
+        (query, _), key = layer.selector.project(x, None, None, jnp.broadcast_to(jnp.arange(21), x.shape[:2]))
         operands = layer.operands(x)
         return block_scores(query, key, config=SPARSE), operands.query, operands.key_slc
 

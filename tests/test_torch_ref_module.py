@@ -229,9 +229,13 @@ def test_absent_branches_have_no_parameters():
 
 
 @pytest.mark.parametrize("distil", ["dense", "selected"])
-def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
+@pytest.mark.parametrize(
+    ("options", "learns"), [(INDEXERS["slc and win, weighted"], "selector."), ({}, "compressor_key.")],
+    ids=["indexer", "importance"],
+)  # fmt: skip
+def test_selection_loss_of_a_layer_teaches_what_selects_alone(options, learns, distil):
     """The mean over queries and KV heads, padding left out; the output is that without a loss."""
-    module = layer(config=TWO_FREE, **INDEXERS["slc and win, weighted"])
+    module = layer(config=TWO_FREE, **options)
     row = [0, 0] + [5] * 25 + [3] * 3
     x, segment_ids = tokens(1, 30, 12).requires_grad_(), torch.tensor([row])
     out, loss = module(x, segment_ids=segment_ids, distil=distil)
@@ -240,7 +244,7 @@ def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
     parameters = dict(module.named_parameters())
     gradients = torch.autograd.grad(loss, [x, *parameters.values()], allow_unused=True)
     taught = {name for name, g in zip(("x", *parameters), gradients, strict=True) if g is not None}
-    assert taught == {name for name in parameters if name.startswith("selector.")}
+    assert taught == {name for name in parameters if name.startswith(learns)}
     assert all(g.abs().max() > 1e-4 for g in gradients if g is not None)
 
     query, _, _, key, *_ = module.operands(x, segment_ids)
@@ -259,11 +263,11 @@ def test_selection_loss_of_a_layer_teaches_the_indexer_alone(distil):
             else:
                 of_slots = ref.selected_probabilities(query, key, blocks, **where)[0, t, head]
                 target = of_slots[[chosen.index(block) for block in free]]
-            share, log_softmax = target / target.sum(), scores[0, t, head, list(free)].log_softmax(0)
+            own_scores = scores[0, t, head, list(free)]
+            own_scores = own_scores if options else own_scores.log()
+            share, log_softmax = target / target.sum(), own_scores.log_softmax(0)
             total += (share * (share.log() - log_softmax)).sum().item()
     assert loss.item() == pytest.approx(total / 28 / 2, abs=1e-12)
-    with refused(ValueError, "a selection loss needs an indexer, got distil='dense'"):
-        layer()(x, distil="dense")
 
 
 def test_own_parts_are_used():

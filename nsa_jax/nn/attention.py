@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -270,8 +269,8 @@ class NSAAttention(NSACacheSteps):
                 selector, in_features, num_kv_heads, config, rngs=rngs, rotary=self.rotary, sharding=sharding,
                 **own_numbers,
             )  # fmt: skip
-            query = jax.ShapeDtypeStruct((1, 8, num_heads, head_dim), param_dtype if dtype is None else dtype)
-            check_made(self.selector, in_features, query, num_kv_heads, config)
+            tokens = self._tokens_to_choose(1, 8, param_dtype if dtype is None else dtype)
+            check_made(self.selector, tokens, num_kv_heads, config)
         self.dropout = output_dropout(dropout_rate, rngs)
 
     @overload
@@ -324,7 +323,8 @@ class NSAAttention(NSACacheSteps):
             gives to blocks from those that attention gives to them, the mean over queries and KV heads, see
             `nsa_jax.selection_loss`. The attention is that of the layer's queries to its keys of the selected
             branch: "dense", to all tokens that a query sees, or "selected", to those in the blocks that it
-            attends. Blocks that are always selected do not count.
+            attends. Blocks that are always selected do not count. A selector without scores is refused here
+            and not when the layer is made, because the call decides whether it is to learn.
           deterministic: whether dropout is off; by default what `train()` or `eval()` has set.
           rngs: source of the random numbers for dropout, by default the layer's own.
 

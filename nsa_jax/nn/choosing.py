@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nsa_jax import attention
-from nsa_jax.array_typing import Array, Float, Float32, Int, Int32
+from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation
@@ -27,7 +27,10 @@ from nsa_jax.option_checks import check_choice
 class Choosing(nnx.Module):
     """Chooses by importance, by a selector, or not at all; the layer makes the parameters and projects."""
 
+    num_heads: int
     num_kv_heads: int
+    in_features: int
+    head_dim: int
     config: NSAConfig
     scale: float
     implementation: Implementation | None
@@ -69,7 +72,7 @@ class Choosing(nnx.Module):
             return attention.select_blocks(
                 operands.query, operands.key_cmp, segment_ids=segment_ids, **self._operation_settings()
             )
-        queries, keys, at = self._asked(x, operands.query, positions, segment_ids)
+        queries, keys, at = self._asked(x, operands.query, operands.key_slc, positions, segment_ids)
         return choose(
             self.selector, queries, keys, at, self.num_kv_heads, config=self.config, query_positions=None,
             segment_ids=segment_ids, implementation=self.implementation,
@@ -79,17 +82,22 @@ class Choosing(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         query: Float[Array, "B T N H"],
+        key_slc: Float[Array, "B T K H"],
         positions: Int[Array, "B T"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple[Any, Any, Int32[Array, "B T"]]:
         """What the selector projects of whole rows, and the index of each token in its sequence."""
         at = token_positions(x, segment_ids)
         positions = at if positions is None else positions
-        queries, keys = self._project_to_choose(*jax.lax.stop_gradient((x, query)), positions)
+        queries, keys = self._project_to_choose(*jax.lax.stop_gradient((x, query, key_slc)), positions)
         return queries, keys, at if segment_ids is None else jnp.where(segment_ids == 0, -1, at)
 
     def _project_to_choose(
-        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"],
+        key_slc: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
     ) -> tuple[Any, Any]:
         """`project` of the selector, or the same by the joined product of a prepared layer."""
         made, prefix = projected(self, x), "selector."
@@ -97,7 +105,13 @@ class Choosing(nnx.Module):
         if own:
             assert isinstance(self.selector, Indexer)
             return self.selector.turned(own, positions)
-        return self.selector.project(beside(self, x), query, positions)
+        return self.selector.project(beside(self, x), query, key_slc, positions)
+
+    def _tokens_to_choose(self, batch: int, length: int, dtype: DType) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of what `project` of the selector takes."""
+        widths = (self.in_features,), (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        of_layer = (jax.ShapeDtypeStruct((batch, length, *width), dtype) for width in widths)
+        return *of_layer, jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def _check_selects(self) -> None:
         """Raises ValueError if nothing chooses blocks."""
@@ -143,7 +157,7 @@ class Choosing(nnx.Module):
             held: Any = keys
             scores: Any = functools.partial(_importance, scale=self.scale)
         else:
-            asked, keys, at = self._asked(x, query, positions, segment_ids)
+            asked, keys, at = self._asked(x, query, key_slc, positions, segment_ids)
             is_module = isinstance(self.selector, nnx.Module)
             graph, state = nnx.split(self.selector) if is_module else (self.selector, ())
             held, scores = (keys, state), functools.partial(_of_selector, graph)

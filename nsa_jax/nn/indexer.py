@@ -127,13 +127,17 @@ class Indexer(nnx.Module):
         self.key_norm = head_norm(options.normalize, dim, **numbers, rngs=rngs)
 
     def project(
-        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"] | None, positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"] | None,
+        key_slc: Float[Array, "B T K H"] | None,
+        positions: Int[Array, "B T"],
     ) -> tuple[tuple[Array, Array | None], Array]:
         """Projects and rotates the index queries and keys of tokens.
 
         Args:
           x: layer input.
-          query: rotated queries of the layer; it does not read them.
+          query, key_slc: rotated queries and keys of the layer; it does not read them.
           positions: rotary position of each token.
 
         Returns:

@@ -37,7 +37,7 @@ class Selector(Protocol):
       >>> class Recent:
       ...     def __init__(self, in_features, num_kv_heads, config, *, rngs):
       ...         self.num_kv_heads = num_kv_heads
-      ...     def project(self, x, query, positions):
+      ...     def project(self, x, query, key_slc, positions):
       ...         return (), ()
       ...     def choose(self, queries, keys, at, *, config, **where):
       ...         size, slots = config.selection_block_size, config.num_selected_blocks
@@ -49,18 +49,23 @@ class Selector(Protocol):
     """
 
     def project(
-        self, x: Float[Array, "B T D"], query: Float[Array, "B T N H"], positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        query: Float[Array, "B T N H"],
+        key_slc: Float[Array, "B T K H"],
+        positions: Int[Array, "B T"],
     ) -> tuple[Any, Any]:
         """Computes what choosing needs of new tokens.
 
         Args:
           x: layer input.
           query: rotated queries of the layer.
+          key_slc: rotated keys of the selected branch.
           positions: rotary position of each token.
 
         Returns:
           Two trees of arrays `[B, T, ...]`: what to ask with, and what to keep of each token as a key.
-          Neither `x` nor `query` gets a gradient from them.
+          `x`, `query` and `key_slc` get no gradient from them.
         """
         ...
 
@@ -104,7 +109,7 @@ def make_selector(
       **of_layer: the other options of the layer that an `Indexer` shares.
 
     Raises:
-      TypeError: what was made has no `project` or `choose`.
+      TypeError: what was made has no `project` or `choose`, or its `project` takes other arguments.
     """
     if isinstance(selector, IndexerConfig):
         return Indexer(in_features, num_kv_heads, config, selector, rngs=rngs, **of_layer)
@@ -114,6 +119,14 @@ def make_selector(
             f"{SELECTOR_CALL} must make an object with the methods project and choose, got "
             f"{type(made).__name__}. Give it both, as nsa_jax.nn.Selector describes."
         )
+    try:
+        inspect.signature(made.project).bind(None, None, None, None)
+    except TypeError:
+        raise TypeError(
+            "project of a selector must take (x, query, key_slc, positions), got "
+            f"{inspect.signature(made.project)} of {type(made).__name__}. Add what is missing: the layer "
+            "passes its keys, too."
+        ) from None
     return made
 
 
@@ -149,12 +162,9 @@ def check_selector(selector: Any, branches: tuple[Branch, ...]) -> None:
         ) from None
 
 
-def kept_of(
-    project: Callable[..., Any], x: jax.ShapeDtypeStruct, query: jax.ShapeDtypeStruct, length: int
-) -> Any:
-    """Shapes of what a selector keeps of `length` tokens in each row of `x`, by its method `project`."""
-    positions = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
-    _, keys = jax.eval_shape(lambda *arrays: project(*arrays), x, query, positions)
+def kept_of(project: Callable[..., Any], tokens: tuple[jax.ShapeDtypeStruct, ...], length: int) -> Any:
+    """Shapes of what a selector keeps of `length` tokens in each row, if `project` takes these tokens."""
+    _, keys = jax.eval_shape(lambda *arrays: project(*arrays), *tokens)
     return jax.tree.map(lambda k: jax.ShapeDtypeStruct((k.shape[0], length, *k.shape[2:]), k.dtype), keys)
 
 
@@ -181,34 +191,32 @@ def choose(
 
 
 def check_made(
-    selector: Selector, in_features: int, query: jax.ShapeDtypeStruct, num_kv_heads: int, config: NSAConfig
+    selector: Selector, tokens: tuple[jax.ShapeDtypeStruct, ...], num_kv_heads: int, config: NSAConfig
 ) -> None:
-    """Traces a selector once on a short row, so that what is wrong with it is said when the layer is made.
+    """Traces a selector once with what its `project` takes, so that its faults are known with the layer.
 
     Raises:
       TypeError, ValueError: as `choose`, or what `project` returns are not two trees of arrays with batch and
         tokens.
     """
-    batch, tokens = query.shape[:2]
-    x = jax.ShapeDtypeStruct((batch, tokens, in_features), query.dtype)
-    at = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
 
-    def trace(x: Array, query: Array, at: Array) -> Array:
-        projected = selector.project(x, query, at)
+    def trace(*tokens: Array) -> Array:
+        at = tokens[-1]
+        projected = selector.project(*tokens)
         if not isinstance(projected, tuple) or len(projected) != 2:
             raise TypeError(
                 "project of a selector must return a pair, for queries and to keep, got "
                 f"{type(projected).__name__}. Give (), () for nothing."
             )
         for leaf in jax.tree.leaves(projected):
-            if jnp.shape(leaf)[:2] != (batch, tokens):
+            if jnp.shape(leaf)[:2] != at.shape:
                 raise ValueError(
                     f"project of a selector must return arrays [B, T, ...], got shape {jnp.shape(leaf)} for "
-                    f"{batch} rows of {tokens} tokens. Make batch and tokens the first axes."
+                    f"{at.shape[0]} rows of {at.shape[1]} tokens. Make batch and tokens the first axes."
                 )
         where: dict[str, Any] = dict(
             config=config, query_positions=None, segment_ids=None, implementation=None
         )
         return choose(selector, *projected, at, num_kv_heads, **where)
 
-    jax.eval_shape(trace, x, query, at)
+    jax.eval_shape(trace, *tokens)

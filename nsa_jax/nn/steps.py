@@ -94,7 +94,7 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           NotImplementedError: `block_indices` are given to another layer.
         """
         new = self._project_new(x, cache)
-        cache, block_indices = self._select(x, new[0], cache, num_tokens, block_indices)
+        cache, block_indices = self._select(x, new, cache, num_tokens, block_indices)
         settings = self._step_settings(cache, block_indices=block_indices)
         step = type(self)._prefill(cache, *new, num_tokens=num_tokens, **settings)
         return self.out_proj(step.out), step.cache
@@ -126,7 +126,7 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           NotImplementedError: `block_indices` are given to another layer.
         """
         new = self._project_new(x, cache)
-        cache, block_indices = self._select(x, new[0], cache, num_tokens, block_indices)
+        cache, block_indices = self._select(x, new, cache, num_tokens, block_indices)
         settings = self._step_settings(cache, block_indices=block_indices)
         step = type(self)._decode_step(cache, *new, num_tokens=num_tokens, **settings)
         return self.out_proj(step.out), step.cache
@@ -140,12 +140,15 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
     def _select(
         self,
         x: Float[Array, "B T D"],
-        query: Float[Array, "B T N H"],
+        new: tuple[Any, ...],
         cache: C,
         num_tokens: Int[Array, " B"] | None,
         block_indices: Int[Array, "B T K R"] | None,
     ) -> tuple[C, Int[Array, "B T K R"] | None]:
-        """The cache with what a selector keeps of the new tokens, and the blocks that it chooses for them."""
+        """The cache with what a selector keeps of the new tokens, and the blocks that it chooses for them.
+
+        `new` is what `_project` returned for these tokens.
+        """
         return cache, block_indices
 
 
@@ -156,7 +159,6 @@ def _next_positions(x: Float[Array, "B T D"], cache: NSACache | DenseCache) -> I
 class NSACacheSteps(CacheSteps[NSACache], Choosing):
     """The part of `NSAAttention` that decodes; the class itself makes the parameters and projects."""
 
-    num_heads: int
     value_dim: int
     share_keys_values: bool
     branches: tuple[Branch, ...]
@@ -209,15 +211,12 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
 
     def _kept(self, batch: int, length: int) -> Any:
         """Shapes of what the selector keeps."""
-        dtype = self._cache_dtype
-        x = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
-        query = jax.ShapeDtypeStruct((batch, 1, self.num_heads, self.head_dim), dtype)
-        return kept_of(self._project_to_choose, x, query, length)
+        return kept_of(self._project_to_choose, self._tokens_to_choose(batch, 1, self._cache_dtype), length)
 
     def _select(
         self,
         x: Float[Array, "B T D"],
-        query: Float[Array, "B T N H"],
+        new: tuple[Any, ...],
         cache: NSACache,
         num_tokens: Int[Array, " B"] | None,
         block_indices: Int[Array, "B T K R"] | None,
@@ -227,8 +226,9 @@ class NSACacheSteps(CacheSteps[NSACache], Choosing):
                 self._check_selects()
             return cache, block_indices
         check_arrays(CacheSteps.prefill, x=x, num_tokens=num_tokens)
-        queries, new = self._project_to_choose(x, query, _next_positions(x, cache))
-        cache = decoding.keep(cache, new, num_tokens=num_tokens)
+        query, tokens, _ = new
+        queries, keys = self._project_to_choose(x, query, tokens.key_slc, _next_positions(x, cache))
+        cache = decoding.keep(cache, keys, num_tokens=num_tokens)
         if block_indices is None:
             admitted = slots.admit(cache.lengths, cache.max_length, x.shape[1], num_tokens)
             runs = Runs((Run(x.shape[1], admitted.start),), num_queries=admitted.num_tokens)
