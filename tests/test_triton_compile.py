@@ -81,16 +81,8 @@ OF_PARTS = {  # of few heads
 OF_SHORT_ROWS = {  # the window's, by other names and with other ranges
     f"nsa_selected_causal_{what}" for what in ("forward", "query_gradient", "key_gradients")
 }
-EVERY = (
-    KERNELS
-    | RECOMPUTING_ONE
-    | OF_PROBABILITIES
-    | OF_A_STEP
-    | OF_AN_INDEX
-    | OF_MOSAIC
-    | OF_PARTS
-    | OF_SHORT_ROWS
-)
+EVERY = KERNELS | RECOMPUTING_ONE | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
+EVERY |= OF_PARTS | OF_SHORT_ROWS | OF_PACKED_ROWS
 
 
 class Shape(NamedTuple):

@@ -50,8 +50,9 @@ def compiled(program, *arguments, capability: int, but: Collection[str] = ()) ->
             return call(*operands, **settings)
         leaves, tree = jax.tree.flatten(out_type)
         results = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        present = [x for x in operands if x is not None]  # aliases count these
         for operand, result in input_output_aliases.items():
-            results[result] = operands[operand]
+            results[result] = present[operand]
         return jax.tree.unflatten(tree, results)
 
     def spy(*args, **kwargs):
