@@ -30,9 +30,8 @@ import tokenizers
 
 from examples import adopt as example
 from nsa_jax.adopt import __main__ as command
-from nsa_jax.adopt import figures, findings, measure, text, training
+from nsa_jax.adopt import figures, findings, measure, report, text, training
 from nsa_jax.adopt.files import digests, documents
-from nsa_jax.adopt.report import write_report
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
@@ -207,7 +206,8 @@ def test_the_report_has_its_tables(finished):
     page, found = ((finished / name).read_text() for name in ("report.md", "report.json"))
 
     for line in (
-        "| stage | steps | tokens | ms a step | first losses | last losses |",
+        "| stage | steps | tokens | epochs | ms a step | first losses | last losses |",
+        " times as long as one of *dense*.",
         "| from position | dense, as loaded | NSA, converted | NSA after distil | NSA after sparse | dense, ",
         "| layer | NSA, converted | NSA after distil | NSA after sparse | chance |",
         "2 prompts of 160 tokens, and 57 new ones",
@@ -266,7 +266,7 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     for package in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, package, None)
     counted = json.loads((finished / "report.json").read_text())["text"]
-    write_report(folder, settings, training.stages(settings), counted, 1)
+    report.write_report(folder, settings, training.stages(settings), counted, 1)
 
     assert not list(tmp_path.glob("*.svg"))
     told = "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
@@ -275,13 +275,39 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
 
 
-def test_the_committed_figure_shows_the_committed_needles():
-    folder = pathlib.Path(__file__).parent.parent / "docs" / "examples" / "adopt_smollm2"
+COMMITTED = pathlib.Path(__file__).parent.parent / "docs" / "examples"
+
+
+@pytest.mark.parametrize("name", ["adopt_smollm2", "adopt_smollm2_32k"])
+def test_the_committed_figures_show_the_committed_numbers(name):
+    folder = COMMITTED / name
     measured = json.loads((folder / "report.json").read_text())["measured"]
     asked = {name: of for name, of in findings.all_needles(measured).items() if name in figures.LINES}
+    numbers = {figures.NEEDLES: figures.shown(asked), figures.LOSSES: findings.losses(measured)}
 
-    shown = (folder / figures.NEEDLES).read_text()
-    assert figures.fingerprint(figures.shown(asked)) in shown, "figures.draw_needles(asked, path) draws it"
+    for file, shown in numbers.items():
+        drawn = (folder / file).read_text()
+        assert figures.fingerprint(shown) in drawn, f"figures.draw(measured, folder) draws {file}"
+
+
+@pytest.mark.parametrize("name", ["adopt_smollm2", "adopt_smollm2_32k"])
+def test_the_committed_page_is_made_from_the_committed_numbers(name):
+    title, told, rest = (COMMITTED / name / "report.md").read_text().split("\n\n", 2)
+    found = json.loads((COMMITTED / name / "report.json").read_text())
+
+    assert told.startswith("> What `python -m nsa_jax.adopt ")
+    assert report.page(found, [figures.NEEDLES, figures.LOSSES]) == f"{title}\n\n{rest}"
+
+
+def test_the_page_tells_epochs_and_the_ratio_of_steps():
+    of = dict(steps=3, tokens=30, first=dict(loss=2.0), last=dict(loss=1.0))
+    stages = dict(sparse=of | dict(ms_per_step=30.0), dense=of | dict(ms_per_step=20.0))
+
+    assert "| sparse | 3 | 30 | 0.25 | 30.0 | loss 2.0000 | loss 1.0000 |" in report._training(stages, 120)
+    (told,) = report._ratio(stages)
+    assert "1.50 times" in told
+    assert not list(report._ratio(dict(sparse=stages["sparse"])))
+    assert not list(report._ratio(stages | dict(dense=of | dict(ms_per_step=None))))  # of one step
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def write_report(
       text: what its text consists of, by name.
       devices: how many trained it.
     """
-    found = dict(
+    kept = dict(
         settings=dataclasses.asdict(settings),
         text=text,
         versions=_versions(),
@@ -41,12 +41,24 @@ def write_report(
         stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
         measured=folder.results(),
     )
-    write(folder.path / "report.json", json.dumps(found, indent=1) + "\n")
+    as_json = json.dumps(kept, indent=1)
+    write(folder.path / "report.json", as_json + "\n")
+    found = json.loads(as_json)
     try:
         drawn = figures.draw(found["measured"], folder.path)
     except ImportError:
         drawn = None
-    write(folder.path / "report.md", "\n\n".join(_sections(found, drawn)) + "\n")
+    write(folder.path / "report.md", page(found, drawn))
+
+
+def page(found: dict[str, Any], drawn: Sequence[str] | None) -> str:
+    """The page in Markdown.
+
+    Args:
+      found: what `report.json` holds.
+      drawn: names of the figures beside the page; None where there is no matplotlib.
+    """
+    return "\n\n".join(_sections(found, drawn)) + "\n"
 
 
 def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[str]:
@@ -61,8 +73,10 @@ def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[st
     yield (
         "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
         "selection loss, added up over the layers; `divergence` is that from the dense model's distributions."
+        " An epoch is all tokens that are not held out."
     )
-    yield _training(found["stages"])
+    yield _training(found["stages"], text["tokens"] - text["held_out_tokens"])
+    yield from _ratio(found["stages"])
     if "decoding" in measured.get("converted", {}):
         yield from _decoding(measured["converted"]["decoding"])
     if drawn is None:
@@ -84,16 +98,22 @@ def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[st
     yield markdown(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()])
 
 
-def _training(stages: dict[str, dict[str, Any]]) -> str:
-    heads = "stage", "steps", "tokens", "ms a step", "first losses", "last losses"
+def _training(stages: dict[str, dict[str, Any]], tokens: int) -> str:
+    heads = "stage", "steps", "tokens", "epochs", "ms a step", "first losses", "last losses"
     rows = []
     for name, of in stages.items():
         ms = "" if of["ms_per_step"] is None else of["ms_per_step"]
         told = [
             ", ".join(f"{loss} {of[which][loss]:.4f}" for loss in of[which]) for which in ("first", "last")
         ]
-        rows.append((name, of["steps"], of["tokens"], ms, *told))
+        rows.append((name, of["steps"], of["tokens"], f"{of['tokens'] / tokens:.2f}", ms, *told))
     return markdown(heads, rows)
+
+
+def _ratio(stages: dict[str, dict[str, Any]]) -> Iterable[str]:
+    sparse, dense = (stages.get(name, {}).get("ms_per_step") for name in ("sparse", "dense"))
+    if sparse and dense:
+        yield f"A step of *sparse* took {sparse / dense:.2f} times as long as one of *dense*."
 
 
 def _decoding(of: dict[str, Any]) -> Iterable[str]:
