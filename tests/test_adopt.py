@@ -2,6 +2,8 @@
 
 import builtins
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -10,6 +12,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 
 import host_devices
@@ -202,7 +205,7 @@ def test_the_model_of_the_run_can_be_loaded(finished):
 
 
 @pytest.mark.slow
-def test_the_report_has_its_tables(finished):
+def test_the_report_has_its_tables(finished, files):
     page, found = ((finished / name).read_text() for name in ("report.md", "report.json"))
 
     for line in (
@@ -218,6 +221,10 @@ def test_the_report_has_its_tables(finished):
     assert page.count("| 160 | ") == 5  # needles of two dense models, and of three of NSA
     found = json.loads(found)
     assert found["settings"]["length"] == 64
+    assert found["text"]["files"] == [
+        [file.name, hashlib.sha256(file.read_bytes()).hexdigest()]
+        for file in files  # as `sha256sum` prints it
+    ]
     assert found["stages"]["distil"]["tokens"] == 60 * 2 * 64
     assert found["stages"]["sparse"]["ms_per_step"] > 0
     for model in ("converted", "distil", "sparse"):
@@ -226,6 +233,42 @@ def test_the_report_has_its_tables(finished):
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
     assert "decoding" not in found["measured"]["sparse"]  # as fast as the converted model
     assert {"dense", "nsa"} < found["measured"]["converted"]["decoding"].keys()
+
+
+def test_the_report_has_versions_and_the_commit_where_they_are_known(tmp_path, monkeypatch):
+    def git(*command):
+        named = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+        subprocess.run(["git", *named, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    monkeypatch.setattr(report, "PACKAGE", tmp_path / "package")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / ".gitignore").touch()
+    git("init")
+    git("add", ".gitignore")
+    git("commit", "--message=Another project's")
+    assert report._commit() is None
+    git("add", ".")
+    git("commit", "--message=Ours")
+    commit = report._commit()
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    found = report._versions()
+    assert found["nsa_jax"].endswith(f" (commit {commit})")
+    assert list(found)[:6] == ["nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"]
+    (tmp_path / "package" / "__init__.py").write_text("changed")
+    assert report._commit() == f"{commit}-dirty"
+
+    def version(name):
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("PATH", "")
+    assert report._versions().keys() == {"nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"}
+    assert "commit" not in report._versions()["nsa_jax"]
 
 
 @pytest.mark.parametrize(("seconds", "samples"), [(0.1, 5), (2, 2), (20, 1)])

@@ -121,6 +121,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
         documents=len(documents.sizes),
         held_out_tokens=int(held_out.sizes.sum()),
         held_out_documents=len(held_out.sizes),
+        files=identity["files"],
     )
     write_report(folder, settings, trained, counted, mesh.devices)
     print(f"the model is in {folder.path / 'model'}, what was measured in {folder.path / 'report.md'}")

@@ -1,10 +1,13 @@
 """The page at the end of a run, and the same as JSON."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import pathlib
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +22,11 @@ from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Stage
 from nsa_jax.evaluate.table import markdown
 
+PACKAGE = pathlib.Path(nsa_jax.__file__).parent
+
 
 def write_report(
-    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int], devices: int
+    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, Any], devices: int
 ) -> None:
     """Writes `report.md` and `report.json`, and the figures if there is matplotlib.
 
@@ -29,7 +34,7 @@ def write_report(
       folder: of the run, which has its measurements and steps.
       settings: of the run.
       stages: those that trained.
-      text: what its text consists of, by name.
+      text: what its text consists of, by name: numbers of tokens and documents, and the SHA-256 of its files.
       devices: how many trained it.
     """
     kept = dict(
@@ -183,5 +188,26 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _versions() -> dict[str, str]:
-    others = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
-    return {"nsa_jax": nsa_jax.__version__, "Python": platform.python_version()} | others
+    """What numbers may depend on; without what is not installed or not known."""
+    commit = _commit()
+    found = {"nsa_jax": nsa_jax.__version__ + (f" (commit {commit})" if commit else "")}
+    found["Python"] = platform.python_version()
+    for name in ("jax", "jaxlib", "flax", "optax", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """Short hash of the checkout that this package is in, `-dirty` where it was changed; None without one."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # a checkout may be that of another project
+        changed = git("status", "--porcelain", "--", ".")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
