@@ -475,8 +475,9 @@ REFUSED = {
     "another folder": ([], "words", "holds a run, got 'mine' in .* Name another"),
     "covered": (["--length=32"], "words", "--length must be longer than the selected blocks, got 32 for 4"),
     "untaught": (["--compression=mean"], "words", "--distil-steps must be 0 where no parameter chooses"),
-    "blocks": (["--d=3"], "words", "compression_stride"),
-    "branches": (["--branches=slc"], "words", "branches"),
+    "blocks": (["--d=3"], "words", "--d must divide --l, got 3 and 8"),
+    "layers": (["--attention", *["nsa"] * 3], "words", "--attention must have .* got 3 for 2 layers"),
+    "kind": (["--attention=all"], "words", "argument --attention: invalid choice: 'all'"),
     "zero": (["--batch=0"], "words", "argument --batch: must be a whole number of at least 1, got 0"),
     "share": (["--held-out=1"], "words", "argument --held-out: must be a number between 0 and 1, got 1"),
     "axes": (["--mesh=rows=2"], "words", "argument --mesh: must be AXIS=SIZE pairs .* got 'rows=2'"),
@@ -513,6 +514,70 @@ def test_bad_input_is_one_line(what, source, tmp_path, capsys):
     assert re.search(told, line), line
     assert has_form(line), line
     assert not (tmp_path / "run" / "settings.json").exists()
+
+
+GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))
+FOLLOWED = {
+    "a field": (FIELDS | dict(foo_bar=1), [], "foo_bar=1. Pass --ignore foo_bar if", ["--ignore=foo_bar"]),
+    "windows alone": (
+        fields_of("mistral", vocab_size=len(TOKENS), head_dim=8), [],
+        "Pass --attention nsa, or a kind for each layer", ["--attention=nsa"],
+    ),
+    "heads of 6": (
+        fields_of("llama", vocab_size=len(TOKENS), head_dim=6), ["--selector=indexer", "--branches=slc"],
+        "--selector indexer needs heads .* Pass --selector importance --branches cmp slc win",
+        ["--selector=importance", "--branches", "cmp", "slc", "win"],
+    ),
+    "no compression": (
+        FIELDS, ["--branches=slc"], "Pass --selector indexer, or --branches with cmp", ["--selector=indexer"]
+    ),
+    "no selection": (FIELDS, ["--branches=cmp"], "Pass --branches with slc", ["--branches", "cmp", "slc"]),
+    "a stride": (FIELDS, ["--d=3"], "--d must divide --l, got 3 and 8. Choose a stride", ["--d=2"]),
+    "bases of layers": (
+        GEMMA, ["--rope-base=400"], "--rope-base must be left out .* in a copy of its config.json",
+        dict(rope_parameters={kind: dict(rope_theta=400.0) for kind in GEMMA["rope_parameters"]}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_a_remedy_can_be_followed(what, source, tmp_path, monkeypatch, capsys):
+    fields, arguments, told, remedy = FOLLOWED[what]
+    folder = write_folder(tmp_path / "model", fields, tensors_of(fields))
+    shutil.copy(source / "tokenizer.json", folder)
+    file, seen = tmp_path / "text.txt", []
+    file.write_text("words")
+
+    def read(*_):
+        seen.append("what comes after the model")
+        raise command.InputError("")
+
+    monkeypatch.setattr(command.text, "read", read)
+    assert run(folder, [file], tmp_path / "run", SIZES, *arguments) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(told, line), line
+    assert has_form(line), line
+    assert not seen
+
+    if isinstance(remedy, dict):
+        (folder / "config.json").write_text(json.dumps(fields | remedy))
+        arguments, remedy = [], []
+    assert run(folder, [file], tmp_path / "run", SIZES, *arguments, *remedy) == 2
+    assert seen, capsys.readouterr().err
+
+
+def test_each_layer_may_have_a_kind(source, files, tmp_path, monkeypatch):
+    """Such layers are not scanned, and `nnx.remat` refused parameters that do not learn."""
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+
+    assert run(source, files, tmp_path / "run", SHORT | dict(attention=("window", "nsa"))) == 0
+
+    config = load(tmp_path / "run" / "model")[0].config
+    assert config.attention == ("window", "nsa")
+    assert config.per_layer[0].window_size is None  # that of `--w`
+    assert config.nsa.window_size == SIZES["w"]
+    assert {name.split(".")[1] for name in changed_by_distil(tmp_path / "run", source)} == {"1"}
 
 
 @pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])

@@ -153,7 +153,8 @@ def _divided(
 
 def _whole(graph: Any, learning: dict[str, Any], fixed: dict[str, Any]) -> Transformer:
     groups = learning | fixed
-    return nnx.merge(graph, *(groups[name] for name in (*GROUPS, "rest")))
+    # A layer under `nnx.remat` is written to, so its variables must be of the trace in which it is called.
+    return nnx.merge(graph, *(groups[name] for name in (*GROUPS, "rest")), copy=True)
 
 
 def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTransformation:

@@ -100,7 +100,7 @@ def load(
         if isinstance(config.rope_base, tuple):
             raise ValueError(
                 "rope_base must be left out for a model whose layers have bases of their own, got "
-                f"{rope_base} for {config.rope_base}. Set them in the saved configuration."
+                f"{rope_base} for {config.rope_base}. Set them in a copy of its config.json."
             )
         config = dataclasses.replace(config, rope_base=rope_base)
     model = abstract_transformer(config, sharding=sharding, implementation=implementation)
