@@ -38,7 +38,7 @@ from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
-from nsa_jax.model import restore
+from nsa_jax.model import restore, transformer
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 
@@ -439,7 +439,8 @@ def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_pat
     for fail, told in (
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
-            "a smaller --batch or --length",
+            "for distil, got 'RESOURCE_EXHAUSTED: Out of memory'; nothing is trained yet. Use --remat layer "
+            "or more devices by --mesh with the same --output, or a smaller --batch or --length in another.",
         ),
         (
             OSError(28, "No space left on device"),
@@ -462,6 +463,46 @@ def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_pat
     monkeypatch.setattr(training, "_update", update)
     assert run(source, files, tmp_path / "run", SHORT) == 2
     assert "the loss must stay finite, got {'selection': nan} in step 1" in capsys.readouterr().err
+
+
+def test_what_needs_less_memory_goes_on_where_there_was_none(source, files, tmp_path, monkeypatch, capsys):
+    right, layers, remats = training._update, transformer.run_layers, []
+
+    def update(graph, stage, settings, learning, fixed, moments, *rest):
+        if settings.remat != "layer" and (tmp_path / "run" / "checkpoints").exists():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return right(graph, stage, settings, learning, fixed, moments, *rest)
+
+    def run_layers(*arguments, remat, scan):
+        remats.append(remat)
+        return layers(*arguments, remat=remat, scan=scan)
+
+    def losses(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    measure, noted = command.Measurements.measure, []
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command.Measurements, "_losses", losses)
+    monkeypatch.setattr(training, "_update", update)
+    monkeypatch.setattr(training, "SAVE_EVERY", 1)
+    monkeypatch.setattr(transformer, "run_layers", run_layers)
+    monkeypatch.setattr(command, "write_report", lambda *_: noted.append("done"))
+
+    assert run(source, files, tmp_path / "run", SHORT) == 2
+    assert "; step 1 of distil is saved. Use --remat layer" in capsys.readouterr().err
+    assert set(remats) == {"attention"}
+    remats.clear()
+    assert run(source, files, tmp_path / "run", SHORT, "--remat=layer") == 0
+    assert set(remats) == {True}
+    assert [row["step"] for row in rows(tmp_path / "run", "distil")] == [1, 2]
+    assert noted == ["done"]
+
+    monkeypatch.setattr(command.Measurements, "measure", measure)
+    assert run(source, files, tmp_path / "run", SHORT, "--remat=layer") == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "for measuring converted, got" in line
+    assert "Use shorter --needle-lengths, fewer --rows or a smaller --batch, in another" in line
+    assert has_form(line)
 
 
 REFUSED = {

@@ -29,10 +29,9 @@ except ImportError as missing:
 
 from typing import Any, get_args
 
-import jax
 from flax import nnx
 
-from nsa_jax.adopt import text
+from nsa_jax.adopt import device_memory, text
 from nsa_jax.adopt.measure import Measurements
 from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh, bound
 from nsa_jax.adopt.report import write_report
@@ -59,21 +58,14 @@ def main(arguments: list[str] | None = None, **defaults: Any) -> int:
         names = {field.name for field in dataclasses.fields(Settings)}
         given = {name: value for name, value in vars(options).items() if name in names}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        run(Settings(**given), options.text, folder, options.mesh)
+        with device_memory.needed("the model", "a smaller one, or a device with more", folder):
+            run(Settings(**given), options.text, folder, options.mesh)
     except (InputError, ImportError) as error:
         return complain(error)
     except OSError as error:
         told = f"the error {str(error).rstrip('.')!r}; {folder.saved}"
         return complain(
             f"--output must be a folder that takes the run, got {told}. Make room, or name another."
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        told = f"{str(error).splitlines()[0]!r}; {folder.saved}"
-        return complain(
-            f"the device must have memory for the run, got {told}. Use a smaller --batch or --length, or "
-            "--remat layer, in another --output."
         )
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"\n{PROGRAM}: interrupted; {folder.saved}; the same command goes on", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The settings of a run: everything that decides its numbers."""
+"""The settings of a run: everything that decides its numbers, some of them to rounding alone."""
 
 import dataclasses
 import json
@@ -129,5 +129,10 @@ class Settings:
         return dict(remat=remat, scan_layers=True)
 
     def identity(self, files: Sequence[pathlib.Path]) -> dict[str, Any]:
-        """What two runs must share to be the same run, as JSON reads it back."""
-        return json.loads(json.dumps(dataclasses.asdict(self) | {"files": digests(files)}))
+        """What two runs must share to be the same run, as JSON reads it back.
+
+        It lacks what changes rounding alone, as a mesh does: a run may go on with another `remat`.
+        """
+        shared = dataclasses.asdict(self) | {"files": digests(files)}
+        del shared["remat"]
+        return json.loads(json.dumps(shared))
