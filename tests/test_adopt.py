@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import tokenizers
 
 from examples import adopt as example
+from examples import adopt_variants
 from nsa_jax.adopt import __main__ as command
 from nsa_jax.adopt import figures, findings, measure, report, text, training
 from nsa_jax.adopt.files import digests, documents
@@ -619,6 +620,62 @@ def test_each_layer_may_have_a_kind(source, files, tmp_path, monkeypatch):
     assert config.per_layer[0].window_size is None  # that of `--w`
     assert config.nsa.window_size == SIZES["w"]
     assert {name.split(".")[1] for name in changed_by_distil(tmp_path / "run", source)} == {"1"}
+
+
+def test_a_row_of_variants_says_what_the_page_says():
+    found = json.loads((COMMITTED / "adopt_smollm2" / "report.json").read_text())
+    by_kind = {row["kind"]: row for row in adopt_variants.rows_of(found)}
+
+    assert by_kind.keys() == set(findings.MODELS.values())
+    row = by_kind["NSA after sparse"]
+    assert (row["needles"], row["needles_asked"], row["by_quarter"]) == (106, 128, [15, 30, 30, 31])
+    assert row["loss"] == pytest.approx(2.3225, abs=5e-5)
+    assert row["loss_over_dense"] == pytest.approx(-0.2506, abs=5e-5)
+    assert row["best_free"] == pytest.approx(0.996, abs=5e-4)
+    assert row["mass"] == pytest.approx(0.938, abs=5e-4)
+    assert row["trained_tokens"] == 19660800
+    assert (row["n"], row["block"], row["length"]) == (16, 128, 8192)
+    assert by_kind["dense, trained"]["trained_tokens"] == 19660800
+    assert by_kind["dense, as loaded"]["loss_over_dense"] == 0
+    assert "trained_tokens" not in by_kind["dense, as loaded"]
+
+
+@pytest.mark.slow
+def test_variants_are_runs_of_their_own_and_add_their_rows_once(source, files, tmp_path, monkeypatch, capsys):
+    ms = dict(token_ms=None, first_token_ms=1.0, samples=1)
+    decoding = dict(rows=1, length=64, new_tokens=1, dense=ms, nsa=ms)
+    monkeypatch.setattr(command.Measurements, "_decoding", lambda *_: decoding)
+    of = {"fewer": ["--n=3"], "windows": ["--attention", "window", "nsa"]}
+    monkeypatch.setattr(adopt_variants, "VARIANTS", of)
+    results, tokenise, tokenised = tmp_path / "rows.jsonl", text._tokenise, []
+
+    def counted(*arguments):
+        tokenised.append("once")
+        return tokenise(*arguments)
+
+    monkeypatch.setattr(text, "_tokenise", counted)
+    options = SIZES | {"needles": 0, "distil-steps": 0, "sparse-steps": 0}
+    given = (source, files, tmp_path / "runs", options, f"--results={results}")
+
+    assert run(*given, main=adopt_variants.main) == 0
+    first = results.read_text()
+    assert run(*given, main=adopt_variants.main) == 0
+    assert results.read_text() == first
+    found = [json.loads(line) for line in first.splitlines()]
+    assert [(row["variant"], row["kind"]) for row in found] == [
+        (variant, kind) for variant in of for kind in ("dense, as loaded", "NSA, converted")
+    ]
+    assert [row["n"] for row in found] == [3, 3, 4, 4]
+    assert found[-1]["attention"] == ["window", "nsa"]
+    assert found[1]["loss"] != found[3]["loss"]
+    assert found[0]["loss"] == found[2]["loss"]
+    assert tokenised == ["once"]
+
+    capsys.readouterr()
+    assert run(*given, "--results", tmp_path / "none" / "rows", main=adopt_variants.main) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("examples.adopt_variants: --results must name a file that can be written")
+    assert has_form(line)
 
 
 @pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])
