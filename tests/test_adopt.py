@@ -2,6 +2,8 @@
 
 import builtins
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -10,6 +12,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 
 import host_devices
@@ -29,14 +32,14 @@ import jax.numpy as jnp
 import tokenizers
 
 from examples import adopt as example
+from examples import adopt_variants
 from nsa_jax.adopt import __main__ as command
-from nsa_jax.adopt import figures, findings, measure, text, training
+from nsa_jax.adopt import figures, findings, measure, report, text, training
 from nsa_jax.adopt.files import digests, documents
-from nsa_jax.adopt.report import write_report
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
-from nsa_jax.model import restore
+from nsa_jax.model import restore, transformer
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 
@@ -203,11 +206,12 @@ def test_the_model_of_the_run_can_be_loaded(finished):
 
 
 @pytest.mark.slow
-def test_the_report_has_its_tables(finished):
+def test_the_report_has_its_tables(finished, files):
     page, found = ((finished / name).read_text() for name in ("report.md", "report.json"))
 
     for line in (
-        "| stage | steps | tokens | ms a step | first losses | last losses |",
+        "| stage | steps | tokens | epochs | ms a step | first losses | last losses |",
+        " times as long as one of *dense*.",
         "| from position | dense, as loaded | NSA, converted | NSA after distil | NSA after sparse | dense, ",
         "| layer | NSA, converted | NSA after distil | NSA after sparse | chance |",
         "2 prompts of 160 tokens, and 57 new ones",
@@ -218,6 +222,10 @@ def test_the_report_has_its_tables(finished):
     assert page.count("| 160 | ") == 5  # needles of two dense models, and of three of NSA
     found = json.loads(found)
     assert found["settings"]["length"] == 64
+    assert found["text"]["files"] == [
+        [file.name, hashlib.sha256(file.read_bytes()).hexdigest()]
+        for file in files  # as `sha256sum` prints it
+    ]
     assert found["stages"]["distil"]["tokens"] == 60 * 2 * 64
     assert found["stages"]["sparse"]["ms_per_step"] > 0
     for model in ("converted", "distil", "sparse"):
@@ -226,6 +234,42 @@ def test_the_report_has_its_tables(finished):
     assert sum(found["measured"]["dense"]["needles"]["found"][0]) <= 16
     assert "decoding" not in found["measured"]["sparse"]  # as fast as the converted model
     assert {"dense", "nsa"} < found["measured"]["converted"]["decoding"].keys()
+
+
+def test_the_report_has_versions_and_the_commit_where_they_are_known(tmp_path, monkeypatch):
+    def git(*command):
+        named = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+        subprocess.run(["git", *named, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    monkeypatch.setattr(report, "PACKAGE", tmp_path / "package")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / ".gitignore").touch()
+    git("init")
+    git("add", ".gitignore")
+    git("commit", "--message=Another project's")
+    assert report._commit() is None
+    git("add", ".")
+    git("commit", "--message=Ours")
+    commit = report._commit()
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    found = report._versions()
+    assert found["nsa_jax"].endswith(f" (commit {commit})")
+    assert list(found)[:6] == ["nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"]
+    (tmp_path / "package" / "__init__.py").write_text("changed")
+    assert report._commit() == f"{commit}-dirty"
+
+    def version(name):
+        if name == "triton":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("PATH", "")
+    assert report._versions().keys() == {"nsa_jax", "Python", "jax", "jaxlib", "flax", "optax"}
+    assert "commit" not in report._versions()["nsa_jax"]
 
 
 @pytest.mark.parametrize(("seconds", "samples"), [(0.1, 5), (2, 2), (20, 1)])
@@ -266,7 +310,7 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     for package in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, package, None)
     counted = json.loads((finished / "report.json").read_text())["text"]
-    write_report(folder, settings, training.stages(settings), counted, 1)
+    report.write_report(folder, settings, training.stages(settings), counted, 1)
 
     assert not list(tmp_path.glob("*.svg"))
     told = "Its figures need matplotlib: pip install 'nsa_jax[train]', and run the same command again."
@@ -275,13 +319,39 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
 
 
-def test_the_committed_figure_shows_the_committed_needles():
-    folder = pathlib.Path(__file__).parent.parent / "docs" / "examples" / "adopt_smollm2"
+COMMITTED = pathlib.Path(__file__).parent.parent / "docs" / "examples"
+
+
+@pytest.mark.parametrize("name", ["adopt_smollm2", "adopt_smollm2_32k"])
+def test_the_committed_figures_show_the_committed_numbers(name):
+    folder = COMMITTED / name
     measured = json.loads((folder / "report.json").read_text())["measured"]
     asked = {name: of for name, of in findings.all_needles(measured).items() if name in figures.LINES}
+    numbers = {figures.NEEDLES: figures.shown(asked), figures.LOSSES: findings.losses(measured)}
 
-    shown = (folder / figures.NEEDLES).read_text()
-    assert figures.fingerprint(figures.shown(asked)) in shown, "figures.draw_needles(asked, path) draws it"
+    for file, shown in numbers.items():
+        drawn = (folder / file).read_text()
+        assert figures.fingerprint(shown) in drawn, f"figures.draw(measured, folder) draws {file}"
+
+
+@pytest.mark.parametrize("name", ["adopt_smollm2", "adopt_smollm2_32k"])
+def test_the_committed_page_is_made_from_the_committed_numbers(name):
+    title, told, rest = (COMMITTED / name / "report.md").read_text().split("\n\n", 2)
+    found = json.loads((COMMITTED / name / "report.json").read_text())
+
+    assert told.startswith("> What `python -m nsa_jax.adopt ")
+    assert report.page(found, [figures.NEEDLES, figures.LOSSES]) == f"{title}\n\n{rest}"
+
+
+def test_the_page_tells_epochs_and_the_ratio_of_steps():
+    of = dict(steps=3, tokens=30, first=dict(loss=2.0), last=dict(loss=1.0))
+    stages = dict(sparse=of | dict(ms_per_step=30.0), dense=of | dict(ms_per_step=20.0))
+
+    assert "| sparse | 3 | 30 | 0.25 | 30.0 | loss 2.0000 | loss 1.0000 |" in report._training(stages, 120)
+    (told,) = report._ratio(stages)
+    assert "1.50 times" in told
+    assert not list(report._ratio(dict(sparse=stages["sparse"])))
+    assert not list(report._ratio(stages | dict(dense=of | dict(ms_per_step=None))))  # of one step
 
 
 @pytest.mark.slow
@@ -370,7 +440,8 @@ def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_pat
     for fail, told in (
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
-            "a smaller --batch or --length",
+            "for distil, got 'RESOURCE_EXHAUSTED: Out of memory'; nothing is trained yet. Use --remat layer "
+            "or more devices by --mesh with the same --output, or a smaller --batch or --length in another.",
         ),
         (
             OSError(28, "No space left on device"),
@@ -395,6 +466,46 @@ def test_failures_of_the_device_and_the_disk_are_one_line(source, files, tmp_pat
     assert "the loss must stay finite, got {'selection': nan} in step 1" in capsys.readouterr().err
 
 
+def test_what_needs_less_memory_goes_on_where_there_was_none(source, files, tmp_path, monkeypatch, capsys):
+    right, layers, remats = training._update, transformer.run_layers, []
+
+    def update(graph, stage, settings, learning, fixed, moments, *rest):
+        if settings.remat != "layer" and (tmp_path / "run" / "checkpoints").exists():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return right(graph, stage, settings, learning, fixed, moments, *rest)
+
+    def run_layers(*arguments, remat, scan):
+        remats.append(remat)
+        return layers(*arguments, remat=remat, scan=scan)
+
+    def losses(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    measure, noted = command.Measurements.measure, []
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command.Measurements, "_losses", losses)
+    monkeypatch.setattr(training, "_update", update)
+    monkeypatch.setattr(training, "SAVE_EVERY", 1)
+    monkeypatch.setattr(transformer, "run_layers", run_layers)
+    monkeypatch.setattr(command, "write_report", lambda *_: noted.append("done"))
+
+    assert run(source, files, tmp_path / "run", SHORT) == 2
+    assert "; step 1 of distil is saved. Use --remat layer" in capsys.readouterr().err
+    assert set(remats) == {"attention"}
+    remats.clear()
+    assert run(source, files, tmp_path / "run", SHORT, "--remat=layer") == 0
+    assert set(remats) == {True}
+    assert [row["step"] for row in rows(tmp_path / "run", "distil")] == [1, 2]
+    assert noted == ["done"]
+
+    monkeypatch.setattr(command.Measurements, "measure", measure)
+    assert run(source, files, tmp_path / "run", SHORT, "--remat=layer") == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "for measuring converted, got" in line
+    assert "Use shorter --needle-lengths, fewer --rows or a smaller --batch, in another" in line
+    assert has_form(line)
+
+
 REFUSED = {
     "no text": ([], "", "--text must be files that can be read, got .*none.txt"),
     "empty text": ([], " \n", "--text must hold text, got none in text.txt"),
@@ -406,8 +517,9 @@ REFUSED = {
     "another folder": ([], "words", "holds a run, got 'mine' in .* Name another"),
     "covered": (["--length=32"], "words", "--length must be longer than the selected blocks, got 32 for 4"),
     "untaught": (["--compression=mean"], "words", "--distil-steps must be 0 where no parameter chooses"),
-    "blocks": (["--d=3"], "words", "compression_stride"),
-    "branches": (["--branches=slc"], "words", "branches"),
+    "blocks": (["--d=3"], "words", "--d must divide --l, got 3 and 8"),
+    "layers": (["--attention", *["nsa"] * 3], "words", "--attention must have .* got 3 for 2 layers"),
+    "kind": (["--attention=all"], "words", "argument --attention: invalid choice: 'all'"),
     "zero": (["--batch=0"], "words", "argument --batch: must be a whole number of at least 1, got 0"),
     "share": (["--held-out=1"], "words", "argument --held-out: must be a number between 0 and 1, got 1"),
     "axes": (["--mesh=rows=2"], "words", "argument --mesh: must be AXIS=SIZE pairs .* got 'rows=2'"),
@@ -444,6 +556,126 @@ def test_bad_input_is_one_line(what, source, tmp_path, capsys):
     assert re.search(told, line), line
     assert has_form(line), line
     assert not (tmp_path / "run" / "settings.json").exists()
+
+
+GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))
+FOLLOWED = {
+    "a field": (FIELDS | dict(foo_bar=1), [], "foo_bar=1. Pass --ignore foo_bar if", ["--ignore=foo_bar"]),
+    "windows alone": (
+        fields_of("mistral", vocab_size=len(TOKENS), head_dim=8), [],
+        "Pass --attention nsa, or a kind for each layer", ["--attention=nsa"],
+    ),
+    "heads of 6": (
+        fields_of("llama", vocab_size=len(TOKENS), head_dim=6), ["--selector=indexer", "--branches=slc"],
+        "--selector indexer needs heads .* Pass --selector importance --branches cmp slc win",
+        ["--selector=importance", "--branches", "cmp", "slc", "win"],
+    ),
+    "no compression": (
+        FIELDS, ["--branches=slc"], "Pass --selector indexer, or --branches with cmp", ["--selector=indexer"]
+    ),
+    "no selection": (FIELDS, ["--branches=cmp"], "Pass --branches with slc", ["--branches", "cmp", "slc"]),
+    "a stride": (FIELDS, ["--d=3"], "--d must divide --l, got 3 and 8. Choose a stride", ["--d=2"]),
+    "bases of layers": (
+        GEMMA, ["--rope-base=400"], "--rope-base must be left out .* in a copy of its config.json",
+        dict(rope_parameters={kind: dict(rope_theta=400.0) for kind in GEMMA["rope_parameters"]}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_a_remedy_can_be_followed(what, source, tmp_path, monkeypatch, capsys):
+    fields, arguments, told, remedy = FOLLOWED[what]
+    folder = write_folder(tmp_path / "model", fields, tensors_of(fields))
+    shutil.copy(source / "tokenizer.json", folder)
+    file, seen = tmp_path / "text.txt", []
+    file.write_text("words")
+
+    def read(*_):
+        seen.append("what comes after the model")
+        raise command.InputError("")
+
+    monkeypatch.setattr(command.text, "read", read)
+    assert run(folder, [file], tmp_path / "run", SIZES, *arguments) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(told, line), line
+    assert has_form(line), line
+    assert not seen
+
+    if isinstance(remedy, dict):
+        (folder / "config.json").write_text(json.dumps(fields | remedy))
+        arguments, remedy = [], []
+    assert run(folder, [file], tmp_path / "run", SIZES, *arguments, *remedy) == 2
+    assert seen, capsys.readouterr().err
+
+
+def test_each_layer_may_have_a_kind(source, files, tmp_path, monkeypatch):
+    """Such layers are not scanned, and `nnx.remat` refused parameters that do not learn."""
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+
+    assert run(source, files, tmp_path / "run", SHORT | dict(attention=("window", "nsa"))) == 0
+
+    config = load(tmp_path / "run" / "model")[0].config
+    assert config.attention == ("window", "nsa")
+    assert config.per_layer[0].window_size is None  # that of `--w`
+    assert config.nsa.window_size == SIZES["w"]
+    assert {name.split(".")[1] for name in changed_by_distil(tmp_path / "run", source)} == {"1"}
+
+
+def test_a_row_of_variants_says_what_the_page_says():
+    found = json.loads((COMMITTED / "adopt_smollm2" / "report.json").read_text())
+    by_kind = {row["kind"]: row for row in adopt_variants.rows_of(found)}
+
+    assert by_kind.keys() == set(findings.MODELS.values())
+    row = by_kind["NSA after sparse"]
+    assert (row["needles"], row["needles_asked"], row["by_quarter"]) == (106, 128, [15, 30, 30, 31])
+    assert row["loss"] == pytest.approx(2.3225, abs=5e-5)
+    assert row["loss_over_dense"] == pytest.approx(-0.2506, abs=5e-5)
+    assert row["best_free"] == pytest.approx(0.996, abs=5e-4)
+    assert row["mass"] == pytest.approx(0.938, abs=5e-4)
+    assert row["trained_tokens"] == 19660800
+    assert (row["n"], row["block"], row["length"]) == (16, 128, 8192)
+    assert by_kind["dense, trained"]["trained_tokens"] == 19660800
+    assert by_kind["dense, as loaded"]["loss_over_dense"] == 0
+    assert "trained_tokens" not in by_kind["dense, as loaded"]
+
+
+@pytest.mark.slow
+def test_variants_are_runs_of_their_own_and_add_their_rows_once(source, files, tmp_path, monkeypatch, capsys):
+    ms = dict(token_ms=None, first_token_ms=1.0, samples=1)
+    decoding = dict(rows=1, length=64, new_tokens=1, dense=ms, nsa=ms)
+    monkeypatch.setattr(command.Measurements, "_decoding", lambda *_: decoding)
+    of = {"fewer": ["--n=3"], "windows": ["--attention", "window", "nsa"]}
+    monkeypatch.setattr(adopt_variants, "VARIANTS", of)
+    results, tokenise, tokenised = tmp_path / "rows.jsonl", text._tokenise, []
+
+    def counted(*arguments):
+        tokenised.append("once")
+        return tokenise(*arguments)
+
+    monkeypatch.setattr(text, "_tokenise", counted)
+    options = SIZES | {"needles": 0, "distil-steps": 0, "sparse-steps": 0}
+    given = (source, files, tmp_path / "runs", options, f"--results={results}")
+
+    assert run(*given, main=adopt_variants.main) == 0
+    first = results.read_text()
+    assert run(*given, main=adopt_variants.main) == 0
+    assert results.read_text() == first
+    found = [json.loads(line) for line in first.splitlines()]
+    assert [(row["variant"], row["kind"]) for row in found] == [
+        (variant, kind) for variant in of for kind in ("dense, as loaded", "NSA, converted")
+    ]
+    assert [row["n"] for row in found] == [3, 3, 4, 4]
+    assert found[-1]["attention"] == ["window", "nsa"]
+    assert found[1]["loss"] != found[3]["loss"]
+    assert found[0]["loss"] == found[2]["loss"]
+    assert tokenised == ["once"]
+
+    capsys.readouterr()
+    assert run(*given, "--results", tmp_path / "none" / "rows", main=adopt_variants.main) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("examples.adopt_variants: --results must name a file that can be written")
+    assert has_form(line)
 
 
 @pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])

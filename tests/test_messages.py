@@ -20,10 +20,10 @@ END_IN_A_MESSAGE = [
     "examples/serve/api.py: str(error).replace('max_new_tokens', 'max_tokens')",
     "examples/train_lm/run_folder.py: --resume must find a whole checkpoint of this run: {error}",
     "examples/train_lm/settings.py: the sizes must make a model, got one that cannot be: {error}",
-    *["nsa_jax/adopt/__main__.py: str(error)"] * 2,  # what the library says of the source, and of sizes
+    *["nsa_jax/adopt/__main__.py: in_options(error)"] * 2,  # what the library says of the source
     "nsa_jax/adopt/measure.py: --needle-lengths must suit the needles: {error}",
     "nsa_jax/adopt/run_folder.py: str(error)",
-    "nsa_jax/adopt/settings.py: str(error)",
+    "nsa_jax/adopt/settings.py: in_options(error)",
     "nsa_jax/dispatch.py: {operation} cannot run as {named}: {reason}",
     "nsa_jax/pretrained/chat_format.py: message",  # what a chat template refuses, inside its own error
 ]

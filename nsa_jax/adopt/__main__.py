@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 from nsa_jax.adopt import command_line
-from nsa_jax.adopt.command_line import PROGRAM, InputError, complain
+from nsa_jax.adopt.command_line import PROGRAM, InputError, complain, in_options
 
 try:  # said at once, not after minutes
     import optax  # noqa: F401
@@ -27,12 +27,11 @@ except ImportError as missing:
         )
     ) from missing
 
-from typing import Any
+from typing import Any, get_args
 
-import jax
 from flax import nnx
 
-from nsa_jax.adopt import text
+from nsa_jax.adopt import device_memory, text
 from nsa_jax.adopt.measure import Measurements
 from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh, bound
 from nsa_jax.adopt.report import write_report
@@ -41,10 +40,12 @@ from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Interrupted, stages, train
 from nsa_jax.config import BRANCHES
 from nsa_jax.model import Transformer
+from nsa_jax.model.config import AttentionKind
 from nsa_jax.nn.distillation import TARGETS
 from nsa_jax.pretrained import ChatFormat, load, load_chat_format, save, to_nsa
 
 INTERRUPTED = 130
+KINDS = get_args(AttentionKind.__value__)
 
 
 def main(arguments: list[str] | None = None, **defaults: Any) -> int:
@@ -57,21 +58,14 @@ def main(arguments: list[str] | None = None, **defaults: Any) -> int:
         names = {field.name for field in dataclasses.fields(Settings)}
         given = {name: value for name, value in vars(options).items() if name in names}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        run(Settings(**given), options.text, folder, options.mesh)
+        with device_memory.needed("the model", "a smaller one, or a device with more", folder):
+            run(Settings(**given), options.text, folder, options.mesh)
     except (InputError, ImportError) as error:
         return complain(error)
     except OSError as error:
         told = f"the error {str(error).rstrip('.')!r}; {folder.saved}"
         return complain(
             f"--output must be a folder that takes the run, got {told}. Make room, or name another."
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        told = f"{str(error).splitlines()[0]!r}; {folder.saved}"
-        return complain(
-            f"the device must have memory for the run, got {told}. Use a smaller --batch or --length, or "
-            "--remat layer, in another --output."
         )
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"\n{PROGRAM}: interrupted; {folder.saved}; the same command goes on", file=sys.stderr)
@@ -121,6 +115,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
         documents=len(documents.sizes),
         held_out_tokens=int(held_out.sizes.sum()),
         held_out_documents=len(held_out.sizes),
+        files=identity["files"],
     )
     write_report(folder, settings, trained, counted, mesh.devices)
     print(f"the model is in {folder.path / 'model'}, what was measured in {folder.path / 'report.md'}")
@@ -128,10 +123,12 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
 
 def _load(settings: Settings) -> tuple[Transformer, Any, ChatFormat]:
     try:
-        model, tokenizer = load(settings.source, dtype=settings.dtype, rope_base=settings.rope_base)
+        model, tokenizer = load(
+            settings.source, dtype=settings.dtype, rope_base=settings.rope_base, ignore=settings.ignore
+        )
         chat_format = load_chat_format(settings.source)
     except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
+        raise InputError(in_options(error)) from error
     model.config = dataclasses.replace(model.config, **settings.training)
     return bound(model), tokenizer, chat_format
 
@@ -140,7 +137,7 @@ def _convert(dense: Transformer, settings: Settings) -> Transformer:
     try:
         return bound(to_nsa(dense, **settings.conversion, rngs=nnx.Rngs(settings.seed)))
     except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
+        raise InputError(in_options(error)) from error
 
 
 def _save(model: Transformer, path: pathlib.Path, tokenizer: Any, chat_format: ChatFormat) -> None:
@@ -163,6 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     told = "folder of the run, new or to go on with; no default"
     add("--output", type=pathlib.Path, required=True, metavar="RUN", help=told)
     add("--field", default=of.field, help="field or column that holds the text; default: %(default)s")
+    told = "fields of its config.json, or settings of the GGUF file, that you know to change nothing"
+    add("--ignore", nargs="+", default=of.ignore, metavar="NAME", help=f"{told}; default: none")
+    told = f"of all layers or of each one: {', '.join(KINDS)}; default: what is dense becomes nsa"
+    add("--attention", choices=KINDS, nargs="+", default=of.attention, metavar="KIND", help=told)
     told = f"of NSA layers; default: {' '.join(of.branches)}"
     add("--branches", choices=BRANCHES, nargs="+", default=of.branches, metavar="BRANCH", help=told)
     told = "tokens of prompts with a needle; default: --length"

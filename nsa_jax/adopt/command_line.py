@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 from typing import NoReturn
 
@@ -11,6 +12,32 @@ BAD_INPUT = 2
 
 class InputError(ValueError):
     """Bad input, with the message `<rule>, got <values>. <what to do>.`; the command exits with code 2."""
+
+
+# What messages of the library tell a user of Python, and the same for one of the command.
+_IN_OPTIONS = {
+    r"\bPass ignore=\('(.+?)',\)": r"Pass --ignore \1",
+    r'\bPass attention="nsa", or one for each layer': "Pass --attention nsa, or a kind for each layer",
+    r"\bPass an IndexerConfig\.": "Pass --selector importance --branches cmp slc win.",
+    r'\bPass selector=IndexerConfig\(\), or add "cmp"': "Pass --selector indexer, or --branches with cmp",
+    r"\bBuild DenseAttention with .*": "Pass --branches with slc.",
+    r'\bselector="indexer"': "--selector indexer",
+    r"^(attention|branches)\b": r"--\1",
+    r"\brope_base\b": "--rope-base",
+    r"\bcompression_block_size\b": "--l",
+    r"\bcompression_stride\b": "--d",
+    r"\bselection_block_size\b": "--block",
+    r"\bnum_selected_blocks\b": "--n",
+    r"\bwindow_size\b": "--w",
+}
+
+
+def in_options(error: Exception) -> str:
+    """What the library says, to a user of the command."""
+    message = str(error)
+    for pattern, told in _IN_OPTIONS.items():
+        message = re.sub(pattern, told, message)
+    return message
 
 
 class Parser(argparse.ArgumentParser):

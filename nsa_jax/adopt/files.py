@@ -15,21 +15,28 @@ def parts(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def digests(paths: Sequence[pathlib.Path]) -> list[list[str]]:
-    """Name and SHA-256 of each file or folder. Raises InputError if one cannot be read."""
+    """Name and SHA-256 of each file, or of the SHA-256 of all files of a folder, one after the other.
+
+    Raises:
+      InputError: one cannot be read.
+    """
     found = []
     for path in paths:
-        whole = hashlib.sha256()
         try:
-            for part in parts(path):
-                with part.open("rb") as file:
-                    whole.update(hashlib.file_digest(file, "sha256").digest())
+            each = [_digest(part) for part in parts(path)]
         except OSError as error:
             raise InputError(
                 f"--text must be files that can be read, got {str(path)!r} ({error.strerror}). Check "
                 "the path."
             ) from error
-        found.append([path.name, whole.hexdigest()])
+        whole = hashlib.sha256(b"".join(each)).digest() if path.is_dir() else each[0]
+        found.append([path.name, whole.hex()])
     return found
+
+
+def _digest(path: pathlib.Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def documents(path: pathlib.Path, field: str) -> Iterator[str]:

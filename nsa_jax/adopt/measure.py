@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from nsa_jax.adopt import device_memory
 from nsa_jax.adopt.command_line import InputError
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.settings import Settings
@@ -45,7 +46,7 @@ class Measurements:
         Decoding is measured of the converted model, beside the dense one: weights do not change its speed.
 
         Raises:
-          InputError: needles do not fit into their prompts.
+          InputError: needles do not fit into their prompts, or a device has no memory for them.
         """
         todo: dict[str, Callable[[Transformer, Transformer], Any]] = {}
         if self.settings.needles:
@@ -58,9 +59,13 @@ class Measurements:
             todo["decoding"] = self._decoding
         done = self.folder.results().get(name, {})
         todo = {what: measure for what, measure in todo.items() if what not in done}
-        with tqdm(
-            todo.items(), desc=f"measuring {name}", unit="", disable=not todo, dynamic_ncols=True
-        ) as bar:
+        remedy = "shorter --needle-lengths, fewer --rows or a smaller --batch, in another --output"
+        with (
+            device_memory.needed(f"measuring {name}", remedy, self.folder),
+            tqdm(
+                todo.items(), desc=f"measuring {name}", unit="", disable=not todo, dynamic_ncols=True
+            ) as bar,
+        ):
             for what, measure in bar:
                 bar.set_postfix_str(what)
                 self.folder.note(name, what, measure(model, dense))

@@ -1,10 +1,13 @@
 """The page at the end of a run, and the same as JSON."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import pathlib
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +22,11 @@ from nsa_jax.adopt.settings import Settings
 from nsa_jax.adopt.training import Stage
 from nsa_jax.evaluate.table import markdown
 
+PACKAGE = pathlib.Path(nsa_jax.__file__).parent
+
 
 def write_report(
-    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, int], devices: int
+    folder: RunFolder, settings: Settings, stages: Sequence[Stage], text: dict[str, Any], devices: int
 ) -> None:
     """Writes `report.md` and `report.json`, and the figures if there is matplotlib.
 
@@ -29,10 +34,10 @@ def write_report(
       folder: of the run, which has its measurements and steps.
       settings: of the run.
       stages: those that trained.
-      text: what its text consists of, by name.
+      text: what its text consists of, by name: numbers of tokens and documents, and the SHA-256 of its files.
       devices: how many trained it.
     """
-    found = dict(
+    kept = dict(
         settings=dataclasses.asdict(settings),
         text=text,
         versions=_versions(),
@@ -41,12 +46,24 @@ def write_report(
         stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
         measured=folder.results(),
     )
-    write(folder.path / "report.json", json.dumps(found, indent=1) + "\n")
+    as_json = json.dumps(kept, indent=1)
+    write(folder.path / "report.json", as_json + "\n")
+    found = json.loads(as_json)
     try:
         drawn = figures.draw(found["measured"], folder.path)
     except ImportError:
         drawn = None
-    write(folder.path / "report.md", "\n\n".join(_sections(found, drawn)) + "\n")
+    write(folder.path / "report.md", page(found, drawn))
+
+
+def page(found: dict[str, Any], drawn: Sequence[str] | None) -> str:
+    """The page in Markdown.
+
+    Args:
+      found: what `report.json` holds.
+      drawn: names of the figures beside the page; None where there is no matplotlib.
+    """
+    return "\n\n".join(_sections(found, drawn)) + "\n"
 
 
 def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[str]:
@@ -61,8 +78,10 @@ def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[st
     yield (
         "## Training\n\nMeans over the first and the last ten steps, of different text. `selection` is the "
         "selection loss, added up over the layers; `divergence` is that from the dense model's distributions."
+        " An epoch is all tokens that are not held out."
     )
-    yield _training(found["stages"])
+    yield _training(found["stages"], text["tokens"] - text["held_out_tokens"])
+    yield from _ratio(found["stages"])
     if "decoding" in measured.get("converted", {}):
         yield from _decoding(measured["converted"]["decoding"])
     if drawn is None:
@@ -84,16 +103,22 @@ def _sections(found: dict[str, Any], drawn: Sequence[str] | None) -> Iterable[st
     yield markdown(("setting", "value"), [(name, f"`{value}`") for name, value in settings.items()])
 
 
-def _training(stages: dict[str, dict[str, Any]]) -> str:
-    heads = "stage", "steps", "tokens", "ms a step", "first losses", "last losses"
+def _training(stages: dict[str, dict[str, Any]], tokens: int) -> str:
+    heads = "stage", "steps", "tokens", "epochs", "ms a step", "first losses", "last losses"
     rows = []
     for name, of in stages.items():
         ms = "" if of["ms_per_step"] is None else of["ms_per_step"]
         told = [
             ", ".join(f"{loss} {of[which][loss]:.4f}" for loss in of[which]) for which in ("first", "last")
         ]
-        rows.append((name, of["steps"], of["tokens"], ms, *told))
+        rows.append((name, of["steps"], of["tokens"], f"{of['tokens'] / tokens:.2f}", ms, *told))
     return markdown(heads, rows)
+
+
+def _ratio(stages: dict[str, dict[str, Any]]) -> Iterable[str]:
+    sparse, dense = (stages.get(name, {}).get("ms_per_step") for name in ("sparse", "dense"))
+    if sparse and dense:
+        yield f"A step of *sparse* took {sparse / dense:.2f} times as long as one of *dense*."
 
 
 def _decoding(of: dict[str, Any]) -> Iterable[str]:
@@ -163,5 +188,26 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _versions() -> dict[str, str]:
-    others = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
-    return {"nsa_jax": nsa_jax.__version__, "Python": platform.python_version()} | others
+    """What numbers may depend on; without what is not installed or not known."""
+    commit = _commit()
+    found = {"nsa_jax": nsa_jax.__version__ + (f" (commit {commit})" if commit else "")}
+    found["Python"] = platform.python_version()
+    for name in ("jax", "jaxlib", "flax", "optax", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """Short hash of the checkout that this package is in, `-dirty` where it was changed; None without one."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=PACKAGE, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # a checkout may be that of another project
+        changed = git("status", "--porcelain", "--", ".")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

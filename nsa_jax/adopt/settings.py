@@ -1,4 +1,4 @@
-"""The settings of a run: everything that decides its numbers."""
+"""The settings of a run: everything that decides its numbers, some of them to rounding alone."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from nsa_jax.adopt.command_line import InputError
+from nsa_jax.adopt.command_line import InputError, in_options
 from nsa_jax.adopt.files import digests
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.distillation import Target
@@ -18,8 +18,10 @@ class Settings:
 
     Attributes:
       source: what `nsa_jax.pretrained.load` reads.
+      ignore: fields of its configuration that change nothing.
       field: of a JSONL file or dataset, which holds the text.
       selector: "importance" or "indexer".
+      attention: kinds of the layers, one for all or one for each; none for those that `to_nsa` chooses.
       branches: of NSA layers.
       compression: "mlp" or "mean".
       l, d, block, n, w: sizes of the compression blocks, their stride, size and number of selected blocks,
@@ -46,8 +48,10 @@ class Settings:
     """
 
     source: str
+    ignore: tuple[str, ...] = ()
     field: str = "text"
     selector: str = "indexer"
+    attention: tuple[str, ...] = ()
     branches: tuple[str, ...] = ("slc",)
     compression: str = "mlp"
     l: int = NSAConfig().compression_block_size  # noqa: E741 (the paper's name)
@@ -99,7 +103,7 @@ class Settings:
                 window_size=self.w,
             )
         except ValueError as error:
-            raise InputError(str(error)) from error
+            raise InputError(in_options(error)) from error
 
     @property
     def can_be_taught(self) -> bool:
@@ -109,8 +113,13 @@ class Settings:
     @property
     def conversion(self) -> dict[str, Any]:
         """Arguments of `to_nsa`."""
+        several = len(self.attention) > 1
         return dict(
-            nsa=self.nsa, selector=self.selector, branches=self.branches, compression=self.compression
+            nsa=self.nsa,
+            attention=self.attention if several else "".join(self.attention) or None,
+            selector=self.selector,
+            branches=self.branches,
+            compression=self.compression,
         )
 
     @property
@@ -120,5 +129,10 @@ class Settings:
         return dict(remat=remat, scan_layers=True)
 
     def identity(self, files: Sequence[pathlib.Path]) -> dict[str, Any]:
-        """What two runs must share to be the same run, as JSON reads it back."""
-        return json.loads(json.dumps(dataclasses.asdict(self) | {"files": digests(files)}))
+        """What two runs must share to be the same run, as JSON reads it back.
+
+        It lacks what changes rounding alone, as a mesh does: a run may go on with another `remat`.
+        """
+        shared = dataclasses.asdict(self) | {"files": digests(files)}
+        del shared["remat"]
+        return json.loads(json.dumps(shared))

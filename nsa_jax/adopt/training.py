@@ -1,6 +1,7 @@
 """The stages that train: what learns in each, by which loss, and the loop that can be interrupted."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -16,6 +17,7 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
+from nsa_jax.adopt import device_memory
 from nsa_jax.adopt.command_line import InputError
 from nsa_jax.adopt.mesh import ONE_DEVICE, Mesh
 from nsa_jax.adopt.run_folder import RunFolder
@@ -82,12 +84,19 @@ def train(
 
     Raises:
       Interrupted: after Ctrl-C or SIGTERM, once the step under way is finished and saved.
-      InputError: the loss is not finite.
+      InputError: the loss is not finite, or a device has no memory for a step.
     """
-    with mesh.in_context():
+    with device_memory.needed(stage.name, _less_memory(settings), folder), mesh.in_context():
         teacher = None if dense is None else mesh.spread(dense)
         trained = _train(stage, mesh.spread(model), text, folder, settings, mesh, teacher)
     return mesh.gathered(trained)
+
+
+def _less_memory(settings: Settings) -> str:
+    """Options with which a step needs less."""
+    same = [] if settings.remat == "layer" else ["--remat layer"]
+    same.append("more devices by --mesh")
+    return f"{' or '.join(same)} with the same --output, or a smaller --batch or --length in another"
 
 
 def _train(
@@ -106,6 +115,7 @@ def _train(
     step, rows = 0, list[dict[str, Any]]()
     if found := folder.load(stage.name, moments, mesh):
         model, moments, step, rows = found
+        model.config = dataclasses.replace(model.config, **settings.training)  # not as it was saved
         graph, learning, fixed = _divided(model, stage, settings)
     compiles_in = step
     bar = tqdm(total=stage.steps, initial=step, desc=stage.name, unit="step", dynamic_ncols=True)
@@ -153,7 +163,8 @@ def _divided(
 
 def _whole(graph: Any, learning: dict[str, Any], fixed: dict[str, Any]) -> Transformer:
     groups = learning | fixed
-    return nnx.merge(graph, *(groups[name] for name in (*GROUPS, "rest")))
+    # A layer under `nnx.remat` is written to, so its variables must be of the trace in which it is called.
+    return nnx.merge(graph, *(groups[name] for name in (*GROUPS, "rest")), copy=True)
 
 
 def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTransformation:

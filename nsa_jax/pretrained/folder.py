@@ -76,9 +76,9 @@ def _tensors(file: pathlib.Path) -> dict[str, Stored]:
     return found
 
 
-def _read(file: pathlib.Path, opened: Any, name: str) -> np.ndarray:
+def _read(file: pathlib.Path, opened: Any, name: str) -> list[np.ndarray]:
     try:
-        return opened.get_tensor(name)
+        return [opened.get_tensor(name)]
     except package("safetensors").SafetensorError as error:
         broken(file, error)
 

@@ -1,8 +1,8 @@
-"""Reads a GGUF file as if it were a folder of Hugging Face. Tensors are dequantised one at a time."""
+"""Reads a GGUF file as if it were a folder of Hugging Face. Tensors are dequantised a few rows at a time."""
 
 import functools
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ _NAMES = {
 }
 _FACTORS = "rope_freqs.weight"
 
+AT_ONCE = 2**18  # values: the package needs a second array of a result, and is fastest within a cache
+
 
 def read_gguf(file: pathlib.Path, ignore: Collection[str] = ()) -> Source:
     """Opens a GGUF file. Raises ValueError if it is broken, or its architecture or a setting is unknown."""
@@ -68,11 +70,9 @@ def read_gguf(file: pathlib.Path, ignore: Collection[str] = ()) -> Source:
     tensors = {}
     for name, tensor in stored.items():
         if name != _FACTORS:
-            read = functools.partial(gguf.quants.dequantize, tensor.data, tensor.tensor_type)
             heads = of_heads.get(name.split(".")[-2:][0].removeprefix("attn_"))
-            if heads and fields["model_type"] == "llama":
-                read = functools.partial(_in_halves, read, heads)
-            tensors[_name(name)] = Stored(shapes[name], read)
+            heads = heads if fields["model_type"] == "llama" else None
+            tensors[_name(name)] = Stored(shapes[name], functools.partial(_parts, tensor, heads))
     return Source(fields, tensors, read_tokenizer(metadata))
 
 
@@ -163,10 +163,22 @@ def _head_dim(fields: Mapping[str, Any]) -> int:
     return fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
 
 
-def _in_halves(read: Any, heads: int) -> np.ndarray:
-    """Undoes the order of rows that GGUF has for Llama: interleaved, the pairs of a rotation side by side."""
-    rows = read()
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+def _parts(tensor: Any, heads: int | None) -> Iterator[np.ndarray]:
+    """Some rows of a tensor after the others, in float32.
+
+    GGUF has the rows of these heads of Llama interleaved, the pairs of a rotation side by side. They come in
+    halves.
+    """
+    dequantize = package("gguf").quants.dequantize
+    rows: Any = np.arange(int(tensor.shape[-1]))
+    if heads:
+        rows = rows.reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    if len(tensor.shape) == 1:
+        yield dequantize(tensor.data, tensor.tensor_type)[rows]
+        return
+    some = max(1, AT_ONCE // int(tensor.shape[0]))
+    for first in range(0, len(rows), some):
+        yield dequantize(tensor.data[rows[first : first + some]], tensor.tensor_type)
 
 
 def _name(name: str) -> str:

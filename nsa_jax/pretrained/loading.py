@@ -53,7 +53,8 @@ def load(
     refused, with the field that asks for them.
 
     Weights are read one at a time, straight into `param_dtype` and their sharding, so the host needs the
-    memory of the model in that dtype and of the largest tensor.
+    memory of the model in that dtype and of the largest tensor. Those of a GGUF file are dequantised a few
+    rows at a time.
 
     Args:
       source: a folder of Hugging Face with `config.json`, safetensors in one file or several, and
@@ -100,7 +101,7 @@ def load(
         if isinstance(config.rope_base, tuple):
             raise ValueError(
                 "rope_base must be left out for a model whose layers have bases of their own, got "
-                f"{rope_base} for {config.rope_base}. Set them in the saved configuration."
+                f"{rope_base} for {config.rope_base}. Set them in a copy of its config.json."
             )
         config = dataclasses.replace(config, rope_base=rope_base)
     model = abstract_transformer(config, sharding=sharding, implementation=implementation)
@@ -124,7 +125,7 @@ def _on_device(found: Source, place: Place, value: Any) -> Any:
     raw = np.empty(math.prod(value.shape) * value.dtype.itemsize + ALIGNMENT, np.uint8)
     raw = raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT]
     own = raw.view(value.dtype).reshape(value.shape)
-    own[...] = place.own(found.tensors[place.name].read())
+    place.fill(own, found.tensors[place.name].parts())
     return jax.device_put(own, sharding_of(value))
 
 

@@ -1,6 +1,7 @@
 """The parameters of a dense `Transformer` under the names and in the shapes of Hugging Face."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -32,16 +33,23 @@ class Place(NamedTuple):
     transposed: bool = False
     less: float = 0.0
 
-    def own(self, stored: np.ndarray) -> np.ndarray:
-        """The parameter, of the stored tensor."""
-        if self.less:  # in float64, so that the sum is rounded once
-            stored = stored.astype(np.float64) + self.less
-        return (stored.T if self.transposed else stored).reshape(self.own_shape)
+    def fill(self, own: np.ndarray, parts: Iterable[np.ndarray]) -> None:
+        """Writes into the parameter what is stored: all of it, or some rows after the others."""
+        stored, row = self._as_stored(own), 0
+        for part in parts:
+            if self.less:  # in float64, so that the sum is rounded once
+                part = part.astype(np.float64) + self.less
+            stored[row : row + len(part)] = part
+            row += len(part)
 
     def stored(self, own: np.ndarray) -> np.ndarray:
         """The tensor to store, of the parameter."""
         if self.less:
             own = (own.astype(np.float64) - self.less).astype(own.dtype)
+        return self._as_stored(own)
+
+    def _as_stored(self, own: np.ndarray) -> np.ndarray:
+        """A view in the shape of the stored tensor."""
         return own.reshape(self.shape[::-1]).T if self.transposed else own.reshape(self.shape)
 
 

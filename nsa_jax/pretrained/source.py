@@ -1,6 +1,6 @@
 """What every file format gives: fields of a configuration, and tensors that are read when asked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +13,12 @@ class Stored(NamedTuple):
 
     Attributes:
       shape: its shape.
-      read: reads it. The array may be a view of the file, and its dtype any floating one.
+      parts: reads it, whole or some rows after the others. The arrays may be views of the file, and their
+        dtype any floating one.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    parts: Callable[[], Iterable[np.ndarray]]
 
 
 class Source(NamedTuple):
