@@ -24,6 +24,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
 from modules import abstract  # noqa: E402
 
+from benchmarks import inputs, strategies  # noqa: E402
 from nsa_jax import attention, call_log, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import recompute_forward, visible_in_blocks  # noqa: E402
@@ -115,6 +116,26 @@ def test_memory_follows_the_formula(kind):
     shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", executable.as_text()))
     elements = {shape: int(np.prod([int(x) for x in shape.split(",")])) for shape in shapes}
     assert elements[f"1,{LENGTH},{HEADS},{DIM}"] == max(elements.values()) < LENGTH * LENGTH / 4
+
+
+def test_a_benchmark_of_a_million_tokens_is_drawn_on_one_gpu():
+    """The largest steps of `strategies.draw`: queries of 17 GB, and the blocks of one KV head at a time."""
+    shape = inputs.Shape(
+        length=2**20, query_heads=HEADS, kv_heads=KV_HEADS, key_dim=DIM, value_dim=DIM, dtype="bfloat16"
+    )
+    query, key, *_ = operands(shape.length)
+    head = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def step(function, *arguments):
+        found = triton_compile.compile_for_h100(function, *arguments).memory_analysis()
+        sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
+        return sum(sizes)
+
+    def choose(query, key_blocks, head):
+        return strategies.choose_head(query, key_blocks, head, "mosaic_gpu", shape)
+
+    assert step(lambda: inputs.tensor("query", shape)) < 18e9
+    assert step(choose, query, key, head) < 27e9
 
 
 def traced(function, *arguments):
