@@ -26,7 +26,7 @@ from benchmarks.inputs import (
     of_query,
     tensor,
     tensor_shape,
-)  # fmt: skip
+)
 from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout

@@ -205,6 +205,11 @@ def test_a_row_that_is_not_finite_says_so_and_others_go_on():
     assert never, "choose another seed"
     stub.table[...] = stub.table[...].at[bad, 3].set(jnp.nan)
 
+    state, new = advance(begun(stub), 1)
+    assert new.check() is new
+    _, new = advance(repeat(state, 1), 5)
+    with refused(ValueError, r"the logits of all rows must be finite, got NaN or infinity in rows \[1\]\."):
+        new.check()
     rows, state = told(begun(stub), 1, 5)
     whole = generate(stub, PROMPTS, lengths=LENGTHS, max_new_tokens=6, max_length=ROOM, **HOT)
 
