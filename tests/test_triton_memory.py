@@ -239,6 +239,29 @@ def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_sai
     assert "Name the GPU" in told
 
 
+def test_export_of_a_step_with_a_cache_in_int8():
+    layer = abstract(
+        NSAAttention, HEADS, 256, num_kv_heads=KV_HEADS, head_dim=DIM, config=CONFIG, dtype="bfloat16"
+    )
+    cache = jax.eval_shape(lambda: layer.init_cache(2, 4096, dtype="int8"))
+    graph, state = nnx.split(layer)
+    leaves, tree = jax.tree.flatten((state, jax.ShapeDtypeStruct((2, 1, 256), jnp.bfloat16), cache))
+
+    def step(*leaves):  # a file holds arrays alone
+        state, x, cache = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(nnx.merge(graph, state).decode_step(x, cache))
+
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    with triton_compile.without_code_of_kernels(), triton_compile.device(90):
+        exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*leaves)
+
+    restored = jax.export.deserialize(exported.serialize())
+
+    assert "triton_kernel_call_ffi" in restored.mlir_module()
+    assert sum(x.dtype == np.int8 for x in restored.in_avals) == 6
+    assert sum(x.dtype == np.int8 for x in restored.out_avals) == 6
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_of_kv_heads_exchange_nothing(check_vma):
     device = AbstractDevice(triton_compile.DEVICE_KINDS[90], 132, platform="gpu")
