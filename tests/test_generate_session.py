@@ -14,8 +14,19 @@ from modules import abstract, randomised
 from test_generate import Stub
 
 from nsa_jax.generate import (
-    DraftModel, Ended, LookUp, advance, extend, gather, generate, repeat, sample, session, start, stream,
-)  # fmt: skip
+    DraftModel,
+    Ended,
+    LookUp,
+    advance,
+    extend,
+    gather,
+    generate,
+    repeat,
+    sample,
+    session,
+    start,
+    stream,
+)
 from nsa_jax.model import Transformer, TransformerConfig
 
 VOCAB, ROOM, PAD = 17, 60, 99
