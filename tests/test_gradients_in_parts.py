@@ -111,10 +111,11 @@ def test_chunks_fit(shape, expected):
         (dict(length=2**17, kv_heads=1, heads=16), 64, True),
         (dict(length=2**17, slots=32), 64, False),
         (dict(length=2**14, batch=2048), 64, False),
+        (dict(length=0), 64, False),
     ],
     ids=[
         *("paper", "smaller", "block", "dims", "heads", "short", "four_ranges", "five_ranges", "one_head"),
-        *("many_slots", "codes"),
+        *("many_slots", "codes", "no_queries"),
     ],
 )
 def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possible):

@@ -66,8 +66,7 @@ def can_form_parts(
         and query.shape[2] >= FEWEST_HEADS * value.shape[2]
         and FEWEST_PAIRS <= block_indices.size < 2**31
     )
-    ranges = chunks_of(query, block_indices).ranges
-    if not possible or ranges > MOST_RANGES:
+    if not possible or (ranges := chunks_of(query, block_indices).ranges) > MOST_RANGES:
         return False
     sums = partial_sums(block_indices, placement, value.shape[1], ranges)
     return sums <= MOST_SUMS * _sums_of_plain_rows(block_indices, placement, query.shape[1], ranges)
