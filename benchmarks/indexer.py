@@ -39,7 +39,7 @@ def draw_index(shape: Shape, distribution: str, implementation: Implementation) 
     of_index = dataclasses.replace(shape, query_heads=shape.kv_heads)
     keys = normal("key_index", (shape.batch, shape.length, 1, shape.key_dim), shape.dtype)
     choose = jax.jit(
-        lambda query, _: attention.select_by_index(
+        lambda query: attention.select_by_index(
             query[:, :, :, None], keys, config=shape.config, implementation=implementation
         )
     )

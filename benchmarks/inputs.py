@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax import attention, layout
-from nsa_jax.array_typing import Array, Float, Int, Int32
+from nsa_jax.array_typing import Array, DType, Float, Int, Int32
 from nsa_jax.config import NSAConfig
 
 DISTRIBUTIONS = ("random", "coherent", "trained")
@@ -53,7 +53,7 @@ OPERATIONS = tuple(ARGUMENTS)
 LAYERS = {"layer": "native_sparse_attention", "dense_layer": "dense_attention"}
 SELECTING = ("native_sparse_attention", "select_blocks", "selected_attention")
 
-type Choose = Callable[[Array, Array], Array]  # query, key_cmp -> block_indices
+type Choose = Callable[[Array], Array]  # query -> block_indices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,16 +166,16 @@ def tensor(name: str, shape: Shape) -> Array:
     return _drawn(key(name), name == "gates", tensor_shape(name, shape), shape.dtype)
 
 
-def normal(name: str, size: tuple[int, ...], dtype: str) -> Array:
+def normal(name: str, size: tuple[int, ...], dtype: DType) -> Array:
     """Standard normal values, the same for one name and size on one platform."""
     return _drawn(key(name), False, size, dtype)
 
 
-# One program, so that the float32 numbers of a row of a million tokens exist only once.
+# One program, in which the float32 numbers of a row of a million tokens never exist together.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(key: Array, uniform: bool, size: tuple[int, ...], dtype: str) -> Array:
+def _drawn(key: Array, uniform: bool, size: tuple[int, ...], dtype: DType) -> Array:
     draw = jax.random.uniform if uniform else jax.random.normal
-    return draw(key, size).astype(dtype)
+    return draw(key, size, jnp.float32).astype(dtype)
 
 
 def arguments(operation: str, draw: Draw, shape: Shape) -> tuple[Array, ...]:
@@ -202,11 +202,10 @@ def draw_queries(shape: Shape, distribution: str, choose: Choose | None) -> Draw
     """
     if choose is None:
         return Draw(distribution, tensor("query", shape))
-    key_cmp = tensor("key_cmp", shape)
 
     def attempt(noise: float | None) -> Draw:
         query = tensor("query", shape) if noise is None else _drifting(noise, shape=shape)
-        blocks = choose(query, key_cmp)
+        blocks = choose(query)
         return Draw(distribution, query, blocks, overlap(blocks), noise)
 
     return _first_that_counts(attempt, distribution, shape)

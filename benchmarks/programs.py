@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import inputs, layers
-from benchmarks.inputs import LAYERS, Draw, Shape, abstract_arguments, key
+from benchmarks.inputs import LAYERS, Draw, Shape, abstract_arguments, tensor
 from benchmarks.records import COMPARED
 from benchmarks.timing import Compiled, compile_for
 from nsa_jax import attention, dispatch
@@ -54,8 +54,10 @@ def draw(operation: str, implementation: str, shape: Shape, distribution: str = 
         return layers.draw(operation, implementation, shape)
     if operation == "selected_attention":
         return inputs.draw_blocks(shape, distribution)
-    choose = jax.jit(function("select_blocks", implementation, shape))
-    return inputs.draw_queries(shape, distribution, choose if operation in inputs.SELECTING else None)
+    if operation not in inputs.SELECTING:
+        return inputs.draw_queries(shape, distribution, None)
+    select, key_cmp = jax.jit(function("select_blocks", implementation, shape)), tensor("key_cmp", shape)
+    return inputs.draw_queries(shape, distribution, lambda query: select(query, key_cmp))
 
 
 def dense_implementation(operation: str, shape: Shape) -> str:
@@ -125,5 +127,4 @@ def compile_mode(
 
 def cotangent_like(out: jax.Array | jax.ShapeDtypeStruct, dtype: DType) -> Array:
     """The random cotangent of an output of this shape, drawn in float32 and rounded to `dtype`."""
-    draw = jax.jit(lambda key: jax.random.normal(key, out.shape, jnp.float32).astype(dtype))
-    return draw(key("cotangent"))
+    return inputs.normal("cotangent", out.shape, dtype)

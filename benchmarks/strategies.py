@@ -16,7 +16,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import definitions, gate, programs, timing
-from benchmarks.inputs import KEYS_VALUES, Draw, Shape, draw_queries, key, of_query, tensor, tensor_shape
+from benchmarks.inputs import (
+    KEYS_VALUES,
+    Draw,
+    Shape,
+    draw_queries,
+    key,
+    normal,
+    of_query,
+    tensor,
+    tensor_shape,
+)
 from benchmarks.selections import check_form
 from benchmarks.verdict import Verdict, worst
 from nsa_jax import attention, layout
@@ -135,20 +145,34 @@ def compress_and_attend(
 def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, dict[str, np.ndarray]]:
     """Queries of a distribution, and all arrays on the host, among them a cotangent of the output.
 
-    Of a row of a million tokens one large array after the other has room on the device.
+    On the device is one large array at a time: a row of a million tokens has queries of 17 GB.
     """
-    arrays = {name: _tokens(name, shape) for name in KEYS_VALUES}
-    arrays["gates"] = tensor("gates", shape)
-    kv_cmp = arrays["key_cmp"], arrays["value_cmp"]
-    key_blocks, _ = jax.jit(compressed, static_argnums=2)(*kv_cmp, shape.config)
-    choose = jax.jit(programs.function("select_blocks", implementation, shape))
-    drawn = draw_queries(shape, distribution, lambda query, _: choose(query, key_blocks))
+    key_cmp = _tokens("key_cmp", shape)
+    key_blocks = jax.jit(lambda x: compressed(x, x, shape.config)[0])(key_cmp)
+    arrays = {"key_cmp": np.asarray(key_cmp), "gates": np.asarray(tensor("gates", shape))}
+    arrays |= {name: np.asarray(_tokens(name, shape)) for name in KEYS_VALUES if name not in arrays}
+    del key_cmp
+
+    def choose(query: Array) -> Array:
+        heads = [choose_head(query, key_blocks, k, implementation, shape) for k in range(shape.kv_heads)]
+        return jnp.concatenate(heads, axis=2)
+
+    drawn = draw_queries(shape, distribution, choose)
     query: Any = np.asarray(drawn.query)
     drawn = dataclasses.replace(drawn, query=query)
-    on_host = {name: np.asarray(x) for name, x in arrays.items()}
-    out = jax.ShapeDtypeStruct(tensor_shape("out", shape), shape.dtype)
-    on_host["cotangent"] = np.asarray(programs.cotangent_like(out, out.dtype))
-    return drawn, on_host | dict(query=query)
+    cotangent = np.asarray(normal("cotangent", tensor_shape("out", shape), shape.dtype))
+    return drawn, arrays | dict(query=query, cotangent=cotangent)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def choose_head(
+    query: Array, key_blocks: Array, kv_head: Array | int, implementation: str, shape: Shape
+) -> Array:
+    """The blocks of one KV head, of whose queries the kernels want a copy of their own."""
+    heads = shape.query_heads // shape.kv_heads
+    query = jax.lax.dynamic_slice_in_dim(query, kv_head * heads, heads, axis=2)
+    key_blocks = jax.lax.dynamic_slice_in_dim(key_blocks, kv_head, 1, axis=2)
+    return programs.function("select_blocks", implementation, shape)(query, key_blocks)
 
 
 def check(strategy: Strategy, shape: Shape, mode: str = "fwd_bwd") -> Verdict:

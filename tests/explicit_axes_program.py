@@ -367,6 +367,26 @@ def decoding() -> None:
     assert [x.shape for x in anywhere] == [x.shape for x in found]
 
 
+def quantised_cache() -> None:
+    """A step with caches in int8, whose scales are shorter arrays, leaves them where they are."""
+    plain, sharded = model(num_layers=1)
+    tokens = np.random.default_rng(0).integers(0, 12, (4, 9))
+
+    @jit
+    def written(model, tokens):
+        _, held = model.prefill(tokens[:, :8], model.init_cache(4, 16, dtype="int8"))
+        return model.decode_step(tokens[:, 8:], held)
+
+    expected = written(plain, tokens)
+    with jax.set_mesh(mesh):
+        logits, held = written(sharded, put(tokens, "data"))
+    agree((logits, held), expected)
+    kept = [x for x in jax.tree.leaves(held) if x.dtype == jnp.int8]
+    scales = [x for x in jax.tree.leaves(held) if x.dtype == jnp.float32]
+    assert len(kept) == len(scales) == 6
+    assert {x.sharding.spec[:3] for x in (*kept, *scales)} == {("data", None, "tensor")}
+
+
 def sessions() -> None:
     """All options of a session, a turn and copied rows give the same tokens where rows are sharded."""
     tokens, turn = np.random.default_rng(0).integers(0, 12, (2, 4, 9)).astype(np.int32)
@@ -462,7 +482,7 @@ def without_the_mesh() -> None:
 
 CHECKS = (
     *(operations, indexer, eager_calls, the_reference, shared_keys, targets, layers, training, losses),
-    *(decoding, sessions, requests, empty_caches, without_the_mesh),
+    *(decoding, quantised_cache, sessions, requests, empty_caches, without_the_mesh),
 )
 
 

@@ -94,6 +94,15 @@ def main() -> None:
     for x, y in zip(jax.tree.leaves(ours_after), jax.tree.leaves(after), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=200 * np.finfo(np.float64).eps)
         assert x.sharding.spec == (BOTH if x.ndim > 2 else ROWS), x.sharding
+
+    def written(model, tokens):
+        _, held = model.prefill(tokens[:, :16], model.init_cache(BATCH, PROMPT, dtype="int8"))
+        return model.decode_step(tokens[:, 16:17], held)
+
+    expected, found = (nnx.jit(written)(*x) for x in ((whole, prompts), (model, place(prompts))))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=200 * np.finfo(np.float64).eps)
+    assert sum(x.dtype == np.int8 for x in jax.tree.leaves(found)) == 6
     print("decoding: ok")
 
 

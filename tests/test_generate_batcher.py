@@ -15,10 +15,10 @@ from cache_layer import SMALL
 from messages import has_form, refused
 from modules import abstract, randomised
 from test_generate import VOCAB, Stub
-from test_generate_options import written
+from test_generate_options import even, written
 from test_generate_stream import Letters
 
-from nsa_jax.generate import Batcher, Ended, batching, buckets, generate
+from nsa_jax.generate import Batcher, Ended, advance, batching, buckets, generate, start
 from nsa_jax.generate.parameters import NEUTRAL
 from nsa_jax.model import Transformer, TransformerConfig
 
@@ -538,6 +538,22 @@ def test_prompts_longer_than_a_chunk_share_a_program(stub, caplog):
         *([2, 3] + [1] * n for n in (40, 60)),
     )
     assert written == [alone(stub, prompt, 3) for prompt in prompts]
+
+
+def test_a_hook_constrains_all_requests(stub):
+    """More than there are slots, so that slots are used again, and each counts its own tokens."""
+    batcher = made(stub, sampling=(), logits_hook=even)
+    asked = [batcher.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:4]]
+    prompts = np.stack([np.pad(prompt, (0, 33 - len(prompt))) for prompt in PROMPTS[:4]])
+    lengths = np.array([len(prompt) for prompt in PROMPTS[:4]])
+    session = start(stub, prompts, lengths=lengths, max_length=ROOM, logits_hook=even)
+
+    expected = advance(session, 6)[1].tokens.tolist()
+
+    assert [told(request) for request in asked] == expected
+    assert expected != [alone(stub, prompt, 6) for prompt in PROMPTS[:4]]
+    with refused(TypeError, "logits_hook must be a function"):
+        made(stub, logits_hook=3)
 
 
 def test_prompts_are_read_in_parts_of_few_sizes():

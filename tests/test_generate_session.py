@@ -13,7 +13,20 @@ from messages import refused
 from modules import abstract, randomised
 from test_generate import Stub
 
-from nsa_jax.generate import Ended, advance, extend, gather, generate, repeat, sample, session, start
+from nsa_jax.generate import (
+    DraftModel,
+    Ended,
+    LookUp,
+    advance,
+    extend,
+    gather,
+    generate,
+    repeat,
+    sample,
+    session,
+    start,
+    stream,
+)
 from nsa_jax.model import Transformer, TransformerConfig
 
 VOCAB, ROOM, PAD = 17, 60, 99
@@ -101,6 +114,48 @@ def test_continued_equals_uninterrupted_and_naive(model, naive, steps):
     assert rows == whole.tokens.tolist()
     assert joined(prompts, rows) == naive(prompts, [21] * 3)
     assert state.lengths.tolist() == (LENGTHS + 21).tolist()
+
+
+@pytest.fixture(scope="module")
+def draft_model(model):
+    """A model that often agrees: the same one, with other numbers by a few percent."""
+    with jax.enable_x64(True):
+        other = nnx.clone(model)
+        noise = np.random.default_rng(1)
+        nnx.update(
+            other, jax.tree.map(lambda x: x * noise.normal(1, 0.05, x.shape), nnx.state(other, nnx.Param))
+        )
+        return other
+
+
+@pytest.mark.parametrize("kind", ["look_up", "draft_model"])
+def test_drafts_change_no_token(model, draft_model, naive, kind):
+    """Of each row some are refused, and of the others some are taken."""
+    made = LookUp(3, match=1) if kind == "look_up" else DraftModel(draft_model, 2)
+    prompts = texts_of(PROMPTS, LENGTHS)
+    state = begun(model, drafts=made)
+    others = gather(state, np.array([0, 0, 2]))
+
+    _, new = advance(state, 21)
+    _, fewer = advance(others, 21)
+
+    texts = naive(prompts, [21] * 3)
+    assert joined(prompts, new.tokens.tolist()) == texts
+    assert fewer.tokens.tolist() == [new.tokens[row].tolist() for row in (0, 0, 2)]
+    assert 20 / (made.num_tokens + 1) < int(fewer.steps) < 20
+
+
+def test_a_stream_gives_the_tokens_of_naive_decoding(model, naive):
+    prompts = texts_of(PROMPTS, LENGTHS)
+
+    pieces = list(stream(begun(model), 11, chunk_size=4))
+
+    rows = [
+        [token for piece in pieces for token in piece.tokens[row, : piece.lengths[row]].tolist()]
+        for row in range(3)
+    ]
+    assert joined(prompts, rows) == naive(prompts, [11] * 3)
+    assert len(pieces) == 4
 
 
 def test_a_turn_is_added_to_rows_of_different_lengths(model, naive):
@@ -205,6 +260,11 @@ def test_a_row_that_is_not_finite_says_so_and_others_go_on():
     assert never, "choose another seed"
     stub.table[...] = stub.table[...].at[bad, 3].set(jnp.nan)
 
+    state, new = advance(begun(stub), 1)
+    assert new.check() is new
+    _, new = advance(repeat(state, 1), 5)
+    with refused(ValueError, r"the logits of all rows must be finite, got NaN or infinity in rows \[1\]\."):
+        new.check()
     rows, state = told(begun(stub), 1, 5)
     whole = generate(stub, PROMPTS, lengths=LENGTHS, max_new_tokens=6, max_length=ROOM, **HOT)
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from messages import refused
-from test_generate import LENGTHS, PROMPTS, Stub
+from test_generate import LENGTHS, PROMPTS, Stub, spoilt_from
 
 from nsa_jax.generate import Ended, advance, extend, generate, session, start, stream, streaming
 from nsa_jax.generate.text import TextPieces
@@ -61,6 +61,30 @@ def test_a_stream_gives_the_tokens_of_generate(model, count, chunk_size):
     assert joined(pieces) == whole.tokens.tolist()
     assert pieces[0].tokens.shape == (3, 1)
     assert all(piece.tokens.shape[1] == chunk_size for piece in pieces[1:-1])
+
+
+@pytest.mark.parametrize("place", [0, 2, 9])
+def test_a_row_that_is_not_finite_is_refused_on_request(place):
+    """Its piece has no token of it where it fails in the prompt (0), or as the first of a chunk (9)."""
+    model = spoilt_from(place)
+    expected = joined(stream(start(Stub(), PROMPTS, lengths=LENGTHS, max_length=ROOM, pad_id=PAD), 20))
+
+    def pieces(rows):
+        session = start(model, PROMPTS[rows], lengths=LENGTHS[rows], max_length=ROOM, pad_id=PAD)
+        return list(stream(session, 20, chunk_size=8))
+
+    every, alone = pieces(slice(None)), pieces(slice(1, 2))
+
+    assert joined(every) == [expected[0], expected[1][:place], expected[2]]
+    for found, row in ((every, 1), (alone, 0)):
+        good = [piece.check() is piece for piece in found if piece.ended[row] == Ended.NO]
+        bad = [piece for piece in found if piece.ended[row] == Ended.NOT_FINITE]
+        assert len(good) == len(found) - len(bad) == {0: 0, 2: 1, 9: 2}[place]
+        for piece in bad:
+            with refused(ValueError, rf"the logits of all rows must be finite, .* in rows \[{row}\]\."):
+                piece.check()
+    assert sum(piece.lengths[0] for piece in alone) == place
+    assert alone[-1].lengths.tolist() == ([0] if place in (0, 9) else [1])
 
 
 def test_rows_end_and_the_stream_with_the_last_of_them(model):

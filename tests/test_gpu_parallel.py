@@ -1,5 +1,6 @@
 """Plain `jit` on arrays that are spread over two GPUs gives what one GPU gives, and moves nothing."""
 
+import dataclasses
 import functools
 import re
 
@@ -127,3 +128,39 @@ def test_two_gpus_generate_as_one(mesh):
     found = generate(model, prompts, max_new_tokens=200, temperature=1.0)
 
     np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("axis", SPECS)
+def test_two_gpus_give_the_logits_of_one(mesh, axis):
+    """Of a prompt and of the step after it, in bfloat16: no further from float32 than the budget allows."""
+    config = TransformerConfig(
+        vocab_size=101, num_layers=2, model_dim=128, num_heads=8, num_kv_heads=2, head_dim=DIM, nsa=FIXED,
+        dtype="bfloat16", param_dtype="bfloat16",
+    )  # fmt: skip
+
+    def made(config, **sharding):
+        return Transformer(config, implementation=IMPLEMENTATION, rngs=nnx.Rngs(0), **sharding)
+
+    @nnx.jit
+    def logits(model, tokens):
+        prompt, held = model.prefill(tokens[:, :300], model.init_cache(2, 512))
+        return prompt, model.decode_step(tokens[:, 300:], held)[0]
+
+    whole, exact = made(config), made(dataclasses.replace(config, dtype="float32", param_dtype="float32"))
+    nnx.update(exact, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(whole)))
+    if axis == "heads":
+        with jax.set_mesh(mesh):
+            model = made(config, sharding=dict.fromkeys(("heads", "kv_heads", "mlp"), "x"))
+    else:
+        model = nnx.clone(whole)
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, PartitionSpec())))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 301)).astype(np.int32)
+    spread = jax.device_put(tokens, NamedSharding(mesh, SPECS[axis] if axis == "rows" else PartitionSpec()))
+
+    for found, alone, right in zip(
+        logits(model, spread), logits(whole, tokens), logits(exact, tokens), strict=True
+    ):
+        assert found.sharding.num_devices == 2
+        assert budget.distance(found, right) <= budget.allowance(
+            alone, right, float(jnp.finfo("bfloat16").eps)
+        )

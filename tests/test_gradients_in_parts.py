@@ -13,6 +13,7 @@ pytest.importorskip(
     "jax_triton", reason="the lists are Triton kernels; installed by `tox -e test`", exc_type=ImportError
 )
 
+import lists_by_loops
 import test_mosaic_compile
 import triton_compile
 import triton_kernels
@@ -110,10 +111,11 @@ def test_chunks_fit(shape, expected):
         (dict(length=2**17, kv_heads=1, heads=16), 64, True),
         (dict(length=2**17, slots=32), 64, False),
         (dict(length=2**14, batch=2048), 64, False),
+        (dict(length=0), 64, False),
     ],
     ids=[
         *("paper", "smaller", "block", "dims", "heads", "short", "four_ranges", "five_ranges", "one_head"),
-        *("many_slots", "codes"),
+        *("many_slots", "codes", "no_queries"),
     ],
 )
 def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possible):
@@ -122,6 +124,63 @@ def test_only_calls_with_kernels_and_enough_work_form_parts(shape, block, possib
     placed = layout.place(config, batch=1, num_queries=8, num_keys=8)
 
     assert can_form_parts(query, value, blocks, placed) == possible
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "possible", "gigabytes"),
+    [
+        (2**17, 2**17, True, 2.7),
+        (2**17, 2**18, True, 4.8),
+        (2**17, 2**20, False, 17.7),
+        (2**16, 2**18, True, 2.4),
+        (2**16, 2**19, False, 4.6),
+    ],
+    ids=["128k", "256k_of_two", "1m_of_eight", "256k_of_four", "512k_of_eight"],
+)
+def test_some_queries_of_a_row_form_parts_if_the_sums_of_all_keys_are_few(queries, keys, possible, gigabytes):
+    """As on each of several GPUs that divide the tokens of a row."""
+    query, value, blocks = abstract(length=queries)
+    value = jax.ShapeDtypeStruct((1, keys, *value.shape[2:]), value.dtype)
+    placed = layout.place(NSAConfig(), batch=1, num_queries=queries, num_keys=keys)
+
+    assert can_form_parts(query, value, blocks, placed) == possible
+    sums = gradients_in_parts.partial_sums(blocks, placed, keys, chunks_of(query, blocks).ranges)
+    assert round(4 * 64 * (128 + 128) * sums / 1e9, 1) == gigabytes
+
+
+def test_packed_rows_form_parts_if_their_queries_are_known_to_be_consecutive():
+    """Else nearly every token might begin a block that is chosen in several ranges: 35 GB of sums."""
+    query, value, blocks = abstract()
+    ids, positions = jnp.zeros((1, LENGTH), jnp.int32), jnp.arange(LENGTH)[None]
+
+    def possible(**queries):
+        placed = layout.place(
+            NSAConfig(), batch=1, num_queries=LENGTH, num_keys=LENGTH, segment_ids=ids, **queries
+        )
+        return can_form_parts(query, value, blocks, placed)
+
+    assert possible()
+    assert not possible(query_positions=positions)
+
+
+@pytest.mark.parametrize("item", [8, 60])
+@pytest.mark.parametrize("lengths", [[60], [13, 17, 1, 15, 14], [1] * 60])
+def test_sums_are_no_more_than_counted(lengths, item, monkeypatch):
+    """By loops, where every query chooses all blocks in sight, and sequences reach into several ranges."""
+    monkeypatch.setattr(gradients_in_parts, "ITEM_QUERIES", item)
+    config = NSAConfig(selection_block_size=2, compression_block_size=2, compression_stride=2)
+    segments = jnp.asarray(np.repeat(np.arange(1, len(lengths) + 1), lengths))[None]
+    placed = layout.place(config, batch=1, num_queries=60, num_keys=60, segment_ids=segments)
+    number = np.arange(30)
+    blocks = np.where(number * 2 <= placed.position[..., None], number, -1)[:, :, None]
+    starts = np.asarray(placed.sequence_start)
+
+    for ranges in (1, 4):
+        items, _ = lists_by_loops.items_by_loops(
+            blocks, starts, starts + placed.position, block=2, num_keys=60, item=item, packed=True,
+            range_queries=60 // ranges,
+        )  # fmt: skip
+        assert items.num_partials <= gradients_in_parts.partial_sums(blocks, placed, 60, ranges)
 
 
 def program(heads, kv_heads, dim, block, *, length):

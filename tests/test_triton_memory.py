@@ -24,6 +24,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec  # noqa: E402
 from modules import abstract  # noqa: E402
 
+from benchmarks import inputs, strategies  # noqa: E402
 from nsa_jax import attention, call_log, layout  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
 from nsa_jax.kernels.triton.nonfinite import (  # noqa: E402
@@ -120,6 +121,26 @@ def test_memory_follows_the_formula(kind):
     shapes = set(re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", executable.as_text()))
     elements = {shape: int(np.prod([int(x) for x in shape.split(",")])) for shape in shapes}
     assert elements[f"1,{LENGTH},{HEADS},{DIM}"] == max(elements.values()) < LENGTH * LENGTH / 4
+
+
+def test_a_benchmark_of_a_million_tokens_is_drawn_on_one_gpu():
+    """The largest steps of `strategies.draw`: queries of 17 GB, and the blocks of one KV head at a time."""
+    shape = inputs.Shape(
+        length=2**20, query_heads=HEADS, kv_heads=KV_HEADS, key_dim=DIM, value_dim=DIM, dtype="bfloat16"
+    )
+    query, key, *_ = operands(shape.length)
+    head = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def step(function, *arguments):
+        found = triton_compile.compile_for_h100(function, *arguments).memory_analysis()
+        sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
+        return sum(sizes)
+
+    def choose(query, key_blocks, head):
+        return strategies.choose_head(query, key_blocks, head, "mosaic_gpu", shape)
+
+    assert step(lambda: inputs.tensor("query", shape)) < 18e9
+    assert step(choose, query, key, head) < 27e9
 
 
 def traced(function, *arguments):
@@ -223,6 +244,29 @@ def test_a_step_that_names_nothing_is_exported_with_kernels_if_the_device_is_sai
     (told,) = caplog.messages
     assert re.search(r"test_triton_memory.py:\d+: decode_step runs as xla, many times as slow", told)
     assert "Name the GPU" in told
+
+
+def test_export_of_a_step_with_a_cache_in_int8():
+    layer = abstract(
+        NSAAttention, HEADS, 256, num_kv_heads=KV_HEADS, head_dim=DIM, config=CONFIG, dtype="bfloat16"
+    )
+    cache = jax.eval_shape(lambda: layer.init_cache(2, 4096, dtype="int8"))
+    graph, state = nnx.split(layer)
+    leaves, tree = jax.tree.flatten((state, jax.ShapeDtypeStruct((2, 1, 256), jnp.bfloat16), cache))
+
+    def step(*leaves):  # a file holds arrays alone
+        state, x, cache = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(nnx.merge(graph, state).decode_step(x, cache))
+
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    with triton_compile.without_code_of_kernels(), triton_compile.device(90):
+        exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*leaves)
+
+    restored = jax.export.deserialize(exported.serialize())
+
+    assert "triton_kernel_call_ffi" in restored.mlir_module()
+    assert sum(x.dtype == np.int8 for x in restored.in_avals) == 6
+    assert sum(x.dtype == np.int8 for x in restored.out_avals) == 6
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

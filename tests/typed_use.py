@@ -201,7 +201,7 @@ def language_model() -> None:
     pieces = stream(extend(session, prompts), 4)
     for piece in pieces:
         assert_type(piece, Piece)
-        assert_type(piece.text, tuple[str, ...] | None)
+        assert_type(piece.check().text, tuple[str, ...] | None)
     assert_type(aiter(pieces), AsyncIterator[Piece])
     past = checkpoint(pieces.session)
     assert_type(past, Checkpoint)

@@ -23,7 +23,7 @@ from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.drafts import DraftModel, LookUp
 from nsa_jax.generate.ends import Ended
 from nsa_jax.generate.logprobs import Logprobs
-from nsa_jax.generate.options import Sampling
+from nsa_jax.generate.options import LogitsHook, Sampling
 from nsa_jax.generate.parameters import NEUTRAL, as_row
 from nsa_jax.generate.requests import Asked, Prefix, Request
 from nsa_jax.generate.rows import Rows
@@ -53,6 +53,9 @@ class Batcher:
         "repetition_penalty" and "presence_penalty". All slots compute them in every step, so leave out what
         you do not need: with none of them, each step takes the most likely tokens. "top_k", "top_p" and
         "min_p" need "temperature" beside them.
+      logits_hook: see `start`; one for all slots, in every step. It gets their logits, newest tokens and
+        numbers of tokens drawn, and nothing that tells one request from another. The logits of a slot must
+        depend on that slot alone; what it makes of one that nobody holds counts for nothing.
       logprobs: asks for log-probabilities, see `start`.
       tokenizer: object with a method `decode(ids) -> str`, for text; see `stream`.
       drafts: lets a decode step verify several tokens, see `start`.
@@ -63,7 +66,7 @@ class Batcher:
       cache_dtype: see `generate`.
 
     Raises:
-      TypeError: an argument has the wrong type.
+      TypeError: an argument has the wrong type, or `logits_hook` is not a function to logits.
       ValueError: a number is out of range, `sampling` has an unknown name or lacks the temperature, or the
         model's cache has an array without an axis of rows.
 
@@ -82,6 +85,7 @@ class Batcher:
         max_length: int,
         max_waiting: int = 64,
         sampling: Sequence[str] = ("temperature", "top_k", "top_p"),
+        logits_hook: LogitsHook | None = None,
         logprobs: int | None = None,
         tokenizer: Tokenizer | None = None,
         drafts: LookUp | DraftModel | None = None,
@@ -97,7 +101,8 @@ class Batcher:
         self._names = _names(sampling)
         # The slots begin as copies of a row that nobody has asked for anything.
         settings: dict[str, Any] = dict(
-            max_length=max_length, logprobs=logprobs, drafts=drafts, cache_dtype=cache_dtype
+            max_length=max_length, logits_hook=logits_hook, logprobs=logprobs, drafts=drafts,
+            cache_dtype=cache_dtype,
         )  # fmt: skip
         row = start(model, np.zeros((1, 1), np.int32), **settings, **_neutral(self._names))
         self._session = copies.gather(row, np.zeros(slots, np.int32))

@@ -35,19 +35,13 @@ def parts(length: int, most: int) -> list[int]:
     The last tokens are read in fewer parts, or with less room behind them, whatever costs less.
     """
     largest = 1 << (most.bit_length() - 1)
-    number, rest = divmod(length, largest)
-
-    def size_for(rest: int) -> int:
-        return min(max(1 << (rest - 1).bit_length(), SMALLEST), largest)
-
-    sizes, left = [], rest
+    number, left = divmod(length, largest)
+    sizes = [largest] * number
     while left > 0:
-        size = size_for(left)
+        size = min(max(1 << (left - 1).bit_length(), SMALLEST), largest)
         sizes.append(size if size - left <= TOKENS_OF_A_CALL else size // 2)
         left -= sizes[-1]
-    if rest and sum(sizes) >= size_for(rest):
-        sizes = [size_for(rest)]
-    return [largest] * number + sizes
+    return sizes
 
 
 def width(num_tokens: int, max_length: int | None) -> int:

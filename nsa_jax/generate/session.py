@@ -18,6 +18,7 @@ from nsa_jax.config import LONGEST
 from nsa_jax.generate import buckets, checks, rows
 from nsa_jax.generate.decoder import Decoder
 from nsa_jax.generate.drafts import DraftModel, LookUp, check_caches, drafter
+from nsa_jax.generate.ends import check_chosen
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.options import LogitsHook, Options, Sampling
 from nsa_jax.generate.prepared import prepared_parts
@@ -84,6 +85,21 @@ class Continuation(NamedTuple):
     ended: Int32[Array, " B"]
     logprobs: Logprobs | None
     steps: Int32[Array, ""]
+
+    def check(self) -> "Continuation":
+        """Refuses rows that have ended because no token could be chosen, also in calls before.
+
+        Waits for the device.
+
+        Returns:
+          The same, where all rows are fine.
+
+        Raises:
+          ValueError: rows have ended with `Ended.NOT_FINITE`; the message has their numbers.
+          TypeError: it is called inside `jit`.
+        """
+        check_chosen(self.ended)
+        return self
 
 
 def check_session(session: Any) -> None:

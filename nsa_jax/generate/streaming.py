@@ -11,7 +11,7 @@ from jaxtyping import Int32
 
 from nsa_jax.config import LONGEST
 from nsa_jax.generate import checks
-from nsa_jax.generate.ends import Ended
+from nsa_jax.generate.ends import Ended, check_chosen
 from nsa_jax.generate.logprobs import Logprobs
 from nsa_jax.generate.session import Continuation, Session, check_session, dispatch_chunk
 from nsa_jax.generate.text import TextPieces, Tokenizer, check_tokenizer
@@ -34,6 +34,18 @@ class Piece(NamedTuple):
     ended: Int32[np.ndarray, " B"]
     logprobs: Logprobs | None
     text: tuple[str, ...] | None
+
+    def check(self) -> "Piece":
+        """Refuses rows that have ended because no token could be chosen, in this piece or before.
+
+        Returns:
+          The same piece, where all rows are fine.
+
+        Raises:
+          ValueError: rows have ended with `Ended.NOT_FINITE`; the message has their numbers.
+        """
+        check_chosen(self.ended)
+        return self
 
 
 class Stream(Iterator[Piece]):
@@ -71,7 +83,7 @@ class Stream(Iterator[Piece]):
                 self._in_flight = self._ask_for_more(0)  # rows that had a token pending still want their last
             elif not self._left.any():
                 self._in_flight = None  # nothing is left to do in that chunk
-            if piece.lengths.any():
+            if piece is not None:
                 return piece
         raise StopIteration
 
@@ -107,10 +119,13 @@ class Stream(Iterator[Piece]):
         self.session, new = dispatch_chunk(self.session, self._until, steps)
         return new, max(steps, 1)
 
-    def _read(self, new: Continuation) -> Piece:
-        """Waits for the tokens of a chunk."""
+    def _read(self, new: Continuation) -> Piece | None:
+        """Waits for a chunk; None if it brings neither tokens nor a row for which none could be chosen."""
         tokens, lengths, ended, reports, _ = jax.device_get(new)
+        is_news = lengths.any() or (self._left[ended == Ended.NOT_FINITE] > 0).any()
         self._left = np.where(ended == Ended.NO, self._left - lengths, 0)
+        if not is_news:
+            return None
         most = int(lengths.max())
         tokens, reports = jax.tree.map(lambda x: x[:, :most], (tokens, reports))
         text = None
@@ -128,7 +143,8 @@ def stream(
     """Writes up to `max_new_tokens` tokens a row and gives them while the next ones are computed.
 
     The tokens are those of `generate` and `advance`. The first piece has one token of each row, as soon as it
-    is drawn, and each other one those of a chunk of steps. While you use a piece, the device is at work on
+    is drawn, and each other one those of a chunk of steps. A piece without tokens says that none could be
+    chosen for a row. While you use a piece, the device is at work on
     the next. The session that is passed is used up; go on with that of the stream.
 
     Args:

@@ -11,8 +11,10 @@ All parts take `2 B T R N H` bytes, 17 GB at 64k tokens, 64 heads, H = 128 and R
 worked through in chunks whose parts fit into `PART_BYTES`: a few KV heads, or one and a range of queries. A
 block that queries of several ranges chose has items in each, whose partial sums are added in order at the
 end: at most `4 block (H + V)` bytes for each block and range, and for each full item of queries (0.8 GB
-there). Blocks and ranges both grow with the row, so the sums of a long one would take more than all else. A
-row that would need more than `MOST_RANGES` takes the two kernels: there, one of more than 131072 tokens.
+there). Ranges grow with the queries and blocks with the keys, so their sums may take more than all else. Two
+kernels run instead where a row would need more than `MOST_RANGES`: there, one of more than 131072 tokens;
+and where the sums would take more than `MOST_SUMS` times those of a row of as many keys as queries, as for
+131072 queries of a million keys.
 """
 
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
@@ -38,6 +41,7 @@ from nsa_jax.layout import Placement
 
 PART_BYTES = 2**31  # most bytes of the parts of a chunk; half of it would take twice the ranges
 MOST_RANGES = 4  # of the queries of a head
+MOST_SUMS = 3  # most partial sums, in those that a call with as many keys as queries needs
 ITEM_QUERIES = 1024  # most queries of an item
 BLOCK = 64  # the kernel forms parts for blocks of that many keys
 FEWEST_PAIRS = 2**20  # of a query and a block: with fewer, the choice costs about what it gains
@@ -56,13 +60,45 @@ def can_form_parts(
     placement: Placement,
 ) -> bool:  # fmt: skip
     """Whether there are kernels for this call, enough work for them, and room for the sums."""
-    return (
+    possible = (
         placement.config.selection_block_size == BLOCK
         and query.shape[3] + value.shape[3] <= 256
         and query.shape[2] >= FEWEST_HEADS * value.shape[2]
         and FEWEST_PAIRS <= block_indices.size < 2**31
-        and chunks_of(query, block_indices).ranges <= MOST_RANGES
     )
+    if not possible or (ranges := chunks_of(query, block_indices).ranges) > MOST_RANGES:
+        return False
+    sums = partial_sums(block_indices, placement, value.shape[1], ranges)
+    return sums <= MOST_SUMS * _sums_of_plain_rows(block_indices, placement, query.shape[1], ranges)
+
+
+def partial_sums(
+    block_indices: Int[Array, "B T K R"], placement: Placement, num_keys: int, ranges: int
+) -> int:
+    """Most partial sums that a call stores, one for each item of a block that has several.
+
+    In a packed row nearly every token may begin a block. But if the queries are consecutive tokens, only
+    sequences that reach into a second range have blocks in several, and they are fewer than the ranges.
+    """
+    if not placement.packed:
+        return _sums_of_plain_rows(block_indices, placement, num_keys, ranges)
+    batch, num_queries, num_kv_heads, _ = block_indices.shape
+    several = 2 * (block_indices.size // ITEM_QUERIES)  # of blocks that have them in one range
+    if ranges == 1:
+        return several
+    sequences = ranges - 1 if len(placement.run_lengths) == 1 else min(num_queries, num_keys)
+    blocks = layout.num_selection_blocks(num_keys, placement.config) + sequences
+    return several + batch * num_kv_heads * ranges * blocks
+
+
+def _sums_of_plain_rows(
+    block_indices: Int[Array, "B T K R"], placement: Placement, num_keys: int, ranges: int
+) -> int:
+    batch, _, num_kv_heads, _ = block_indices.shape
+    full = block_indices.size // ITEM_QUERIES
+    blocks = layout.num_selection_blocks(num_keys, placement.config)
+    every = full + batch * num_kv_heads * ranges * blocks
+    return every if ranges > 1 else min(every, 2 * full)
 
 
 def shares_little(block_indices: Int[Array, "B T K R"], tokens: int) -> Bool[Array, ""]:
@@ -89,6 +125,8 @@ def gradients_in_parts(
     num_keys, last_keys = key.shape[1], last_rows(placement)
     chunks = chunks_of(query, block_indices)
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES, range_queries=chunks.queries)
+    sums = partial_sums(block_indices, placement, num_keys, chunks.ranges)
+    items = items._replace(num_partials=min(items.num_partials, sums))
     most = chunks.most_items(items, slots, ITEM_QUERIES)
     products, delta = row_deltas(given)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])
