@@ -28,6 +28,7 @@ VARIANTS = {
     "n32": ["--n=32"],
     "windows": ["--attention", *["nsa", "nsa", "window"] * 10],  # of the 30 layers of SmolLM2-135M
     "importance": ["--selector=importance", "--branches", "cmp", "slc", "win", "--block=64"],
+    "both": ["--selector=indexer", "--branches", "cmp", "slc", "win", "--block=64"],
 }
 SETTINGS = ("source", "selector", "branches", "attention", "block", "n", "w", "length", "selection_target")
 STAGES = findings.MODELS.keys() - {"dense", "converted"}
