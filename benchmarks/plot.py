@@ -36,7 +36,6 @@ BLOCKS = {
     "coherent": "neighbours share blocks",
     "trained": "neighbours share as in a trained model",
 }
-BESIDE_TRITON = {"xla": " (XLA)", "mosaic_gpu": " (Pallas gradients)"}
 # One colour a curve in all figures: blue, violet and green are NSA, red is dense attention.
 RED, BLUE = "#c8372d", "#0b5fa5"
 DENSE = {  # its name and colour by implementation
@@ -45,15 +44,21 @@ DENSE = {  # its name and colour by implementation
     "jax_nn": ("dense attention (jax.nn, XLA)", "#e8938b"),
     "triton": ("dense attention (ours)", RED),
 }
+NSA = {  # its name on a GPU by implementation, and its colours by distribution
+    "triton": ("NSA", {"coherent": BLUE, "random": "#6cb0e0", "trained": "#6a51a3"}),
+    "xla": ("NSA (XLA)", {"random": "#b07d2b"}),
+    "mosaic_gpu": (
+        "NSA (Pallas gradients)",
+        {"coherent": "#1b7837", "random": "#7fbf7b", "trained": "#9e9ac8"},
+    ),
+}
 COLOURS = {
     "NSA": BLUE,
-    "NSA, neighbours share blocks": BLUE,
-    "NSA, random blocks": "#6cb0e0",
-    "NSA, neighbours share as in a trained model": "#6a51a3",
-    "NSA (XLA), random blocks": "#b07d2b",
-    "NSA (Pallas gradients), neighbours share blocks": "#1b7837",
-    "NSA (Pallas gradients), random blocks": "#7fbf7b",
-    "NSA (Pallas gradients), neighbours share as in a trained model": "#9e9ac8",
+    **{
+        f"{name}, {BLOCKS[spread]}": colour
+        for name, colours in NSA.values()
+        for spread, colour in colours.items()
+    },
     "NSA layer": BLUE,
     "dense layer": RED,
     **dict(DENSE.values()),
@@ -233,8 +238,8 @@ def _name(row: Row) -> str:
         return {"layer": "NSA layer", "dense_layer": "dense layer"}.get(row.operation, "")
     if row.mode.startswith("decode"):
         return "NSA"
-    beside = BESIDE_TRITON.get(row.implementation, "") if "NVIDIA" in row.device else ""
-    return f"NSA{beside}, {BLOCKS[row.distribution]}"
+    name = NSA[row.implementation][0] if "NVIDIA" in row.device else "NSA"
+    return f"{name}, {BLOCKS[row.distribution]}"
 
 
 @command("benchmarks.plot")

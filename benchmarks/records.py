@@ -18,6 +18,7 @@ import jaxlib
 
 from benchmarks.command_line import InputError
 from benchmarks.inputs import DISTRIBUTIONS, LAYERS, OPERATIONS
+from nsa_jax import dispatch
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode", "decode_loop")
 # The dense row that each whole operation is compared with.
@@ -29,7 +30,7 @@ DENSE = {
 # Modules of this package with a selected attention to compare ours with: the implementation of ours whose
 # limits are theirs, and the modes that they have.
 COMPARED = {"one_token": ("triton", ("fwd",))}
-MEASURED = ("xla", "triton", "mosaic_gpu", *COMPARED)  # implementations of ours
+MEASURED = (*dispatch.IMPLEMENTATIONS, *COMPARED)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Names the commit where the tree is a copy without git; `python -m benchmarks.report --commit` sets it.
 COMMIT_VARIABLE = "BENCHMARKS_COMMIT"

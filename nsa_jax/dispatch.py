@@ -23,10 +23,11 @@ from nsa_jax.kernels.triton import support as triton
 from nsa_jax.kernels.xla import support as xla
 from nsa_jax.layout import DenseCache, NSACache, Placement, TokenKeysValues
 from nsa_jax.option_checks import check_choice
-from nsa_jax.sharding.explicit import BY_INDEX, BY_TOKENS, DENSE_STEP, STEP, Sharing, per_shard
+from nsa_jax.sharding.explicit import BY_INDEX, BY_TOKENS, Sharing, per_shard
+from nsa_jax.sharding.steps import DENSE_STEP, STEP
 
+# A type checker reads no table: this and `_IMPLEMENTED` are the two lists of the implementations.
 type Implementation = Literal["xla", "triton", "mosaic_gpu"]
-
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation.__value__)
 
 

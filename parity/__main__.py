@@ -17,12 +17,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command_line import InputError, Parser, check_writable, command, progress
+from nsa_jax import dispatch
 
 if TYPE_CHECKING:
     from parity.budget import Row
 
 DTYPES = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu", "reference")
+IMPLEMENTATIONS = (*dispatch.IMPLEMENTATIONS, "reference")
 # Rough time of a case in float32 on 2 CPU cores; all others take about as long as one another.
 SECONDS = {
     "kernel_paper": 82,

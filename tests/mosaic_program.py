@@ -17,7 +17,8 @@ import numpy as np
 import triton_compile
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from lists_by_loops import add_items, items_by_loops, visit_lists_by_loops
+from lists_by_loops import add_items, items_by_loops
+from mosaic_lists import visit_lists_by_loops
 
 from nsa_jax import NSAConfig, layout, reference
 from nsa_jax.budget import allowance, distance

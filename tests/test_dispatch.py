@@ -19,6 +19,7 @@ import nsa_jax
 from nsa_jax import attention, cache, dispatch, reference
 from nsa_jax.config import NSAConfig
 
+ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = NSAConfig(num_selected_blocks=3, window_size=8)
 SHAPES = {
     "compressed_attention": ((1, 40, 2, 4), (1, 1, 1, 4), (1, 1, 1, 4)),
@@ -62,8 +63,10 @@ def test_operations_are_those_of_every_module():
         assert all(callable(getattr(module, name)) for module in (nsa_jax, attention, reference))
     for name in dispatch.OPERATIONS:
         assert callable(dispatch._OPERATIONS[name].of(dispatch._offered("xla")))
-    assert dispatch.IMPLEMENTATIONS == ("xla", "triton", "mosaic_gpu")
-    assert set(dispatch.PREFERENCE) <= set(dispatch.IMPLEMENTATIONS)
+
+
+def test_the_type_lists_what_the_table_has():
+    assert sorted(dispatch.IMPLEMENTATIONS) == sorted(dispatch.PREFERENCE)
 
 
 @every_operation
@@ -204,14 +207,32 @@ def test_name_given_in_the_call_beats_the_forced_one(constant):
     assert (attention.gated_sum(*operands, implementation=constant) == 42).all()
 
 
-def test_an_implementation_is_a_folder_and_a_row(tmp_path):
-    """Without its folder and its lines in `dispatch`, everything else imports, and a call runs."""
-    house = pathlib.Path(nsa_jax.__file__).parent
-    copy = shutil.copytree(house, tmp_path / "nsa_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(copy / "kernels" / "mosaic_gpu")
-    table = (copy / "dispatch.py").read_text().replace(', "mosaic_gpu"]', "]")
+@pytest.fixture(scope="module")
+def without_mosaic(tmp_path_factory):
+    """Runs Python in a copy of the repository without the folder of one implementation, its lines in
+    `dispatch`, and its tests."""
+    copy = tmp_path_factory.mktemp("house")
+    for path in ROOT.iterdir():
+        if path.name in ("nsa_jax", "tests"):
+            shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("*mosaic*"))
+        elif path.name != ".git":
+            (copy / path.name).symlink_to(path)
+    file = copy / "nsa_jax" / "dispatch.py"
+    table = file.read_text().replace(', "mosaic_gpu"]', "]")
     lines = [line for line in table.splitlines() if not re.search(r'"mosaic_gpu"|mosaic_gpu import', line)]
-    (copy / "dispatch.py").write_text("\n".join(lines))
+    file.write_text("\n".join(lines))
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=copy, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+        )  # fmt: skip
+
+    return run
+
+
+def test_an_implementation_is_a_folder_and_a_row(without_mosaic):
+    """Without them, everything else imports, and a call runs."""
     program = (
         "import importlib, pkgutil, jax.numpy as jnp, nsa_jax\n"
         "for module in pkgutil.walk_packages(nsa_jax.__path__, 'nsa_jax.'):\n"
@@ -220,10 +241,15 @@ def test_an_implementation_is_a_folder_and_a_row(tmp_path):
         "assert nsa_jax.dispatch.IMPLEMENTATIONS == ('xla', 'triton'), nsa_jax.dispatch.IMPLEMENTATIONS\n"
         "o = jnp.ones((1, 4, 2, 8)); print(nsa_jax.gated_sum(o, o, o, jnp.ones((1, 4, 2, 3))).sum())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False,
-    )  # fmt: skip
+    done = without_mosaic("-c", program)
 
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == 3 * 64
+
+
+@pytest.mark.slow
+def test_no_other_test_imports_an_implementation(without_mosaic):
+    # Plain asserts: pytest would rewrite those of every file of the copy first.
+    done = without_mosaic("-m", "pytest", "--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider")
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

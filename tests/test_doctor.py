@@ -18,7 +18,6 @@ from nsa_jax import budget, dispatch, reference
 from nsa_jax.doctor import __main__ as doctor
 from nsa_jax.doctor import checks, choices, machine, operations, steps, targets, text, versions
 from nsa_jax.kernels import chip, xla
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import gpu, support
 
 KEYS = ["doctor", "ok", "problems", "host", "gpus", "versions", "choices", "checks", "seconds"]
@@ -289,7 +288,7 @@ def a_gpu(monkeypatch):
         monkeypatch.setattr(support, "_installation", lambda: None)
         monkeypatch.setattr(chip, "capability", lambda: capability)
         monkeypatch.setattr(gpu, "capability", lambda: capability)
-        monkeypatch.setattr(mosaic_support, "_jaxlib", lambda: "0.11.2")
+        monkeypatch.setattr("nsa_jax.kernels.mosaic_gpu.support._jaxlib", lambda: "0.11.2")
 
     return of
 

@@ -36,7 +36,7 @@ EVERY = " ".join(path.removeprefix("tests/test_gpu_").removesuffix(".py") for pa
 # Files that a result rests on, and the test files whose rooms hold them.
 RESTS_ON = {
     "tests/test_gpu_native.py": "native",
-    "tests/test_gpu_mosaic.py": "mosaic few_heads",
+    "tests/selected_problem.py": "mosaic few_heads",
     "tests/poisoned.py": "native index few_heads",
     "tests/modules.py": "generate",
     "nsa_jax/reference.py": "native mosaic parity few_heads",

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jax_triton", reason="needs jax-triton", exc_type=ImportError)
 
 from poisoned import poison_memory
-from test_gpu_mosaic import problem
+from selected_problem import problem
 
 import nsa_jax
 from nsa_jax import budget, layout, reference

@@ -42,3 +42,8 @@ def test_kernels_equal_the_oracle_without_races(cases):
         checks = {"wraps", "races of d_query", "races of d_key"}
         assert found.keys() == results | checks, case
         assert not {x: y for x, y in found.items() if not y <= (1 if x in results else 0)}, case
+
+
+@pytest.mark.slow
+def test_lists_are_those_of_loops():
+    assert host_devices.run("mosaic_lists_program.py", devices=1).count(": ok") == 15

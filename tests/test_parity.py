@@ -19,7 +19,7 @@ from messages import has_form  # noqa: E402
 from printed import last_line  # noqa: E402
 
 import nsa_jax.nn  # noqa: E402
-from nsa_jax import dispatch, layout, nn  # noqa: E402
+from nsa_jax import layout, nn  # noqa: E402
 from nsa_jax.kernels import xla  # noqa: E402
 from nsa_jax.kernels.xla import operations as xla_operations  # noqa: E402
 from nsa_jax.kernels.xla import range_attention  # noqa: E402
@@ -251,10 +251,6 @@ def test_command_line_prints_a_table_and_a_line_of_json(capsys):
     assert report["missed"] == []
     assert [worst["case"] for worst in report["worst"]] == ["one_token"]
     assert report["jax"] == jax.__version__
-
-
-def test_command_line_knows_every_implementation():
-    assert {*dispatch.IMPLEMENTATIONS, "reference"} == set(program.IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize("error", [3.0, math.inf, math.nan])

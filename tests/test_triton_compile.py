@@ -26,13 +26,12 @@ from triton_kernels import TARGETS  # noqa: E402
 
 from nsa_jax import attention, dispatch, layout, nn  # noqa: E402
 from nsa_jax.config import NSAConfig  # noqa: E402
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support  # noqa: E402
 from nsa_jax.kernels.triton import support  # noqa: E402
 from nsa_jax.kernels.triton.selected.items import invert  # noqa: E402
 
 CONFIG = NSAConfig()
 LENGTH = 65536
-DEFAULT_ON_HOPPER = "triton" if mosaic_support.links(jaxlib.__version__) else "mosaic_gpu"
+DEFAULT_ON_HOPPER = "mosaic_gpu" if jaxlib.version.__version_info__ < (0, 12) else "triton"
 
 # Every kernel, by the name that a profile shows.
 WITH_PRODUCTS = {

@@ -13,7 +13,6 @@ from messages import has_form
 
 from nsa_jax import dispatch
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu import support as mosaic_support
 from nsa_jax.kernels.triton import dims, gpu, support
 
 CONFIG = NSAConfig()
@@ -37,10 +36,10 @@ def installed(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
+    monkeypatch.setattr("nsa_jax.kernels.mosaic_gpu.support._jaxlib", lambda: versions["jaxlib"])
     monkeypatch.setattr(support.importlib.metadata, "version", version)
     monkeypatch.setattr(support.importlib, "import_module", lambda name: lowering)
     monkeypatch.setattr(gpu, "capability", lambda: (9, 0))
-    monkeypatch.setattr(mosaic_support, "_jaxlib", lambda: versions["jaxlib"])
     support._installation.cache_clear()
     yield types.SimpleNamespace(versions=versions, lowering=lowering)
     support._installation.cache_clear()

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import plain_attention
 from cases import PACKED
-from lists_by_loops import visit_lists_by_loops
 
 from nsa_jax.budget import allowance, distance
 from nsa_jax.config import NSAConfig
-from nsa_jax.kernels.mosaic_gpu.visits import visit_lists
 from nsa_jax.kernels.triton import repaired, selected
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected import in_parts, items
@@ -332,32 +330,6 @@ def check_lists(case: Case) -> None:
         assert lists.unmasked[b, k, tile] == sum(x + case.block - 1 <= least for x in expected)
 
 
-def check_visit_lists(case: Case) -> None:
-    """The lists of producer and consumers are those that loops find."""
-    (_, _, _, indices), placed, *_ = inputs(case)
-    rows = np.where(placed.position >= 0, placed.sequence_start + placed.position, -1)
-    sizes = [dict(tokens=tokens, warpgroups=2, longest_gap=gap) for tokens, gap in ((8, 2), (16, 5))]
-
-    @jax.jit
-    def visits_of_all():
-        every = [union_lists(indices, placed, case.num_keys, tokens=shared["tokens"]) for shared in sizes]
-        return [visit_lists(lists, **shared) for lists, shared in zip(every, sizes, strict=True)]
-
-    with interpreted():
-        every = visits_of_all()
-    for shared, found in zip(sizes, every, strict=True):
-        expected = visit_lists_by_loops(
-            np.asarray(indices), np.asarray(placed.sequence_start), rows,
-            block=case.block, keys=case.block, **shared,
-        )  # fmt: skip
-        assert (np.asarray(found.counts) == expected.counts).all()
-        for at in np.ndindex(*expected.counts.shape[:3]):
-            fills, *visits = expected.counts[at][[0, 1, 3]]
-            assert (np.asarray(found.fills)[at][:fills] == expected.fills[at][:fills]).all()
-            for w, count in enumerate(visits):
-                assert (np.asarray(found.visits)[at][w, :count] == expected.visits[at][w, :count]).all()
-
-
 @functools.cache
 def inverted(case: Case) -> dict:
     """`invert` without ranges and with them, in one program."""
@@ -496,7 +468,6 @@ def main() -> None:
     for name, case in CASES.items():
         began = time.time()
         check_lists(case)
-        check_visit_lists(case)
         check_items(case)
         check_items(case, range_queries=10)
         check_orders(case)

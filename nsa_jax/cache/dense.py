@@ -16,7 +16,8 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import DenseCache, Run, Runs, slots
 from nsa_jax.layout.appending import append_dense
 from nsa_jax.layout.quantised import fields, held, like, widened, zeros
-from nsa_jax.sharding.explicit import DENSE_STEP, per_shard
+from nsa_jax.sharding.explicit import per_shard
+from nsa_jax.sharding.steps import DENSE_STEP
 
 
 class DenseStep(NamedTuple):

@@ -9,6 +9,7 @@ from nsa_jax import attention, layout
 from nsa_jax.array_typing import Array, Attended, Float, Int, Int32
 from nsa_jax.cache import checks
 from nsa_jax.config import NSAConfig, check_config
+from nsa_jax.dispatch import EVERYWHERE
 from nsa_jax.layout import NSACache, Run, Runs
 from nsa_jax.layout.quantised import held, widened
 from nsa_jax.option_checks import check_int
@@ -69,7 +70,7 @@ def count_reads(
     batch, num_new, num_kv_heads = *query.shape[:2], cache.key_slc.shape[2]
     first = jnp.asarray(cache.lengths) - (num_new if num_tokens is None else num_tokens.astype(jnp.int32))
     queries = Runs((Run(num_new, first),), num_queries=num_tokens)
-    where: dict[str, Any] = dict(config=config, query_positions=queries, implementation="xla")
+    where: dict[str, Any] = dict(config=config, query_positions=queries, implementation=EVERYWHERE)
     blocks = attention.select_blocks(query, key_cmp, scale=scale, **where)
 
     def zeros(length: int) -> Array:

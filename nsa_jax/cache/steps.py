@@ -1,7 +1,5 @@
 """The two steps of decoding: `prefill` appends a prompt of any length, `decode_step` a few tokens."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +15,8 @@ from nsa_jax.dispatch import Implementation
 from nsa_jax.layout import NSACache, Run, Runs, TokenKeysValues, slots
 from nsa_jax.layout.appending import append, rings, window_tokens
 from nsa_jax.layout.quantised import fields, held, widened
-from nsa_jax.sharding.explicit import STEP, per_shard
+from nsa_jax.sharding.explicit import per_shard
+from nsa_jax.sharding.steps import STEP
 
 
 def prefill(
@@ -81,19 +80,12 @@ def prefill(
     checks.check_compression(compress, cache, config)
     checks.check_room(cache.lengths, cache.max_length, query.shape[1], num_tokens)
     operands = dict(
-        cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
-        block_indices=block_indices,
+        cache=cache._replace(kept=None),  # which `keep` alone writes
+        query=query, tokens=tokens, gates=gates, num_tokens=num_tokens, block_indices=block_indices,
     )  # fmt: skip
     options = dict(config=config, compress=compress, scale=scale, implementation=implementation)
-    return _beside_kept(functools.partial(per_shard, _prefill, STEP), operands, options)
-
-
-def _beside_kept(step: Callable[..., Any], operands: dict[str, Any], options: dict[str, Any]) -> Step:
-    """Runs a step on all of its cache but what a selector keeps, which `keep` alone writes."""
-    operands = jax.tree.map(jnp.asarray, operands)
-    kept, operands["cache"] = operands["cache"].kept, operands["cache"]._replace(kept=None)
-    out, cache = step(**operands, **options)
-    return Step(out, cache._replace(kept=kept))
+    out, after = per_shard(_prefill, STEP, **jax.tree.map(jnp.asarray, operands), **options)
+    return Step(out, after._replace(kept=cache.kept))
 
 
 def _prefill(
@@ -196,19 +188,17 @@ def decode_step(
             f"a step must not exceed step_capacity, got {query.shape[1]} > {capacity} tokens. Call "
             "prefill, or init_cache with a larger step_capacity."
         )
-    operands = dict(
-        cache=cache, query=query, tokens=tokens, gates=gates, num_tokens=num_tokens,
-        block_indices=block_indices,
+    operands: dict[str, Any] = dict(
+        cache=cache._replace(kept=None),  # which `keep` alone writes
+        query=query, tokens=tokens, gates=gates, num_tokens=num_tokens, block_indices=block_indices,
     )  # fmt: skip
-    options: dict[str, Any] = dict(config=config, compress=compress)
-    options["scale"] = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
+    operands = jax.tree.map(jnp.asarray, operands)
+    scale = arguments.resolve_scale(scale, query.shape[-1], query.dtype)
+    operands |= dict(config=config, compress=compress, scale=scale)
     arrays: Any = query, cache.key_cmp, cache.value_cmp
     if cache.key_cmp is None:
         arrays = query, cache.key_slc, cache.value_slc, block_indices
         if block_indices is not None:  # of which int8 would be taken for keys
             arrays = *arrays[:3], jax.ShapeDtypeStruct(block_indices.shape, "int32")
-
-    def step(**operands: Any) -> tuple[Array, NSACache]:
-        return dispatch.run("decode_step", implementation, arrays, operands, config=config)
-
-    return _beside_kept(step, operands, options)
+    out, after = dispatch.run("decode_step", implementation, arrays, operands, config=config)
+    return Step(out, after._replace(kept=cache.kept))

@@ -13,6 +13,7 @@ import numpy as np
 
 from nsa_jax import NSAConfig, cache, reference
 from nsa_jax.cache import Compression, TokenKeysValues
+from nsa_jax.dispatch import EVERYWHERE
 from nsa_jax.doctor.subject import (
     CONFIG,
     DIM,
@@ -48,7 +49,7 @@ def _step(operands: Results, rng: np.random.Generator) -> Subject:
 
     @functools.cache
     def before() -> cache.NSACache:
-        fill = functools.partial(cache.prefill, **settings, implementation="xla")
+        fill = functools.partial(cache.prefill, **settings, implementation=EVERYWHERE)
         operands = empty, prompt[0], TokenKeysValues(*prompt[2:]), prompt[1]
         held: cache.NSACache = oracle(lambda *operands: fill(*operands).cache, dtype.name, *operands)
         return held

@@ -13,10 +13,10 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.model.abstract import parameters
 from nsa_jax.model.config import FUNCTIONS, TransformerConfig
 from nsa_jax.model.transformer import Transformer
-from nsa_jax.nn import IndexerConfig
 from nsa_jax.nn.parameters import differences, listed
+from nsa_jax.nn.selector import SelectorConfig
 
-SETTINGS = bool | int | float | str | tuple | NSAConfig | IndexerConfig | None
+SETTINGS = bool | int | float | str | tuple | NSAConfig | SelectorConfig | None
 # Settings that change how and where a module computes, not what. `restore` sets them again.
 FREE_SETTINGS = ("dtype", "precision", "implementation", "deterministic", "context")
 _REMEDY = "Build the model from its config, or save nsa_jax.nn.weights of it yourself"
@@ -79,7 +79,7 @@ def _check_config(config: Any) -> None:
         f"{name}={value!r}"
         for name, value in values
         for each in (value if isinstance(value, tuple) else (value,))
-        if not isinstance(each, int | float | str | NSAConfig | IndexerConfig | None)
+        if not isinstance(each, int | float | str | NSAConfig | SelectorConfig | None)
     ]
     if odd:
         raise TypeError(

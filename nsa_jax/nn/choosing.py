@@ -12,7 +12,7 @@ from nsa_jax import attention
 from nsa_jax.array_typing import Array, DType, Float, Float32, Int, Int32
 from nsa_jax.cache import TokenKeysValues
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
+from nsa_jax.dispatch import EVERYWHERE, Implementation
 from nsa_jax.layout import first_tokens, token_windows
 from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import TARGETS, mean_loss
@@ -168,8 +168,8 @@ class Choosing(nnx.Module):
 
 
 def _importance(query: Array, keys: Array, at: Array, **where: Any) -> Float32[Array, "B T K M"]:
-    """Scores by importance, with a gradient, which `xla` alone has."""
-    return attention.importance_scores(query, keys, **where | dict(implementation="xla"))
+    """Scores by importance, with a gradient, which plain JAX alone has."""
+    return attention.importance_scores(query, keys, **where | dict(implementation=EVERYWHERE))
 
 
 def _of_selector(

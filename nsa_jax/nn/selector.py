@@ -89,7 +89,8 @@ class Selector(Protocol):
 
 
 type MakeSelector = Callable[..., Selector]
-type SelectorOption = Literal["importance", "given"] | IndexerConfig | MakeSelector
+SelectorConfig = IndexerConfig  # options of the selectors that come with the library: a checkpoint keeps them
+type SelectorOption = Literal["importance", "given"] | SelectorConfig | MakeSelector
 
 
 def make_selector(

@@ -41,7 +41,8 @@ def context_attention(
     For use inside `jax.shard_map` over `axis`. Each device passes its `T` of the `S` tokens, in the declared
     order, and gets their outputs. It compresses the blocks that end in its own tokens. Compressed keys and
     values, and keys and values of the selected branch, are gathered; the window branch gets the tokens before
-    each chunk from the device that holds them. Results are those of one device.
+    each chunk from the device that holds them. Results are those of one device. `scale` and `implementation`
+    are those of `nsa_jax.compressed_attention`.
 
     Args:
       query: rotated queries.
@@ -62,9 +63,6 @@ def context_attention(
       positions: rotary position of each token, which `compress` gets; by default its index in its sequence.
       segment_ids: sequence of each token of packed rows: each non-zero id is one contiguous run of the row,
         0 = padding. A sequence may lie on several devices.
-      scale: factor of the logits, a finite Python number; `1/sqrt(H)` if None.
-      implementation: one of `nsa_jax.dispatch.IMPLEMENTATIONS`, or None for the best that can run the call,
-        see `nsa_jax.choose`.
 
     Returns:
       The output for the tokens of this device, in the query's dtype; 0 for a padding token with finite

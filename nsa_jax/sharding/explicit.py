@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nsa_jax.array_typing import Array, Float
-from nsa_jax.compression import Compress, Compression, compress_blocks
-from nsa_jax.layout import slots
+from nsa_jax.array_typing import Array
 from nsa_jax.sharding import BATCH, HEADS, TOKENS
 from nsa_jax.sharding.manual import varying_alike
 
@@ -29,18 +27,19 @@ class Sharing(NamedTuple):
       results: names of the results. One that is the name of an operand, such as a cache, lies as that does.
       alike: whether floating-point operands vary over the same manual axes, see `varying_alike`. Those of a
         step through a cache are left as they are: a cache comes out as it went in.
+      before: what is done first with operands that have explicit axes. It is called with these axes and the
+        operands, and returns operands for shards, with what is to be declared of them.
     """
 
     shared: tuple[str, ...] = ()
     one_for_all: tuple[str, ...] = ()
     results: tuple[str, ...] = ("out",)
     alike: bool = True
+    before: Callable[["Axes", dict[str, Any]], tuple[dict[str, Any], "Sharing"]] | None = None
 
 
 BY_TOKENS = Sharing()  # an operation on the tokens of a call
 BY_INDEX = Sharing(one_for_all=("key_index",))
-STEP = Sharing(shared=("compress",), results=("out", "cache"), alike=False)
-DENSE_STEP = STEP._replace(shared=())
 
 
 def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) -> Any:
@@ -56,10 +55,8 @@ def per_shard(operation: Callable[..., Any], sharing: Sharing, **operands: Any) 
     axes = Axes.of(shared, one_for_all=sharing.one_for_all)
     if axes is None:
         return operation(**_prepared(operands, sharing))
-    compress = operands.get("compress")
-    if compress is not None and type(compress) is not Compression:  # a subclass may do something else
-        operands["compress"] = _formed(axes, compress, operands)
-        sharing = sharing._replace(shared=())  # its blocks are those of rows and heads
+    if sharing.before is not None:
+        operands, sharing = sharing.before(axes, operands)
     names = {name: axes.specs(operands[name]) for name in sharing.results if name in operands}
     results = tuple(names.get(name, axes.spec(HEADS + 1)) for name in sharing.results)
     return axes.run(operation, sharing, operands, results if len(results) > 1 else results[0])
@@ -88,24 +85,6 @@ def by_rows(array: Array) -> Array:
     if not sharding.mesh.explicit_axes:
         return array
     return jax.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1])))
-
-
-class _Formed(NamedTuple):
-    """Blocks that are formed already, in place of the function that forms them."""
-
-    key: Float[Array, "B blocks K H"]
-    value: Float[Array, "B blocks K V"]
-
-    def __call__(self, *_: Array) -> "_Formed":
-        return self
-
-
-def _formed(axes: "Axes", compress: Compress, operands: Mapping[str, Any]) -> _Formed:
-    """Forms the blocks of a step. A function may hold arrays, which `shard_map` takes as operands only."""
-    given = {name: operands[name] for name in ("cache", "tokens", "num_tokens", "config")}
-    windows = PartitionSpec(axes.batch, None, None, axes.heads)
-    found = axes.run(slots.windows_of_step, STEP, given, (windows, windows, axes.spec(HEADS)))
-    return _Formed(*compress_blocks(compress, *found))
 
 
 class Axes(NamedTuple):
