@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from nsa_jax.array_checks import check_integers
@@ -106,7 +107,7 @@ def find_needles(
       ValueError: a number is out of range, or there is none; `filler` is empty or not one row; or a length
         has no room for the facts and the question.
     """
-    if not callable(getattr(task, "draw", None)) or not hasattr(task, "chance"):
+    if isinstance(task, type) or not callable(getattr(task, "draw", None)) or not hasattr(task, "chance"):
         raise TypeError(
             f"task must draw questions and know its chance, got {type(task).__name__}. Pass a Task."
         )
@@ -180,7 +181,7 @@ def _checked_depths(depths: int | Sequence[float]) -> tuple[float, ...]:
 
 
 def _checked_filler(filler: Int[Array | np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"]:
-    if not hasattr(filler, "dtype"):
+    if not isinstance(filler, jax.Array | np.ndarray):
         raise TypeError(f"filler must be an array, got {type(filler).__name__}. Pass a jax.Array.")
     check_integers(filler=filler)
     if filler.ndim != 1 or filler.size < 1:
