@@ -31,6 +31,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from concurrent import futures
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -307,12 +308,12 @@ def save(path: pathlib.Path, runs: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
 
-def merge(paths: Iterable[pathlib.Path], tests: Set[str]) -> str | None:
-    """Adds the runs of other files, as far as they are of this code. The result says why one cannot be.
+def merge(paths: Iterable[pathlib.Path], tests: Set[str], hashes: Mapping[str, str]) -> str | None:
+    """Adds the runs of other files, as far as they are of code with these hashes. Says why one cannot be.
 
     What ran and is none of `tests` any more, because it was renamed or removed, is dropped.
     """
-    runs, hashes = load(FILE), room_hashes()
+    runs = load(FILE)
     for path in paths:
         for run in load(path):
             if reason := refusal(run):
@@ -350,10 +351,13 @@ def main(arguments: list[str]) -> int | str:
     command, *files = arguments or [""]
     if command not in ("merge", "list", "check", "release") or bool(files) != (command == "merge"):
         return __doc__
-    tests = gpu_tests()
-    if command == "merge" and (failure := merge(map(pathlib.Path, files), set(tests))):
+    with futures.ThreadPoolExecutor() as pool:  # pytest collects in a process of its own
+        collected = pool.submit(gpu_tests)
+        hashes = room_hashes()
+    tests = collected.result()
+    if command == "merge" and (failure := merge(map(pathlib.Path, files), set(tests), hashes)):
         return failure
-    found = stale(tests, load(FILE), room_hashes())
+    found = stale(tests, load(FILE), hashes)
     if command in ("merge", "list"):
         PENDING.write_text(json.dumps(list(found), indent=1) + "\n")
         print(f"{len(found)} GPU tests are stale.")
