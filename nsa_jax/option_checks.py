@@ -1,11 +1,12 @@
-"""Checks of options: ints, numbers, switches, names and dtypes."""
+"""Checks of options: ints and sequences of them, numbers, switches, names and dtypes."""
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 LARGEST_INT = 2**31 - 1  # indices are int32
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -24,6 +25,18 @@ def check_int(*, low: int | None = None, high: int = LARGEST_INT, **values: Any)
             raise ValueError(f"{name} must be at least {low}, got {value}. Pass a larger number.")
         if value > high:
             raise ValueError(f"{name} must be at most {high}, got {value}. Pass a smaller number.")
+
+
+def check_ints(*, low: int | None = None, **values: Any) -> None:
+    """Raises TypeError or ValueError unless the values are sequences of ints of at least `low`.
+
+    A vector of NumPy is such a sequence, a string is none.
+    """
+    for name, value in values.items():
+        found = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(found, str) or not isinstance(found, Sequence):
+            raise TypeError(f"{name} must be a sequence of ints, got {type(value).__name__}. Pass a list.")
+        check_int(low=low, **{f"{name}[{i}]": each for i, each in enumerate(found)})
 
 
 def check_number(**values: Any) -> None:

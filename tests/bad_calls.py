@@ -80,6 +80,7 @@ NO_GATES = dict(
         "10^400": (0.1, 10**400, 0.1),
     },
 )
+NO_TREE = {"nothing": {}, "a function": {"f": len}, "of names": ["a"], "a name": "a", "an object": object()}
 # Good values by the name of the argument. Their kind is that of their type, if they come without one.
 VALUES = dict(
     **{name: value for name, value in dataclasses.asdict(CONFIG).items() if "initial" not in name},
@@ -123,6 +124,7 @@ VALUES = dict(
     **dict.fromkeys(("kernel_init", "bias_init"), (nnx.initializers.zeros_init(), Function())),
     **dict(compress=(cache.Compression(), Function()), sharding=(None, Sharding())),
     **dict(config=CONFIG, nsa=CONFIG, rope_scaling=(None, Of()), scaling=(None, Of()), module=nnx.Dict()),
+    **dict.fromkeys(("training", "like"), ({"step": 3}, Kind(NO_TREE, error=ValueError))),
     **dict(rngs=nnx.Rngs(0), keys=jax.random.split(jax.random.key(0), 2)),
 )
 # The selection of each NSA layer of a model: one array for each.
@@ -138,10 +140,18 @@ COUNTS = dict(
 
 
 class Call:
-    """A good call of a function that has the signature of `like`; axes of `free` may have any size."""
+    """A good call of a function that has the signature of `like`; axes of `free` may have any size.
 
-    def __init__(self, function, /, *, like=None, free="", sizes=(), **given):
+    It is a call of `of`, by default that function. What takes seconds when it is called rightly is given
+    wrong values alone, with `only_wrong`. What reads or writes files is not `traced`.
+    """
+
+    def __init__(
+        self, function, /, *, like=None, of=None, free="", sizes=(), only_wrong=False, traced=True, **given
+    ):
         self.function, self.arguments, self.optional = function, {}, set()
+        self.of = of or like or inspect.unwrap(function)
+        self.only_wrong, self.traced = only_wrong, traced
         free, sizes = tuple(free.split()), SIZES | dict(sizes)
         parameters = inspect.signature(like or function).parameters.values()
         for parameter in parameters:
@@ -174,7 +184,8 @@ class Call:
         owner, _, field = name.partition(".")
         given[owner] = given[owner]._replace(**{field: value}) if field else value
         found = []
-        jax.eval_shape(lambda: found.append(self.function(**given)))
+        run = jax.eval_shape if self.traced else lambda call: call()
+        run(lambda: found.append(self.function(**given)))
         return jax.tree.map(_shape, found)
 
     def wrong(self, seed: int) -> Iterator[tuple[str, str, Any, Any]]:
@@ -186,7 +197,7 @@ class Call:
                 yield name, label, bad, kind.errors(label)
 
     def same(self) -> Iterator[tuple[str, str, Any]]:
-        for name, (value, kind) in self.arguments.items():
+        for name, (value, kind) in () if self.only_wrong else self.arguments.items():
             for label, other in kind.same(value).items():
                 yield name, label, other
 
@@ -244,7 +255,14 @@ class Abstract:
 
 
 def zeros_of(held: Any) -> Any:
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), held)
+    """The same with zeros in the place of arrays; keys are keys."""
+
+    def zeros(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape)
+        return np.zeros(x.shape, x.dtype)
+
+    return jax.tree.map(zeros, held)
 
 
 def window_by_runs(
@@ -371,6 +389,7 @@ CALLS = {
         lambda runs: debug.checked(nsa_jax.window_attention)(
             *WINDOW, config=CONFIG, query_positions=Runs(runs)
         ),
+        of=Runs,
         runs=((Run(10, 0),), Of()),
     ),
     "choose": Call(

@@ -7,7 +7,8 @@ that it took part in, on a GPU and with versions that count, and none of its roo
 tests stand in `gpu_pending.json`.
 
     python -m pytest -m gpu --evidence FILE      on a GPU: adds what passed and what failed to FILE
-    python tests/gpu_evidence.py merge FILE...   adds what was recorded elsewhere, and writes the list
+    python tests/gpu_evidence.py merge FILE...   adds what was recorded elsewhere, drops what is no test any
+                                                 more, and writes the list
     python tests/gpu_evidence.py list            writes the list of what is stale
     python tests/gpu_evidence.py check           fails unless the list says what is stale
     python tests/gpu_evidence.py release         fails also if a test is stale that needs but one GPU
@@ -30,6 +31,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from concurrent import futures
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -306,9 +308,12 @@ def save(path: pathlib.Path, runs: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
 
-def merge(paths: Iterable[pathlib.Path]) -> str | None:
-    """Adds the runs of other files, as far as they are of this code. The result says why one cannot be."""
-    runs, hashes = load(FILE), room_hashes()
+def merge(paths: Iterable[pathlib.Path], tests: Set[str], hashes: Mapping[str, str]) -> str | None:
+    """Adds the runs of other files, as far as they are of code with these hashes. Says why one cannot be.
+
+    What ran and is none of `tests` any more, because it was renamed or removed, is dropped.
+    """
+    runs = load(FILE)
     for path in paths:
         for run in load(path):
             if reason := refusal(run):
@@ -321,7 +326,9 @@ def merge(paths: Iterable[pathlib.Path]) -> str | None:
             print(f"{path}: {len(run['passed'])} passed, {len(run['failed'])} failed", end="")
             print(f"; left out {len(changed)} of other code, by {others}." if changed else ".")
             runs = record(runs, run)
-    save(FILE, runs)
+    if gone := set().union(*map(_ran, runs)) - tests:
+        print(f"dropped {len(gone)} that are tests no more: {', '.join(sorted(gone))}.")
+    save(FILE, [kept for run in runs if _ran(kept := _only(run, tests))])
     return None
 
 
@@ -344,9 +351,13 @@ def main(arguments: list[str]) -> int | str:
     command, *files = arguments or [""]
     if command not in ("merge", "list", "check", "release") or bool(files) != (command == "merge"):
         return __doc__
-    if command == "merge" and (failure := merge(map(pathlib.Path, files))):
+    with futures.ThreadPoolExecutor() as pool:  # pytest collects in a process of its own
+        collected = pool.submit(gpu_tests)
+        hashes = room_hashes()
+    tests = collected.result()
+    if command == "merge" and (failure := merge(map(pathlib.Path, files), set(tests), hashes)):
         return failure
-    found = stale(gpu_tests(), load(FILE), room_hashes())
+    found = stale(tests, load(FILE), hashes)
     if command in ("merge", "list"):
         PENDING.write_text(json.dumps(list(found), indent=1) + "\n")
         print(f"{len(found)} GPU tests are stale.")

@@ -316,6 +316,19 @@ def test_merging_takes_what_is_of_this_code(committed, tmp_path, capsys):
     assert gpu_evidence.main(["check"]) == 0
 
 
+def test_merging_drops_what_is_no_test_any_more(committed, tmp_path, capsys):
+    renamed, removed = f"{gpu_evidence.NATIVE}test_as_it_was_called", f"{gpu_evidence.NATIVE}test_of_nothing"
+    committed([a_run([renamed], dict(HASHES, ranges="as it was")), a_run([WHOLE, removed])])
+    brought = tmp_path / "brought.json"
+    gpu_evidence.save(brought, [a_run([SELECTED, renamed], failed=[removed])])
+
+    assert gpu_evidence.main(["merge", str(brought)]) == 0
+
+    assert f"dropped 2 that are tests no more: {renamed}, {removed}." in capsys.readouterr().out
+    (run,) = gpu_evidence.load(gpu_evidence.FILE)
+    assert (run["passed"].keys(), run["failed"]) == ({SELECTED, WHOLE}, [])
+
+
 def test_merging_refuses_a_device_that_does_not_count_and_other_code(committed, tmp_path):
     committed([a_run([WHOLE])])
     before = gpu_evidence.FILE.read_text()

@@ -16,6 +16,10 @@ def test_ints_may_be_the_first_and_the_last_of_their_range():
 
 MESSAGES = [
     (option_checks.check_int, True, TypeError, "a must be an int, got bool. Pass a whole number."),
+    (option_checks.check_ints, 3, TypeError, "a must be a sequence of ints, got int. Pass a list."),
+    (option_checks.check_ints, "3", TypeError, "a must be a sequence of ints, got str. Pass a list."),
+    (option_checks.check_ints, np.array(3), TypeError, "a must be a sequence of ints, got ndarray. Pass"),
+    (option_checks.check_ints, [3, 2.5], TypeError, r"a\[1\] must be an int, got float. Pass a whole"),
     (option_checks.check_number, "3", TypeError, "a must be a number, got str. Pass an int or a float."),
     (option_checks.check_number, math.nan, ValueError, "a must be finite, got nan. Pass an ordinary number."),
     (option_checks.check_positive, True, TypeError, "a must be a number, got bool. Pass an int or a float."),
@@ -44,6 +48,13 @@ def test_names_that_are_not_known():
 def test_ints_beyond_their_range_are_refused(value):
     with refused(ValueError, f"a must be at (least|most) -?[35], got {value}"):
         option_checks.check_int(low=-3, high=5, a=value)
+
+
+@pytest.mark.parametrize("values", [[3, 4], (3,), range(3, 9), np.array([3, 4]), []], ids=repr)
+def test_sequences_of_ints(values):
+    option_checks.check_ints(low=3, a=values)
+    with refused(ValueError, rf"a\[{len(values)}\] must be at least 3, got 2\."):
+        option_checks.check_ints(low=3, a=[*values, 2])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", np.float16, np.dtype("float32"), float], ids=str)

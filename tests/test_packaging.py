@@ -11,6 +11,7 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
 import nsa_jax
+from nsa_jax.kernels.triton.support import VERSIONS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,9 +26,14 @@ def requirements(lines: list[str], operator: str) -> dict[str, str]:
     }
 
 
-def test_min_environment_installs_the_floors():
-    tox = configparser.ConfigParser(interpolation=None)
-    tox.read(ROOT / "tox.ini")
+@pytest.fixture(scope="module")
+def tox() -> configparser.ConfigParser:
+    found = configparser.ConfigParser(interpolation=None)
+    found.read(ROOT / "tox.ini")
+    return found
+
+
+def test_min_environment_installs_the_floors(tox):
     pinned = requirements(tox["testenv:min"]["deps"].split(), "==")
 
     floors = requirements(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["train"], ">=")
@@ -40,6 +46,50 @@ def test_gpu_extra_shares_the_floor_of_jax():
     extra = requirements(PROJECT["optional-dependencies"]["cuda13"], ">=")
 
     assert extra["jax"] == requirements(PROJECT["dependencies"], ">=")["jax"]
+
+
+KERNELS = [f"{package}{bounds}" for package, (bounds, _) in VERSIONS.items()]
+FLOORS, CAPS = requirements(KERNELS, ">="), requirements(KERNELS, "<")
+
+
+def test_gpu_extra_has_the_versions_of_the_kernels():
+    extra = [Requirement(line) for line in PROJECT["optional-dependencies"]["cuda13"]]
+
+    assert {each.name: each.specifier for each in extra} == {
+        each.name: each.specifier for each in map(Requirement, KERNELS)
+    }
+
+
+def test_tox_has_the_caps_of_the_kernels_in_one_place(tox):
+    capped = [f"{package}{bounds}" for package, bounds in tox["caps"].items()]
+    elsewhere = [
+        line
+        for section in tox.sections()
+        if section != "caps"
+        for value in tox[section].values()
+        for line in value.splitlines()
+        if re.search(r"\b(jax|triton)\b[^{#]*<", line)
+    ]
+
+    assert requirements(capped, "<") == CAPS
+    assert requirements(capped, ">=").items() <= FLOORS.items()
+    assert not elsewhere
+
+
+def test_documents_name_the_versions_of_the_kernels():
+    files = (ROOT / "README.md", ROOT / "docs" / "install.md", ROOT / "docs" / "faq.md")
+    readme, install, faq = (" ".join(file.read_text().split()) for file in files)
+    jax, cap = FLOORS["jax"], CAPS["jax"]
+    major, minor = map(int, cap.split("."))
+
+    assert f"and JAX {jax} to {major}.{minor - 1} (" in readme
+    assert f"**JAX from {jax} and below {cap}.**" in install
+    assert f"**Triton {FLOORS['triton']}.**" in install
+    assert f"With Triton {CAPS['triton']} " in install
+    assert f"JAX from {jax}, " in faq
+    assert f"JAX must be below {cap}:" in faq
+    for text in (install, faq):
+        assert {*re.findall(r"below (\d+\.\d+)\b", text)} == {cap}
 
 
 def test_wheel_of_the_tests_is_built_as_that_of_a_release():

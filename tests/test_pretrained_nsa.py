@@ -291,6 +291,7 @@ WRONG = {
         ValueError,
         "fields must be others than the configuration has, got 'vocab_size'. Leave",
     ),
+    "save tokenizer": (lambda: save(dense_model(), "x", tokenizer="a"), TypeError, "tokenizer must have a m"),
     "save bytes": (lambda: save(dense_model(), "x", file_bytes=0), ValueError, "file_bytes must be at le"),
 }  # fmt: skip
 

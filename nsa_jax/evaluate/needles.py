@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from nsa_jax.array_checks import check_integers
@@ -10,7 +11,7 @@ from nsa_jax.array_typing import Array, DType, Int
 from nsa_jax.evaluate.table import markdown
 from nsa_jax.evaluate.tasks import Question, Task
 from nsa_jax.generate import Decoder, generate
-from nsa_jax.option_checks import check_int, check_number
+from nsa_jax.option_checks import check_int, check_ints, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +104,20 @@ def find_needles(
 
     Raises:
       TypeError: an argument is of the wrong kind.
-      ValueError: a number is out of range; `filler` is empty or not one row; or a length has no room for the
-        facts and the question.
+      ValueError: a number is out of range, or there is none; `filler` is empty or not one row; or a length
+        has no room for the facts and the question.
     """
-    if not callable(getattr(task, "draw", None)) or not hasattr(task, "chance"):
+    if isinstance(task, type) or not callable(getattr(task, "draw", None)) or not hasattr(task, "chance"):
         raise TypeError(
             f"task must draw questions and know its chance, got {type(task).__name__}. Pass a Task."
         )
     check_int(low=1, asked=asked, batch=batch)
     check_int(low=0, seed=seed)
-    check_int(low=0, **{f"start[{i}]": each for i, each in enumerate(start)})
-    depths, lengths = _checked_depths(depths), tuple(lengths)
-    check_int(low=1, **{f"lengths[{i}]": length for i, length in enumerate(lengths)})
+    check_ints(low=0, start=start)
+    check_ints(low=1, lengths=lengths)
+    if not len(lengths):
+        raise ValueError(f"lengths must have at least one number, got {lengths}. Pass a length of a prompt.")
+    depths, lengths = _checked_depths(depths), tuple(map(int, lengths))
     text = _checked_filler(filler)
     found = np.zeros((len(lengths), len(depths)), int)
     for row, length in enumerate(lengths):
@@ -122,7 +125,7 @@ def find_needles(
         at = np.repeat(np.arange(len(depths)), asked)
         questions = [task.draw(rng) for _ in at]
         prompts = [
-            _prompt(rng, question, text, tuple(start), int(length), depths[depth])
+            _prompt(rng, question, text, tuple(start), length, depths[depth])
             for question, depth in zip(questions, at, strict=True)
         ]
         most = max(len(question.answer) for question in questions)
@@ -178,7 +181,7 @@ def _checked_depths(depths: int | Sequence[float]) -> tuple[float, ...]:
 
 
 def _checked_filler(filler: Int[Array | np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"]:
-    if not hasattr(filler, "dtype"):
+    if not isinstance(filler, jax.Array | np.ndarray):
         raise TypeError(f"filler must be an array, got {type(filler).__name__}. Pass a jax.Array.")
     check_integers(filler=filler)
     if filler.ndim != 1 or filler.size < 1:

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nsa_jax.option_checks import check_function, check_int
+from nsa_jax.option_checks import check_function, check_int, check_ints
 
 type Encode = Callable[[str], Sequence[int]]
 
@@ -146,7 +146,7 @@ class TokenPairs:
         check_int(low=1, length=self.length, keys=self.keys)
         for name in ("names", "values"):
             ids = getattr(self, name)
-            check_int(low=0, **{f"{name}[{i}]": each for i, each in enumerate(ids)})
+            check_ints(low=0, **{name: ids})
             if len(set(ids)) < len(ids) or len(ids) < (self.keys if name == "names" else 2):
                 raise ValueError(
                     f"{name} must be different ids, at least 2 values and as many names as keys, got "

@@ -182,7 +182,7 @@ class Batcher:
             vocabulary, a number is out of range, or there is a stop string and no tokenizer.
           queue.Full: `max_waiting` requests wait already.
         """
-        tokens = checks.check_prompt(prompt, self._session.vocab_size)
+        tokens = checks.check_prompt(self._session.vocab_size, prompt=prompt)
         checks.check_counts(max_new_tokens=max_new_tokens)
         length = len(tokens) + (0 if prefix is None else self._checked(prefix).length)
         checks.check_room(np.array([length]), max_new_tokens, self._session.max_length)
@@ -227,7 +227,7 @@ class Batcher:
           TypeError: `tokens` are not ids.
           ValueError: they are none, do not fit the cache, or one is not in the vocabulary.
         """
-        ids = checks.check_prompt(tokens, self._session.vocab_size)
+        ids = checks.check_prompt(self._session.vocab_size, tokens=tokens)
         checks.check_room(np.array([len(ids)]), 1, self._session.max_length)
         return Prefix(self._read_on(self._empty(), ids), len(ids))
 

@@ -88,21 +88,22 @@ def check_prompts(
     return prompts, lengths
 
 
-def check_prompt(prompt: Any, vocab_size: int | None) -> np.ndarray:
-    """Returns the prompt of a request as int32 on the host. Raises TypeError or ValueError."""
+def check_prompt(vocab_size: int | None, **named: Any) -> np.ndarray:
+    """Returns the ids of one prompt as int32 on the host. Raises TypeError or ValueError."""
+    ((name, prompt),) = named.items()
     if not isinstance(prompt, (jax.Array, np.ndarray, Sequence)) or isinstance(prompt, str):
-        raise TypeError(f"prompt must be token ids, got {type(prompt).__name__}. Pass a list or an array.")
+        raise TypeError(f"{name} must be token ids, got {type(prompt).__name__}. Pass a list or an array.")
     try:
         ids = np.asarray(prompt)
     except ValueError:
-        raise ValueError(f"prompt must be one sequence of ids, got {prompt!r}. Pass a flat list.") from None
+        raise ValueError(f"{name} must be one sequence of ids, got {prompt!r}. Pass a flat list.") from None
     if ids.ndim != 1 or not ids.size:
         raise ValueError(
-            f"prompt must be [P] with P at least 1, got shape {ids.shape}. Pass the ids of one prompt."
+            f"{name} must be [P] with P at least 1, got shape {ids.shape}. Pass the ids of one prompt."
         )
-    check_integers(prompt=ids)
+    check_integers(**{name: ids})
     if vocab_size is not None:
-        check_ids("prompt", ids[None], None, vocab_size)
+        check_ids(name, ids[None], None, vocab_size)
     return ids.astype(np.int32)
 
 

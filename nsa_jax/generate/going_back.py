@@ -80,7 +80,8 @@ def rewind(session: Session, num_tokens: int | Int[Array | np.ndarray, " B"]) ->
         check_int(low=0, high=MOST, num_tokens=num_tokens)
         num_tokens = np.full(batch, num_tokens)
     counts = on_host(num_tokens)
-    most = None if on_host(rows.held) is None else np.asarray(_most(rows))
+    with jax.ensure_compile_time_eval():  # a program that is traced may hold a session of known values
+        most = None if on_host(rows.held) is None else np.asarray(_most(rows))
     if counts is not None and most is not None and ((counts < 0) | (counts > most)).any():
         raise ValueError(
             f"num_tokens must be at least 0 and at most {most.tolist()}, got {counts.tolist()}. Pass fewer, "

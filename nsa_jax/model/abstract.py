@@ -11,7 +11,7 @@ from nsa_jax.model.config import TransformerConfig
 from nsa_jax.model.transformer import Transformer
 from nsa_jax.nn.joined import Joined
 from nsa_jax.nn.parameters import by_path
-from nsa_jax.nn.projections import Sharding
+from nsa_jax.nn.projections import Sharding, check_sharding
 
 
 def abstract_transformer(
@@ -22,6 +22,7 @@ def abstract_transformer(
     Raises:
       TypeError, ValueError: as `Transformer`, or there is a `sharding` and no mesh in context.
     """
+    check_sharding(sharding)
     if sharding and jax.sharding.get_mesh().empty:
         raise ValueError(
             f"a model with a sharding needs its mesh in context, got none for {sharding!r}. Call it "

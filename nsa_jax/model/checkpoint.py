@@ -66,7 +66,7 @@ def save(path: str | os.PathLike[str], model: Transformer, *, training: Any = No
         "checksums": orbax.args.JsonSave(sums),
     }
     if training is not None:
-        named = _named_leaves(training)
+        named = _named_leaves(training=training)
         restorable.check_training(named)
         items["training"] = orbax.args.StandardSave(named)
         sums["training"] = checksums.of_arrays(named)
@@ -160,7 +160,7 @@ def restore_training(path: str | os.PathLike[str], like: Any) -> Any:
             f"restore_training needs a checkpoint saved with training=..., got {reader.path!r}. "
             "Restore the model alone, or save again."
         )
-    wanted = _named_leaves(like)
+    wanted = _named_leaves(like=like)
     held = reader.shapes("training")
     changed = [
         name
@@ -199,18 +199,19 @@ def _fits(leaf: Any, held: Any) -> bool:
     return np.shape(leaf) == tuple(held.shape) and getattr(leaf, "dtype", held.dtype) == held.dtype
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
+def _named_leaves(**trees: Any) -> dict[str, Any]:
+    ((argument, tree),) = trees.items()
     named = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
             raise ValueError(
-                f"training must hold arrays and numbers, got {type(leaf).__name__} at {name!r}. "
+                f"{argument} must hold arrays and numbers, got {type(leaf).__name__} at {name!r}. "
                 "Convert or drop it."
             )
         if name in named:
             raise ValueError(
-                f"the paths of training must differ, got {name!r} twice. Rename a key with a dot."
+                f"the paths of {argument} must differ, got {name!r} twice. Rename a key with a dot."
             )
         # Orbax can write a NumPy scalar but cannot read it again.
         named[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

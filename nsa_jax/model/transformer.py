@@ -18,6 +18,7 @@ from nsa_jax.model.token_divergence import token_divergences
 from nsa_jax.model.token_loss import next_tokens, token_losses
 from nsa_jax.nn import Selection, products
 from nsa_jax.nn.checks import check_array, check_rngs
+from nsa_jax.nn.context import ContextAxis
 from nsa_jax.nn.distillation import Target
 from nsa_jax.nn.projections import Sharding, check_sharding, sharding_metadata
 from nsa_jax.option_checks import check_choice
@@ -70,7 +71,8 @@ class Transformer(nnx.Module):
         check_rngs(rngs)
         check_sharding(sharding, vocab=config.vocab_size)
         configs = config.per_layer
-        if context_axis is not None and any(each.attention != "nsa" for each in configs):
+        context = ContextAxis.given(context_axis, context_order)
+        if context is not None and any(each.attention != "nsa" for each in configs):
             raise NotImplementedError(
                 f"context_axis needs NSA layers, got attention={config.attention!r}. "
                 'Build the model with attention="nsa".'

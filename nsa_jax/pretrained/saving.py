@@ -46,8 +46,8 @@ def save(
       file_bytes: most bytes of tensors in a file; more than that are written to several.
 
     Raises:
-      TypeError: `model` is not a `Transformer` or `chat_format` no `ChatFormat`, its configuration holds a
-        function, or `fields` cannot be written as JSON.
+      TypeError: an argument is of the wrong kind, the configuration of `model` holds a function, or `fields`
+        cannot be written as JSON.
       ValueError: `folder` is a file or holds a model; a dense model has options that no family has; or
         `fields` has one that the configuration says.
       OSError: the files cannot be written, for example because the disk is full.
@@ -63,6 +63,15 @@ def save(
         raise TypeError(
             f"chat_format must be a ChatFormat, got {type(chat_format).__name__}. Call load_chat_format."
         )
+    if tokenizer is not None and not callable(getattr(tokenizer, "save", None)):
+        raise TypeError(
+            f"tokenizer must have a method save(path), got {type(tokenizer).__name__}. Pass a "
+            "tokenizers.Tokenizer, or leave it out."
+        )
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder must be a str or os.PathLike, got {type(folder).__name__}. Name a folder.")
+    if not isinstance(fields, Mapping | None):
+        raise TypeError(f"fields must be a mapping, got {type(fields).__name__}. Pass a dict.")
     folder = pathlib.Path(folder)
     if folder.is_file() or any(folder.glob("*.safetensors")) or (folder / CONFIG).exists():
         raise ValueError(
