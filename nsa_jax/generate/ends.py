@@ -68,7 +68,7 @@ def end_of(tokens: list[int], end_tokens: Collection[int], stop: Iterable[list[i
     return Ended.STOP if any(tokens[-len(sequence) :] == sequence for sequence in stop) else Ended.NO
 
 
-def check_chosen(ended: Int32[Array, " B"]) -> None:
+def check_chosen(ended: Int32[Array | np.ndarray, " B"]) -> None:
     """Raises ValueError if rows have ended because no token could be chosen; TypeError while tracing."""
     if isinstance(ended, jax.core.Tracer):
         raise TypeError(

@@ -88,7 +88,8 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
             an NSA layer only.
 
         Returns:
-          The layer output of the new tokens, and the cache that holds them.
+          The layer output of the new tokens, and the cache that holds them. For a padding token the output is
+          0, or the bias of the output projection; an NSA layer gives NaN where the input of that token is.
 
         Raises:
           NotImplementedError: `block_indices` are given to another layer.
@@ -120,7 +121,8 @@ class CacheSteps[C: (NSACache, DenseCache)](nnx.Module):
           block_indices: a selection to use, see `prefill`.
 
         Returns:
-          The layer output of the new tokens, and the cache that holds them.
+          The layer output of the new tokens, with that of padding as in `prefill`, and the cache that holds
+          them.
 
         Raises:
           NotImplementedError: `block_indices` are given to another layer.

@@ -452,17 +452,17 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     differentiate = _divisible(range_gradients, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
 
-    given = Backward(*cmp, d_out, gate=gate_cmp)
+    given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     ranges = compression_ranges(placement, key_cmp.shape[1])
     of_cmp = differentiate(query, key_cmp, value_cmp, ranges, given)
-    given = Backward(*slc, d_out, gate=gate_slc, previous=of_cmp[0])
+    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=of_cmp[0])
     if block_indices is None:
         causal = causal_ranges(placement, key_slc.shape[1])
         of_slc = differentiate(query, key_slc, value_slc, causal, given)
     else:
         selected = _divisible(gradients, scale=scale)
         of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
-    given = Backward(*win, d_out, gate=gate_win, previous=of_slc[0])
+    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc[0])
     ranges = window_ranges(placement, key_win.shape[1])
     of_win = differentiate(query, key_win, value_win, ranges, given)
 

@@ -55,8 +55,9 @@ def attend_range(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`(out, lse)` of a branch in which each query sees a range of keys."""
     out, lse = attend_ranges(query, key, value, ranges, scale=scale)
-    branch = Branch(key, value, ranges.visible)
-    return recompute_forward(Outputs((out,)), query, [branch], scale=scale).outs[0], lse
+    found = recompute_forward(Outputs((out,)), query, [Branch(key, value, ranges.visible)], scale=scale)
+    assert found.outs[0] is not None
+    return found.outs[0], lse
 
 
 def differentiate_range(
@@ -92,6 +93,8 @@ def attend_blocks(
     )
     branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
     found = recompute_forward(Outputs((out,), lse), query, [branch], scale=scale)
+    assert found.outs[0] is not None
+    assert found.lse is not None
     return found.outs[0], found.lse, *_probabilities(probabilities, found.lse, query, branch, scale)
 
 
