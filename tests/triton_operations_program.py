@@ -9,6 +9,7 @@ import dataclasses
 import sys
 import time
 from functools import partial
+from unittest import mock
 
 import brute_force
 import jax
@@ -21,6 +22,8 @@ from benchmarks import one_token
 from nsa_jax import attention, reference
 from nsa_jax.budget import distance, size
 from nsa_jax.config import NSAConfig
+from nsa_jax.kernels.triton import selected
+from nsa_jax.kernels.triton.sizes import SelectedPartSizes
 
 CONFIG = NSAConfig(
     compression_block_size=8,
@@ -176,12 +179,14 @@ def check_whole(name: str, slots: int) -> float:
     return worst
 
 
-def check_whole_not_finite(name: str) -> float:
+def check_whole_not_finite(name: str, way: str = "tiles") -> float:
     """The three branches at once: NaN and infinity in each of them and in the gates.
 
-    Against the oracle: without gradients the sum alone is repaired, with them also what the backward reads.
+    Against the oracle: without gradients the sum is repaired, with them what the backward reads. With "parts"
+    as the way, key blocks are outside; with "causal" the blocks are all, and not given.
     """
     case = CASES[name]
+    config = dataclasses.replace(CONFIG, num_selected_blocks=3) if way == "causal" else CONFIG
     where = {} if case.runs is None else dict(segment_ids=jnp.asarray(case.segment_ids))
     drawn = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), case.draw())
     blocks = jnp.asarray(brute_force.evaluate(case, case.draw())["blocks"], jnp.int32)
@@ -192,30 +197,35 @@ def check_whole_not_finite(name: str) -> float:
         {"key_slc": ((0, 21, last, 1), nan)},
         {"value_cmp": ((0, last, 0, 5), nan), "key_win": ((last, 33, last, 2), nan)},
         {"value_slc": ((0, -9, last, 2), inf), "query": ((last, queries // 3, 0, 3), nan)},
-        {"gates": ((0, 11, last, 1), nan), "d_out": ((0, later, last, 3), inf)},
+        {"gates": ((0, 11, 0, 1), nan), "d_out": ((0, later, last, 3), inf)},
     )
+    if way != "tiles" or case.runs is not None:
+        runs = ({**runs[0], "value_win": ((0, 12, 0, 0), inf)},)
+    parts = SelectedPartSizes(16, 4, 1, None, 1024, fewest_keys=0, most_shared=4)
+    settings = dict(
+        BLOCK=16, FEWEST_PAIRS=0, FEWEST_ASKED_FORWARD=0,
+        find_sizes=lambda table, shape: parts if way == "parts" else None,
+    )  # fmt: skip
 
     @partial(jax.jit, static_argnums=0)
     def run(oracle, cotangent, operands):
         def attend(operands):
+            more = dict(config=config, block_indices=None if way == "causal" else blocks, **where)
             if oracle:
-                attend = reference.native_sparse_attention
-                return attend(*operands, config=CONFIG, block_indices=blocks, **where)
-            return attention.native_sparse_attention(
-                *operands, config=CONFIG, block_indices=blocks, implementation="triton", **where
-            )
+                return reference.native_sparse_attention(*operands, **more)
+            return attention.native_sparse_attention(*operands, implementation="triton", **more)
 
         out, pull_back = jax.vjp(attend, operands)
         return attend(operands), out, *pull_back(cotangent)[0]
 
     worst = 0.0
-    for wrong in runs if case.runs is None else runs[1:3]:
+    for wrong in runs:
         changed = {name: x for name, x in wrong.items() if name != "d_out"}
         operands = drawn._replace(**{k: getattr(drawn, k).at[at].set(x) for k, (at, x) in changed.items()})
         at, x = wrong.get("d_out", ((0, 0, 0, 0), cotangent[0, 0, 0, 0]))
         d_out = cotangent.at[at].set(x)
         expected = run(True, d_out, operands)
-        with interpreted():
+        with interpreted(), mock.patch.multiple(selected, **settings):
             found = run(False, d_out, operands)
         names = ("alone", "out", *Operands._fields)
         assert not all(np.isfinite(x).all() for x in expected)
@@ -247,6 +257,8 @@ CHECKS = {f"case {name}": (lambda name=name: check_case(name)) for name in CASES
     "not finite, packed": lambda: check_not_finite("packed"),
     "whole, not finite": lambda: check_whole_not_finite("consecutive"),
     "whole, not finite, packed": lambda: check_whole_not_finite("packed"),
+    "whole, not finite, parts": lambda: check_whole_not_finite("consecutive", "parts"),
+    "whole, not finite, short rows": lambda: check_whole_not_finite("consecutive", "causal"),
     "a key that is not a number": check_a_key_that_is_not_a_number,
     "whole": lambda: check_whole("consecutive", 2),
     "whole, short rows": lambda: check_whole("consecutive", 3),

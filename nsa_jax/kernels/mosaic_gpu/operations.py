@@ -20,7 +20,7 @@ from nsa_jax.kernels.mosaic_gpu.selected_query_gradient import selected_query_gr
 from nsa_jax.kernels.mosaic_gpu.unstable import best_form, drops_varying_axes
 from nsa_jax.kernels.mosaic_gpu.visits import VisitLists, visit_lists
 from nsa_jax.kernels.triton import operations
-from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.backward import Backward, BranchGradients
 from nsa_jax.kernels.triton.operations import (
     block_probabilities,
     block_scores,
@@ -68,7 +68,7 @@ def selected_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
+) -> BranchGradients:
     """As `triton.selected.selected_gradients`."""
     arrays = query, key, value, block_indices, placement, given
     more = dict(scale=scale, **_known(placement))
@@ -79,8 +79,10 @@ def selected_gradients(
     if can_form_parts(query, value, block_indices, placement):
         tokens = sizes.tile_tokens(query.shape[2] // key.shape[2]) // sizes.CONSUMERS
         few = shares_little(block_indices, tokens)
-        return jax.lax.cond(few, lambda: gradients_in_parts(*arrays, **more), by_kernels)
-    return by_kernels()
+        found = jax.lax.cond(few, lambda: gradients_in_parts(*arrays, **more), by_kernels)
+    else:
+        found = by_kernels()
+    return BranchGradients(*found)
 
 
 def _gradients_by_kernels(

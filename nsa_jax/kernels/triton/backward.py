@@ -1,4 +1,4 @@
-"""What the gradients of a branch read beside the operands of its forward."""
+"""What the gradients of a branch read beside the operands of its forward, and what they are."""
 
 from typing import NamedTuple
 
@@ -22,3 +22,20 @@ class Backward(NamedTuple):
     d_lse: Float[Array, "B T N"] | None = None
     gate: Float[Array, "B T N"] | None = None
     previous: Float[Array, "B T N H"] | None = None
+
+
+class BranchGradients(NamedTuple):
+    """Gradients of a branch, where the cotangent of its output is `gate * d_out`.
+
+    Attributes:
+      query: with what other branches gave, if that was passed.
+      key, value: as the operands.
+      products: `sum(out * d_out)` of each row, which is the gradient of the gate; float32.
+      delta: `gate * products - d_lse`; float32.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    products: Float[Array, "B T N"]
+    delta: Float[Array, "B T N"]

@@ -40,7 +40,7 @@ from nsa_jax.kernels.triton.repaired import (
     differentiate_blocks,
     differentiate_range,
     repair_gradients,
-    repair_sum,
+    repair_outputs,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
@@ -429,18 +429,20 @@ def _attend_all(
         )  # fmt: skip
         out_slc, lse_slc, *probabilities = attend_chosen(query, key_slc, value_slc, block_indices, placement)
     window = query, key_win, value_win, window_ranges(placement, key_win.shape[1])
-    outs: tuple[Array | None, ...] = (None, None, None)
+    lse_of_blocks = None if block_indices is None else lse_slc
+    repair = _divisible(repair_outputs, scale=scale)
+    arrays = query, keys_values, gates, block_indices, placement
     if before_backward:
         out_win, lse_win = attend(*window)
-        outs = (out_cmp, out_slc, out_win)
-        total = _divisible(gating.gated_sum)(*outs, gates)
+        found = Outputs((out_cmp, out_slc, out_win), lse_of_blocks)
+        found, probabilities = repair(found, tuple(probabilities), *arrays)
+        total = _divisible(gating.gated_sum)(*found.outs, gates)
+        found = found._replace(total=total)
     else:  # the window's kernel ends in the gated sum
-        end = _divisible(forward.attend_ranges, scale=scale)
-        total, lse_win = end(*window, (out_cmp, out_slc, gates))
-    found, probabilities = _divisible(repair_sum, scale=scale)(
-        Outputs(outs, None if block_indices is None else lse_slc, total), tuple(probabilities),
-        query, keys_values, gates, block_indices, placement,
-    )  # fmt: skip
+        attend_and_add = _divisible(forward.attend_ranges, scale=scale)
+        total, lse_win = attend_and_add(*window, (out_cmp, out_slc, gates))
+        found = Outputs((None, None, None), lse_of_blocks, total)
+        found, probabilities = repair(found, tuple(probabilities), *arrays)
     lse = lse_cmp, lse_slc if found.lse is None else found.lse, lse_win
     return found, lse, block_indices, probabilities
 
@@ -455,24 +457,24 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     ranges = compression_ranges(placement, key_cmp.shape[1])
     of_cmp = differentiate(query, key_cmp, value_cmp, ranges, given)
-    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=of_cmp[0])
+    given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=of_cmp.query)
     if block_indices is None:
         causal = causal_ranges(placement, key_slc.shape[1])
         of_slc = differentiate(query, key_slc, value_slc, causal, given)
     else:
         selected = _divisible(gradients, scale=scale)
         of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
-    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc[0])
+    given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc.query)
     ranges = window_ranges(placement, key_win.shape[1])
     of_win = differentiate(query, key_win, value_win, ranges, given)
 
-    d_query = of_win[0]
-    d_keys, products, deltas = ([x[i] for x in (of_cmp, of_slc, of_win)] for i in (slice(1, 3), 3, 4))
-    saved = Saved((cmp[1], slc[1], win[1]), tuple(deltas), d_out, gates)
+    found = of_cmp, of_slc, of_win
+    saved = Saved((cmp[1], slc[1], win[1]), tuple(x.delta for x in found), d_out, gates)
     d_query, d_keys = _divisible(repair_gradients, scale=scale)(
-        d_query, tuple(d_keys), saved, query, keys_values, block_indices, placement
-    )
-    d_gates = jnp.stack(products, axis=-1).astype(gates.dtype)
+        of_win.query, tuple((x.key, x.value) for x in found), saved,
+        query, keys_values, block_indices, placement,
+    )  # fmt: skip
+    d_gates = jnp.stack([x.products for x in found], axis=-1).astype(gates.dtype)
     return d_query, BranchKeysValues(*d_keys[0], *d_keys[1], *d_keys[2]), d_gates, None, None
 
 

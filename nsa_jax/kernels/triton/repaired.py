@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nsa_jax.array_typing import Array, Float, Int32
-from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.backward import Backward, BranchGradients
 from nsa_jax.kernels.triton.nonfinite import (
     Branch,
     Outputs,
@@ -30,7 +30,7 @@ from nsa_jax.kernels.triton.ranges import (
 from nsa_jax.kernels.triton.selected import attend_selected
 from nsa_jax.layout import Placement
 
-type SelectedGradients = Callable[..., tuple[Array, ...]]  # as `selected.selected_gradients`
+type SelectedGradients = Callable[..., BranchGradients]  # as `selected.selected_gradients`
 type KeyGradients = tuple[tuple[Array, Array], ...]  # `(d_key, d_value)` of each branch
 
 
@@ -55,6 +55,8 @@ def attend_range(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`(out, lse)` of a branch in which each query sees a range of keys."""
     out, lse = attend_ranges(query, key, value, ranges, scale=scale)
+    if key.shape[1] == 0:
+        return out, lse
     found = recompute_forward(Outputs((out,)), query, [Branch(key, value, ranges.visible)], scale=scale)
     assert found.outs[0] is not None
     return found.outs[0], lse
@@ -70,9 +72,10 @@ def differentiate_range(
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of query, key and value of such a branch."""
-    d_query, *d_keys, _, delta = range_gradients(query, key, value, ranges, given, scale=scale)
-    branch = Branch(key, value, ranges.visible)
-    return _repair_one(d_query, d_keys, query, branch, given, delta, scale)
+    found = range_gradients(query, key, value, ranges, given, scale=scale)
+    if key.shape[1] == 0:
+        return found[:3]
+    return _repair_one(found, query, Branch(key, value, ranges.visible), given, scale)
 
 
 def attend_blocks(
@@ -111,23 +114,23 @@ def differentiate_blocks(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Gradients of query, key and value of the selected branch, by `gradients`."""
     arrays = query, key, value, block_indices, placement
-    d_query, *d_keys, _, delta = gradients(*arrays, given, scale=scale)
+    found = gradients(*arrays, given, scale=scale)
     branch = Branch(key, value, visible_in_blocks(block_indices, placement, key.shape[1]))
-    return _repair_one(d_query, d_keys, query, branch, given, delta, scale)
+    return _repair_one(found, query, branch, given, scale)
 
 
-def repair_sum(
+def repair_outputs(
     found: Outputs,
     probabilities: tuple[Float[Array, "B T K R"], ...],
     query: Float[Array, "B T N H"],
     keys_values: BranchKeysValues,
-    gates: Float[Array, "B T N 3"],
+    gates: Float[Array, "B T N 3"] | None,
     block_indices: Int32[Array, "B T K R"] | None,
     placement: Placement,
     *,
     scale: float,
 ) -> tuple[Outputs, tuple[Float[Array, "B T K R"], ...]]:
-    """What three branches and their sum give, and the probabilities of the slots, if there are any."""
+    """What three branches gave, or their sum with these gates; and the probabilities of slots, if any."""
     branches = _branches(keys_values, block_indices, placement)
     found = recompute_forward(found, query, branches, gates, scale=scale)
     return found, _probabilities(probabilities, found.lse, query, branches[1], scale)
@@ -150,10 +153,12 @@ def repair_gradients(
     return d_query, recompute_key_gradients(d_keys, query, branches, saved, scale=scale)
 
 
-def _repair_one(d_query, d_keys, query, branch, given, delta, scale):
-    saved = Saved((given.lse,), (delta,), given.d_out)
-    d_query = recompute_query_gradient(d_query, query, [branch], saved, scale=scale)
-    (d_keys,) = recompute_key_gradients([d_keys], query, [branch], saved, scale=scale)
+def _repair_one(found, query, branch, given, scale):
+    assert given.gate is None, "the output is a branch's own, else see `repair_gradients`"
+    assert given.previous is None, "the gradient is of this branch alone"
+    saved = Saved((given.lse,), (found.delta,), given.d_out)
+    d_query = recompute_query_gradient(found.query, query, [branch], saved, scale=scale)
+    (d_keys,) = recompute_key_gradients([(found.key, found.value)], query, [branch], saved, scale=scale)
     return d_query, *d_keys
 
 

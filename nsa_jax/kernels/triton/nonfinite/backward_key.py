@@ -6,7 +6,8 @@ gradients are not all finite it loops over the queries, 32 tokens and one head a
 those that see the key. It stops as soon as no number of the gradients is finite, because further terms cannot
 change that.
 
-Where all is finite: reads `B S K (H + V) itemsize` bytes (134 MB at 64k, K = 4, 128/128; 37 us measured).
+Where all is finite: reads `B S K (H + V) itemsize` bytes of each branch (134 MB at 64k, K = 4, 128/128; 37 us
+measured).
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from nsa_jax.kernels.triton.nonfinite.branches import (
     MOST_BRANCHES,
     AllRanges,
     Branch,
+    BranchArrays,
     Saved,
     arguments_of,
     key_counts,
@@ -54,12 +56,9 @@ def recompute_key_gradients(
     batch, num_kv_heads = query.shape[0], branches[0].key.shape[2]
     operands, constants = arguments_of(query, branches, scale)
     exists = [branch.key.shape[1] > 0 for branch in branches] + [False] * (MOST_BRANCHES - len(branches))
-    pairs = [found[i] if some else (None, None) for i, some in enumerate(exists)]
-    held = {
-        f"{name}{i}": x
-        for i, pair in enumerate(pairs)
-        for name, x in zip(("d_key", "d_value"), pair, strict=True)
-    }
+    held: dict[str, Array | None] = {}
+    for i, some in enumerate(exists):
+        held[f"d_key{i}"], held[f"d_value{i}"] = found[i] if some else (None, None)
     counts = key_counts(branches)
     tiles = sum(triton.cdiv(number, RECOMPUTED_KEYS_OF_A_PROGRAM) for number in counts.values())
     updated, () = launch(
@@ -70,6 +69,25 @@ def recompute_key_gradients(
     return tuple(
         (updated[f"d_key{i}"], updated[f"d_value{i}"]) if exists[i] else pair for i, pair in enumerate(found)
     )
+
+
+class _Gradients(NamedTuple):
+    """Where gradients of keys and values lie; None for no keys."""
+
+    d_key: tl.tensor | None
+    d_value: tl.tensor | None
+
+
+class _Options(NamedTuple):
+    """KV heads, query heads of one, keys of a program, tokens of a step, `Dim`s, and the scale."""
+
+    KV_HEADS: tl.constexpr
+    G: tl.constexpr
+    KEYS: tl.constexpr
+    TOKENS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    SCALE: tl.constexpr
 
 
 class RowArrays(NamedTuple):
@@ -94,16 +112,16 @@ def _add_column_sums(total, weights, x):
 
 
 @triton.jit
-def _add_rows(sums, k, v, arrays, rows, KEY, VALUE, BRANCH: tl.constexpr, SCALE: tl.constexpr):
-    """Adds what some rows contribute to the gradients of one key of branch number BRANCH."""
+def _add_rows(sums, k, v, arrays, rows, WHICH: tl.constexpr, OPTIONS):
+    """Adds what some rows contribute to the gradients of one key of branch number WHICH."""
     at = rows.first + rows.offset
-    q = load_rows(arrays.query, rows, KEY)
-    d_out = load_rows(arrays.d_out, rows, VALUE)
-    p = tl.exp2(row_products(q, k) * (SCALE * LOG2_E) - load_lse(arrays.lse, rows))
+    q = load_rows(arrays.query, rows, OPTIONS.KEY)
+    d_out = load_rows(arrays.d_out, rows, OPTIONS.VALUE)
+    p = tl.exp2(row_products(q, k) * (OPTIONS.SCALE * LOG2_E) - load_lse(arrays.lse, rows))
     dp = row_products(d_out, v)
     weighted = p
     if arrays.gates is not None:
-        gate = tl.load(arrays.gates + at * 3 + BRANCH, mask=rows.inside, other=0.0).to(tl.float32)
+        gate = tl.load(arrays.gates + at * 3 + WHICH, mask=rows.inside, other=0.0).to(tl.float32)
         weighted = p * gate
         dp = dp * gate
     shift = tl.load(arrays.delta + at, mask=rows.inside, other=0.0)
@@ -123,66 +141,64 @@ def _some_finite(x):
 
 @triton.jit
 def _recompute_key(
-    column, b, kv_head, d_key, d_value, key, value, arrays, num_keys, num_queries, ranges,
-    BRANCH: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, KEY, VALUE,
-    SCALE: tl.constexpr,
+    column, b, kv_head, found, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS
 ):  # fmt: skip
-    """Stores the gradients of one key of branch number BRANCH and of its value."""
-    visible: tl.constexpr = of_branch(ranges, BRANCH)
+    """Stores the gradients of one key of branch number WHICH and of its value."""
+    KV_HEADS: tl.constexpr = OPTIONS.KV_HEADS
+    visible: tl.constexpr = of_branch(ranges, WHICH)
     one = tl.arange(0, 1)
-    this = Rows((b * num_keys + column) * KV_HEADS + kv_head, one, one == 0)
-    k = load_rows(key, this, KEY)
-    v = load_rows(value, this, VALUE)
-    sums = KeyGradients(zeros(1, KEY), zeros(1, VALUE))
+    this = Rows((b * keys.num_keys + column) * KV_HEADS + kv_head, one, one == 0)
+    k = load_rows(keys.key, this, OPTIONS.KEY)
+    v = load_rows(keys.value, this, OPTIONS.VALUE)
+    sums = KeyGradients(zeros(1, OPTIONS.KEY), zeros(1, OPTIONS.VALUE))
     first = 0
     more = 1
     while (first < num_queries) & (more != 0):
-        token = first + tl.arange(0, TOKENS)
+        token = first + tl.arange(0, OPTIONS.TOKENS)
         sees = token < 0
         for slot in range(visible.SLOTS):
             at = b * num_queries + token
             start, end = keys_in_slot(visible, at, at * KV_HEADS + kv_head, slot, token < num_queries)
             sees = sees | ((start <= column) & (column < end))
         if tl.max(sees.to(tl.int32), 0) != 0:
-            for head in range(G):
-                row = (b * num_queries + first) * (KV_HEADS * G) + kv_head * G + head
-                rows = Rows(row, tl.arange(0, TOKENS) * (KV_HEADS * G), sees)
-                sums = _add_rows(sums, k, v, arrays, rows, KEY, VALUE, BRANCH, SCALE)
+            for head in range(OPTIONS.G):
+                row = (b * num_queries + first) * (KV_HEADS * OPTIONS.G) + kv_head * OPTIONS.G + head
+                rows = Rows(row, tl.arange(0, OPTIONS.TOKENS) * (KV_HEADS * OPTIONS.G), sees)
+                sums = _add_rows(sums, k, v, arrays, rows, WHICH, OPTIONS)
             more = _some_finite(sums.dk) | _some_finite(sums.dv)
-        first += TOKENS
-    store_rows(d_key, this, scaled(sums.dk, SCALE), KEY)
-    store_rows(d_value, this, sums.dv, VALUE)
+        first += OPTIONS.TOKENS
+    store_rows(found.d_key, this, scaled(sums.dk, OPTIONS.SCALE), OPTIONS.KEY)
+    store_rows(found.d_value, this, sums.dv, OPTIONS.VALUE)
 
 
 @triton.jit
-def _search_branch(
-    before, d_key, d_value, key, value, arrays, num_keys, num_queries, ranges, BRANCH: tl.constexpr,
-    KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, KEY, VALUE,
-    SCALE: tl.constexpr,
-):  # fmt: skip
-    """Recomputes what the program finds in branch number BRANCH.
+def _search_branch(before, found, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS):
+    """Recomputes what the program finds in branch number WHICH.
 
     The programs of the branch come behind `before` others; returns the number of both.
     """
-    if key is not None:
-        apart = (num_keys + KEYS - 1) // KEYS
-        number = tl.program_id(0) - before
-        if (number >= 0) & (number < apart):
-            b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-            kv_head = tl.program_id(1) % KV_HEADS
+    if keys.key is not None:
+        KEYS: tl.constexpr = OPTIONS.KEYS
+        programs = (keys.num_keys + KEYS - 1) // KEYS
+        mine = tl.program_id(0) - before
+        if (mine >= 0) & (mine < programs):
+            b = (tl.program_id(1) // OPTIONS.KV_HEADS).to(tl.int64)
+            kv_head = tl.program_id(1) % OPTIONS.KV_HEADS
             c = tl.arange(0, KEYS)
-            first_row = (b * num_keys + number) * KV_HEADS + kv_head
-            mine = Rows(first_row, c.to(tl.int64) * apart * KV_HEADS, number + c * apart < num_keys)
-            nonfinite = nonfinite_rows(load_rows(d_key, mine, KEY))
-            nonfinite = nonfinite | nonfinite_rows(load_rows(d_value, mine, VALUE))
-            if tl.max(nonfinite.to(tl.int32), 0) != 0:
+            rows = Rows(
+                (b * keys.num_keys + mine) * OPTIONS.KV_HEADS + kv_head,
+                c.to(tl.int64) * programs * OPTIONS.KV_HEADS, mine + c * programs < keys.num_keys,
+            )  # fmt: skip
+            wrong = nonfinite_rows(load_rows(found.d_key, rows, OPTIONS.KEY))
+            wrong = wrong | nonfinite_rows(load_rows(found.d_value, rows, OPTIONS.VALUE))
+            if tl.max(wrong.to(tl.int32), 0) != 0:
                 for i in range(KEYS):
-                    if tl.max((nonfinite & (c == i)).to(tl.int32), 0) != 0:
+                    if tl.max((wrong & (c == i)).to(tl.int32), 0) != 0:
+                        column = mine + i * programs
                         _recompute_key(
-                            number + i * apart, b, kv_head, d_key, d_value, key, value, arrays, num_keys,
-                            num_queries, ranges, BRANCH, KV_HEADS, G, TOKENS, KEY, VALUE, SCALE,
-                        )  # fmt: skip
-        before += apart
+                            column, b, kv_head, found, keys, arrays, num_queries, ranges, WHICH, OPTIONS
+                        )
+        before += programs
     return before
 
 
@@ -196,19 +212,18 @@ def recompute_key_gradients_kernel(
     SCALE: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the gradients of those of KEYS keys where some number is not finite."""
-    KEY: tl.constexpr = Dim(H0, H1)
-    VALUE: tl.constexpr = Dim(V0, V1)
-    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    OPTIONS: tl.constexpr = _Options(KV_HEADS, G, KEYS, TOKENS, Dim(H0, H1), Dim(V0, V1), SCALE)
+    queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     before = _search_branch(
-        0, d_key0, d_value0, key0, value0, RowArrays(query, d_out, lse0, delta0, gates),
-        num_keys0, num_queries, ranges, 0, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+        0, _Gradients(d_key0, d_value0), BranchArrays(key0, value0, num_keys0),
+        RowArrays(query, d_out, lse0, delta0, gates), num_queries, ranges, 0, OPTIONS,
     )  # fmt: skip
     before = _search_branch(
-        before, d_key1, d_value1, key1, value1, RowArrays(query, d_out, lse1, delta1, gates),
-        num_keys1, num_queries, ranges, 1, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+        before, _Gradients(d_key1, d_value1), BranchArrays(key1, value1, num_keys1),
+        RowArrays(query, d_out, lse1, delta1, gates), num_queries, ranges, 1, OPTIONS,
     )  # fmt: skip
     _search_branch(
-        before, d_key2, d_value2, key2, value2, RowArrays(query, d_out, lse2, delta2, gates),
-        num_keys2, num_queries, ranges, 2, KV_HEADS, G, KEYS, TOKENS, KEY, VALUE, SCALE,
+        before, _Gradients(d_key2, d_value2), BranchArrays(key2, value2, num_keys2),
+        RowArrays(query, d_out, lse2, delta2, gates), num_queries, ranges, 2, OPTIONS,
     )  # fmt: skip

@@ -4,14 +4,13 @@ grid = (ceil(T / 32), B K): the loops of `nonfinite.forward`, with one more prod
 not finite in a key or value that a query does not see makes the gradients of all its heads NaN, so it is
 enough to read the first query head of each KV head. In the selected branch, a product that overflows makes
 the whole row of one head NaN, so there the first column of every head is read too. The gradient of three
-branches is their sum, so it is searched once.
+branches is their sum: it is searched once, and formed again in all three.
 
 Where all is finite: reads `B T K H itemsize` bytes (67 MB at 64k, K = 4, H = 128; 22 us measured), and for
 blocks 32 bytes of each head (134 MB at 64 heads).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,22 +18,25 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.launch import launch, named
-from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
+from nsa_jax.kernels.triton.loading import load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.branches import (
     AllRanges,
     Branch,
+    BranchArrays,
     Saved,
+    Sizes,
     arguments_of,
     first_heads,
     key_counts,
-    keys_in_slot,
+    keys_of_step,
     nonfinite_heads,
     of_branch,
+    range_in_slot,
+    some_heads,
 )
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
-    Pieces,
     add_product,
     added,
     inner,
@@ -69,54 +71,31 @@ def recompute_query_gradient(
     return updated["d_query"]
 
 
-class _Rows(NamedTuple):
-    """Some heads of a query whose gradient is formed again.
-
-    Attributes:
-      q, d_out: their rows, and the cotangents of their outputs.
-      rows: where they lie in `[B T N, _]`.
-      at: `b T + t`.
-      b, kv_head: row of the batch, and KV head.
-    """
-
-    q: Pieces
-    d_out: Pieces
-    rows: Rows
-    at: tl.tensor
-    b: tl.tensor
-    kv_head: tl.tensor
-
-
 @triton.jit
 def _add_branch(
-    total, mine, gates, key, value, lse, delta, num_keys, ranges, BRANCH: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, KEY, VALUE, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    total, mine, query, d_out, gates, arrays, lse, delta, ranges, WHICH: tl.constexpr, SIZES
 ):  # fmt: skip
-    """`total` plus the gradient from branch number BRANCH; one without keys adds nothing."""
-    if key is not None:
+    """`total` plus the gradient from branch number WHICH; one without keys adds nothing."""
+    if arrays.key is not None:
         rows = mine.rows
+        q = load_rows(query, rows, SIZES.KEY)
+        cotangent = load_rows(d_out, rows, SIZES.VALUE)
         lse_2 = load_lse(lse, rows)
         shift = tl.load(delta + rows.first + rows.offset, mask=rows.inside, other=0.0)
-        dq = zeros(HEADS, KEY)
-        visible: tl.constexpr = of_branch(ranges, BRANCH)
+        dq = zeros(SIZES.HEADS, SIZES.KEY)
+        visible: tl.constexpr = of_branch(ranges, WHICH)
         for slot in range(visible.SLOTS):
-            start, end = keys_in_slot(visible, mine.at, mine.at * KV_HEADS + mine.kv_head, slot, True)
-            for first in range(start, end, KEYS):
-                c = first + tl.arange(0, KEYS)
-                place = (mine.b * num_keys + c) * KV_HEADS + mine.kv_head
-                k = load_at(key, place * (KEY.D0 + KEY.D1), c < end, KEY)
-                v = load_at(value, place * (VALUE.D0 + VALUE.D1), c < end, VALUE)
-                p = tl.exp2(inner(mine.q, k, PRECISION) * (SCALE * LOG2_E) - lse_2[:, None])
-                dp = inner(mine.d_out, v, PRECISION)
+            start, end = range_in_slot(visible, mine, slot, SIZES)
+            for first in range(start, end, SIZES.KEYS):
+                k, v, inside = keys_of_step(arrays, mine, first, end, SIZES)
+                p = tl.exp2(inner(q, k, SIZES.PRECISION) * (SIZES.SCALE * LOG2_E) - lse_2[:, None])
+                dp = inner(cotangent, v, SIZES.PRECISION)
                 if gates is not None:
-                    gate = tl.load(
-                        gates + (rows.first + rows.offset) * 3 + BRANCH, mask=rows.inside, other=0.0
-                    )
-                    dp = dp * gate.to(tl.float32)[:, None]
-                ds = tl.where((c < end)[None, :], p * (dp - shift[:, None]), 0.0)
-                dq = add_product(ds.to(k.first.dtype), k, dq, PRECISION)
-        total = added(total, scaled(dq, SCALE))
+                    at = (rows.first + rows.offset) * 3 + WHICH
+                    dp = dp * tl.load(gates + at, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+                ds = tl.where(inside[None, :], p * (dp - shift[:, None]), 0.0)
+                dq = add_product(ds.to(k.first.dtype), k, dq, SIZES.PRECISION)
+        total = added(total, scaled(dq, SIZES.SCALE))
     return total
 
 
@@ -132,36 +111,25 @@ def recompute_query_gradient_kernel(
 ):  # fmt: skip
     """Recomputes the gradients of those of TOKENS queries where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
-    VALUE: tl.constexpr = Dim(V0, V1)
-    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
+    SIZES: tl.constexpr = Sizes(KV_HEADS, HEADS, KEYS, KEY, Dim(V0, V1), SCALE, PRECISION)
+    arrays0: tl.constexpr = BranchArrays(key0, value0, num_keys0)
+    arrays1: tl.constexpr = BranchArrays(key1, value1, num_keys1)
+    arrays2: tl.constexpr = BranchArrays(key2, value2, num_keys2)
     first_token = tl.program_id(0) * TOKENS
     firsts = first_heads(first_token, num_queries, KV_HEADS, G, TOKENS)
-    nonfinite = nonfinite_rows(load_rows(d_query, firsts, KEY))
+    wrong = nonfinite_rows(load_rows(d_query, firsts, KEY))
     if blocks is not None:
-        nonfinite = nonfinite | nonfinite_heads(d_query, firsts, H0 + H1, G, PADDED_G)
-    if tl.max(nonfinite.to(tl.int32), 0) == 0:
+        wrong = wrong | nonfinite_heads(d_query, firsts, H0 + H1, G, PADDED_G)
+    if tl.max(wrong.to(tl.int32), 0) == 0:
         return
-    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     for i in range(TOKENS):
-        if tl.max((nonfinite & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
-            at = b * num_queries + first_token + i
+        if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
             for head in range(0, G, HEADS):
-                r = tl.arange(0, HEADS)
-                rows = Rows((at * KV_HEADS + kv_head) * G + head, r, head + r < G)
-                q, cotangents = load_rows(query, rows, KEY), load_rows(d_out, rows, VALUE)
-                mine = _Rows(q, cotangents, rows, at, b, kv_head)
-                dq = _add_branch(
-                    zeros(HEADS, KEY), mine, gates, key0, value0, lse0, delta0, num_keys0, ranges, 0,
-                    KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                )  # fmt: skip
-                dq = _add_branch(
-                    dq, mine, gates, key1, value1, lse1, delta1, num_keys1, ranges, 1,
-                    KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                )  # fmt: skip
-                dq = _add_branch(
-                    dq, mine, gates, key2, value2, lse2, delta2, num_keys2, ranges, 2,
-                    KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                )  # fmt: skip
-                store_rows(d_query, rows, dq, KEY)
+                mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+                dq = zeros(HEADS, KEY)
+                dq = _add_branch(dq, mine, query, d_out, gates, arrays0, lse0, delta0, ranges, 0, SIZES)
+                dq = _add_branch(dq, mine, query, d_out, gates, arrays1, lse1, delta1, ranges, 1, SIZES)
+                dq = _add_branch(dq, mine, query, d_out, gates, arrays2, lse2, delta2, ranges, 2, SIZES)
+                store_rows(d_query, mine.rows, dq, KEY)

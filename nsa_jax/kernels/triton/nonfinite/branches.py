@@ -9,7 +9,7 @@ import triton.language as tl
 
 from nsa_jax.array_typing import Array, Float, Int32
 from nsa_jax.kernels.triton.dims import split_dim
-from nsa_jax.kernels.triton.loading import Rows
+from nsa_jax.kernels.triton.loading import Rows, load_at
 from nsa_jax.layout import Placement
 
 MOST_BRANCHES = 3
@@ -110,14 +110,14 @@ class AllRanges(NamedTuple):
     """`VisibleKeys` of all branches, in kernels.
 
     Attributes:
-      limits: `[2 branches, number]`, see `arguments_of`.
-      number: queries of all rows of the batch.
+      limits: `[2 branches, queries]`, see `arguments_of`.
+      queries: those of all rows of the batch.
       blocks: those of branch number OF_BLOCKS; None where no branch has any.
       OF_BLOCKS, SLOTS, BLOCK: that branch, blocks of a query, and keys of a block.
     """
 
     limits: tl.tensor
-    number: tl.tensor
+    queries: tl.tensor
     blocks: tl.tensor | None
     OF_BLOCKS: tl.constexpr
     SLOTS: tl.constexpr
@@ -134,15 +134,76 @@ class VisibleRanges(NamedTuple):
     BLOCK: tl.constexpr
 
 
+class BranchArrays(NamedTuple):
+    """Keys and values `[B S K, D]` of a branch, in kernels, and keys of a row; None for none."""
+
+    key: tl.tensor | None
+    value: tl.tensor | None
+    num_keys: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """What the loops over keys are compiled for: heads and keys of a step, `Dim`s, and the scale."""
+
+    KV_HEADS: tl.constexpr
+    HEADS: tl.constexpr
+    KEYS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    SCALE: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+class SomeHeads(NamedTuple):
+    """Some heads of one query.
+
+    Attributes:
+      rows: where they lie in `[B T N, _]`.
+      at: `b T + t`.
+      b, kv_head: row of the batch, and KV head.
+    """
+
+    rows: Rows
+    at: tl.tensor
+    b: tl.tensor
+    kv_head: tl.tensor
+
+
 @triton.jit
-def of_branch(ranges, BRANCH: tl.constexpr):
-    """What branch number BRANCH shows each query."""
-    starts = ranges.limits + 2 * BRANCH * ranges.number
-    if ranges.OF_BLOCKS == BRANCH:
-        visible = VisibleRanges(starts, starts + ranges.number, ranges.blocks, ranges.SLOTS, ranges.BLOCK)
+def of_branch(ranges, WHICH: tl.constexpr):
+    """What branch number WHICH shows each query."""
+    starts = ranges.limits + 2 * WHICH * ranges.queries
+    if ranges.OF_BLOCKS == WHICH:
+        visible = VisibleRanges(starts, starts + ranges.queries, ranges.blocks, ranges.SLOTS, ranges.BLOCK)
     else:
-        visible = VisibleRanges(starts, starts + ranges.number, None, 1, 1)
+        visible = VisibleRanges(starts, starts + ranges.queries, None, 1, 1)
     return visible
+
+
+@triton.jit
+def some_heads(token, head, num_queries, G: tl.constexpr, SIZES):
+    """`SomeHeads` of a token of the program's row and KV head, from head number `head` on."""
+    b = (tl.program_id(1) // SIZES.KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(1) % SIZES.KV_HEADS
+    at = b * num_queries + token
+    r = tl.arange(0, SIZES.HEADS)
+    return SomeHeads(Rows((at * SIZES.KV_HEADS + kv_head) * G + head, r, head + r < G), at, b, kv_head)
+
+
+@triton.jit
+def range_in_slot(visible, mine, slot, SIZES):
+    """The range of a slot of the query."""
+    return keys_in_slot(visible, mine.at, mine.at * SIZES.KV_HEADS + mine.kv_head, slot, True)
+
+
+@triton.jit
+def keys_of_step(arrays, mine, first, end, SIZES):
+    """Keys and values of a step from key `first` on, and which of them lie before `end`."""
+    c = first + tl.arange(0, SIZES.KEYS)
+    place = (mine.b * arrays.num_keys + c) * SIZES.KV_HEADS + mine.kv_head
+    k = load_at(arrays.key, place * (SIZES.KEY.D0 + SIZES.KEY.D1), c < end, SIZES.KEY)
+    v = load_at(arrays.value, place * (SIZES.VALUE.D0 + SIZES.VALUE.D1), c < end, SIZES.VALUE)
+    return k, v, c < end
 
 
 @triton.jit

@@ -2,15 +2,15 @@
 
 grid = (ceil(T / 32), B K): one program for 32 queries of a KV head. In the main kernels, a value that is not
 finite makes its column NaN in all rows of the tiles that read it. In the selected branch, a key that is not
-finite makes whole rows NaN, with their log-sum-exps. So it is enough to read the output of the KV head's
+finite makes whole rows NaN, with their log-sum-exps. So it is enough to read the outputs of the KV head's
 first query head and, for blocks, the log-sum-exps of all heads. For each query with a bad number, the program
 loops over the keys that it sees, 32 a step for 16 heads at a time; it loads no others.
 
-Of three branches it reads the gated sum alone: a number that is not finite in one of them makes the sum so,
-whatever the gates are. Then the query is attended again in all three.
+Where the outputs of three branches are not kept, it reads their gated sum: a number that is not finite in one
+of them makes the sum so, whatever the gates are. Then the query is attended again in all three.
 
-Where all is finite: reads `B T K V itemsize` bytes (67 MB at 64k, K = 4, V = 128; 25 us measured), and for
-blocks `4 B T N` of log-sum-exps.
+Where all is finite: reads `B T K V itemsize` bytes of each array (67 MB at 64k, K = 4, V = 128; 25 us
+measured), and for blocks `4 B T N` of log-sum-exps.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,25 @@ import triton.language as tl
 from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.dims import padded_heads
 from nsa_jax.kernels.triton.launch import launch, named
-from nsa_jax.kernels.triton.loading import Rows, load_at, load_rows, store_rows
+from nsa_jax.kernels.triton.loading import load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.branches import (
     MOST_BRANCHES,
     AllRanges,
     Branch,
+    BranchArrays,
+    Sizes,
     arguments_of,
     first_heads,
     key_counts,
-    keys_in_slot,
+    keys_of_step,
     nonfinite_heads,
     of_branch,
+    range_in_slot,
+    some_heads,
 )
 from nsa_jax.kernels.triton.pieces import (
     LOG2_E,
     Dim,
-    Pieces,
     add_product,
     added,
     cast,
@@ -55,10 +58,10 @@ class Outputs(NamedTuple):
     """What the forward of one or three branches wrote.
 
     Attributes:
-      outs: output of each branch. Of three, None where only the sum is wanted.
+      outs: output of each branch; None where `total` is there instead.
       lse: log-sum-exps of the branch with blocks; None where none has any, since those of ranges are always
         right.
-      total: gated sum of three branches; None for one.
+      total: gated sum of three branches whose outputs are not kept.
     """
 
     outs: tuple[Float[Array, "B T N V"] | None, ...]
@@ -81,30 +84,14 @@ def recompute_forward(
     outs = (*found.outs, *[None] * (MOST_BRANCHES - len(found.outs)))
     held = dict(total=found.total, **{f"out{i}": out for i, out in enumerate(outs)}, lse=found.lse)
     updated, () = launch(
-        recompute_forward_kernel, query, gates, *operands, out=(), in_place=held,
+        recompute_forward_kernel, query, None if found.total is None else gates, *operands,
+        out=(), in_place=held,
         grid=(triton.cdiv(num_queries, RECOMPUTED_TOKENS), batch * num_kv_heads), num_stages=1,
         PADDED_G=padded_heads(num_heads // num_kv_heads), TOKENS=RECOMPUTED_TOKENS, HEADS=RECOMPUTED_HEADS,
         KEYS=RECOMPUTED_KEYS, PRECISION=precision(query.dtype), **key_counts(branches), **constants,
     )  # fmt: skip
     outs = tuple(updated[f"out{i}"] for i in range(len(found.outs)))
     return Outputs(outs, updated["lse"], updated["total"])
-
-
-class _Query(NamedTuple):
-    """Some heads of a query that is attended again.
-
-    Attributes:
-      q: their rows.
-      rows: where they lie in `[B T N, _]`.
-      at: `b T + t`.
-      b, kv_head: row of the batch, and KV head.
-    """
-
-    q: Pieces
-    rows: Rows
-    at: tl.tensor
-    b: tl.tensor
-    kv_head: tl.tensor
 
 
 @triton.jit
@@ -118,41 +105,55 @@ def _add_values(state, logits, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _attend_again(
-    total, query, out, lse, gates, key, value, num_keys, ranges, BRANCH: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, KEY, VALUE, SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Stores what branch number BRANCH gives, and adds it to the gated sum; one without keys gives 0."""
-    rows = query.rows
-    result = zeros(HEADS, VALUE)
-    if key is not None:
-        visible: tl.constexpr = of_branch(ranges, BRANCH)
-        state = no_keys(HEADS, VALUE)
-        number = 0
+def _attend_again(mine, query, arrays, lse, ranges, WHICH: tl.constexpr, SIZES):
+    """The output of branch number WHICH; stores its log-sum-exps, if it is the one with blocks."""
+    if arrays.key is None:
+        result = zeros(SIZES.HEADS, SIZES.VALUE)
+    else:
+        q = load_rows(query, mine.rows, SIZES.KEY)
+        visible: tl.constexpr = of_branch(ranges, WHICH)
+        state = no_keys(SIZES.HEADS, SIZES.VALUE)
+        seen = 0
         for slot in range(visible.SLOTS):
-            start, end = keys_in_slot(visible, query.at, query.at * KV_HEADS + query.kv_head, slot, True)
-            number += tl.maximum(end - start, 0)
-            for first in range(start, end, KEYS):
-                c = first + tl.arange(0, KEYS)
-                place = (query.b * num_keys + c) * KV_HEADS + query.kv_head
-                k = load_at(key, place * (KEY.D0 + KEY.D1), c < end, KEY)
-                v = load_at(value, place * (VALUE.D0 + VALUE.D1), c < end, VALUE)
-                logits = inner(query.q, k, PRECISION) * (SCALE * LOG2_E)
-                logits = tl.where((c < end)[None, :], logits, float("-inf"))
-                state = _add_values(state, logits, v, PRECISION)
-        some = number > 0
-        if ranges.OF_BLOCKS == BRANCH:
+            start, end = range_in_slot(visible, mine, slot, SIZES)
+            seen += tl.maximum(end - start, 0)
+            for first in range(start, end, SIZES.KEYS):
+                k, v, inside = keys_of_step(arrays, mine, first, end, SIZES)
+                logits = inner(q, k, SIZES.PRECISION) * (SIZES.SCALE * LOG2_E)
+                logits = tl.where(inside[None, :], logits, float("-inf"))
+                state = _add_values(state, logits, v, SIZES.PRECISION)
+        some = seen > 0
+        if ranges.OF_BLOCKS == WHICH:
+            rows = mine.rows
             tl.store(lse + rows.first + rows.offset, natural_lse(state, some), mask=rows.inside)
         part = tl.where(some, 1 / tl.where(some, state.total, 1.0), 0.0)
         result = scaled(state.out, part[:, None])
-        if out is not None:
-            store_rows(out, rows, result, VALUE)
-    if gates is not None:
-        gate = tl.load(gates + (rows.first + rows.offset) * 3 + BRANCH, mask=rows.inside, other=0.0)
-        rounded = cast(result, query.q.first.dtype)  # as if it had been stored
-        total = added(total, scaled(rounded, gate.to(tl.float32)[:, None]))
-    return total
+    return result
+
+
+@triton.jit
+def _repair_branch(
+    wrong, out, query, arrays, lse, ranges, first_token, num_queries, WHICH: tl.constexpr, G: tl.constexpr,
+    TOKENS: tl.constexpr, SIZES,
+):  # fmt: skip
+    """Stores the output of branch number WHICH anew for the tokens where it is wrong."""
+    if arrays.key is not None:
+        for i in range(TOKENS):
+            if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
+                for head in range(0, G, SIZES.HEADS):
+                    mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+                    result = _attend_again(mine, query, arrays, lse, ranges, WHICH, SIZES)
+                    store_rows(out, mine.rows, result, SIZES.VALUE)
+
+
+@triton.jit
+def _add_gated(total, mine, query, arrays, lse, gates, ranges, WHICH: tl.constexpr, SIZES):
+    """`total` plus the output of branch number WHICH times its gate."""
+    result = _attend_again(mine, query, arrays, lse, ranges, WHICH, SIZES)
+    at = (mine.rows.first + mine.rows.offset) * 3 + WHICH
+    gate = tl.load(gates + at, mask=mine.rows.inside, other=0.0).to(tl.float32)
+    rounded = cast(result, query.dtype.element_ty)  # as if it had been stored
+    return added(total, scaled(rounded, gate[:, None]))
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_forward"))
@@ -165,38 +166,41 @@ def recompute_forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attends again from those of TOKENS queries where some number is not finite."""
-    KEY: tl.constexpr = Dim(H0, H1)
     VALUE: tl.constexpr = Dim(V0, V1)
-    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
+    SIZES: tl.constexpr = Sizes(KV_HEADS, HEADS, KEYS, Dim(H0, H1), VALUE, SCALE, PRECISION)
+    arrays0: tl.constexpr = BranchArrays(key0, value0, num_keys0)
+    arrays1: tl.constexpr = BranchArrays(key1, value1, num_keys1)
+    arrays2: tl.constexpr = BranchArrays(key2, value2, num_keys2)
     first_token = tl.program_id(0) * TOKENS
     firsts = first_heads(first_token, num_queries, KV_HEADS, G, TOKENS)
-    searched = out0 if total is None else total
-    nonfinite = nonfinite_rows(load_rows(searched, firsts, VALUE))
-    if blocks is not None:
-        nonfinite = nonfinite | nonfinite_heads(lse, firsts, 1, G, PADDED_G)
-    if tl.max(nonfinite.to(tl.int32), 0) == 0:
-        return
-    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
-    for i in range(TOKENS):
-        if tl.max((nonfinite & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
-            at = b * num_queries + first_token + i
-            for head in range(0, G, HEADS):
-                r = tl.arange(0, HEADS)
-                rows = Rows((at * KV_HEADS + kv_head) * G + head, r, head + r < G)
-                again = _Query(load_rows(query, rows, KEY), rows, at, b, kv_head)
-                result = _attend_again(
-                    zeros(HEADS, VALUE), again, out0, lse, gates, key0, value0, num_keys0, ranges, 0,
-                    KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                )  # fmt: skip
-                if total is not None:
-                    result = _attend_again(
-                        result, again, out1, lse, gates, key1, value1, num_keys1, ranges, 1,
-                        KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                    )  # fmt: skip
-                    result = _attend_again(
-                        result, again, out2, lse, gates, key2, value2, num_keys2, ranges, 2,
-                        KV_HEADS, HEADS, KEYS, KEY, VALUE, SCALE, PRECISION,
-                    )  # fmt: skip
-                    store_rows(total, rows, result, VALUE)
+    none = tl.zeros([TOKENS], tl.int1)
+    of_heads = none if blocks is None else nonfinite_heads(lse, firsts, 1, G, PADDED_G)
+    queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    if total is None:
+        wrong0 = nonfinite_rows(load_rows(out0, firsts, VALUE)) | (of_heads if OF_BLOCKS == 0 else none)
+        wrong1 = none if out1 is None else nonfinite_rows(load_rows(out1, firsts, VALUE))
+        wrong2 = none if out2 is None else nonfinite_rows(load_rows(out2, firsts, VALUE))
+        wrong1 = wrong1 | (of_heads if OF_BLOCKS == 1 else none)
+        if tl.max((wrong0 | wrong1 | wrong2).to(tl.int32), 0) != 0:
+            _repair_branch(
+                wrong0, out0, query, arrays0, lse, ranges, first_token, num_queries, 0, G, TOKENS, SIZES
+            )
+            _repair_branch(
+                wrong1, out1, query, arrays1, lse, ranges, first_token, num_queries, 1, G, TOKENS, SIZES
+            )
+            _repair_branch(
+                wrong2, out2, query, arrays2, lse, ranges, first_token, num_queries, 2, G, TOKENS, SIZES
+            )
+    else:
+        wrong = nonfinite_rows(load_rows(total, firsts, VALUE)) | of_heads
+        if tl.max(wrong.to(tl.int32), 0) != 0:
+            for i in range(TOKENS):
+                if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
+                    for head in range(0, G, HEADS):
+                        mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+                        result = zeros(HEADS, VALUE)
+                        result = _add_gated(result, mine, query, arrays0, lse, gates, ranges, 0, SIZES)
+                        result = _add_gated(result, mine, query, arrays1, lse, gates, ranges, 1, SIZES)
+                        result = _add_gated(result, mine, query, arrays2, lse, gates, ranges, 2, SIZES)
+                        store_rows(total, mine.rows, result, VALUE)

@@ -58,8 +58,8 @@ def recompute_probabilities_kernel(
 ):  # fmt: skip
     """Recomputes the slots of those of TOKENS queries where one is NaN."""
     DIM: tl.constexpr = Dim(H0, H1)
-    number = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, number, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
+    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     visible: tl.constexpr = of_branch(ranges, OF_BLOCKS)
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS

@@ -7,7 +7,7 @@ query selects all blocks.
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Float
-from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.backward import Backward, BranchGradients
 from nsa_jax.kernels.triton.ranges import forward
 from nsa_jax.kernels.triton.ranges.backward_key import range_key_gradients
 from nsa_jax.kernels.triton.ranges.backward_query import range_query_gradient
@@ -51,20 +51,18 @@ def range_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """Gradients where the cotangent of the output is `gate * d_out`; not searched for what is not finite.
+) -> BranchGradients:
+    """Gradients of such a branch; not searched for what is not finite.
 
     Args:
       query, key, value, ranges, scale: see `attend_ranges`.
       given: what it returned, searched, and the cotangents.
-
-    Returns:
-      `(d_query, d_key, d_value, products, delta)`; the last two as `range_query_gradient` returns them.
     """
     if key.shape[1] == 0:
         d_query = jnp.zeros_like(query) if given.previous is None else given.previous
         nothing = jnp.zeros_like(given.lse)
-        return d_query, jnp.zeros_like(key), jnp.zeros_like(value), nothing, nothing
+        return BranchGradients(d_query, jnp.zeros_like(key), jnp.zeros_like(value), nothing, nothing)
     operands = (query, key, value, ranges)
     d_query, products, delta = range_query_gradient(*operands, given, scale=scale)
-    return d_query, *range_key_gradients(*operands, given, delta, scale=scale), products, delta
+    d_keys = range_key_gradients(*operands, given, delta, scale=scale)
+    return BranchGradients(d_query, *d_keys, products, delta)

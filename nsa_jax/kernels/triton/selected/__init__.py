@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nsa_jax.array_typing import Array, Bool, Float, Int32
-from nsa_jax.kernels.triton.backward import Backward
+from nsa_jax.kernels.triton.backward import Backward, BranchGradients
 from nsa_jax.kernels.triton.dims import tokens_of
 from nsa_jax.kernels.triton.gpu import shape_of
 from nsa_jax.kernels.triton.selected import forward
@@ -104,7 +104,7 @@ def selected_gradients(
     given: Backward,
     *,
     scale: float,
-) -> tuple[Array, Array, Array, Float[Array, "B T N"], Float[Array, "B T N"]]:
+) -> BranchGradients:
     """What `ranges.range_gradients` returns, for this branch; arguments as there and in `attend_selected`."""
     num_keys, slots = key.shape[1], block_indices.shape[3]
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
@@ -146,7 +146,7 @@ def selected_gradients(
         )  # fmt: skip
     assert written is not None
     d_query, *parts = written
-    return d_query, *join_items(items, *parts), products, delta
+    return BranchGradients(d_query, *join_items(items, *parts), products, delta)
 
 
 class _Way(NamedTuple):

@@ -5,8 +5,9 @@ Two kernels. The first, grid = (1,), counts the items of each group and adds the
 (ceil(items / 128),): a program finds the groups of 128 items by a binary search, and writes the seven numbers
 of each. `36 items + 24 groups` bytes.
 
-Why one program: groups are few (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has five numbers, two
-of which are sums over all before. XLA made seven programs of it, which took 28 to 31 us at 8k.
+Why one program: groups are few in plain rows (1024 at 8k tokens, K = 8; 4096 at 64k, K = 4), and each has
+five numbers, two of which are sums over all before. XLA makes seven programs of it, which took 28 to 31 us at
+8k. It does so where groups are many, as in packed rows, which may have one for each token (`items`).
 """
 
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from nsa_jax.kernels.triton.launch import launch, like, named
 ITEM_FIELDS = 7
 ITEMS_OF_A_PROGRAM = 128
 STEP = 4096  # blocks, then groups, of a step of the first kernel
+
+
+MOST_GROUPS = 2**15  # that one program counts
 
 
 class ItemCounts(NamedTuple):
@@ -87,7 +91,7 @@ def _items_of(bounds, group, exists, item):
     """How many items the pairs of groups make."""
     first = tl.load(bounds + 2 * group, mask=exists, other=0)
     end = tl.load(bounds + 2 * group + 2, mask=exists, other=0)
-    return (end - first + item - 1) // item
+    return tl.where(end > first, (end - first - 1) // item + 1, 0)
 
 
 @triton.jit(repr=named("nsa_count_items"))
@@ -155,7 +159,8 @@ def item_table_kernel(
     index = number - before  # among the items of the group
     first = tl.load(bounds + 2 * group, mask=exists, other=0) + index * item
     masked = tl.load(bounds + 2 * group + 1, mask=exists, other=0)
-    end = tl.minimum(first + item, tl.load(bounds + 2 * group + 2, mask=exists, other=0))
+    last = tl.load(bounds + 2 * group + 2, mask=exists, other=0)
+    end = first + tl.minimum(item, last - first)  # `first + item` may exceed 32 bits
     slot = tl.load(of_group + group, mask=exists, other=-1)
     head = group // group_of_a_head
     block = head // KV_HEADS * num_blocks + group % num_blocks

@@ -26,7 +26,13 @@ from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Int, Int32
 from nsa_jax.kernels.triton.launch import launch, like, named
 from nsa_jax.kernels.triton.selected.counting_sort import counting_sort, fitting_tile
-from nsa_jax.kernels.triton.selected.item_table import count_below, count_items, item_table
+from nsa_jax.kernels.triton.selected.item_table import (
+    MOST_GROUPS,
+    ItemCounts,
+    count_below,
+    count_items,
+    item_table,
+)
 from nsa_jax.kernels.triton.selected.unions import last_rows
 
 COUNTS_OF_A_PROGRAM = 128  # numbers that one program of `count_below` finds
@@ -108,7 +114,8 @@ def invert(
     if num_queries <= item:  # a block has at most T pairs, so one item takes them all
         item = max(num_pairs, 1)
     # A block that nobody chose gets an item too, which writes zeros; in packed rows `written` says it.
-    counts = count_items(pair_bounds, heads, ranges, num_blocks, item=item, fill=not packed)
+    count = count_items if num_groups <= MOST_GROUPS else _count_by_xla
+    counts = count(pair_bounds, heads, ranges, num_blocks, item=item, fill=not packed)
     num_items = num_pairs // item + (min(num_groups, num_pairs) if packed else num_groups)
     items = item_table(
         pair_bounds, counts, numbering.starts, numbering.limits, ranges, item=item, num_items=num_items
@@ -167,6 +174,23 @@ def _sorted_by_xla(
     query = jnp.broadcast_to(query, places.shape)
     place, tokens = jax.lax.sort((place.reshape(-1), query.reshape(-1)), num_keys=1, is_stable=True)
     return tokens, _count_below(place, most + 1)
+
+
+def _count_by_xla(
+    bounds: Int32[Array, " bounds"], heads: int, ranges: int, num_blocks: int, *, item: int, fill: bool
+) -> ItemCounts:
+    """What `count_items` gives, for any number of groups."""
+    pairs = (bounds[2::2] - bounds[:-1:2]).reshape(heads, ranges, num_blocks)
+    count = jnp.where(pairs > 0, (pairs - 1) // item + 1, 0)
+    total = count.sum(axis=1, dtype=jnp.int32)  # of each block
+    partials = jnp.where(total > 1, total, 0)
+    slots = (jnp.cumsum(partials, dtype=jnp.int32) - partials.reshape(-1)).reshape(partials.shape)
+    of_group = slots[:, None] + jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
+    of_group = jnp.where(total[:, None] > 1, of_group, -1)
+    if fill:
+        first_range = jnp.arange(ranges)[:, None] == 0
+        count = jnp.where(first_range & (total == 0)[:, None], 1, count)
+    return ItemCounts(jnp.cumsum(count, dtype=jnp.int32), of_group.reshape(-1), slots, partials)
 
 
 def _number_plain(placement: layout.Placement, num_keys: int) -> _Numbering:
