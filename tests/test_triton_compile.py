@@ -44,12 +44,15 @@ OF_PROBABILITIES = {
     *("nsa_block_probabilities", "nsa_dense_log_sum_exp", "nsa_selected_probabilities"),
     "nsa_selected_recompute_probabilities",
 }
-RECOMPUTED_RESULTS = ("forward", "query_gradient", "key_gradients")
-RECOMPUTING = {f"nsa_native_recompute_{what}" for what in RECOMPUTED_RESULTS}  # of three branches at once
-RECOMPUTING_ONE = {
+OF_ALL_AT_ONCE = ("forward", "query_gradient")
+RECOMPUTING = {
+    *(f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE),
+    *(f"nsa_{branch}_recompute_key_gradients" for branch in ("compressed", "window", "selected")),
+}
+RECOMPUTING_ONE = {  # in operations of one branch
     f"nsa_{branch}_recompute_{what}"
     for branch in ("compressed", "window", "selected", "selected_causal")
-    for what in RECOMPUTED_RESULTS
+    for what in OF_ALL_AT_ONCE
 }
 OF_A_SORT = {"nsa_place_counts", "nsa_sum_counts", "nsa_place_bounds", "nsa_sorted_pairs"}
 OF_ITEMS = {"nsa_count_items", "nsa_item_table"}
@@ -62,8 +65,8 @@ WITHOUT_PRODUCTS = OF_LISTS | {
 KERNELS = WITH_PRODUCTS | WITHOUT_PRODUCTS | RECOMPUTING
 OF_TWO_BRANCHES = {
     name
-    for name in WITH_PRODUCTS | RECOMPUTING_ONE | OF_LISTS
-    if not any(x in name for x in ("compressed", "causal", "importance"))
+    for name in WITH_PRODUCTS | RECOMPUTING | RECOMPUTING_ONE | OF_LISTS
+    if not any(x in name for x in ("compressed", "causal", "importance", "native"))
 }
 OF_A_STEP = {  # in test_triton_decode and test_triton_dense_decode
     *("nsa_step_first", "nsa_step_hidden", "nsa_step_second", "nsa_step_dense", "nsa_step_dense_merge"),
@@ -78,7 +81,8 @@ OF_PARTS = {  # of few heads
     *("nsa_selected_add_query_parts", "nsa_selected_deltas"),
 }
 OF_SHORT_ROWS = {  # the window's, by other names and with other ranges
-    f"nsa_selected_causal_{what}" for what in ("forward", "query_gradient", "key_gradients")
+    f"nsa_selected_causal_{what}"
+    for what in ("forward", "query_gradient", "key_gradients", "recompute_key_gradients")
 }
 EVERY = KERNELS | RECOMPUTING_ONE | OF_PROBABILITIES | OF_A_STEP | OF_AN_INDEX | OF_MOSAIC
 EVERY |= OF_PARTS | OF_SHORT_ROWS | OF_PACKED_ROWS
@@ -173,6 +177,7 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 464,
     },
     (90, "64 heads"): {
+        "nsa_selected_recompute_forward": 8,
         "nsa_selected_forward": 24,
         "nsa_selected_key_gradients": 24,
         "nsa_window_forward": 36,
@@ -183,7 +188,6 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 1540,
     },
     (90, "128 wide heads"): {
-        "nsa_native_recompute_key_gradients": 100,
         "nsa_selected_key_gradients": 112,
         "nsa_window_key_gradients": 2296,
     },
@@ -312,7 +316,7 @@ def test_few_wide_heads_become_machine_code(capability, spilled):
 
 def test_kernels_of_short_rows_become_machine_code():
     """And what recomputes, where no branch has blocks."""
-    own = OF_SHORT_ROWS | RECOMPUTING
+    own = OF_SHORT_ROWS | {f"nsa_native_recompute_{what}" for what in OF_ALL_AT_ONCE}
 
     found = triton_kernels.compiled(everything, *operands(MAIN, 1024), capability=90, but=EVERY - own)
 
@@ -388,9 +392,10 @@ def test_no_two_functions_share_a_name():
 
     assert [name for name, count in names.items() if count > 1] == []
     branches = ("compressed", "window", "selected", "selected_causal")
+    at_once = tuple(f"recompute_{what}_kernel" for what in OF_ALL_AT_ONCE)
     kernels = {f.repr(types.SimpleNamespace(constants=dict(BRANCH=branch)))
                for f, name in triton_kernels.jit_functions().items() if name.endswith("_kernel")
-               for branch in (*branches, *["native"] * ("recompute" in name))}  # fmt: skip
+               for branch in (*branches, *["native"] * name.endswith(at_once))}  # fmt: skip
     assert kernels == EVERY
 
 

@@ -109,6 +109,8 @@ CHECKS = {
         *("case consecutive", "case packed", "case anywhere", "one token"),
         *("whole", "whole, short rows", "whole, short packed rows"),
         *("not finite, consecutive", "not finite, packed", "a key that is not a number"),
+        *("whole, not finite", "whole, not finite, packed"),
+        *("whole, not finite, parts", "whole, not finite, short rows"),
     ),
 }
 

@@ -194,13 +194,12 @@ def check_whole_not_finite(name: str, way: str = "tiles") -> float:
     queries, last = drawn.query.shape[1], -1
     nan, inf, later = jnp.nan, jnp.inf, queries - 2
     runs = (
-        {"key_slc": ((0, 21, last, 1), nan)},
         {"value_cmp": ((0, last, 0, 5), nan), "key_win": ((last, 33, last, 2), nan)},
         {"value_slc": ((0, -9, last, 2), inf), "query": ((last, queries // 3, 0, 3), nan)},
         {"gates": ((0, 11, 0, 1), nan), "d_out": ((0, later, last, 3), inf)},
     )
     if way != "tiles" or case.runs is not None:
-        runs = ({**runs[0], "value_win": ((0, 12, 0, 0), inf)},)
+        runs = ({"key_slc": ((0, 21, last, 1), nan), "value_win": ((0, 34, 0, 0), inf)},)
     parts = SelectedPartSizes(16, 4, 1, None, 1024, fewest_keys=0, most_shared=4)
     settings = dict(
         BLOCK=16, FEWEST_PAIRS=0, FEWEST_ASKED_FORWARD=0,

@@ -23,7 +23,7 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
-from nsa_jax.kernels.triton.nonfinite import Outputs, Saved
+from nsa_jax.kernels.triton.nonfinite import Outputs, RowNumbers, Saved
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     causal_ranges,
@@ -39,8 +39,9 @@ from nsa_jax.kernels.triton.repaired import (
     attend_range,
     differentiate_blocks,
     differentiate_range,
-    repair_gradients,
+    repair_key_gradients,
     repair_outputs,
+    repair_query_gradient,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
@@ -391,26 +392,28 @@ _gated_sum.defvjp(_gated_sum_forward, _gated_sum_backward)
 def _native(query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities):
     """Without gradients, of which the sum alone is wanted."""
     arrays = query, keys_values, gates, block_indices, placement
-    found, _, _, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=False)
-    return found.total, *probabilities
+    total, _, _, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=False)
+    return total, *probabilities
 
 
 def _native_forward(
     query, keys_values, gates, block_indices, placement, scale, gradients, with_probabilities
 ):
     arrays = query, keys_values, gates, block_indices, placement
-    found, lse, blocks, probabilities = _attend_all(*arrays, scale, with_probabilities, before_backward=True)
-    saved = tuple(_saved(*of_branch) for of_branch in zip(found.outs, lse, strict=True))
-    return (found.total, *probabilities), (query, keys_values, gates, blocks, placement, saved)
+    total, saved, blocks, probabilities = _attend_all(
+        *arrays, scale, with_probabilities, before_backward=True
+    )
+    return (total, *probabilities), (query, keys_values, gates, blocks, placement, saved)
 
 
 def _attend_all(
     query, keys_values, gates, block_indices, placement, scale, with_probabilities, *, before_backward
 ):
-    """`(found, lse, block_indices, probabilities)`: the branches one after the other, then their search.
+    """`(total, saved, block_indices, probabilities)`: the branches one after the other, then their search.
 
-    Before a backward pass also their outputs are kept. The log-sum-exps are of each branch. The blocks are
-    None where the row is so short that every query selects all of them: then the selected branch is causal
+    Before a backward pass, `saved` are output and log-sum-exps of each branch. They carry their names before
+    they are added: so a remat policy that keeps them need not attend again for the sum. The blocks are None
+    where the row is so short that every query selects all of them: then the selected branch is causal
     attention. With `with_probabilities`, for which blocks are given, also the probabilities of the slots.
     """
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
@@ -436,15 +439,16 @@ def _attend_all(
         out_win, lse_win = attend(*window)
         found = Outputs((out_cmp, out_slc, out_win), lse_of_blocks)
         found, probabilities = repair(found, tuple(probabilities), *arrays)
-        total = _divisible(gating.gated_sum)(*found.outs, gates)
-        found = found._replace(total=total)
-    else:  # the window's kernel ends in the gated sum
-        attend_and_add = _divisible(forward.attend_ranges, scale=scale)
-        total, lse_win = attend_and_add(*window, (out_cmp, out_slc, gates))
-        found = Outputs((None, None, None), lse_of_blocks, total)
-        found, probabilities = repair(found, tuple(probabilities), *arrays)
-    lse = lse_cmp, lse_slc if found.lse is None else found.lse, lse_win
-    return found, lse, block_indices, probabilities
+        lse = lse_cmp, lse_slc if found.lse is None else found.lse, lse_win
+        saved = tuple(_saved(*of_branch) for of_branch in zip(found.outs, lse, strict=True))
+        total = _divisible(gating.gated_sum)(*(out for out, _ in saved), gates)
+        return total, saved, block_indices, probabilities
+    # the window's kernel ends in the gated sum
+    attend_and_add = _divisible(forward.attend_ranges, scale=scale)
+    total, _ = attend_and_add(*window, (out_cmp, out_slc, gates))
+    found = Outputs((None, None, None), lse_of_blocks, total)
+    found, probabilities = repair(found, tuple(probabilities), *arrays)
+    return found.total, None, block_indices, probabilities
 
 
 def _native_backward(scale, gradients, with_probabilities, residuals, cotangents):
@@ -453,10 +457,16 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
     differentiate = _divisible(range_gradients, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
+    all_branches = query, keys_values, block_indices, placement
+
+    def keys_of(which, found, lse):  # each branch's at once, so that devices may send them meanwhile
+        repair = _divisible(repair_key_gradients, scale=scale, which=which)
+        return repair(found.key, found.value, RowNumbers(lse, found.delta, d_out, gates), *all_branches)
 
     given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     ranges = compression_ranges(placement, key_cmp.shape[1])
     of_cmp = differentiate(query, key_cmp, value_cmp, ranges, given)
+    d_cmp = keys_of(0, of_cmp, cmp[1])
     given = Backward(slc[0], slc[1], d_out, gate=gate_slc, previous=of_cmp.query)
     if block_indices is None:
         causal = causal_ranges(placement, key_slc.shape[1])
@@ -464,18 +474,16 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     else:
         selected = _divisible(gradients, scale=scale)
         of_slc = selected(query, key_slc, value_slc, block_indices, placement, given)
+    d_slc = keys_of(1, of_slc, slc[1])
     given = Backward(win[0], win[1], d_out, gate=gate_win, previous=of_slc.query)
     ranges = window_ranges(placement, key_win.shape[1])
     of_win = differentiate(query, key_win, value_win, ranges, given)
+    d_win = keys_of(2, of_win, win[1])
 
-    found = of_cmp, of_slc, of_win
-    saved = Saved((cmp[1], slc[1], win[1]), tuple(x.delta for x in found), d_out, gates)
-    d_query, d_keys = _divisible(repair_gradients, scale=scale)(
-        of_win.query, tuple((x.key, x.value) for x in found), saved,
-        query, keys_values, block_indices, placement,
-    )  # fmt: skip
-    d_gates = jnp.stack([x.products for x in found], axis=-1).astype(gates.dtype)
-    return d_query, BranchKeysValues(*d_keys[0], *d_keys[1], *d_keys[2]), d_gates, None, None
+    saved = Saved((cmp[1], slc[1], win[1]), (of_cmp.delta, of_slc.delta, of_win.delta), d_out, gates)
+    d_query = _divisible(repair_query_gradient, scale=scale)(of_win.query, saved, *all_branches)
+    d_gates = jnp.stack([x.products for x in (of_cmp, of_slc, of_win)], axis=-1).astype(gates.dtype)
+    return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
 
 
 _native.defvjp(_native_forward, _native_backward)

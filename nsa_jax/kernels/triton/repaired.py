@@ -12,6 +12,7 @@ from nsa_jax.kernels.triton.backward import Backward, BranchGradients
 from nsa_jax.kernels.triton.nonfinite import (
     Branch,
     Outputs,
+    RowNumbers,
     Saved,
     recompute_forward,
     recompute_key_gradients,
@@ -31,7 +32,6 @@ from nsa_jax.kernels.triton.selected import attend_selected
 from nsa_jax.layout import Placement
 
 type SelectedGradients = Callable[..., BranchGradients]  # as `selected.selected_gradients`
-type KeyGradients = tuple[tuple[Array, Array], ...]  # `(d_key, d_value)` of each branch
 
 
 class BranchKeysValues(NamedTuple):
@@ -136,9 +136,8 @@ def repair_outputs(
     return found, _probabilities(probabilities, found.lse, query, branches[1], scale)
 
 
-def repair_gradients(
+def repair_query_gradient(
     d_query: Float[Array, "B T N H"],
-    d_keys: KeyGradients,
     saved: Saved,
     query: Float[Array, "B T N H"],
     keys_values: BranchKeysValues,
@@ -146,19 +145,38 @@ def repair_gradients(
     placement: Placement,
     *,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], KeyGradients]:
-    """The gradient of the query, a sum over three branches, and those of each branch's keys and values."""
+) -> Float[Array, "B T N H"]:
+    """The gradient of the query, a sum over three branches."""
     branches = _branches(keys_values, block_indices, placement)
-    d_query = recompute_query_gradient(d_query, query, branches, saved, scale=scale)
-    return d_query, recompute_key_gradients(d_keys, query, branches, saved, scale=scale)
+    return recompute_query_gradient(d_query, query, branches, saved, scale=scale)
+
+
+def repair_key_gradients(
+    d_key: Float[Array, "B S K H"],
+    d_value: Float[Array, "B S K V"],
+    numbers: RowNumbers,
+    query: Float[Array, "B T N H"],
+    keys_values: BranchKeysValues,
+    block_indices: Int32[Array, "B T K R"] | None,
+    placement: Placement,
+    *,
+    which: int,
+    scale: float,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Those of the keys and values of branch number `which` of three."""
+    branches = _branches(keys_values, block_indices, placement)
+    return recompute_key_gradients(d_key, d_value, query, branches, numbers, which=which, scale=scale)
 
 
 def _repair_one(found, query, branch, given, scale):
-    assert given.gate is None, "the output is a branch's own, else see `repair_gradients`"
+    assert given.gate is None, "the output is a branch's own, else see `repair_query_gradient`"
     assert given.previous is None, "the gradient is of this branch alone"
     saved = Saved((given.lse,), (found.delta,), given.d_out)
     d_query = recompute_query_gradient(found.query, query, [branch], saved, scale=scale)
-    (d_keys,) = recompute_key_gradients([(found.key, found.value)], query, [branch], saved, scale=scale)
+    numbers = RowNumbers(given.lse, found.delta, given.d_out)
+    d_keys = recompute_key_gradients(
+        found.key, found.value, query, [branch], numbers, which=0, scale=scale
+    )  # fmt: skip
     return d_query, *d_keys
 
 

@@ -8,13 +8,20 @@ one query or one key at a time, loading only the keys that it sees or the querie
 
 from nsa_jax.kernels.triton.nonfinite.backward_key import recompute_key_gradients
 from nsa_jax.kernels.triton.nonfinite.backward_query import recompute_query_gradient
-from nsa_jax.kernels.triton.nonfinite.branches import Branch, Saved, VisibleKeys, visible_in_blocks
+from nsa_jax.kernels.triton.nonfinite.branches import (
+    Branch,
+    RowNumbers,
+    Saved,
+    VisibleKeys,
+    visible_in_blocks,
+)
 from nsa_jax.kernels.triton.nonfinite.forward import Outputs, recompute_forward
 from nsa_jax.kernels.triton.nonfinite.probabilities import recompute_probabilities
 
 __all__ = [
     "Branch",
     "Outputs",
+    "RowNumbers",
     "Saved",
     "VisibleKeys",
     "recompute_forward",

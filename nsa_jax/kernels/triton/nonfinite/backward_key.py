@@ -1,13 +1,14 @@
 """Recomputes gradients of keys and values that are not finite, key by key.
 
-grid = (sum over the branches of ceil(S / 64), B K): one program reads the gradients of 64 keys of a branch.
-They are ceil(S / 64) apart, so that neighbouring bad keys go to different programs. For each key whose
-gradients are not all finite it loops over the queries, 32 tokens and one head a step, and loads the rows of
-those that see the key. It stops as soon as no number of the gradients is finite, because further terms cannot
-change that.
+grid = (ceil(S / 64), B K): one program reads the gradients of 64 keys. They are ceil(S / 64) apart, so that
+neighbouring bad keys go to different programs. For each key whose gradients are not all finite it loops over
+the queries, 32 tokens and one head a step, and loads the rows of those that see the key. It stops as soon as
+no number of the gradients is finite, because further terms cannot change that.
 
-Where all is finite: reads `B S K (H + V) itemsize` bytes of each branch (134 MB at 64k, K = 4, 128/128; 37 us
-measured).
+Why each branch alone: one search of three takes as long, since all must be read, and the gradients of the
+first branch would wait for those of the last. Several devices send them meanwhile.
+
+Where all is finite: reads `B S K (H + V) itemsize` bytes (134 MB at 64k, K = 4, 128/128; 37 us measured).
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,11 @@ from nsa_jax.array_typing import Array, Float
 from nsa_jax.kernels.triton.launch import launch, named
 from nsa_jax.kernels.triton.loading import Rows, load_rows, store_rows
 from nsa_jax.kernels.triton.nonfinite.branches import (
-    MOST_BRANCHES,
     AllRanges,
     Branch,
     BranchArrays,
-    Saved,
+    RowNumbers,
     arguments_of,
-    key_counts,
     keys_in_slot,
     of_branch,
 )
@@ -45,45 +44,35 @@ from nsa_jax.kernels.triton.softmax import load_lse
 
 
 def recompute_key_gradients(
-    found: Sequence[tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]],
+    d_key: Float[Array, "B S K H"],
+    d_value: Float[Array, "B S K V"],
     query: Float[Array, "B T N H"],
     branches: Sequence[Branch],
-    saved: Saved,
+    numbers: RowNumbers,
     *,
+    which: int,
     scale: float,
-) -> tuple[tuple[Array, Array], ...]:
-    """Recomputes in place what is not finite in `(d_key, d_value)` of each branch, and returns them."""
-    batch, num_kv_heads = query.shape[0], branches[0].key.shape[2]
-    operands, constants = arguments_of(query, branches, scale)
-    exists = [branch.key.shape[1] > 0 for branch in branches] + [False] * (MOST_BRANCHES - len(branches))
-    held: dict[str, Array | None] = {}
-    for i, some in enumerate(exists):
-        held[f"d_key{i}"], held[f"d_value{i}"] = found[i] if some else (None, None)
-    counts = key_counts(branches)
-    tiles = sum(triton.cdiv(number, RECOMPUTED_KEYS_OF_A_PROGRAM) for number in counts.values())
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+    """Recomputes in place what is not finite in the gradients of branch number `which`, and returns them."""
+    (batch, num_keys, num_kv_heads, _), branch = d_key.shape, branches[which]
+    if num_keys == 0:
+        return d_key, d_value
+    (*_, limits, blocks), constants = arguments_of(query, branches, scale)
     updated, () = launch(
-        recompute_key_gradients_kernel, query, *operands, *saved.arguments(), out=(), in_place=held,
-        grid=(tiles, batch * num_kv_heads), num_stages=1,
-        KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS, **counts, **constants,
+        recompute_key_gradients_kernel, query, branch.key, branch.value, limits, blocks, *numbers, out=(),
+        in_place=dict(d_key=d_key, d_value=d_value),
+        grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
+        KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS, num_keys=num_keys, WHICH=which,
+        **(constants | dict(BRANCH=branch.visible.branch)),
     )  # fmt: skip
-    return tuple(
-        (updated[f"d_key{i}"], updated[f"d_value{i}"]) if exists[i] else pair for i, pair in enumerate(found)
-    )
-
-
-class _Gradients(NamedTuple):
-    """Where gradients of keys and values lie; None for no keys."""
-
-    d_key: tl.tensor | None
-    d_value: tl.tensor | None
+    return updated["d_key"], updated["d_value"]
 
 
 class _Options(NamedTuple):
-    """KV heads, query heads of one, keys of a program, tokens of a step, `Dim`s, and the scale."""
+    """KV heads, query heads of one, tokens of a step, `Dim`s, and the scale."""
 
     KV_HEADS: tl.constexpr
     G: tl.constexpr
-    KEYS: tl.constexpr
     TOKENS: tl.constexpr
     KEY: tl.constexpr
     VALUE: tl.constexpr
@@ -141,7 +130,7 @@ def _some_finite(x):
 
 @triton.jit
 def _recompute_key(
-    column, b, kv_head, found, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS
+    column, b, kv_head, d_key, d_value, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS
 ):  # fmt: skip
     """Stores the gradients of one key of branch number WHICH and of its value."""
     KV_HEADS: tl.constexpr = OPTIONS.KV_HEADS
@@ -167,63 +156,36 @@ def _recompute_key(
                 sums = _add_rows(sums, k, v, arrays, rows, WHICH, OPTIONS)
             more = _some_finite(sums.dk) | _some_finite(sums.dv)
         first += OPTIONS.TOKENS
-    store_rows(found.d_key, this, scaled(sums.dk, OPTIONS.SCALE), OPTIONS.KEY)
-    store_rows(found.d_value, this, sums.dv, OPTIONS.VALUE)
-
-
-@triton.jit
-def _search_branch(before, found, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS):
-    """Recomputes what the program finds in branch number WHICH.
-
-    The programs of the branch come behind `before` others; returns the number of both.
-    """
-    if keys.key is not None:
-        KEYS: tl.constexpr = OPTIONS.KEYS
-        programs = (keys.num_keys + KEYS - 1) // KEYS
-        mine = tl.program_id(0) - before
-        if (mine >= 0) & (mine < programs):
-            b = (tl.program_id(1) // OPTIONS.KV_HEADS).to(tl.int64)
-            kv_head = tl.program_id(1) % OPTIONS.KV_HEADS
-            c = tl.arange(0, KEYS)
-            rows = Rows(
-                (b * keys.num_keys + mine) * OPTIONS.KV_HEADS + kv_head,
-                c.to(tl.int64) * programs * OPTIONS.KV_HEADS, mine + c * programs < keys.num_keys,
-            )  # fmt: skip
-            wrong = nonfinite_rows(load_rows(found.d_key, rows, OPTIONS.KEY))
-            wrong = wrong | nonfinite_rows(load_rows(found.d_value, rows, OPTIONS.VALUE))
-            if tl.max(wrong.to(tl.int32), 0) != 0:
-                for i in range(KEYS):
-                    if tl.max((wrong & (c == i)).to(tl.int32), 0) != 0:
-                        column = mine + i * programs
-                        _recompute_key(
-                            column, b, kv_head, found, keys, arrays, num_queries, ranges, WHICH, OPTIONS
-                        )
-        before += programs
-    return before
+    store_rows(d_key, this, scaled(sums.dk, OPTIONS.SCALE), OPTIONS.KEY)
+    store_rows(d_value, this, sums.dv, OPTIONS.VALUE)
 
 
 @triton.jit(repr=named("nsa_{BRANCH}_recompute_key_gradients"))
 def recompute_key_gradients_kernel(
-    d_key0, d_value0, d_key1, d_value1, d_key2, d_value2, query, key0, value0, key1, value1, key2, value2,
-    limits, blocks, lse0, delta0, lse1, delta1, lse2, delta2, d_out, gates,
-    num_queries, num_keys0, num_keys1, num_keys2, BRANCH: tl.constexpr, OF_BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr,
-    TOKENS: tl.constexpr, H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    SCALE: tl.constexpr,
+    d_key, d_value, query, key, value, limits, blocks, lse, delta, d_out, gates, num_queries, num_keys,
+    BRANCH: tl.constexpr, WHICH: tl.constexpr, OF_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the gradients of those of KEYS keys where some number is not finite."""
-    OPTIONS: tl.constexpr = _Options(KV_HEADS, G, KEYS, TOKENS, Dim(H0, H1), Dim(V0, V1), SCALE)
+    OPTIONS: tl.constexpr = _Options(KV_HEADS, G, TOKENS, Dim(H0, H1), Dim(V0, V1), SCALE)
+    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(1) % KV_HEADS
+    apart = tl.num_programs(0)
+    c = tl.arange(0, KEYS)
+    first_row = (b * num_keys + tl.program_id(0)) * KV_HEADS + kv_head
+    mine = Rows(first_row, c.to(tl.int64) * apart * KV_HEADS, tl.program_id(0) + c * apart < num_keys)
+    wrong = nonfinite_rows(load_rows(d_key, mine, OPTIONS.KEY))
+    wrong = wrong | nonfinite_rows(load_rows(d_value, mine, OPTIONS.VALUE))
+    if tl.max(wrong.to(tl.int32), 0) == 0:
+        return
+    keys: tl.constexpr = BranchArrays(key, value, num_keys)
+    arrays: tl.constexpr = RowArrays(query, d_out, lse, delta, gates)
     queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
     ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
-    before = _search_branch(
-        0, _Gradients(d_key0, d_value0), BranchArrays(key0, value0, num_keys0),
-        RowArrays(query, d_out, lse0, delta0, gates), num_queries, ranges, 0, OPTIONS,
-    )  # fmt: skip
-    before = _search_branch(
-        before, _Gradients(d_key1, d_value1), BranchArrays(key1, value1, num_keys1),
-        RowArrays(query, d_out, lse1, delta1, gates), num_queries, ranges, 1, OPTIONS,
-    )  # fmt: skip
-    _search_branch(
-        before, _Gradients(d_key2, d_value2), BranchArrays(key2, value2, num_keys2),
-        RowArrays(query, d_out, lse2, delta2, gates), num_queries, ranges, 2, OPTIONS,
-    )  # fmt: skip
+    for i in range(KEYS):
+        if tl.max((wrong & (c == i)).to(tl.int32), 0) != 0:
+            column = tl.program_id(0) + i * apart
+            _recompute_key(
+                column, b, kv_head, d_key, d_value, keys, arrays, num_queries, ranges, WHICH, OPTIONS
+            )

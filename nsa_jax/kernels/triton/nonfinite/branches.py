@@ -85,7 +85,7 @@ def key_counts(branches: Sequence[Branch]) -> dict[str, int]:
 
 
 class Saved(NamedTuple):
-    """What the gradients need beside queries and keys.
+    """What the gradient of the query needs beside queries and keys.
 
     Attributes:
       lse: log-sum-exps of each branch.
@@ -104,6 +104,15 @@ class Saved(NamedTuple):
         absent = [None] * (2 * (MOST_BRANCHES - len(self.lse)))
         numbers = [x for pair in zip(self.lse, self.delta, strict=True) for x in pair]
         return *numbers, *absent, self.d_out, self.gates
+
+
+class RowNumbers(NamedTuple):
+    """What the gradients of the keys of one branch need of each row; `gates` are as in `Saved`."""
+
+    lse: Float[Array, "B T N"]
+    delta: Float[Array, "B T N"]
+    d_out: Float[Array, "B T N V"]
+    gates: Float[Array, "B T N 3"] | None = None
 
 
 class AllRanges(NamedTuple):
