@@ -188,6 +188,8 @@ SPILLS: dict[tuple[int, str], dict[str, int]] = {
         "nsa_window_key_gradients": 1540,
     },
     (90, "128 wide heads"): {
+        "nsa_selected_recompute_key_gradients": 8,
+        "nsa_window_recompute_key_gradients": 12,
         "nsa_selected_key_gradients": 112,
         "nsa_window_key_gradients": 2296,
     },
