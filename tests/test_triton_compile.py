@@ -248,7 +248,8 @@ def known_of_others(capability: int, name: str) -> set[str]:
     Those of the compressed branch are the window's where their tiles are.
     """
     known = set() if (capability, name) in RECOMPUTED else RECOMPUTING
-    known = known if (capability, name) == RECOMPUTED_ONE else known | RECOMPUTING_ONE
+    if name in MANY_HEADS and (capability, name) != RECOMPUTED_ONE:
+        known = known | RECOMPUTING_ONE
     if capability in (89, 100, 120) or name == "192/128":
         known = known | WITHOUT_PRODUCTS  # as on an A100 and on Hopper, and as with other keys
     if name in LIKE_WINDOW or capability not in HAS_ROWS_OF_ITS_OWN:
