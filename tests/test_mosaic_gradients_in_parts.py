@@ -26,6 +26,7 @@ from nsa_jax.kernels.mosaic_gpu import operations as by_mosaic
 from nsa_jax.kernels.mosaic_gpu.gradients_in_parts import can_form_parts, chunks_of, shares_little
 from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.chunks import Chunks
+from nsa_jax.kernels.triton.selected.items import most_partials
 
 LENGTH = 65536
 
@@ -144,7 +145,8 @@ def test_some_queries_of_a_row_form_parts_if_the_sums_of_all_keys_are_few(querie
     placed = layout.place(NSAConfig(), batch=1, num_queries=queries, num_keys=keys)
 
     assert can_form_parts(query, value, blocks, placed) == possible
-    sums = gradients_in_parts.partial_sums(blocks, placed, keys, chunks_of(query, blocks).ranges)
+    item, ranges = gradients_in_parts.ITEM_QUERIES, chunks_of(query, blocks).ranges
+    sums = most_partials(blocks, placed, keys, item=item, ranges=ranges)
     assert round(4 * 64 * (128 + 128) * sums / 1e9, 1) == gigabytes
 
 
@@ -165,9 +167,8 @@ def test_packed_rows_form_parts_if_their_queries_are_known_to_be_consecutive():
 
 @pytest.mark.parametrize("item", [8, 60])
 @pytest.mark.parametrize("lengths", [[60], [13, 17, 1, 15, 14], [1] * 60])
-def test_sums_are_no_more_than_counted(lengths, item, monkeypatch):
+def test_sums_are_no_more_than_counted(lengths, item):
     """By loops, where every query chooses all blocks in sight, and sequences reach into several ranges."""
-    monkeypatch.setattr(gradients_in_parts, "ITEM_QUERIES", item)
     config = NSAConfig(selection_block_size=2, compression_block_size=2, compression_stride=2)
     segments = jnp.asarray(np.repeat(np.arange(1, len(lengths) + 1), lengths))[None]
     placed = layout.place(config, batch=1, num_queries=60, num_keys=60, segment_ids=segments)
@@ -180,7 +181,7 @@ def test_sums_are_no_more_than_counted(lengths, item, monkeypatch):
             blocks, starts, starts + placed.position, block=2, num_keys=60, item=item, packed=True,
             range_queries=60 // ranges,
         )  # fmt: skip
-        assert items.num_partials <= gradients_in_parts.partial_sums(blocks, placed, 60, ranges)
+        assert items.num_partials <= most_partials(blocks, placed, 60, item=item, ranges=ranges)
 
 
 def program(heads, kv_heads, dim, block, *, length):

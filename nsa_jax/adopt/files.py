@@ -15,7 +15,7 @@ def parts(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def digests(paths: Sequence[pathlib.Path]) -> list[list[str]]:
-    """Name and SHA-256 of each file, or of the SHA-256 of all files of a folder, one after the other.
+    """Name and SHA-256 of each file; of a folder, the SHA-256 of its files' digests in order.
 
     Raises:
       InputError: one cannot be read.

@@ -137,8 +137,8 @@ def append(
 ) -> Rows:
     """Appends the pending token of a row and the first `counts` of `tokens`, to rows that get some.
 
-    `T + 1` must be a multiple of `prefill_chunk`. Who knows that no row has a pending token passes
-    `any_pending=False`; then `T` must be one.
+    `T + 1` must be a multiple of `prefill_chunk`. With `any_pending=False`, for rows of which none has a
+    pending token, `T` must be.
     """
     text, wanted, _ = explicit.alike(tokens=tokens, counts=counts, held=rows.held)
     if any_pending:  # that token comes before those of the turn

@@ -144,8 +144,8 @@ def stream(
 
     The tokens are those of `generate` and `advance`. The first piece has one token of each row, as soon as it
     is drawn, and each other one those of a chunk of steps. A piece without tokens says that none could be
-    chosen for a row. While you use a piece, the device is at work on
-    the next. The session that is passed is used up; go on with that of the stream.
+    chosen for a row. While you use a piece, the device is at work on the next. The session that is passed is
+    used up; go on with that of the stream.
 
     Args:
       session: the newest session, of `start`, `extend`, `advance`, or of a stream that has ended.

@@ -22,7 +22,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax import layout
 from nsa_jax.array_typing import Array, Bool, Float, Int, Int32
 from nsa_jax.kernels.mosaic_gpu import sizes
 from nsa_jax.kernels.mosaic_gpu.key_arrays import KeyArrays, QueryParts
@@ -33,7 +32,12 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.selected.backward_key import join_items
 from nsa_jax.kernels.triton.selected.chunks import Chunks
 from nsa_jax.kernels.triton.selected.deltas import row_deltas
-from nsa_jax.kernels.triton.selected.items import BlockItems, invert
+from nsa_jax.kernels.triton.selected.items import (
+    BlockItems,
+    invert,
+    most_partials,
+    most_partials_of_plain_rows,
+)
 from nsa_jax.kernels.triton.selected.sharing import shares_less
 from nsa_jax.kernels.triton.selected.sum_query_parts import add_query_parts
 from nsa_jax.kernels.triton.selected.unions import last_rows
@@ -68,37 +72,9 @@ def can_form_parts(
     )
     if not possible or (ranges := chunks_of(query, block_indices).ranges) > MOST_RANGES:
         return False
-    sums = partial_sums(block_indices, placement, value.shape[1], ranges)
-    return sums <= MOST_SUMS * _sums_of_plain_rows(block_indices, placement, query.shape[1], ranges)
-
-
-def partial_sums(
-    block_indices: Int[Array, "B T K R"], placement: Placement, num_keys: int, ranges: int
-) -> int:
-    """Most partial sums that a call stores, one for each item of a block that has several.
-
-    In a packed row nearly every token may begin a block. But if the queries are consecutive tokens, only
-    sequences that reach into a second range have blocks in several, and they are fewer than the ranges.
-    """
-    if not placement.packed:
-        return _sums_of_plain_rows(block_indices, placement, num_keys, ranges)
-    batch, num_queries, num_kv_heads, _ = block_indices.shape
-    several = 2 * (block_indices.size // ITEM_QUERIES)  # of blocks that have them in one range
-    if ranges == 1:
-        return several
-    sequences = ranges - 1 if len(placement.run_lengths) == 1 else min(num_queries, num_keys)
-    blocks = layout.num_selection_blocks(num_keys, placement.config) + sequences
-    return several + batch * num_kv_heads * ranges * blocks
-
-
-def _sums_of_plain_rows(
-    block_indices: Int[Array, "B T K R"], placement: Placement, num_keys: int, ranges: int
-) -> int:
-    batch, _, num_kv_heads, _ = block_indices.shape
-    full = block_indices.size // ITEM_QUERIES
-    blocks = layout.num_selection_blocks(num_keys, placement.config)
-    every = full + batch * num_kv_heads * ranges * blocks
-    return every if ranges > 1 else min(every, 2 * full)
+    cut = dict(item=ITEM_QUERIES, ranges=ranges)
+    sums = most_partials(block_indices, placement, value.shape[1], **cut)
+    return sums <= MOST_SUMS * most_partials_of_plain_rows(block_indices, placement, query.shape[1], **cut)
 
 
 def shares_little(block_indices: Int[Array, "B T K R"], tokens: int) -> Bool[Array, ""]:
@@ -125,8 +101,6 @@ def gradients_in_parts(
     num_keys, last_keys = key.shape[1], last_rows(placement)
     chunks = chunks_of(query, block_indices)
     items = invert(block_indices, placement, num_keys, item=ITEM_QUERIES, range_queries=chunks.queries)
-    sums = partial_sums(block_indices, placement, num_keys, chunks.ranges)
-    items = items._replace(num_partials=min(items.num_partials, sums))
     most = chunks.most_items(items, slots, ITEM_QUERIES)
     products, delta = row_deltas(given)
     arrays = KeyArrays.of(query, key, value, given, delta, aligned=known["aligned"])

@@ -9,6 +9,7 @@ remat policy can keep them: with `save_only_these_names(*SAVED_NAMES)` no forwar
 
 import functools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,16 @@ from nsa_jax.kernels.triton.backward import Backward
 from nsa_jax.kernels.triton.decode import dense_step as dense_steps
 from nsa_jax.kernels.triton.decode import step as steps
 from nsa_jax.kernels.triton.decode.step import GivenBlocks
-from nsa_jax.kernels.triton.nonfinite import Outputs, RowNumbers, Saved
+from nsa_jax.kernels.triton.nonfinite import (
+    Branch,
+    Outputs,
+    Saved,
+    recompute_forward,
+    recompute_key_gradients,
+    recompute_probabilities,
+    recompute_query_gradient,
+    visible_in_blocks,
+)
 from nsa_jax.kernels.triton.ranges import (
     attend_ranges,
     causal_ranges,
@@ -33,15 +43,11 @@ from nsa_jax.kernels.triton.ranges import (
     window_ranges,
 )
 from nsa_jax.kernels.triton.repaired import (
-    BranchKeysValues,
     SelectedGradients,
     attend_blocks,
     attend_range,
     differentiate_blocks,
     differentiate_range,
-    repair_key_gradients,
-    repair_outputs,
-    repair_query_gradient,
 )
 from nsa_jax.kernels.triton.selected import attend_selected, selected_gradients
 from nsa_jax.kernels.triton.selection import choose_best, choose_blocks, choose_by_index, score_blocks
@@ -58,6 +64,17 @@ from nsa_jax.layout import (
 from nsa_jax.remat import BLOCK_INDICES, LSE, OUT
 from nsa_jax.sharding.auto import partitioned
 from nsa_jax.sharding.vmap import folds_vmap
+
+
+class BranchKeysValues(NamedTuple):
+    """Keys and values of the three branches."""
+
+    key_cmp: Float[Array, "B C K H"]
+    value_cmp: Float[Array, "B C K V"]
+    key_slc: Float[Array, "B S K H"]
+    value_slc: Float[Array, "B S K V"]
+    key_win: Float[Array, "B W K H"]
+    value_win: Float[Array, "B W K V"]
 
 
 @partial(jax.jit, static_argnames=("scale",))
@@ -433,12 +450,18 @@ def _attend_all(
         out_slc, lse_slc, *probabilities = attend_chosen(query, key_slc, value_slc, block_indices, placement)
     window = query, key_win, value_win, window_ranges(placement, key_win.shape[1])
     lse_of_blocks = None if block_indices is None else lse_slc
-    repair = _divisible(repair_outputs, scale=scale)
-    arrays = query, keys_values, gates, block_indices, placement
+    branches = _branches(keys_values, block_indices, placement)
+    search = _divisible(recompute_forward, scale=scale)
+    search_probabilities = _divisible(recompute_probabilities, scale=scale)
+
+    def searched(found):
+        found = search(found, query, branches, gates)
+        of_slots = query, key_slc, branches[1].visible
+        return found, [search_probabilities(x, found.lse, *of_slots) for x in probabilities]
+
     if before_backward:
         out_win, lse_win = attend(*window)
-        found = Outputs((out_cmp, out_slc, out_win), lse_of_blocks)
-        found, probabilities = repair(found, tuple(probabilities), *arrays)
+        found, probabilities = searched(Outputs((out_cmp, out_slc, out_win), lse_of_blocks))
         lse = lse_cmp, lse_slc if found.lse is None else found.lse, lse_win
         saved = tuple(_saved(*of_branch) for of_branch in zip(found.outs, lse, strict=True))
         total = _divisible(gating.gated_sum)(*(out for out, _ in saved), gates)
@@ -446,9 +469,24 @@ def _attend_all(
     # the window's kernel ends in the gated sum
     attend_and_add = _divisible(forward.attend_ranges, scale=scale)
     total, _ = attend_and_add(*window, (out_cmp, out_slc, gates))
-    found = Outputs((None, None, None), lse_of_blocks, total)
-    found, probabilities = repair(found, tuple(probabilities), *arrays)
+    found, probabilities = searched(Outputs((None, None, None), lse_of_blocks, total))
     return found.total, None, block_indices, probabilities
+
+
+def _branches(
+    keys_values: BranchKeysValues, block_indices: Int32[Array, "B T K R"] | None, placement: Placement
+) -> tuple[Branch, Branch, Branch]:
+    """The three branches as `nonfinite` takes them; without blocks the selected one is causal."""
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
+    if block_indices is None:
+        selected = causal_ranges(placement, key_slc.shape[1]).visible
+    else:
+        selected = visible_in_blocks(block_indices, placement, key_slc.shape[1])
+    return (
+        Branch(key_cmp, value_cmp, compression_ranges(placement, key_cmp.shape[1]).visible),
+        Branch(key_slc, value_slc, selected),
+        Branch(key_win, value_win, window_ranges(placement, key_win.shape[1]).visible),
+    )
 
 
 def _native_backward(scale, gradients, with_probabilities, residuals, cotangents):
@@ -457,11 +495,12 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = keys_values
     differentiate = _divisible(range_gradients, scale=scale)
     gate_cmp, gate_slc, gate_win = (gates[..., branch].astype(jnp.float32) for branch in range(3))
-    all_branches = query, keys_values, block_indices, placement
+    branches = _branches(keys_values, block_indices, placement)
 
     def keys_of(which, found, lse):  # each branch's at once, so that devices may send them meanwhile
-        repair = _divisible(repair_key_gradients, scale=scale, which=which)
-        return repair(found.key, found.value, RowNumbers(lse, found.delta, d_out, gates), *all_branches)
+        search = _divisible(recompute_key_gradients, scale=scale, which=which)
+        saved = Saved((lse,), (found.delta,), d_out, gates)
+        return search(found.key, found.value, query, branches, saved)
 
     given = Backward(cmp[0], cmp[1], d_out, gate=gate_cmp)
     ranges = compression_ranges(placement, key_cmp.shape[1])
@@ -481,7 +520,7 @@ def _native_backward(scale, gradients, with_probabilities, residuals, cotangents
     d_win = keys_of(2, of_win, win[1])
 
     saved = Saved((cmp[1], slc[1], win[1]), (of_cmp.delta, of_slc.delta, of_win.delta), d_out, gates)
-    d_query = _divisible(repair_query_gradient, scale=scale)(of_win.query, saved, *all_branches)
+    d_query = _divisible(recompute_query_gradient, scale=scale)(of_win.query, query, branches, saved)
     d_gates = jnp.stack([x.products for x in (of_cmp, of_slc, of_win)], axis=-1).astype(gates.dtype)
     return d_query, BranchKeysValues(*d_cmp, *d_slc, *d_win), d_gates, None, None
 

@@ -10,7 +10,6 @@ from nsa_jax.kernels.triton.nonfinite.backward_key import recompute_key_gradient
 from nsa_jax.kernels.triton.nonfinite.backward_query import recompute_query_gradient
 from nsa_jax.kernels.triton.nonfinite.branches import (
     Branch,
-    RowNumbers,
     Saved,
     VisibleKeys,
     visible_in_blocks,
@@ -21,7 +20,6 @@ from nsa_jax.kernels.triton.nonfinite.probabilities import recompute_probabiliti
 __all__ = [
     "Branch",
     "Outputs",
-    "RowNumbers",
     "Saved",
     "VisibleKeys",
     "recompute_forward",

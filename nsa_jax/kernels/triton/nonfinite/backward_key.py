@@ -24,7 +24,8 @@ from nsa_jax.kernels.triton.nonfinite.branches import (
     AllRanges,
     Branch,
     BranchArrays,
-    RowNumbers,
+    RowArrays,
+    Saved,
     arguments_of,
     keys_in_slot,
     of_branch,
@@ -48,19 +49,23 @@ def recompute_key_gradients(
     d_value: Float[Array, "B S K V"],
     query: Float[Array, "B T N H"],
     branches: Sequence[Branch],
-    numbers: RowNumbers,
+    saved: Saved,
     *,
     which: int,
     scale: float,
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Recomputes in place what is not finite in the gradients of branch number `which`, and returns them."""
+    """Recomputes in place what is not finite in the gradients of branch number `which`, and returns them.
+
+    `saved` is of this branch alone, with the gates of all.
+    """
     (batch, num_keys, num_kv_heads, _), branch = d_key.shape, branches[which]
     if num_keys == 0:
         return d_key, d_value
     (*_, limits, blocks), constants = arguments_of(query, branches, scale)
     updated, () = launch(
-        recompute_key_gradients_kernel, query, branch.key, branch.value, limits, blocks, *numbers, out=(),
-        in_place=dict(d_key=d_key, d_value=d_value),
+        recompute_key_gradients_kernel, query, branch.key, branch.value, limits, blocks,
+        saved.lse[0], saved.delta[0], saved.d_out, saved.gates,
+        out=(), in_place=dict(d_key=d_key, d_value=d_value),
         grid=(triton.cdiv(num_keys, RECOMPUTED_KEYS_OF_A_PROGRAM), batch * num_kv_heads), num_stages=1,
         KEYS=RECOMPUTED_KEYS_OF_A_PROGRAM, TOKENS=RECOMPUTED_TOKENS, num_keys=num_keys, WHICH=which,
         **(constants | dict(BRANCH=branch.visible.branch)),
@@ -77,16 +82,6 @@ class _Options(NamedTuple):
     KEY: tl.constexpr
     VALUE: tl.constexpr
     SCALE: tl.constexpr
-
-
-class RowArrays(NamedTuple):
-    """Arrays with one row for each token and head; `gates` has three numbers a row, and is None for 1."""
-
-    query: tl.tensor
-    d_out: tl.tensor
-    lse: tl.tensor
-    delta: tl.tensor
-    gates: tl.tensor | None
 
 
 @triton.jit
@@ -130,10 +125,11 @@ def _some_finite(x):
 
 @triton.jit
 def _recompute_key(
-    column, b, kv_head, d_key, d_value, keys, arrays, num_queries, ranges, WHICH: tl.constexpr, OPTIONS
+    column, b, kv_head, d_key, d_value, keys, arrays, ranges, WHICH: tl.constexpr, OPTIONS
 ):  # fmt: skip
     """Stores the gradients of one key of branch number WHICH and of its value."""
     KV_HEADS: tl.constexpr = OPTIONS.KV_HEADS
+    num_queries = ranges.num_queries
     visible: tl.constexpr = of_branch(ranges, WHICH)
     one = tl.arange(0, 1)
     this = Rows((b * keys.num_keys + column) * KV_HEADS + kv_head, one, one == 0)
@@ -182,10 +178,8 @@ def recompute_key_gradients_kernel(
     keys: tl.constexpr = BranchArrays(key, value, num_keys)
     arrays: tl.constexpr = RowArrays(query, d_out, lse, delta, gates)
     queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    ranges: tl.constexpr = AllRanges(limits, queries, num_queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     for i in range(KEYS):
         if tl.max((wrong & (c == i)).to(tl.int32), 0) != 0:
             column = tl.program_id(0) + i * apart
-            _recompute_key(
-                column, b, kv_head, d_key, d_value, keys, arrays, num_queries, ranges, WHICH, OPTIONS
-            )
+            _recompute_key(column, b, kv_head, d_key, d_value, keys, arrays, ranges, WHICH, OPTIONS)

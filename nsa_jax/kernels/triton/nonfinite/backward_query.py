@@ -23,6 +23,7 @@ from nsa_jax.kernels.triton.nonfinite.branches import (
     AllRanges,
     Branch,
     BranchArrays,
+    RowArrays,
     Saved,
     Sizes,
     arguments_of,
@@ -72,16 +73,14 @@ def recompute_query_gradient(
 
 
 @triton.jit
-def _add_branch(
-    total, mine, query, d_out, gates, arrays, lse, delta, ranges, WHICH: tl.constexpr, SIZES
-):  # fmt: skip
+def _add_branch(total, mine, of_rows, arrays, ranges, WHICH: tl.constexpr, SIZES):
     """`total` plus the gradient from branch number WHICH; one without keys adds nothing."""
     if arrays.key is not None:
         rows = mine.rows
-        q = load_rows(query, rows, SIZES.KEY)
-        cotangent = load_rows(d_out, rows, SIZES.VALUE)
-        lse_2 = load_lse(lse, rows)
-        shift = tl.load(delta + rows.first + rows.offset, mask=rows.inside, other=0.0)
+        q = load_rows(of_rows.query, rows, SIZES.KEY)
+        cotangent = load_rows(of_rows.d_out, rows, SIZES.VALUE)
+        lse_2 = load_lse(of_rows.lse, rows)
+        shift = tl.load(of_rows.delta + rows.first + rows.offset, mask=rows.inside, other=0.0)
         dq = zeros(SIZES.HEADS, SIZES.KEY)
         visible: tl.constexpr = of_branch(ranges, WHICH)
         for slot in range(visible.SLOTS):
@@ -90,9 +89,10 @@ def _add_branch(
                 k, v, inside = keys_of_step(arrays, mine, first, end, SIZES)
                 p = tl.exp2(inner(q, k, SIZES.PRECISION) * (SIZES.SCALE * LOG2_E) - lse_2[:, None])
                 dp = inner(cotangent, v, SIZES.PRECISION)
-                if gates is not None:
+                if of_rows.gates is not None:
                     at = (rows.first + rows.offset) * 3 + WHICH
-                    dp = dp * tl.load(gates + at, mask=rows.inside, other=0.0).to(tl.float32)[:, None]
+                    gate = tl.load(of_rows.gates + at, mask=rows.inside, other=0.0)
+                    dp = dp * gate.to(tl.float32)[:, None]
                 ds = tl.where(inside[None, :], p * (dp - shift[:, None]), 0.0)
                 dq = add_product(ds.to(k.first.dtype), k, dq, SIZES.PRECISION)
         total = added(total, scaled(dq, SIZES.SCALE))
@@ -111,25 +111,27 @@ def recompute_query_gradient_kernel(
 ):  # fmt: skip
     """Recomputes the gradients of those of TOKENS queries where some number is not finite."""
     KEY: tl.constexpr = Dim(H0, H1)
-    SIZES: tl.constexpr = Sizes(KV_HEADS, HEADS, KEYS, KEY, Dim(V0, V1), SCALE, PRECISION)
+    SIZES: tl.constexpr = Sizes(KV_HEADS, G, HEADS, KEYS, TOKENS, KEY, Dim(V0, V1), SCALE, PRECISION)
     arrays0: tl.constexpr = BranchArrays(key0, value0, num_keys0)
     arrays1: tl.constexpr = BranchArrays(key1, value1, num_keys1)
     arrays2: tl.constexpr = BranchArrays(key2, value2, num_keys2)
-    first_token = tl.program_id(0) * TOKENS
-    firsts = first_heads(first_token, num_queries, KV_HEADS, G, TOKENS)
+    of_rows0: tl.constexpr = RowArrays(query, d_out, lse0, delta0, gates)
+    of_rows1: tl.constexpr = RowArrays(query, d_out, lse1, delta1, gates)
+    of_rows2: tl.constexpr = RowArrays(query, d_out, lse2, delta2, gates)
+    firsts = first_heads(tl.program_id(0) * TOKENS, num_queries, KV_HEADS, G, TOKENS)
     wrong = nonfinite_rows(load_rows(d_query, firsts, KEY))
     if blocks is not None:
         wrong = wrong | nonfinite_heads(d_query, firsts, H0 + H1, G, PADDED_G)
     if tl.max(wrong.to(tl.int32), 0) == 0:
         return
     queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    ranges: tl.constexpr = AllRanges(limits, queries, num_queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     for i in range(TOKENS):
         if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
             for head in range(0, G, HEADS):
-                mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+                mine = some_heads(i, head, ranges, SIZES)
                 dq = zeros(HEADS, KEY)
-                dq = _add_branch(dq, mine, query, d_out, gates, arrays0, lse0, delta0, ranges, 0, SIZES)
-                dq = _add_branch(dq, mine, query, d_out, gates, arrays1, lse1, delta1, ranges, 1, SIZES)
-                dq = _add_branch(dq, mine, query, d_out, gates, arrays2, lse2, delta2, ranges, 2, SIZES)
+                dq = _add_branch(dq, mine, of_rows0, arrays0, ranges, 0, SIZES)
+                dq = _add_branch(dq, mine, of_rows1, arrays1, ranges, 1, SIZES)
+                dq = _add_branch(dq, mine, of_rows2, arrays2, ranges, 2, SIZES)
                 store_rows(d_query, mine.rows, dq, KEY)

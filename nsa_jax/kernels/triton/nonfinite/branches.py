@@ -1,8 +1,10 @@
 """The branches whose results are searched together: their keys, and which of these each query sees."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
@@ -15,7 +17,9 @@ from nsa_jax.layout import Placement
 MOST_BRANCHES = 3
 
 
-class VisibleKeys(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VisibleKeys:
     """The keys `start .. end - 1` of each query, or those of them that lie in its blocks.
 
     Attributes:
@@ -25,11 +29,11 @@ class VisibleKeys(NamedTuple):
       block_size: tokens of a block.
     """
 
-    branch: str
+    branch: str = dataclasses.field(metadata={"static": True})
     start: Int32[Array, "B T"]
     end: Int32[Array, "B T"]
     blocks: Int32[Array, "B T K R"] | None = None
-    block_size: int = 1
+    block_size: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 class Branch(NamedTuple):
@@ -58,10 +62,10 @@ def arguments_of(
       limits `[2 branches, B, T]`, start and end of one branch after the other; the blocks or None. And the
       constants by name.
     """
-    (of_blocks, visible), *more = [
-        (i, x.visible) for i, x in enumerate(branches) if x.visible.blocks is not None
-    ] or [(-1, branches[0].visible)]
-    assert not more, "one branch has blocks"
+    with_blocks = [i for i, branch in enumerate(branches) if branch.visible.blocks is not None]
+    assert len(with_blocks) <= 1
+    of_blocks = with_blocks[0] if with_blocks else -1
+    visible = branches[max(of_blocks, 0)].visible
     limits = jnp.stack([x for branch in branches for x in (branch.visible.start, branch.visible.end)])
     absent = (None, None)
     arrays = [(x.key, x.value) if x.key.shape[1] else absent for x in branches]
@@ -85,11 +89,11 @@ def key_counts(branches: Sequence[Branch]) -> dict[str, int]:
 
 
 class Saved(NamedTuple):
-    """What the gradient of the query needs beside queries and keys.
+    """What gradients need beside queries and keys, of all branches or of the one that is searched.
 
     Attributes:
-      lse: log-sum-exps of each branch.
-      delta: of each branch, `gate * sum(out * d_out) - d_lse`.
+      lse: log-sum-exps of each.
+      delta: of each, `gate * sum(out * d_out) - d_lse`.
       d_out: cotangent of the output, or of the gated sum.
       gates: of three branches; None for one, whose gate is 1.
     """
@@ -100,19 +104,10 @@ class Saved(NamedTuple):
     gates: Float[Array, "B T N 3"] | None = None
 
     def arguments(self) -> tuple[Array | None, ...]:
-        """What the kernels get: numbers of each of three branches, `d_out` and `gates`."""
+        """What the kernel of the queries gets: numbers of each of three branches, `d_out` and `gates`."""
         absent = [None] * (2 * (MOST_BRANCHES - len(self.lse)))
         numbers = [x for pair in zip(self.lse, self.delta, strict=True) for x in pair]
         return *numbers, *absent, self.d_out, self.gates
-
-
-class RowNumbers(NamedTuple):
-    """What the gradients of the keys of one branch need of each row; `gates` are as in `Saved`."""
-
-    lse: Float[Array, "B T N"]
-    delta: Float[Array, "B T N"]
-    d_out: Float[Array, "B T N V"]
-    gates: Float[Array, "B T N 3"] | None = None
 
 
 class AllRanges(NamedTuple):
@@ -120,13 +115,14 @@ class AllRanges(NamedTuple):
 
     Attributes:
       limits: `[2 branches, queries]`, see `arguments_of`.
-      queries: those of all rows of the batch.
+      queries, num_queries: queries of all rows of the batch, and of one.
       blocks: those of branch number OF_BLOCKS; None where no branch has any.
       OF_BLOCKS, SLOTS, BLOCK: that branch, blocks of a query, and keys of a block.
     """
 
     limits: tl.tensor
     queries: tl.tensor
+    num_queries: tl.tensor
     blocks: tl.tensor | None
     OF_BLOCKS: tl.constexpr
     SLOTS: tl.constexpr
@@ -151,12 +147,32 @@ class BranchArrays(NamedTuple):
     num_keys: tl.tensor
 
 
+class RowArrays(NamedTuple):
+    """Arrays with one row for each token and head; `gates` has three numbers a row, and is None for 1."""
+
+    query: tl.tensor
+    d_out: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+    gates: tl.tensor | None
+
+
 class Sizes(NamedTuple):
-    """What the loops over keys are compiled for: heads and keys of a step, `Dim`s, and the scale."""
+    """What the loops over keys are compiled for.
+
+    Attributes:
+      KV_HEADS, G: KV heads, and query heads of one.
+      HEADS, KEYS: query heads and keys of a step.
+      TOKENS: queries of a program.
+      KEY, VALUE: `Dim`s.
+      SCALE, PRECISION: of the products.
+    """
 
     KV_HEADS: tl.constexpr
+    G: tl.constexpr
     HEADS: tl.constexpr
     KEYS: tl.constexpr
+    TOKENS: tl.constexpr
     KEY: tl.constexpr
     VALUE: tl.constexpr
     SCALE: tl.constexpr
@@ -190,13 +206,14 @@ def of_branch(ranges, WHICH: tl.constexpr):
 
 
 @triton.jit
-def some_heads(token, head, num_queries, G: tl.constexpr, SIZES):
-    """`SomeHeads` of a token of the program's row and KV head, from head number `head` on."""
+def some_heads(i, head, ranges, SIZES):
+    """`SomeHeads` of the program's query number `i`, from head number `head` on."""
     b = (tl.program_id(1) // SIZES.KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % SIZES.KV_HEADS
-    at = b * num_queries + token
+    at = b * ranges.num_queries + tl.program_id(0) * SIZES.TOKENS + i
     r = tl.arange(0, SIZES.HEADS)
-    return SomeHeads(Rows((at * SIZES.KV_HEADS + kv_head) * G + head, r, head + r < G), at, b, kv_head)
+    rows = Rows((at * SIZES.KV_HEADS + kv_head) * SIZES.G + head, r, head + r < SIZES.G)
+    return SomeHeads(rows, at, b, kv_head)
 
 
 @triton.jit

@@ -132,16 +132,13 @@ def _attend_again(mine, query, arrays, lse, ranges, WHICH: tl.constexpr, SIZES):
 
 
 @triton.jit
-def _repair_branch(
-    wrong, out, query, arrays, lse, ranges, first_token, num_queries, WHICH: tl.constexpr, G: tl.constexpr,
-    TOKENS: tl.constexpr, SIZES,
-):  # fmt: skip
+def _repair_branch(wrong, out, query, arrays, lse, ranges, WHICH: tl.constexpr, SIZES):
     """Stores the output of branch number WHICH anew for the tokens where it is wrong."""
     if arrays.key is not None:
-        for i in range(TOKENS):
-            if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
-                for head in range(0, G, SIZES.HEADS):
-                    mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+        for i in range(SIZES.TOKENS):
+            if tl.max((wrong & (tl.arange(0, SIZES.TOKENS) == i)).to(tl.int32), 0) != 0:
+                for head in range(0, SIZES.G, SIZES.HEADS):
+                    mine = some_heads(i, head, ranges, SIZES)
                     result = _attend_again(mine, query, arrays, lse, ranges, WHICH, SIZES)
                     store_rows(out, mine.rows, result, SIZES.VALUE)
 
@@ -167,38 +164,31 @@ def recompute_forward_kernel(
 ):  # fmt: skip
     """Attends again from those of TOKENS queries where some number is not finite."""
     VALUE: tl.constexpr = Dim(V0, V1)
-    SIZES: tl.constexpr = Sizes(KV_HEADS, HEADS, KEYS, Dim(H0, H1), VALUE, SCALE, PRECISION)
+    SIZES: tl.constexpr = Sizes(KV_HEADS, G, HEADS, KEYS, TOKENS, Dim(H0, H1), VALUE, SCALE, PRECISION)
     arrays0: tl.constexpr = BranchArrays(key0, value0, num_keys0)
     arrays1: tl.constexpr = BranchArrays(key1, value1, num_keys1)
     arrays2: tl.constexpr = BranchArrays(key2, value2, num_keys2)
-    first_token = tl.program_id(0) * TOKENS
-    firsts = first_heads(first_token, num_queries, KV_HEADS, G, TOKENS)
+    firsts = first_heads(tl.program_id(0) * TOKENS, num_queries, KV_HEADS, G, TOKENS)
     none = tl.zeros([TOKENS], tl.int1)
     of_heads = none if blocks is None else nonfinite_heads(lse, firsts, 1, G, PADDED_G)
     queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    ranges: tl.constexpr = AllRanges(limits, queries, num_queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     if total is None:
         wrong0 = nonfinite_rows(load_rows(out0, firsts, VALUE)) | (of_heads if OF_BLOCKS == 0 else none)
         wrong1 = none if out1 is None else nonfinite_rows(load_rows(out1, firsts, VALUE))
         wrong2 = none if out2 is None else nonfinite_rows(load_rows(out2, firsts, VALUE))
         wrong1 = wrong1 | (of_heads if OF_BLOCKS == 1 else none)
         if tl.max((wrong0 | wrong1 | wrong2).to(tl.int32), 0) != 0:
-            _repair_branch(
-                wrong0, out0, query, arrays0, lse, ranges, first_token, num_queries, 0, G, TOKENS, SIZES
-            )
-            _repair_branch(
-                wrong1, out1, query, arrays1, lse, ranges, first_token, num_queries, 1, G, TOKENS, SIZES
-            )
-            _repair_branch(
-                wrong2, out2, query, arrays2, lse, ranges, first_token, num_queries, 2, G, TOKENS, SIZES
-            )
+            _repair_branch(wrong0, out0, query, arrays0, lse, ranges, 0, SIZES)
+            _repair_branch(wrong1, out1, query, arrays1, lse, ranges, 1, SIZES)
+            _repair_branch(wrong2, out2, query, arrays2, lse, ranges, 2, SIZES)
     else:
         wrong = nonfinite_rows(load_rows(total, firsts, VALUE)) | of_heads
         if tl.max(wrong.to(tl.int32), 0) != 0:
             for i in range(TOKENS):
                 if tl.max((wrong & (tl.arange(0, TOKENS) == i)).to(tl.int32), 0) != 0:
                     for head in range(0, G, HEADS):
-                        mine = some_heads(first_token + i, head, num_queries, G, SIZES)
+                        mine = some_heads(i, head, ranges, SIZES)
                         result = zeros(HEADS, VALUE)
                         result = _add_gated(result, mine, query, arrays0, lse, gates, ranges, 0, SIZES)
                         result = _add_gated(result, mine, query, arrays1, lse, gates, ranges, 1, SIZES)

@@ -33,6 +33,7 @@ def recompute_probabilities(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     visible: VisibleKeys,
+    *,
     scale: float,
 ) -> Float[Array, "B T K R"]:
     """Recomputes in place the slots of queries with NaN, and returns the array; `lse` is right."""
@@ -59,7 +60,7 @@ def recompute_probabilities_kernel(
     """Recomputes the slots of those of TOKENS queries where one is NaN."""
     DIM: tl.constexpr = Dim(H0, H1)
     queries = (tl.num_programs(1) // KV_HEADS).to(tl.int64) * num_queries
-    ranges: tl.constexpr = AllRanges(limits, queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
+    ranges: tl.constexpr = AllRanges(limits, queries, num_queries, blocks, OF_BLOCKS, SLOTS, BLOCK)
     visible: tl.constexpr = of_branch(ranges, OF_BLOCKS)
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % KV_HEADS

@@ -4,8 +4,8 @@ Mostly neighbouring queries are a tile, which loops over the union of their bloc
 head, where neighbours share few blocks, each block meets the rows that chose it (`in_parts`).
 
 Where what neighbours share is not known while tracing, the kernels of both ways are started, and those of one
-find nothing to do: lists of -1 blocks, or chunks without items. A `lax.cond` would make the host wait for the
-device, which takes longer than programs that end at once.
+find nothing to do: lists with counts of -1, or chunks without items. A `lax.cond` would make the host wait
+for the device, which takes longer than programs that end at once.
 """
 
 from typing import NamedTuple
@@ -64,10 +64,9 @@ def attend_selected(
 ) -> tuple[Array, ...]:
     """Attends to the keys of each query's blocks, up to the query itself; returns `(out, lse)`.
 
-    The results are not searched for what is not finite.
-    With `with_probabilities` also the probability of the block in each slot, `[B, T, K, R]`, summed over the
-    query heads of a KV head. `before_backward` says that a backward pass follows, which can use the lists of
-    parts again.
+    The results are not searched for what is not finite. With `with_probabilities` also the probability of the
+    block in each slot, `[B, T, K, R]`, summed over the query heads of a KV head. `before_backward` says that
+    a backward pass follows, which can use the lists of parts again.
     """
     shape = shape_of(query, key, value, block_size=placement.config.selection_block_size)
     arrays = query, key, value, block_indices, placement

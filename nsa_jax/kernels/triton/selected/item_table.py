@@ -21,8 +21,6 @@ from nsa_jax.kernels.triton.launch import launch, like, named
 ITEM_FIELDS = 7
 ITEMS_OF_A_PROGRAM = 128
 STEP = 4096  # blocks, then groups, of a step of the first kernel
-
-
 MOST_GROUPS = 2**15  # that one program counts
 
 

@@ -122,12 +122,53 @@ def invert(
     )
     written = _written(numbering, pair_bounds, num_kv_heads, ranges, num_keys, size) if packed else None
     bounds = None if range_queries is None else jnp.pad(counts.ends[num_blocks - 1 :: num_blocks], (1, 0))
-    # In one range, a block with c > 1 items has more than (c - 1) item >= c item / 2 pairs.
-    most = min(num_items, 2 * num_pairs // item) if ranges == 1 else num_items
+    most = min(num_items, most_partials(block_indices, placement, num_keys, item=item, ranges=ranges))
     return BlockItems(
         tokens, items, counts.slots, counts.partials, numbering.starts, numbering.limits, written,
         max(most, 1) if several else 0, bounds,
     )  # fmt: skip
+
+
+def most_partials(
+    block_indices: Int[Array, "B T K R"],
+    placement: layout.Placement,
+    num_keys: int,
+    *,
+    item: int,
+    ranges: int,
+) -> int:
+    """Most items of blocks that have several, each of which stores partial sums; arguments as in `invert`.
+
+    In a packed row nearly every token may begin a block. But if the queries are consecutive tokens, only
+    sequences that reach into a second range have blocks in several, and they are fewer than the ranges.
+    """
+    if not placement.packed:
+        return most_partials_of_plain_rows(block_indices, placement, num_keys, item=item, ranges=ranges)
+    batch, num_queries, num_kv_heads, _ = block_indices.shape
+    several = 2 * (block_indices.size // item)  # of blocks that have them in one range
+    if ranges == 1:
+        return several
+    sequences = ranges - 1 if len(placement.run_lengths) == 1 else min(num_queries, num_keys)
+    blocks = layout.num_selection_blocks(num_keys, placement.config) + sequences
+    return several + batch * num_kv_heads * ranges * blocks
+
+
+def most_partials_of_plain_rows(
+    block_indices: Int[Array, "B T K R"],
+    placement: layout.Placement,
+    num_keys: int,
+    *,
+    item: int,
+    ranges: int,
+) -> int:
+    """`most_partials` of rows that are not packed.
+
+    In one range, a block with c > 1 items has more than `(c - 1) item >= c item / 2` pairs.
+    """
+    batch, _, num_kv_heads, _ = block_indices.shape
+    full = block_indices.size // item
+    every = full + batch * num_kv_heads * ranges * layout.num_selection_blocks(num_keys, placement.config)
+    return every if ranges > 1 else min(every, 2 * full)
 
 
 def _sort_pairs(
