@@ -137,7 +137,8 @@ class Indexer(nnx.Module):
 
         Args:
           x: layer input.
-          query, key_slc: rotated queries and keys of the layer; it does not read them.
+          query: rotated queries of the layer; it does not read them.
+          key_slc: rotated keys of the selected branch; it does not read them.
           positions: rotary position of each token.
 
         Returns:
