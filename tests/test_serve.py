@@ -464,6 +464,7 @@ def test_a_bad_command_is_one_line_and_exit_code_2(saved, capsys, arguments, tol
     assert re.search(told, line), line
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_what_was_saved_and_ends_by_a_signal(saved, small, tokenizer, number):
     command = [sys.executable, "-m", "examples.serve", str(saved), "--port=0", "--max-length=64"]
