@@ -111,6 +111,7 @@ CHECKS = {
         *("not finite, consecutive", "not finite, packed", "a key that is not a number"),
         *("whole, not finite", "whole, not finite, packed"),
         *("whole, not finite, parts", "whole, not finite, short rows"),
+        *("case many keys", "whole, not finite, many keys"),
     ),
 }
 
