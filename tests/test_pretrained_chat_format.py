@@ -67,6 +67,12 @@ def test_a_template_has_what_transformers_gives_it():
     assert text == """4 {"role": "user", "content": "é'<"} é'<."""
 
 
+def test_a_template_is_told_that_there_are_no_tools():
+    template = "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}."
+
+    assert ChatFormat(template).prompt([dict(role="user", content="Who?")]) == "."
+
+
 PLACES = {
     "in the tokenizer": (
         dict(

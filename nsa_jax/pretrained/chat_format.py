@@ -59,7 +59,11 @@ class ChatFormat:
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         try:
             return environment.from_string(template).render(
-                messages=[dict(each) for each in messages], add_generation_prompt=True, **self.special_tokens
+                messages=[dict(each) for each in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special_tokens,
             )
         except Exception as error:  # a template is a program
             told = str(error).rstrip(".") or type(error).__name__
