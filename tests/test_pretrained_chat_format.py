@@ -153,6 +153,14 @@ BAD = {
 }  # fmt: skip
 
 
+def test_a_template_that_is_no_utf_8_is_refused(tmp_path):
+    folder = made(tmp_path / "model")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+
+    with refused(ValueError, "must be whole, got .*utf-8.* at '.*chat_template.jinja'"):
+        load_chat_format(folder)
+
+
 @pytest.mark.parametrize(("files", "told"), BAD.values(), ids=BAD)
 def test_broken_files_are_refused(tmp_path, files, told):
     folder = made(tmp_path / "model", **files)

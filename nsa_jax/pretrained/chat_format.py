@@ -114,7 +114,10 @@ def _of_folder(folder: pathlib.Path) -> ChatFormat:
         ends = optional(name).get("eos_token_id") if ends is None else ends
     template = words.get("chat_template")
     if (folder / TEMPLATE).exists():
-        template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        try:
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            broken(folder / TEMPLATE, error)
     if isinstance(template, list):  # several by name
         template = {each.get("name"): each.get("template") for each in template}.get("default")
     special = {}
