@@ -49,7 +49,7 @@ def load_layers(folder: str | os.PathLike[str]) -> dict[int, NSAAttention]:
             f"folder must hold an NSA model of nsa_jax.pretrained.save, got model_type="
             f"{fields.get('model_type')!r} in {str(folder / CONFIG)!r}. Save one there."
         )
-    model = fields["transformer"]
+    model = _held(folder / CONFIG, fields, "transformer")
     weights = _attention_weights(folder)
     layers = {}
     for number in range(model["num_layers"]):
@@ -113,7 +113,7 @@ def _attention_weights(folder: pathlib.Path) -> dict[str, Tensor]:
     if (folder / WEIGHTS).exists():
         files = [WEIGHTS]
     else:
-        files = sorted(set(_read(folder / INDEX)["weight_map"].values()))
+        files = sorted(set(_held(folder / INDEX, _read(folder / INDEX), "weight_map").values()))
     weights = {}
     for file in files:
         try:
@@ -128,13 +128,23 @@ def _attention_weights(folder: pathlib.Path) -> dict[str, Tensor]:
 
 def _read(file: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         _broken(file, error)
+    if not isinstance(values, dict):
+        _broken(file, f"a {type(values).__name__}")
+    return values
 
 
-def _broken(file: pathlib.Path, error: Exception) -> NoReturn:
+def _held(file: pathlib.Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The mapping under this name."""
+    if not isinstance(fields.get(name), dict):
+        _broken(file, f"no {name}")
+    return fields[name]
+
+
+def _broken(file: pathlib.Path, found: object) -> NoReturn:
     raise ValueError(
-        f"folder must hold a whole model, got {str(error).splitlines()[0]!r} at {str(file)!r}. Load another "
+        f"folder must hold a whole model, got {str(found).splitlines()[0]!r} at {str(file)!r}. Load another "
         "copy."
     ) from None

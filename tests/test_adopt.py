@@ -688,6 +688,17 @@ def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
         list(documents(file, "text"))
 
 
+def test_half_of_a_surrogate_pair_is_named(tmp_path):
+    """JSON can escape it, UTF-8 cannot hold it, and a tokenizer takes no such text."""
+    file = tmp_path / "pages.jsonl"
+    file.write_text('{"text": "whole \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n')
+
+    with refused(
+        command.InputError, r"must be Unicode, got '\\ud83d' \(surrogates not allowed\) in line 2 of"
+    ):
+        list(documents(file, "text"))
+
+
 def test_a_dataset_on_disk_is_read(tmp_path):
     datasets = pytest.importorskip("datasets", reason="tox -e adopt has it")
     rows = datasets.Dataset.from_dict({"body": ["one", " ", "two"], "size": [1, 2, 3]})

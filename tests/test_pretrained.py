@@ -309,6 +309,20 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert tokenizer.encode("hello hello").ids == [TOKENS.index("hello"), TOKENS.index("Ġhello")]
 
 
+def test_a_tokenizer_neither_cuts_nor_fills_up(tmp_path):
+    """Files of trained models often say so of their training; transformers does it only if it is asked."""
+    folder, _ = made(tmp_path)
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(pad_id=0)
+    written(tokenizer, folder)
+
+    _, tokenizer = load(folder)
+
+    found = tokenizer.encode_batch_fast(["hello hello hello", "hello"])
+    assert [len(each.ids) for each in found] == [3, 1]
+
+
 CUTS = {  # of numbers, and of a point before a word
     "gpt-2": (["12"], [".", "hello"]),
     "smollm": (["1", "2"], [".", "hello"]),

@@ -67,6 +67,12 @@ def test_a_template_has_what_transformers_gives_it():
     assert text == """4 {"role": "user", "content": "é'<"} é'<."""
 
 
+def test_a_template_is_told_that_there_are_no_tools():
+    template = "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}."
+
+    assert ChatFormat(template).prompt([dict(role="user", content="Who?")]) == "."
+
+
 PLACES = {
     "in the tokenizer": (
         dict(
@@ -145,6 +151,14 @@ BAD = {
     "ends": (dict(config=dict(eos_token_id="</s>")), "must be whole, got .*eos_token_id="),
     "json": (dict(tokenizer_config="{"), "the files of a model must be whole"),
 }  # fmt: skip
+
+
+def test_a_template_that_is_no_utf_8_is_refused(tmp_path):
+    folder = made(tmp_path / "model")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+
+    with refused(ValueError, "must be whole, got .*utf-8.* at '.*chat_template.jinja'"):
+        load_chat_format(folder)
 
 
 @pytest.mark.parametrize(("files", "told"), BAD.values(), ids=BAD)

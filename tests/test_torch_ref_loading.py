@@ -96,6 +96,21 @@ WRONG = {
         lambda folder: (folder / "model.safetensors").unlink(),
         "must hold a whole model, got .* at '.*index.json'",
     ),
+    "an index without a map": (
+        lambda folder: [
+            (folder / "model.safetensors").unlink(),
+            (folder / "model.safetensors.index.json").write_text("{}"),
+        ],
+        "must hold a whole model, got 'no weight_map' at '.*index.json'",
+    ),
+    "no options": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "nsa_jax"}'),
+        "must hold a whole model, got 'no transformer' at '.*config.json'",
+    ),
+    "a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "must hold a whole model, got 'a list' at '.*config.json'",
+    ),
     "more options": (
         lambda folder: changed(folder, qkv_bias=True),
         'got a layer 0 with Missing key.* "query_proj.bias".* Load a whole copy',

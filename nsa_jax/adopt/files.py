@@ -85,6 +85,13 @@ def _checked(text: Any, place: str, path: pathlib.Path, field: str) -> str:
             f"a document must be a string in the field {field!r}, got another in {place} of {path.name!r}. "
             "Name its field by --field, or leave it out."
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a pair
+        raise InputError(
+            f"a document must be Unicode, got {text[error.start]!a} ({error.reason}) in {place} of "
+            f"{path.name!r}. Leave it out, or correct it."
+        ) from error
     return text
 
 

@@ -59,7 +59,11 @@ class ChatFormat:
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         try:
             return environment.from_string(template).render(
-                messages=[dict(each) for each in messages], add_generation_prompt=True, **self.special_tokens
+                messages=[dict(each) for each in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special_tokens,
             )
         except Exception as error:  # a template is a program
             told = str(error).rstrip(".") or type(error).__name__
@@ -110,7 +114,10 @@ def _of_folder(folder: pathlib.Path) -> ChatFormat:
         ends = optional(name).get("eos_token_id") if ends is None else ends
     template = words.get("chat_template")
     if (folder / TEMPLATE).exists():
-        template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        try:
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            broken(folder / TEMPLATE, error)
     if isinstance(template, list):  # several by name
         template = {each.get("name"): each.get("template") for each in template}.get("default")
     special = {}

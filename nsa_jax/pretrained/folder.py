@@ -87,11 +87,15 @@ def _tokenizer(file: pathlib.Path) -> Any:
     if not file.exists():
         return None
     try:
-        return package("tokenizers").Tokenizer.from_file(str(file))
+        tokenizer = package("tokenizers").Tokenizer.from_file(str(file))
     except ImportError:
         raise
     except Exception as error:  # the package raises nothing more special
         broken(file, error)
+    # The file may say how texts were cut and filled up in training. As in `transformers`, only a caller does.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def broken(file: pathlib.Path, found: object) -> NoReturn:

@@ -71,8 +71,9 @@ def load(
         that is not known is refused otherwise.
 
     Returns:
-      The model, and its `tokenizers.Tokenizer`, or None if the source has none. That of a GGUF file is built
-      from its data if it is byte-level BPE as in SmolLM2, Llama 3 or Qwen2, and None otherwise.
+      The model, and its `tokenizers.Tokenizer`, or None if the source has none. It neither truncates nor
+      pads, whatever its file says. That of a GGUF file is built from its data if it is byte-level BPE as in
+      SmolLM2, Llama 3 or Qwen2, and None otherwise.
 
     Raises:
       TypeError: an argument or a field is of the wrong kind.
