@@ -157,6 +157,16 @@ def test_a_full_conversation_says_so_and_another_begins(model, tokenizer):
     next(conversation.ask("b" * 30))  # fits
 
 
+def test_a_question_that_is_no_unicode_says_so_and_another_begins(model, tokenizer):
+    """A terminal whose bytes are not UTF-8 gives halves of surrogate pairs, which no tokenizer takes."""
+    conversation = Conversation(model, tokenizer, OPEN, max_length=ROOM)
+    with refused(ConversationError, r"a question must be Unicode, got '\\udcff' \(surrogates not allowed\)"):
+        list(conversation.ask("cab\udcff"))
+
+    with refused(ConversationError, "must be shorter than --max-length, got 64 tokens"):
+        list(conversation.ask("cab"))
+
+
 def test_logits_that_are_not_finite_are_said(model, tokenizer):
     broken = Stub()
     broken.table[...] = jnp.full_like(broken.table[...], jnp.nan)

@@ -392,7 +392,20 @@ def test_a_model_without_a_template_has_no_conversations(model, tokenizer, expec
 
 RAW = {
     "no JSON": ("/completions", b"{", 400, "a request must be JSON"),
+    "too deep": ("/completions", b"[" * 100_000, 400, "a request must be JSON"),
     "a list": ("/completions", b"[]", 400, "a request must be an object of JSON, got list"),
+    "half of a pair": (
+        "/completions",
+        rb'{"model": "small", "prompt": "half \ud83d"}',
+        400,
+        r"a prompt must be Unicode, got '\ud83d' (surrogates not allowed)",
+    ),
+    "half of a pair in a chat": (
+        "/chat/completions",
+        rb'{"model": "small", "messages": [{"role": "user", "content": "\ude00"}]}',
+        400,
+        r"a prompt must be Unicode, got '\ude00'",
+    ),
     "another path": ("/embeddings", b"{}", 404, "a path must be one of the API, got 'Not Found'"),
     "another method": ("/completions", None, 405, "a path must be one of the API, got 'Method Not Allowed'"),
 }

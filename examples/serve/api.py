@@ -192,6 +192,11 @@ class Api:
             prompt = self._chat.prompt([_message(each) for each in prompt])
         elif isinstance(prompt, list):
             return prompt
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a pair
+            told = f"{prompt[error.start]!a} ({error.reason})"
+            raise ApiError(f"a prompt must be Unicode, got {told}. Leave it out, or correct it.") from None
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=kind is TEXT)
         return (await asyncio.to_thread(encode, prompt)).ids
 
@@ -269,7 +274,7 @@ def _checked(body: bytes, known: dict[str, Any]) -> dict[str, Any]:
     """The fields of a request. Raises ApiError unless all are known and of their kinds."""
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for arrays within arrays, a thousand deep
         raise ApiError(f"a request must be JSON, got the error {str(error)!r}. Check its body.") from None
     if not isinstance(given, dict):
         raise ApiError(f"a request must be an object of JSON, got {type(given).__name__}. Add braces.")

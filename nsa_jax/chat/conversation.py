@@ -68,8 +68,8 @@ class Conversation:
         """The answer to a question, piece by piece.
 
         Raises:
-          ConversationError: the question does not fit, the answer filled the room, or the model gave NaN. It
-            comes after the last piece.
+          ConversationError: the question is no Unicode or does not fit, the answer filled the room, or the
+            model gave NaN. It comes after the last piece.
         """
         self._stopped = False
         self._messages.append(dict(role="user", content=question))
@@ -132,6 +132,13 @@ class Conversation:
         return ids[1:] if ids[:1] == [self._end_token] else ids
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # Python makes halves of pairs of bytes that are not UTF-8
+            self._forget()
+            raise ConversationError(
+                f"a question must be Unicode, got {text[error.start]!a} ({error.reason}). Leave it out."
+            ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _refuse(self, length: int) -> NoReturn:
