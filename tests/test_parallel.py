@@ -205,6 +205,31 @@ def test_packed_rows_trace_inside_a_shard_map_over_another_axis(axis_type):
     assert out.shape == (2, 2048, 16)
 
 
+def test_hessian_vector_products_of_packed_rows():
+    """Along a context axis of one device as without it. JAX once refused the `jvp` of their gradient."""
+    sizes = NSAConfig(
+        compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=3,
+        window_size=4,
+    )  # fmt: skip
+    plain, spread = (
+        NSAAttention(2, 16, num_kv_heads=1, config=sizes, context_axis=axis, rngs=nnx.Rngs(0))
+        for axis in (None, "context")
+    )
+    x, way = jax.random.normal(jax.random.key(0), (2, 1, 12, 16))
+    segment_ids = jnp.repeat(jnp.array([[1, 2]]), jnp.array([7, 5]), axis=1)
+
+    def product(layer, x):
+        gradient = jax.grad(lambda x: (layer(x, segment_ids=segment_ids) ** 2).sum())
+        return jax.jvp(gradient, (x,), (way,))[1]
+
+    expected = nnx.jit(product)(plain, x)
+    with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))):
+        found = nnx.jit(product)(spread, x)
+
+    # float32: 100 eps of the largest, for sums in another order
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 class Counting(nnx.Module):
     """A compressor that counts its calls, as one with dropout does."""
 

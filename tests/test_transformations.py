@@ -162,6 +162,29 @@ def test_hessian_vector_products_are_those_of_the_reference(num_selected_blocks)
         assert distance(np.asarray(ours), np.asarray(theirs)) < 1e-12 * max(1, np.abs(theirs).max())
 
 
+def test_hessian_vector_products_of_importance_scores():
+    """JAX once refused the `jvp` of their gradient, which the documentation promises of every operation."""
+    rng = CASE.generator("hessian of importance")
+    operands = tuple(CASE.draw()[:2])
+    tangents = tuple(rng.standard_normal(x.shape) for x in operands)
+
+    def product(module, operands, tangents):
+        def objective(operands):
+            scores = module.importance_scores(*operands, config=CONFIG)
+            return jax.numpy.sin(jax.numpy.where(jax.numpy.isfinite(scores), scores, 0)).sum()
+
+        return jax.jvp(jax.grad(objective), (operands,), (tangents,))[1]
+
+    with jax.enable_x64(True):
+        found, expected = (
+            jax.jit(functools.partial(product, module))(operands, tangents)
+            for module in (attention, reference)
+        )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(theirs).max() > 0.1
+        assert distance(np.asarray(ours), np.asarray(theirs)) < 1e-12 * max(1, np.abs(theirs).max())
+
+
 @pytest.mark.parametrize("name", ["native_sparse_attention", "window_attention"])
 def test_forward_mode_of_an_operation_is_refused(operands, name):
     """`nsa_jax.attention` says so; the error is JAX's."""

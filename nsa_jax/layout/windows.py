@@ -68,17 +68,17 @@ def windows_at(
       exists: whether a block exists; those that do not are the last. Their windows are zeros.
       config: block structure.
     """
+    return _windows_forward(x, starts, exists, config)[0]
+
+
+def _windows_forward(x, starts, exists, config):
     batch, num_blocks = starts.shape
     size = config.compression_block_size
     tokens = starts[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     windows = jax.vmap(lambda row, index: row[index])(x, tokens.reshape(batch, -1))
     windows = windows.reshape(batch, num_blocks, size, *x.shape[2:])
-    return jnp.where(exists[:, :, None, None, None], windows, 0)
-
-
-def _windows_forward(x, starts, exists, config):
     token = jnp.arange(x.shape[1], dtype=jnp.int32)
-    return windows_at(x, starts, exists, config), (token, starts, exists)
+    return jnp.where(exists[:, :, None, None, None], windows, 0), (token, starts, exists)
 
 
 def _windows_backward(config, residuals, cotangent):

@@ -116,11 +116,11 @@ def packed_slots(segment_ids: Int[Array, "B S"], shards: Shards, config: NSAConf
 @jax.custom_vjp
 def _compact(x: Float[Array, "B slots K X"], slots: Slots) -> Float[Array, "B C K X"]:
     """Moves the blocks of a row to its first places; zeros where it has no more blocks."""
-    return _taken(x, slots.slot)
+    return _compact_forward(x, slots)[0]
 
 
 def _compact_forward(x, slots):
-    return _compact(x, slots), slots
+    return _taken(x, slots.slot), slots
 
 
 def _compact_backward(slots, cotangent):

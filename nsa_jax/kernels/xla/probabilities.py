@@ -161,11 +161,11 @@ def _visible(look: Look, keys: Array) -> Bool[Array, "B 1 tokens S"]:
 @jax.custom_vjp
 def _logits(rows: Float[Array, "B K rows H"], key: Float[Array, "B S K H"]) -> Float[Array, "B K rows S"]:
     """Products in the dtype of the rows. A cotangent of 0 hides what is not finite from the gradients."""
-    return all_logits(rows, key.astype(rows.dtype))
+    return _logits_forward(rows, key)[0]
 
 
 def _logits_forward(rows, key):
-    return _logits(rows, key), (rows, key)
+    return all_logits(rows, key.astype(rows.dtype)), (rows, key)
 
 
 def _logits_backward(residuals, d_logits):
