@@ -230,6 +230,23 @@ def test_hessian_vector_products_of_packed_rows():
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_segment_ids_of_numpy(order):
+    """A layer without a context axis takes them; with one it was an AttributeError of `sharding`."""
+    sharded = layer(context_axis="context", context_order=order)
+    segment_ids = np.ones((1, 2048), np.int32)
+
+    with jax.set_mesh(jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))):
+        graph, state = nnx.split(sharded)
+        out = jax.eval_shape(
+            lambda state, x: nnx.merge(graph, state)(x, segment_ids=segment_ids),
+            state,
+            jax.ShapeDtypeStruct((1, 2048, 16), jnp.float32),
+        )
+
+    assert out.shape == (1, 2048, 16)
+
+
 class Counting(nnx.Module):
     """A compressor that counts its calls, as one with dropout does."""
 
