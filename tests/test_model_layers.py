@@ -123,3 +123,40 @@ def test_what_else_is_refused(value):
         dataclasses.replace(MODEL, scan_layers=True, dropout_rate=0.5)
     with refused(ValueError, f"remat must be True, False or 'attention', got {value!r}"):
         dataclasses.replace(MODEL, remat=value)
+
+
+class Counting(nnx.Module):
+    """A gate that counts its calls."""
+
+    def __init__(self, in_features, num_heads, *, rngs):
+        self.num_heads, self.calls = num_heads, nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return jnp.full((*x.shape[:2], self.num_heads, 3), 0.5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_refuses_to_lose_what_a_part_changes(remat):
+    """Without a scan the variable is kept; with one, its new value was dropped in silence."""
+    tokens, config = jnp.zeros((1, 9), jnp.int32), dataclasses.replace(MODEL, gate=Counting, remat=remat)
+    loop, scanned = (
+        Transformer(dataclasses.replace(config, scan_layers=scan), rngs=nnx.Rngs(0)) for scan in (False, True)
+    )
+
+    loop.loss(tokens)
+    assert [int(layer.attention.gate.calls[...]) for layer in loop.layers] == [1] * MODEL.num_layers
+    with refused(NotImplementedError, r"must not change their variables, got new values of .*gate\.calls"):
+        scanned.loss(tokens)
+
+
+def test_a_scan_checks_selections_as_a_loop_does():
+    """It made one array of all before: a block of 2^32 became block 0, and shapes were JAX's to refuse."""
+    model = Transformer(dataclasses.replace(MODEL, scan_layers=True), rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 9), jnp.int32)
+    good = [np.array(each.block_indices, np.int64) for each in model.inspect(tokens)]
+
+    with refused(ValueError, "block_indices must be within"):
+        model.loss(tokens, block_indices=[np.where(blocks == -1, 2**32, blocks) for blocks in good])
+    with refused(ValueError, "block_indices must have num_selected_blocks"):
+        model.loss(tokens, block_indices=[good[0], *(blocks[..., :-1] for blocks in good[1:])])

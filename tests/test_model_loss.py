@@ -55,6 +55,7 @@ def test_next_tokens():
     np.testing.assert_array_equal(next_tokens(ids), [[1, 4, 1, 5, 9, -1], [6, 5, 3, 5, 8, -1]])
     expected = [[1, -1, 1, 5, -1, -1], [-1, -1, -1, 5, 8, -1]]
     np.testing.assert_array_equal(next_tokens(ids, segment_ids), expected)
+    assert next_tokens(ids[:, :0]).shape == (2, 0)  # it was (2, 1)
 
 
 @pytest.mark.parametrize(("tied", "remat"), [(True, "attention"), (False, True)])

@@ -88,7 +88,7 @@ class TransformerConfig:
         "attention": all but what the GPU kernels of attention gave, see `nsa_jax.remat.SAVED_NAMES`.
       scan_layers: whether a forward pass and its gradient scan neighbouring layers that are alike, which
         compiles a deep model as fast as a shallow one. They take a copy of the layers' parameters, and of
-        their gradients. Needs a `dropout_rate` of 0.
+        their gradients. Needs a `dropout_rate` of 0, and parts of your own that change no variables.
 
     Raises:
       TypeError: an option is of the wrong kind, or cannot be called as described.

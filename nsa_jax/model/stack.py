@@ -6,7 +6,7 @@ program copies them first; the model keeps its list of layers, which decode step
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from nsa_jax.array_typing import Array, Float, Float32, Int
 from nsa_jax.model.layer import DecoderLayer
 from nsa_jax.nn.distillation import Target
+from nsa_jax.nn.parameters import by_path, listed
 from nsa_jax.remat import SAVED_NAMES
 
 # What the backward pass finds stored of a layer, by `TransformerConfig.remat`: only its input, or more.
@@ -65,14 +66,35 @@ def _scanned(run: Any, group: Sequence[Step], x: Array, remat: Any) -> tuple[Arr
 
     def of_layer(x: Array, given: Any) -> tuple[Array, Array | None]:
         state, blocks = given
-        return run(nnx.merge(graph, state), x, blocks)
+        layer = nnx.merge(graph, state)
+        held = _variables(layer)
+        found = run(layer, x, blocks)
+        _check_unchanged(held, _variables(layer))
+        return found
 
     if remat:  # a scan keeps XLA from undoing it, so that nothing else has to
         of_layer = jax.checkpoint(of_layer, policy=_POLICIES[remat], prevent_cse=False)
     return jax.lax.scan(of_layer, x, stacked)
 
 
+def _variables(layer: DecoderLayer) -> dict[str, Any]:
+    """The values of all variables but parameters, by their paths."""
+    named = by_path(nnx.state(layer, nnx.Not(nnx.Param)))
+    return {name: variable.get_value() for name, variable in named.items()}
+
+
+def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError if a variable was added or set: a scan would lose it."""
+    changed = [name for name, value in after.items() if value is not before.get(name)]
+    if changed:
+        raise NotImplementedError(
+            f"layers that are scanned must not change their variables, got new values of {listed(changed)}. "
+            "Leave scan_layers out, or call eval() of what changes them."
+        )
+
+
 def _structure(step: Step) -> Any:
     """What layers that are scanned together have in common."""
     graph, state = nnx.split(step.layer)
-    return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+    blocks = None if step.block_indices is None else step.block_indices.shape
+    return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)], blocks

@@ -48,7 +48,8 @@ def next_tokens(
     check_arrays(next_tokens, tokens=tokens, segment_ids=segment_ids)
 
     def following(x: Array) -> Array:
-        return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TARGET)
+        moved = jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TARGET)
+        return moved[:, : x.shape[1]]  # one too many in a row without tokens
 
     if segment_ids is None:
         return following(jnp.asarray(tokens, jnp.int32))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nsa_jax.array_checks import check_arrays, check_ids
+from nsa_jax.array_checks import check_arrays, check_ids, check_integers
 from nsa_jax.array_typing import Array, DType, Float, Int
 from nsa_jax.cache import DenseCache, NSACache
 from nsa_jax.dispatch import Implementation
@@ -157,7 +157,8 @@ class Transformer(nnx.Module):
           of logits and loss.
 
         Raises:
-          NotImplementedError: `block_indices` or `distil` are given, and no layer is "nsa".
+          NotImplementedError: `block_indices` or `distil` are given, and no layer is "nsa"; or layers are
+            scanned, and a part of your own changes its variables.
           TypeError: `tokens` is not an array, or an index array not one of integers.
           ValueError: `tokens` is not a matrix of integers, or the shape of an argument does not fit it; or an
             id is not in the vocabulary, where the host has its value: outside `jit`, in NumPy arrays and in
@@ -456,6 +457,7 @@ class Transformer(nnx.Module):
             )
         for blocks in block_indices:
             check_array("block_indices", blocks)
+            check_integers(block_indices=blocks)  # before a scan makes one array of all
         given = iter(block_indices)
         return [next(given) if is_nsa else None for is_nsa in of_nsa]
 
