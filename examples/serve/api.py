@@ -16,6 +16,7 @@ from starlette import applications, exceptions, requests, responses, routing
 
 from examples.serve import logprobs
 from nsa_jax.generate import Batcher, Ended, Request
+from nsa_jax.generate.text import lone_surrogate
 from nsa_jax.pretrained import ChatFormat
 
 LOG = logging.getLogger(__name__)
@@ -192,11 +193,8 @@ class Api:
             prompt = self._chat.prompt([_message(each) for each in prompt])
         elif isinstance(prompt, list):
             return prompt
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # JSON can escape half of a pair
-            told = f"{prompt[error.start]!a} ({error.reason})"
-            raise ApiError(f"a prompt must be Unicode, got {told}. Leave it out, or correct it.") from None
+        if found := lone_surrogate(prompt):
+            raise ApiError(f"a prompt must be Unicode, got {found}. Leave it out, or correct it.")
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=kind is TEXT)
         return (await asyncio.to_thread(encode, prompt)).ids
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nsa_jax.adopt.command_line import InputError
+from nsa_jax.generate.text import lone_surrogate
 
 
 def parts(path: pathlib.Path) -> list[pathlib.Path]:
@@ -85,13 +86,11 @@ def _checked(text: Any, place: str, path: pathlib.Path, field: str) -> str:
             f"a document must be a string in the field {field!r}, got another in {place} of {path.name!r}. "
             "Name its field by --field, or leave it out."
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can escape half of a pair
+    if found := lone_surrogate(text):
         raise InputError(
-            f"a document must be Unicode, got {text[error.start]!a} ({error.reason}) in {place} of "
-            f"{path.name!r}. Leave it out, or correct it."
-        ) from error
+            f"a document must be Unicode, got {found} in {place} of {path.name!r}. Leave it out, or correct "
+            "it."
+        )
     return text
 
 

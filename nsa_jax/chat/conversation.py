@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nsa_jax.generate import Decoder, Ended, Session, Stream, extend, start, stream
+from nsa_jax.generate.text import lone_surrogate
 from nsa_jax.pretrained import ChatFormat
 
 
@@ -132,13 +133,9 @@ class Conversation:
         return ids[1:] if ids[:1] == [self._end_token] else ids
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # Python makes halves of pairs of bytes that are not UTF-8
+        if found := lone_surrogate(text):
             self._forget()
-            raise ConversationError(
-                f"a question must be Unicode, got {text[error.start]!a} ({error.reason}). Leave it out."
-            ) from None
+            raise ConversationError(f"a question must be Unicode, got {found}. Leave it out.")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _refuse(self, length: int) -> NoReturn:

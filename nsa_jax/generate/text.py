@@ -23,6 +23,18 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def lone_surrogate(text: str) -> str | None:
+    """The first lone surrogate of a text, as a message shows it, or None. No tokenizer takes one.
+
+    JSON can escape one, and Python makes them of bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!a} ({error.reason})"
+    return None
+
+
 class TextPieces:
     """The text of a row, piece by piece; together they are what the tokenizer makes of all its tokens.
 

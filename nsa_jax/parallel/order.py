@@ -128,9 +128,8 @@ def on_whole_rows(function: Callable[[Array], Array], array: Array) -> Array:
     sharding = jax.typeof(array).sharding
     if explicit := sharding.mesh.explicit_axes:
         function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=sharding)
-    placed = (
-        None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    )  # NumPy has none
+    traced = isinstance(array, jax.core.Tracer)
+    placed = None if traced else getattr(array, "sharding", None)  # NumPy has none
     if isinstance(placed, jax.NamedSharding):
         return jax.jit(function, out_shardings=placed)(array)
     return function(array)

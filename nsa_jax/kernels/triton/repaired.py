@@ -18,11 +18,7 @@ from nsa_jax.kernels.triton.nonfinite import (
     recompute_query_gradient,
     visible_in_blocks,
 )
-from nsa_jax.kernels.triton.ranges import (
-    KeyRanges,
-    attend_ranges,
-    range_gradients,
-)
+from nsa_jax.kernels.triton.ranges import KeyRanges, attend_ranges, range_gradients
 from nsa_jax.kernels.triton.selected import attend_selected
 from nsa_jax.layout import Placement
 
