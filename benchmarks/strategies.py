@@ -82,10 +82,12 @@ class Strategy(NamedTuple):
         return None
 
     def put(self, arrays: Arrays) -> dict[str, Array]:
-        """Puts arrays on the devices."""
+        """Puts arrays on the devices, and waits: a device whose arrays are late would hold up a collective."""
         there = NamedSharding(self.mesh, self.spec)
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
-        return {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
+        return jax.block_until_ready(
+            {name: jax.device_put(ordered(x, self.num_devices), there) for name, x in arrays.items()}
+        )
 
     def sampled(self, mode: str, arrays: Arrays, positions: np.ndarray) -> Arrays:
         """What the program of a mode gives, on the host: of the queries at `positions`, and of all keys."""
@@ -142,6 +144,7 @@ def compress_and_attend(
     )
 
 
+@functools.lru_cache(maxsize=1)  # of a million tokens it takes a minute, and gates and rows want the same
 def draw(distribution: str, implementation: str, shape: Shape) -> tuple[Draw, dict[str, np.ndarray]]:
     """Queries of a distribution, and all arrays on the host, among them a cotangent of the output.
 
