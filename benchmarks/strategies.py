@@ -82,7 +82,7 @@ class Strategy(NamedTuple):
         return None
 
     def put(self, arrays: Arrays) -> dict[str, Array]:
-        """Puts arrays on the devices, and waits: a device whose arrays are late would hold up a collective."""
+        """Puts arrays on the devices, and waits: a device whose arrays come late would hold up the others."""
         there = NamedSharding(self.mesh, self.spec)
         ordered = to_zigzag if self.name == "context" else lambda x, _: x
         return jax.block_until_ready(
