@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -149,6 +150,20 @@ def test_a_fault_is_named(operation, change, message, monkeypatch, examine):
     assert re.match(f"{operation} as xla in float32 {message}", problem), problem
     assert has_form(problem)
     assert not all(check["ok"] for check in report["checks"])
+
+
+@pytest.mark.parametrize(
+    ("errors", "why", "line"),
+    [
+        (dict(out=(1e-6, 4e-6), lse=(0.0, 1e-6)), "", "  ok   .* 1.5 s  25% of the budget \\(out\\)"),
+        (dict(out=(math.inf, math.nan)), "MemoryError: no room", "  FAIL .* 1.5 s  raised"),
+    ],
+    ids=["right", "raised"],
+)
+def test_a_line_says_what_a_check_found(errors, why, line):
+    run = checks.Run("gated_sum", "xla", "float32", 1.5, errors, why)
+
+    assert re.fullmatch(line, str(run))
 
 
 def test_an_oracle_that_is_not_finite_proves_nothing(monkeypatch, examine):

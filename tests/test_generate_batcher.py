@@ -288,6 +288,7 @@ BAD_KINDS = {
     "text": (dict(prompt="hello"), "prompt must be token ids, got str"),
     "floats": (dict(prompt=[1.0]), "prompt must be an integer array, got float"),
     "key": (dict(key=1.5), "key must be an int or typed keys, got float"),
+    "raw key": (dict(key=jax.random.PRNGKey(1)), "key must be an int or typed keys, got ArrayImpl"),
     "eos_id": (dict(eos_id=1.5), "eos_id must be an int, got float"),
     "temperature": (dict(temperature="1"), "temperature must be a number"),
 }

@@ -173,12 +173,12 @@ def test_what_comes_after_a_stream_goes_on_with_its_session(model):
     rows = [[*row, *more] for row, more in zip(rows, joined(second), strict=True)]
     assert rows == [row[:18] for row in expected]
 
-    third = stream(second.session, 12)
+    third = stream(second.session, 20)
     next(third)
     third.stop()
     more = joined(third)
-    assert [len(row) for row in more] == [4] * 3  # the chunk that was on its way; the first piece had 8
-    assert third.session.lengths.tolist() == (LENGTHS + 30).tolist()
+    assert [len(row) for row in more] == [8] * 3  # the chunk that was on its way; the first piece had 8, too
+    assert third.session.lengths.tolist() == (LENGTHS + 34).tolist()
 
 
 def test_a_turn_of_some_rows_is_streamed(model):
