@@ -197,6 +197,8 @@ def test_window_layers_stay_and_kinds_may_be_chosen():
     assert to_nsa(windows, attention="nsa", rngs=nnx.Rngs(0)).config.window_size is None
     mixed = to_nsa(windows, attention=("nsa", "window"), rngs=nnx.Rngs(0))
     assert (mixed.config.attention, mixed.config.window_size) == (("nsa", "window"), (None, 7))
+    of_nsa = dense_model(attention=("window", "dense"), nsa=COVERING)  # the window is that of its blocks
+    assert to_nsa(of_nsa, nsa=NSAConfig(), rngs=nnx.Rngs(0)).config.window_size == (5, None)
     kept = to_nsa(dense_model(), attention=("dense", "nsa"), rngs=nnx.Rngs(0))
     assert kept.config.attention == ("dense", "nsa")
 
