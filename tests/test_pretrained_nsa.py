@@ -471,6 +471,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):
     assert not (tmp_path / "model" / "config.json").exists()
 
 
+def test_a_disk_that_is_full_at_the_tokenizer_is_one_sentence(tmp_path):
+    """The package raises a bare Exception."""
+    import tokenizers
+
+    (tmp_path / "tokenizer.json").mkdir()
+    with refused(OSError, "folder must take a whole model, got 'tokenizer.json: .*s a directory"):
+        save(dense_model(), tmp_path, tokenizer=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_a_configuration_of_a_later_version_is_one_error(tmp_path):
     save(to_nsa(dense_model(), rngs=nnx.Rngs(0)), tmp_path)
     file = tmp_path / "config.json"

@@ -105,7 +105,7 @@ def save(
             values = dict(metadata=dict(total_size=total), weight_map=index)
             (folder / INDEX).write_text(_json(values), encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save(str(folder / TOKENIZER))
+            _save_tokenizer(tokenizer, folder / TOKENIZER)
         for name, content in ({} if chat_format is None else files_of(chat_format)).items():
             (folder / name).write_text(content, encoding="utf-8")
         # Last, because a folder without it is no model.
@@ -115,6 +115,13 @@ def save(
             f"folder must take a whole model, got {str(error).splitlines()[0]!r} at {str(folder)!r}. Make "
             "room or name another one."
         ) from None
+
+
+def _save_tokenizer(tokenizer: Any, file: pathlib.Path) -> None:
+    try:
+        tokenizer.save(str(file))
+    except Exception as error:  # the package raises nothing more special
+        raise OSError(f"{file.name}: {error}") from error
 
 
 def _json(values: Mapping[str, Any]) -> str:
