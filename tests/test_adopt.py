@@ -30,6 +30,7 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 import jax
 import jax.numpy as jnp
 import tokenizers
+from flax import nnx
 
 from examples import adopt as example
 from examples import adopt_variants
@@ -39,7 +40,7 @@ from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
-from nsa_jax.model import restore, transformer
+from nsa_jax.model import Transformer, TransformerConfig, restore, transformer
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 
@@ -187,6 +188,26 @@ def test_losses_are_added_up_by_their_weights():
     ):
         of = dataclasses.replace(settings, selection_weight=weight, selection_target="selected")
         assert training._losses(Model(), by_name[stage], of, None, None, teacher)[0] == total
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    """Biases of heads and those of gates have two axes, as matrices have."""
+    sizes = dict(vocab_size=5, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=1)
+    config = TransformerConfig(**sizes, qkv_bias=True, out_bias=True, normalize_qk=True)
+    settings = command.Settings(source="")
+    stage = training.Stage("sparse", 10, 0, training.GROUPS)
+    _, learning, _ = training._divided(Transformer(config, rngs=nnx.Rngs(0)), stage, settings)
+    changed = {}
+    for name, group in learning.items():
+        ones, zeros = (jax.tree.map(lambda x, to=to: jnp.full_like(x, to), group) for to in (1, 0))
+        optimizer = training._optimizer(settings, stage, name)
+        updates = jax.tree.leaves_with_path(optimizer.update(zeros, optimizer.init(ones), ones)[0])
+        changed |= {jax.tree_util.keystr(path): bool(x.any()) for path, x in updates}
+
+    assert sum("bias" in name for name in changed) == 14
+    assert sum("norm" in name for name in changed) == 7
+    for name, decays in changed.items():
+        assert decays == ("bias" not in name and "norm" not in name), name
 
 
 @pytest.mark.slow

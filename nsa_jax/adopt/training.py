@@ -181,8 +181,15 @@ def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTr
             b1=0.9,
             b2=0.95,
             weight_decay=0.01,
-            mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree),
+            mask=_decays,
         ),
+    )
+
+
+def _decays(parameters: Any) -> Any:
+    """Which parameters are matrices. Biases of heads have two axes, too."""
+    return jax.tree.map_with_path(
+        lambda path, x: x.ndim > 1 and "bias" not in jax.tree_util.keystr(path), parameters
     )
 
 
