@@ -108,21 +108,26 @@ def read(
 def split(documents: Documents, *, length: int, share: float, seed: int) -> tuple[Documents, Documents]:
     """Documents to train on, and held-out ones of at least a row each, together about `share` of the tokens.
 
-    Of a single document its end is held out.
+    Where whole documents would be more than twice that, of the last one its end alone is held out; of a
+    single document always.
 
     Raises:
       InputError: either part would have no whole row.
     """
     tokens, starts, sizes = documents
     total, longest = int(sizes.sum()), int(sizes.max())
-    if len(sizes) == 1:
-        kept = total - max(round(share * total), length)
-        starts, sizes = np.array([0, kept]), np.array([kept, total - kept])
-        held = np.array([1])
-    else:
-        long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
-        enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
-        held = np.sort(long[: max(min(enough, len(long) - 1), 1)])
+    wanted = max(round(share * total), length)
+    long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
+    enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
+    held = long[: max(min(enough, len(long) - 1), 1)]
+    if len(held) and (len(sizes) == 1 or sizes[held].sum() > 2 * wanted):
+        last, others = held[-1], int(sizes[held[:-1]].sum())
+        kept = max(int(sizes[last]) - max(wanted - others, length), 0)
+        starts = np.insert(starts, last + 1, starts[last] + kept)
+        sizes = np.insert(sizes, last + 1, sizes[last] - kept)
+        sizes[last] = kept
+        held = held + (held >= last)
+    held = np.sort(held)
     rest = np.setdiff1d(np.arange(len(sizes)), held)
     if not len(held) or sizes[rest].sum() < length:
         raise InputError(
