@@ -699,7 +699,42 @@ def test_variants_are_runs_of_their_own_and_add_their_rows_once(source, files, t
     assert has_form(line)
 
 
-@pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])
+def test_results_that_cannot_be_written_are_said_at_once(source, tmp_path, capsys):
+    """A folder can be touched, and was found to be none hours later."""
+    given = source, [tmp_path / "none.txt"], tmp_path / "runs", {}, "--results", tmp_path
+
+    assert run(*given, main=adopt_variants.main) == 2
+    assert "--results must name a file that can be written, got" in capsys.readouterr().err
+
+
+def test_a_token_that_the_model_does_not_have_is_named(source, files, tmp_path, capsys):
+    """Its embedding is NaN, and the remedy of a loss of NaN would be a smaller learning rate."""
+    folder, text_file = shutil.copytree(source, tmp_path / "source"), tmp_path / "text.txt"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text_file.write_text("a <extra> word")
+
+    with pytest.warns(UserWarning, match="<extra> beyond it"):
+        assert run(folder, [*files, text_file], tmp_path / "run", SHORT) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "must have tokens of the model alone, got '<extra>' beyond its vocabulary of 257" in line
+    assert has_form(line)
+
+
+@pytest.mark.parametrize("name", ["pages.jsonl", "text.txt"])
+def test_a_byte_order_mark_is_no_text(name, tmp_path):
+    file = tmp_path / name
+    content = json.dumps(dict(text="words")) if name.endswith("l") else "words"
+    file.write_text(content, encoding="utf-8-sig")
+
+    assert list(documents(file, "text")) == ["words"]
+
+
+DEEP = pytest.param("[" * 100_000, id="too deep")
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]", DEEP])
 def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
     file = tmp_path / "pages.jsonl"
     file.write_text('{"text": "fine"}\n' + line)

@@ -79,12 +79,16 @@ class Packed:
 
 
 def read(
-    folder: pathlib.Path, sources: Sequence[pathlib.Path], tokenizer: Any, identity: dict[str, Any]
+    folder: pathlib.Path,
+    sources: Sequence[pathlib.Path],
+    tokenizer: Any,
+    vocab_size: int,
+    identity: dict[str, Any],
 ) -> Documents:
     """Documents of the files, from the folder if they were tokenised before.
 
     Raises:
-      InputError: a file cannot be read, or there is no text.
+      InputError: a file cannot be read, there is no text, or it has a token that the model does not have.
       OSError: the tokens cannot be written.
     """
     paths = tokens, documents, done = [folder / name for name in FILES]
@@ -96,7 +100,7 @@ def read(
     if not fresh:
         for path in paths[::-1]:
             path.unlink(missing_ok=True)
-        sizes = _tokenise(tokens, sources, tokenizer, known["field"])
+        sizes = _tokenise(tokens, sources, tokenizer, vocab_size, known["field"])
         np.save(documents, np.array(sizes, np.int64))
         done.write_text(
             json.dumps(known), encoding="utf-8"
@@ -138,7 +142,9 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
 
 
-def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: Any, field: str) -> list[int]:
+def _tokenise(
+    target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: Any, vocab_size: int, field: str
+) -> list[int]:
     """Writes all tokens; returns how many each document has."""
     sizes = []
     total = sum(part.stat().st_size for path in paths for part in files.parts(path))
@@ -146,9 +152,11 @@ def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: An
     with target.open("wb") as file, bar:
         for texts in _batches(paths, field):
             for encoded in tokenizer.encode_batch_fast(texts):
-                if encoded.ids:
-                    file.write(np.array(encoded.ids, np.uint32).tobytes())
-                    sizes.append(len(encoded.ids))
+                ids = np.array(encoded.ids, np.uint32)
+                if len(ids):
+                    _check_ids(ids, tokenizer, vocab_size)
+                    file.write(ids.tobytes())
+                    sizes.append(len(ids))
             bar.update(sum(len(text.encode()) for text in texts))
         file.flush()
         os.fsync(file.fileno())
@@ -157,6 +165,15 @@ def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: An
             f"--text must hold text, got none in {', '.join(path.name for path in paths)}. Pass other files."
         )
     return sizes
+
+
+def _check_ids(ids: Int[np.ndarray, " tokens"], tokenizer: Any, vocab_size: int) -> None:
+    """Raises InputError for an added token of the tokenizer that the model does not have."""
+    if (largest := int(ids.max())) >= vocab_size:
+        raise InputError(
+            f"--text must have tokens of the model alone, got {tokenizer.id_to_token(largest)!r} beyond its "
+            f"vocabulary of {vocab_size}. Leave it out of the text."
+        )
 
 
 def _batches(paths: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:
