@@ -579,6 +579,16 @@ def test_bad_input_is_one_line(what, source, tmp_path, capsys):
     assert not (tmp_path / "run" / "settings.json").exists()
 
 
+def test_a_run_that_was_killed_as_it_began_goes_on(tmp_path):
+    (tmp_path / "tokens.bin").touch()
+    (tmp_path / ".settings.json.123").touch()
+
+    RunFolder(tmp_path).check({})
+    (tmp_path / ".settings").touch()
+    with refused(command.InputError, "must be a folder that is new or holds a run, got '.settings' in"):
+        RunFolder(tmp_path).check({})
+
+
 GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))
 FOLLOWED = {
     "a field": (FIELDS | dict(foo_bar=1), [], "foo_bar=1. Pass --ignore foo_bar if", ["--ignore=foo_bar"]),
