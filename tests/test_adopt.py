@@ -340,6 +340,30 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
 
 
+def test_a_report_of_the_same_numbers_keeps_where_they_come_from(tmp_path, monkeypatch):
+    """A finished run goes on when its command is given again, for its figures, with other versions."""
+    monkeypatch.setattr(figures, "draw", lambda *_: None)
+    folder, settings = RunFolder(tmp_path), command.Settings(source="")
+    shutil.copy(COMMITTED / "adopt_smollm2" / "report.json", tmp_path / "committed.json")
+    measured = json.loads((tmp_path / "committed.json").read_text())["measured"]
+    folder.measured.write_text(json.dumps(measured))
+    counted = dict(tokens=2, documents=2, held_out_tokens=1, held_out_documents=1, files=[])
+
+    def told(version, devices):
+        monkeypatch.setattr(report, "_versions", lambda: dict(nsa_jax=version))
+        report.write_report(folder, settings, [], counted, devices)
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert f"{found['devices']} x " in (tmp_path / "report.md").read_text()
+        return found["versions"]["nsa_jax"], found["devices"]
+
+    assert told("first", 4) == ("first", 4)
+    assert told("second", 1) == ("first", 4)
+    folder.note("sparse", "needles", measured["dense"]["needles"])
+    assert told("second", 1) == ("second", 1)
+    (tmp_path / "report.json").write_text("half")
+    assert told("third", 2) == ("third", 2)
+
+
 COMMITTED = pathlib.Path(__file__).parent.parent / "docs" / "examples"
 
 
