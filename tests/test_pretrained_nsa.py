@@ -476,7 +476,7 @@ def test_a_disk_that_is_full_at_the_tokenizer_is_one_sentence(tmp_path):
     import tokenizers
 
     (tmp_path / "tokenizer.json").mkdir()
-    with refused(OSError, "folder must take a whole model, got 'tokenizer.json: .*s a directory"):
+    with refused(OSError, "folder must take a whole model, got '.*s a directory"):
         save(dense_model(), tmp_path, tokenizer=tokenizers.Tokenizer(tokenizers.models.BPE()))
     assert not (tmp_path / "config.json").exists()
 
