@@ -210,6 +210,21 @@ def test_matrices_decay_and_biases_and_norms_do_not():
         assert decays == ("bias" not in name and "norm" not in name), name
 
 
+def test_the_dense_model_teaches_in_bfloat16(source, files, tmp_path, monkeypatch):
+    """The default dtype, in which a run with `--logit-weight` ended as *sparse* began."""
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    taught = SHORT | {"distil-steps": 0, "sparse-steps": 1, "logit-weight": 0.5}
+    told = {}
+    for dtype in ("bfloat16", "float32"):
+        assert run(source, files, tmp_path / dtype, taught | dict(dtype=dtype)) == 0
+        (told[dtype],) = rows(tmp_path / dtype, "sparse")
+
+    assert told["float32"]["divergence"] > 0
+    for name in ("loss", "divergence"):
+        assert told["bfloat16"][name] == pytest.approx(told["float32"][name], rel=0.1)
+
+
 @pytest.mark.slow
 def test_the_model_of_the_run_can_be_loaded(finished):
     model, tokenizer = load(finished / "model")
