@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--variants", choices=VARIANTS, nargs="+", default=[*VARIANTS], help="which; default: all of them")
     options, same = parser.parse_known_args(arguments)
     try:
-        options.results.touch()  # said at once, not after hours
+        options.results.open("a").close()  # said at once, not after hours
     except OSError as error:
         told = f"{str(options.results)!r} ({error.strerror})"
         return complain(f"--results must name a file that can be written, got {told}. Name another.", PROGRAM)

@@ -50,12 +50,14 @@ def load_layers(folder: str | os.PathLike[str]) -> dict[int, NSAAttention]:
             f"{fields.get('model_type')!r} in {str(folder / CONFIG)!r}. Save one there."
         )
     model = _held(folder / CONFIG, fields, "transformer")
+    try:
+        numbers = [i for i in range(model["num_layers"]) if _of_layer(model["attention"], i) == "nsa"]
+        layers = {number: _layer(model, number) for number in numbers}
+    except (KeyError, TypeError) as error:  # an option is missing, or of a later version
+        _broken(folder / CONFIG, f"{type(error).__name__}: {error}")
     weights = _attention_weights(folder)
-    layers = {}
-    for number in range(model["num_layers"]):
-        if _of_layer(model["attention"], number) == "nsa":
-            layers[number] = _layer(model, number)
-            _fill(layers[number], number, weights)
+    for number, layer in layers.items():
+        _fill(layer, number, weights)
     return layers
 
 

@@ -46,6 +46,7 @@ class Copied(RunFolder):
 def measure(_, name: str, model, dense) -> None:
     for leaf in jax.tree.leaves(nnx.state((model, dense))):
         assert leaf.devices() == {jax.devices()[0]}
+        assert jax.typeof(leaf).sharding.mesh.empty  # else it cannot compute there
 
 
 def losses(output: pathlib.Path, stage: str) -> list[dict[str, float]]:

@@ -30,6 +30,7 @@ pytest.importorskip("tokenizers", reason="adopt needs the extra `pretrained`")
 import jax
 import jax.numpy as jnp
 import tokenizers
+from flax import nnx
 
 from examples import adopt as example
 from examples import adopt_variants
@@ -39,7 +40,7 @@ from nsa_jax.adopt.files import digests, documents
 from nsa_jax.adopt.run_folder import RunFolder
 from nsa_jax.adopt.text import Documents, Packed
 from nsa_jax.config import BRANCHES
-from nsa_jax.model import restore, transformer
+from nsa_jax.model import Transformer, TransformerConfig, restore, transformer
 from nsa_jax.model.abstract import parameters
 from nsa_jax.pretrained import ChatFormat, conversion, load, load_chat_format
 
@@ -189,6 +190,41 @@ def test_losses_are_added_up_by_their_weights():
         assert training._losses(Model(), by_name[stage], of, None, None, teacher)[0] == total
 
 
+def test_matrices_decay_and_biases_and_norms_do_not():
+    """Biases of heads and those of gates have two axes, as matrices have."""
+    sizes = dict(vocab_size=5, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=1)
+    config = TransformerConfig(**sizes, qkv_bias=True, out_bias=True, normalize_qk=True)
+    settings = command.Settings(source="")
+    stage = training.Stage("sparse", 10, 0, training.GROUPS)
+    _, learning, _ = training._divided(Transformer(config, rngs=nnx.Rngs(0)), stage, settings)
+    changed = {}
+    for name, group in learning.items():
+        ones, zeros = (jax.tree.map(lambda x, to=to: jnp.full_like(x, to), group) for to in (1, 0))
+        optimizer = training._optimizer(settings, stage, name)
+        updates = jax.tree.leaves_with_path(optimizer.update(zeros, optimizer.init(ones), ones)[0])
+        changed |= {jax.tree_util.keystr(path): bool(x.any()) for path, x in updates}
+
+    assert sum("bias" in name for name in changed) == 14
+    assert sum("norm" in name for name in changed) == 7
+    for name, decays in changed.items():
+        assert decays == ("bias" not in name and "norm" not in name), name
+
+
+def test_the_dense_model_teaches_in_bfloat16(source, files, tmp_path, monkeypatch):
+    """The default dtype, in which a run with `--logit-weight` ended as *sparse* began."""
+    monkeypatch.setattr(command.Measurements, "measure", lambda *_: None)
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+    taught = SHORT | {"distil-steps": 0, "sparse-steps": 1, "logit-weight": 0.5}
+    told = {}
+    for dtype in ("bfloat16", "float32"):
+        assert run(source, files, tmp_path / dtype, taught | dict(dtype=dtype)) == 0
+        (told[dtype],) = rows(tmp_path / dtype, "sparse")
+
+    assert told["float32"]["divergence"] > 0
+    for name in ("loss", "divergence"):
+        assert told["bfloat16"][name] == pytest.approx(told["float32"][name], rel=0.1)
+
+
 @pytest.mark.slow
 def test_the_model_of_the_run_can_be_loaded(finished):
     model, tokenizer = load(finished / "model")
@@ -317,6 +353,30 @@ def test_the_page_shows_its_figures_or_says_what_draws_them(finished, tmp_path, 
     sections = (tmp_path / "report.md").read_text().split("\n\n")
     sections.remove(told)
     assert sections == re.sub(r"!\[.*\n\n", "", page).split("\n\n")
+
+
+def test_a_report_of_the_same_numbers_keeps_where_they_come_from(tmp_path, monkeypatch):
+    """A finished run goes on when its command is given again, for its figures, with other versions."""
+    monkeypatch.setattr(figures, "draw", lambda *_: None)
+    folder, settings = RunFolder(tmp_path), command.Settings(source="")
+    shutil.copy(COMMITTED / "adopt_smollm2" / "report.json", tmp_path / "committed.json")
+    measured = json.loads((tmp_path / "committed.json").read_text())["measured"]
+    folder.measured.write_text(json.dumps(measured))
+    counted = dict(tokens=2, documents=2, held_out_tokens=1, held_out_documents=1, files=[])
+
+    def told(version, devices):
+        monkeypatch.setattr(report, "_versions", lambda: dict(nsa_jax=version))
+        report.write_report(folder, settings, [], counted, devices)
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert f"{found['devices']} x " in (tmp_path / "report.md").read_text()
+        return found["versions"]["nsa_jax"], found["devices"]
+
+    assert told("first", 4) == ("first", 4)
+    assert told("second", 1) == ("first", 4)
+    folder.note("sparse", "needles", measured["dense"]["needles"])
+    assert told("second", 1) == ("second", 1)
+    (tmp_path / "report.json").write_text("half")
+    assert told("third", 2) == ("third", 2)
 
 
 COMMITTED = pathlib.Path(__file__).parent.parent / "docs" / "examples"
@@ -558,6 +618,16 @@ def test_bad_input_is_one_line(what, source, tmp_path, capsys):
     assert not (tmp_path / "run" / "settings.json").exists()
 
 
+def test_a_run_that_was_killed_as_it_began_goes_on(tmp_path):
+    (tmp_path / "tokens.bin").touch()
+    (tmp_path / ".settings.json.123").touch()
+
+    RunFolder(tmp_path).check({})
+    (tmp_path / ".settings").touch()
+    with refused(command.InputError, "must be a folder that is new or holds a run, got '.settings' in"):
+        RunFolder(tmp_path).check({})
+
+
 GEMMA = fields_of("gemma 3 by layer", vocab_size=len(TOKENS))
 FOLLOWED = {
     "a field": (FIELDS | dict(foo_bar=1), [], "foo_bar=1. Pass --ignore foo_bar if", ["--ignore=foo_bar"]),
@@ -678,7 +748,42 @@ def test_variants_are_runs_of_their_own_and_add_their_rows_once(source, files, t
     assert has_form(line)
 
 
-@pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]"])
+def test_results_that_cannot_be_written_are_said_at_once(source, tmp_path, capsys):
+    """A folder can be touched, and was found to be none hours later."""
+    given = source, [tmp_path / "none.txt"], tmp_path / "runs", {}, "--results", tmp_path
+
+    assert run(*given, main=adopt_variants.main) == 2
+    assert "--results must name a file that can be written, got" in capsys.readouterr().err
+
+
+def test_a_token_that_the_model_does_not_have_is_named(source, files, tmp_path, capsys):
+    """Its embedding is NaN, and the remedy of a loss of NaN would be a smaller learning rate."""
+    folder, text_file = shutil.copytree(source, tmp_path / "source"), tmp_path / "text.txt"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text_file.write_text("a <extra> word")
+
+    with pytest.warns(UserWarning, match="<extra> beyond it"):
+        assert run(folder, [*files, text_file], tmp_path / "run", SHORT) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "must have tokens of the model alone, got '<extra>' beyond its vocabulary of 257" in line
+    assert has_form(line)
+
+
+@pytest.mark.parametrize("name", ["pages.jsonl", "text.txt"])
+def test_a_byte_order_mark_is_no_text(name, tmp_path):
+    file = tmp_path / name
+    content = json.dumps(dict(text="words")) if name.endswith("l") else "words"
+    file.write_text(content, encoding="utf-8-sig")
+
+    assert list(documents(file, "text")) == ["words"]
+
+
+DEEP = pytest.param("[" * 100_000, id="too deep")
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"other": 1}', '{"text": 1}', "[]", DEEP])
 def test_a_bad_line_of_a_jsonl_file_is_named(line, tmp_path):
     file = tmp_path / "pages.jsonl"
     file.write_text('{"text": "fine"}\n' + line)
@@ -771,18 +876,33 @@ def test_an_epoch_packs_each_token_once_and_never_joins_documents():
 
 def test_held_out_documents_are_whole_and_not_trained_on():
     documents = documents_of([30, 5, 20, 8, 50, 9])
-    kept, held = text.split(documents, length=10, share=0.2, seed=0)
+    kept, held = text.split(documents, length=10, share=0.25, seed=0)
 
     assert sorted([*kept.sizes, *held.sizes]) == sorted(documents.sizes)
     assert set(kept.joined()).isdisjoint(held.joined())
     assert held.sizes.min() >= 10
-    assert held.sizes.sum() >= 0.2 * 122
+    assert held.sizes.sum() >= 0.25 * 122
     found = held.rows(10, 100)
     assert len(found) == sum(held.sizes // 10)
     assert (np.diff(found) == 1).all()  # each in one document
     assert (held.rows(10, 2) == found[:2]).all()
-    again = text.split(documents, length=10, share=0.2, seed=0)[1]
+    again = text.split(documents, length=10, share=0.25, seed=0)[1]
     assert (again.starts == held.starts).all()
+
+
+@pytest.mark.parametrize("sizes", [[7, 1000, 9, 4], [40, 30, 7, 1000, 9, 4], [500, 500]])
+def test_a_document_that_is_too_long_to_hold_out_is_cut(sizes):
+    """A book among short pages was held out whole, most of the text."""
+    documents, wanted = documents_of(sizes), 0.05 * sum(sizes)
+    for seed in range(10):
+        kept, held = text.split(documents, length=10, share=0.05, seed=seed)
+
+        assert sorted([*kept.joined(), *held.joined()]) == sorted(documents.tokens)
+        assert held.sizes.min() >= 10
+        assert wanted - 1 < held.sizes.sum() < 2 * wanted + 1
+        for starts, lengths in ((kept.starts, kept.sizes), (held.starts, held.sizes)):
+            for start, size in zip(starts, lengths, strict=True):
+                assert (np.diff(documents.tokens[start : start + size]) == 1).all()  # of one document
 
 
 def test_the_end_of_a_single_document_is_held_out():

@@ -167,6 +167,20 @@ def test_a_question_that_is_no_unicode_says_so_and_another_begins(model, tokeniz
         list(conversation.ask("cab"))
 
 
+def test_a_token_that_the_model_does_not_have_is_named(small):
+    """A question with it ended the program."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<x>"])
+    conversation = Conversation(small, tokenizer, OPEN, max_length=ROOM)
+
+    told = f"a question must have tokens of the model alone, got '<x>' beyond its vocabulary of {len(TOKENS)}"
+    with refused(ConversationError, told):
+        list(conversation.ask("cab<x>"))
+
+    with refused(ConversationError, "must be shorter than --max-length, got 64 tokens"):
+        list(conversation.ask("cab"))
+
+
 def test_logits_that_are_not_finite_are_said(model, tokenizer):
     broken = Stub()
     broken.table[...] = jnp.full_like(broken.table[...], jnp.nan)

@@ -170,6 +170,11 @@ def test_pass_keys():
         (dict(filler=[1, 2]), TypeError, "filler must be an array, got list"),
         (dict(start=[-1]), ValueError, r"start\[0\] must be at least 0, got -1"),
         (dict(start=1), TypeError, "start must be a sequence of ints, got int"),
+        (
+            dict(task=MagicNumber(lambda text: [7] * (" 7" in text or "m" in text))),
+            ValueError,
+            "an answer must have at least one token, got none. Give",
+        ),
         (dict(task="a needle"), TypeError, "task must draw questions and know its chance, got str"),
         (dict(model=[]), TypeError, "model must"),
     ],

@@ -495,6 +495,11 @@ BROKEN = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "got no model.safetensors.index"),
     "config": (lambda folder: cut(folder / "config.json", 40), "must be whole, got .* at .*config.json"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), "got 'a list' at"),
+    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "must be whole, got"),
+    "a folder": (
+        lambda folder: [(folder / "config.json").unlink(), (folder / "config.json").mkdir()],
+        "must be whole, got .*s a directory",
+    ),
     "header": (lambda folder: cut(folder / "model.safetensors", 100), "must be whole, got .*model.safetens"),
     "end": (lambda folder: cut(folder / "model.safetensors", -8), "must be whole, got .*model.safetensors"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "got .* at .*tokenizer.json"),

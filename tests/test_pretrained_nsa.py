@@ -197,6 +197,8 @@ def test_window_layers_stay_and_kinds_may_be_chosen():
     assert to_nsa(windows, attention="nsa", rngs=nnx.Rngs(0)).config.window_size is None
     mixed = to_nsa(windows, attention=("nsa", "window"), rngs=nnx.Rngs(0))
     assert (mixed.config.attention, mixed.config.window_size) == (("nsa", "window"), (None, 7))
+    of_nsa = dense_model(attention=("window", "dense"), nsa=COVERING)  # the window is that of its blocks
+    assert to_nsa(of_nsa, nsa=NSAConfig(), rngs=nnx.Rngs(0)).config.window_size == (5, None)
     kept = to_nsa(dense_model(), attention=("dense", "nsa"), rngs=nnx.Rngs(0))
     assert kept.config.attention == ("dense", "nsa")
 
@@ -467,6 +469,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_model(tmp_path, monkeypatch):
     with refused(OSError, "folder must take a whole model, got '.*No space left"):
         save(dense_model(), tmp_path / "model")
     assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_disk_that_is_full_at_the_tokenizer_is_one_sentence(tmp_path):
+    """The package raises a bare Exception."""
+    import tokenizers
+
+    (tmp_path / "tokenizer.json").mkdir()
+    with refused(OSError, "folder must take a whole model, got '.*s a directory"):
+        save(dense_model(), tmp_path, tokenizer=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_configuration_of_a_later_version_is_one_error(tmp_path):

@@ -115,6 +115,14 @@ WRONG = {
         lambda folder: changed(folder, qkv_bias=True),
         'got a layer 0 with Missing key.* "query_proj.bias".* Load a whole copy',
     ),
+    "an option less": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "nsa_jax", "transformer": {}}'),
+        "must hold a whole model, got .KeyError: 'num_layers'. at '.*config.json'",
+    ),
+    "an option of a later version": (
+        lambda folder: changed(folder, nsa={"later": 1}),
+        "must hold a whole model, got .TypeError: .*later.* at '.*config.json'",
+    ),
     "given blocks": (lambda folder: changed(folder, selector="given"), "must choose its blocks, got sel"),
 }
 

@@ -88,7 +88,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
     model = _convert(dense, settings)
     mesh.check_model(model.config)
     folder.path.mkdir(parents=True, exist_ok=True)
-    documents = text.read(folder.path, files, tokenizer, identity)
+    documents = text.read(folder.path, files, tokenizer, model.vocab_size, identity)
     training, held_out = text.split(
         documents, length=settings.length, share=settings.held_out, seed=settings.seed
     )

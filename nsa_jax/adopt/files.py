@@ -64,7 +64,7 @@ def _texts(path: pathlib.Path, field: str) -> Iterator[str]:
         for number, row in enumerate(_dataset(path, field)):
             yield _checked(row[field], f"row {number}", path, field)
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:  # a byte order mark is no text
         if path.suffix != ".jsonl":
             yield file.read()
             return
@@ -76,7 +76,7 @@ def _texts(path: pathlib.Path, field: str) -> Iterator[str]:
 def _of_line(line: str, field: str) -> Any:
     try:
         return json.loads(line)[field]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last for lists a thousand deep
         return None
 
 

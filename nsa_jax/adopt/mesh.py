@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.adopt.command_line import InputError
@@ -125,8 +125,10 @@ def bound(model: Transformer) -> Transformer:
 def _moved(model: Transformer, like: Transformer) -> Transformer:
     """The parameters of a model, where those of an abstract one have their place."""
     wanted = parameters(like)
+    # With the device itself, an array that comes from a mesh would still be typed as on it, and not compute.
+    alone = SingleDeviceSharding(jax.local_devices()[0])
     for name, value in parameters(model).items():
-        wanted[name] = jax.device_put(value, sharding_of(wanted[name]) or jax.local_devices()[0])
+        wanted[name] = jax.device_put(value, sharding_of(wanted[name]) or alone)
     fill(like, wanted)
     return like
 

@@ -46,7 +46,7 @@ def write_report(
         stages={stage.name: _of_stage(stage, folder.rows(stage.name), settings) for stage in stages},
         measured=folder.results(),
     )
-    as_json = json.dumps(kept, indent=1)
+    as_json = json.dumps(kept | _origin(folder, kept), indent=1)
     write(folder.path / "report.json", as_json + "\n")
     found = json.loads(as_json)
     try:
@@ -54,6 +54,16 @@ def write_report(
     except ImportError:
         drawn = None
     write(folder.path / "report.md", page(found, drawn))
+
+
+def _origin(folder: RunFolder, kept: dict[str, Any]) -> dict[str, Any]:
+    """Versions and devices of the report that is there, if it has the same numbers: they are of those."""
+    try:
+        found = json.loads((folder.path / "report.json").read_text(encoding="utf-8"))
+        same = all(found[name] == json.loads(json.dumps(kept[name])) for name in ("stages", "measured"))
+        return {name: found[name] for name in ("versions", "device", "devices")} if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def page(found: dict[str, Any], drawn: Sequence[str] | None) -> str:

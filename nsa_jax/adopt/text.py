@@ -79,12 +79,16 @@ class Packed:
 
 
 def read(
-    folder: pathlib.Path, sources: Sequence[pathlib.Path], tokenizer: Any, identity: dict[str, Any]
+    folder: pathlib.Path,
+    sources: Sequence[pathlib.Path],
+    tokenizer: Any,
+    vocab_size: int,
+    identity: dict[str, Any],
 ) -> Documents:
     """Documents of the files, from the folder if they were tokenised before.
 
     Raises:
-      InputError: a file cannot be read, or there is no text.
+      InputError: a file cannot be read, there is no text, or it has a token that the model does not have.
       OSError: the tokens cannot be written.
     """
     paths = tokens, documents, done = [folder / name for name in FILES]
@@ -96,7 +100,7 @@ def read(
     if not fresh:
         for path in paths[::-1]:
             path.unlink(missing_ok=True)
-        sizes = _tokenise(tokens, sources, tokenizer, known["field"])
+        sizes = _tokenise(tokens, sources, tokenizer, vocab_size, known["field"])
         np.save(documents, np.array(sizes, np.int64))
         done.write_text(
             json.dumps(known), encoding="utf-8"
@@ -108,21 +112,26 @@ def read(
 def split(documents: Documents, *, length: int, share: float, seed: int) -> tuple[Documents, Documents]:
     """Documents to train on, and held-out ones of at least a row each, together about `share` of the tokens.
 
-    Of a single document its end is held out.
+    Where whole documents would be more than twice that, of the last one its end alone is held out; of a
+    single document always.
 
     Raises:
       InputError: either part would have no whole row.
     """
     tokens, starts, sizes = documents
     total, longest = int(sizes.sum()), int(sizes.max())
-    if len(sizes) == 1:
-        kept = total - max(round(share * total), length)
-        starts, sizes = np.array([0, kept]), np.array([kept, total - kept])
-        held = np.array([1])
-    else:
-        long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
-        enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
-        held = np.sort(long[: max(min(enough, len(long) - 1), 1)])
+    wanted = max(round(share * total), length)
+    long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
+    enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
+    held = long[: max(min(enough, len(long) - 1), 1)]
+    if len(held) and (len(sizes) == 1 or sizes[held].sum() > 2 * wanted):
+        last, others = held[-1], int(sizes[held[:-1]].sum())
+        kept = max(int(sizes[last]) - max(wanted - others, length), 0)
+        starts = np.insert(starts, last + 1, starts[last] + kept)
+        sizes = np.insert(sizes, last + 1, sizes[last] - kept)
+        sizes[last] = kept
+        held = held + (held >= last)
+    held = np.sort(held)
     rest = np.setdiff1d(np.arange(len(sizes)), held)
     if not len(held) or sizes[rest].sum() < length:
         raise InputError(
@@ -133,7 +142,9 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
 
 
-def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: Any, field: str) -> list[int]:
+def _tokenise(
+    target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: Any, vocab_size: int, field: str
+) -> list[int]:
     """Writes all tokens; returns how many each document has."""
     sizes = []
     total = sum(part.stat().st_size for path in paths for part in files.parts(path))
@@ -141,9 +152,11 @@ def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: An
     with target.open("wb") as file, bar:
         for texts in _batches(paths, field):
             for encoded in tokenizer.encode_batch_fast(texts):
-                if encoded.ids:
-                    file.write(np.array(encoded.ids, np.uint32).tobytes())
-                    sizes.append(len(encoded.ids))
+                ids = np.array(encoded.ids, np.uint32)
+                if len(ids):
+                    _check_ids(ids, tokenizer, vocab_size)
+                    file.write(ids.tobytes())
+                    sizes.append(len(ids))
             bar.update(sum(len(text.encode()) for text in texts))
         file.flush()
         os.fsync(file.fileno())
@@ -152,6 +165,15 @@ def _tokenise(target: pathlib.Path, paths: Sequence[pathlib.Path], tokenizer: An
             f"--text must hold text, got none in {', '.join(path.name for path in paths)}. Pass other files."
         )
     return sizes
+
+
+def _check_ids(ids: Int[np.ndarray, " tokens"], tokenizer: Any, vocab_size: int) -> None:
+    """Raises InputError for an added token of the tokenizer that the model does not have."""
+    if (largest := int(ids.max())) >= vocab_size:
+        raise InputError(
+            f"--text must have tokens of the model alone, got {tokenizer.id_to_token(largest)!r} beyond its "
+            f"vocabulary of {vocab_size}. Leave it out of the text."
+        )
 
 
 def _batches(paths: Sequence[pathlib.Path], field: str) -> Iterator[list[str]]:

@@ -69,8 +69,8 @@ class Conversation:
         """The answer to a question, piece by piece.
 
         Raises:
-          ConversationError: the question is no Unicode or does not fit, the answer filled the room, or the
-            model gave NaN. It comes after the last piece.
+          ConversationError: the question is no Unicode, has a token that the model does not have or does not
+            fit, the answer filled the room, or the model gave NaN. It comes after the last piece.
         """
         self._stopped = False
         self._messages.append(dict(role="user", content=question))
@@ -108,6 +108,7 @@ class Conversation:
         if not ids:
             self._forget()
             raise ConversationError("a question must have a token, got none. Begin again with more text.")
+        self._check_ids(ids)
         if held + len(ids) >= self._max_length:
             self._refuse(held + len(ids))
         tokens = np.array([ids], np.int32)
@@ -137,6 +138,17 @@ class Conversation:
             self._forget()
             raise ConversationError(f"a question must be Unicode, got {found}. Leave it out.")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _check_ids(self, ids: list[int]) -> None:
+        """Refuses an added token of the tokenizer that the model does not have."""
+        largest, vocab_size = max(ids), getattr(self._model, "vocab_size", None)
+        if vocab_size is not None and largest >= vocab_size:
+            self._forget()
+            token = self._tokenizer.id_to_token(largest)
+            raise ConversationError(
+                f"a question must have tokens of the model alone, got {token!r} beyond its vocabulary of "
+                f"{vocab_size}. Leave it out."
+            )
 
     def _refuse(self, length: int) -> NoReturn:
         self._forget()

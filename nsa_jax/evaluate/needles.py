@@ -104,8 +104,8 @@ def find_needles(
 
     Raises:
       TypeError: an argument is of the wrong kind.
-      ValueError: a number is out of range, or there is none; `filler` is empty or not one row; or a length
-        has no room for the facts and the question.
+      ValueError: a number is out of range, or there is none; `filler` is empty or not one row; a length has
+        no room for the facts and the question; or an answer has no token, as of an `encode` without digits.
     """
     if isinstance(task, type) or not callable(getattr(task, "draw", None)) or not hasattr(task, "chance"):
         raise TypeError(
@@ -124,6 +124,11 @@ def find_needles(
         rng = np.random.default_rng((seed, length))
         at = np.repeat(np.arange(len(depths)), asked)
         questions = [task.draw(rng) for _ in at]
+        if not all(question.answer for question in questions):  # every text begins with it
+            raise ValueError(
+                "an answer must have at least one token, got none. Give the task an `encode` that knows its "
+                "numbers."
+            )
         prompts = [
             _prompt(rng, question, text, tuple(start), length, depths[depth])
             for question, depth in zip(questions, at, strict=True)

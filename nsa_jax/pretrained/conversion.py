@@ -152,7 +152,7 @@ def _kinds(config: TransformerConfig, attention: Any) -> dict[str, Any]:
             f'{attention!r}. Pass attention="nsa", or one for each layer.'
         )
     sizes = tuple(
-        old.window_size if new.attention == old.attention == "window" else None
+        (old.window_size or old.nsa.window_size) if new.attention == old.attention == "window" else None
         for new, old in zip(named, layers, strict=True)
     )
     return dict(

@@ -49,7 +49,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
             f"the folder of a model must hold {CONFIG} and {WEIGHTS} or {INDEX}, got no {file.name} in "
             f"{str(file.parent)!r}. Name the folder that has them."
         ) from None
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # of the file, JSON or UTF-8
         broken(file, error)
     if not isinstance(values, dict):
         broken(file, f"a {type(values).__name__}")

@@ -1,5 +1,6 @@
 """Saves a model as safetensors: a dense one under the names of Hugging Face, one of NSA under ours."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -92,7 +93,7 @@ def save(
     write = package("safetensors.numpy").save_file
     parts = list(_parts(arrays, file_bytes))
     files = [WEIGHTS] if len(parts) == 1 else [_numbered(number, len(parts)) for number in range(len(parts))]
-    try:
+    with _told_of(folder, OSError, package("safetensors").SafetensorError):
         folder.mkdir(parents=True, exist_ok=True)
         index: dict[str, str] = {}
         total = 0
@@ -104,16 +105,25 @@ def save(
         if len(files) > 1:
             values = dict(metadata=dict(total_size=total), weight_map=index)
             (folder / INDEX).write_text(_json(values), encoding="utf-8")
-        if tokenizer is not None:
+    if tokenizer is not None:
+        with _told_of(folder, Exception):  # the package raises nothing more special
             tokenizer.save(str(folder / TOKENIZER))
+    with _told_of(folder, OSError):
         for name, content in ({} if chat_format is None else files_of(chat_format)).items():
             (folder / name).write_text(content, encoding="utf-8")
         # Last, because a folder without it is no model.
         (folder / CONFIG).write_text(text, encoding="utf-8")
-    except (OSError, package("safetensors").SafetensorError) as error:
+
+
+@contextlib.contextmanager
+def _told_of(folder: pathlib.Path, *errors: type[Exception]) -> Iterator[None]:
+    """Raises OSError for these errors of the block."""
+    try:
+        yield
+    except errors as error:
+        told = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(
-            f"folder must take a whole model, got {str(error).splitlines()[0]!r} at {str(folder)!r}. Make "
-            "room or name another one."
+            f"folder must take a whole model, got {told!r} at {str(folder)!r}. Make room or name another one."
         ) from None
 
 
