@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import host_devices
 import numpy as np
@@ -910,3 +911,13 @@ def test_the_end_of_a_single_document_is_held_out():
 
     assert kept.joined().tolist() == list(range(80))
     assert held.joined().tolist() == list(range(80, 100))
+
+
+def test_a_stage_shows_its_first_and_its_last_ten_steps():
+    settings, stage = types.SimpleNamespace(batch=2, length=8), types.SimpleNamespace(steps=25)
+    rows = [dict(step=number, ms=None if number == 0 else 3.0, loss=float(number)) for number in range(25)]
+
+    found = report._of_stage(stage, rows, settings)
+
+    assert (found["first"], found["last"]) == (dict(loss=4.5), dict(loss=19.5))
+    assert (found["tokens"], found["ms_per_step"], found["seconds"]) == (25 * 16, 3.0, 0.1)
