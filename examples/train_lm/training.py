@@ -175,7 +175,7 @@ def flops_per_trained_token(config: TransformerConfig, length: int) -> float:
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; matrices decay, biases and norms do not."""
+    """AdamW on clipped gradients; what has one axis, as a norm, does not decay."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
         settings.learning_rate,
