@@ -758,7 +758,6 @@ def test_results_that_cannot_be_written_are_said_at_once(source, tmp_path, capsy
 
 
 def test_a_token_that_the_model_does_not_have_is_named(source, files, tmp_path, capsys):
-    """Its embedding is NaN, and the remedy of a loss of NaN would be a smaller learning rate."""
     folder, text_file = shutil.copytree(source, tmp_path / "source"), tmp_path / "text.txt"
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["<extra>"])

@@ -125,7 +125,7 @@ def bound(model: Transformer) -> Transformer:
 def _moved(model: Transformer, like: Transformer) -> Transformer:
     """The parameters of a model, where those of an abstract one have their place."""
     wanted = parameters(like)
-    # With the device itself, an array that comes from a mesh would still be typed as on it, and not compute.
+    # Given the device itself, JAX keeps an array typed as on its mesh, and nothing can compute with it.
     alone = SingleDeviceSharding(jax.local_devices()[0])
     for name, value in parameters(model).items():
         wanted[name] = jax.device_put(value, sharding_of(wanted[name]) or alone)

@@ -57,7 +57,7 @@ def write_report(
 
 
 def _origin(folder: RunFolder, kept: dict[str, Any]) -> dict[str, Any]:
-    """Versions and devices of the report that is there, if it has the same numbers: they are of those."""
+    """Versions and devices of an earlier report with the same numbers, which come from those; or nothing."""
     try:
         found = json.loads((folder.path / "report.json").read_text(encoding="utf-8"))
         same = all(found[name] == json.loads(json.dumps(kept[name])) for name in ("stages", "measured"))

@@ -38,7 +38,7 @@ class RunFolder:
                 "Name another."
             ) from error
         if found is None:
-            begun = f".{self.settings.name}."  # a part of it, of a run that was killed while it wrote that
+            begun = f".{self.settings.name}."  # left by a run that was killed while it wrote them
             if others := sorted(name for name in names - set(FILES) if not name.startswith(begun)):
                 raise InputError(
                     f"--output must be a folder that is new or holds a run, got {others[0]!r} in "

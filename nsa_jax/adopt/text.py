@@ -112,8 +112,8 @@ def read(
 def split(documents: Documents, *, length: int, share: float, seed: int) -> tuple[Documents, Documents]:
     """Documents to train on, and held-out ones of at least a row each, together about `share` of the tokens.
 
-    Where whole documents would be more than twice that, of the last one its end alone is held out; of a
-    single document always.
+    Where whole documents would come to more than twice that, only the end of the last one is held out, and
+    so it always is of a single document.
 
     Raises:
       InputError: either part would have no whole row.

@@ -187,7 +187,7 @@ def _optimizer(settings: Settings, stage: Stage, group: str) -> optax.GradientTr
 
 
 def _decays(parameters: Any) -> Any:
-    """Which parameters are matrices. Biases of heads have two axes, too."""
+    """Which parameters decay: matrices. Biases of heads have two axes as well, and do not."""
     return jax.tree.map_with_path(
         lambda path, x: x.ndim > 1 and "bias" not in jax.tree_util.keystr(path), parameters
     )

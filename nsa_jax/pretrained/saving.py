@@ -93,7 +93,7 @@ def save(
     write = package("safetensors.numpy").save_file
     parts = list(_parts(arrays, file_bytes))
     files = [WEIGHTS] if len(parts) == 1 else [_numbered(number, len(parts)) for number in range(len(parts))]
-    with _told_of(folder, OSError, package("safetensors").SafetensorError):
+    with _as_os_error(folder, OSError, package("safetensors").SafetensorError):
         folder.mkdir(parents=True, exist_ok=True)
         index: dict[str, str] = {}
         total = 0
@@ -106,9 +106,9 @@ def save(
             values = dict(metadata=dict(total_size=total), weight_map=index)
             (folder / INDEX).write_text(_json(values), encoding="utf-8")
     if tokenizer is not None:
-        with _told_of(folder, Exception):  # the package raises nothing more special
+        with _as_os_error(folder, Exception):  # the package raises nothing more special
             tokenizer.save(str(folder / TOKENIZER))
-    with _told_of(folder, OSError):
+    with _as_os_error(folder, OSError):
         for name, content in ({} if chat_format is None else files_of(chat_format)).items():
             (folder / name).write_text(content, encoding="utf-8")
         # Last, because a folder without it is no model.
@@ -116,8 +116,8 @@ def save(
 
 
 @contextlib.contextmanager
-def _told_of(folder: pathlib.Path, *errors: type[Exception]) -> Iterator[None]:
-    """Raises OSError for these errors of the block."""
+def _as_os_error(folder: pathlib.Path, *errors: type[Exception]) -> Iterator[None]:
+    """Turns these errors of the block into an OSError that names the folder."""
     try:
         yield
     except errors as error:
