@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DECODE_STEPS = {
     "h200": "| rows | what | batch |",
     "h100": "| rows | what, on an H100 | batch |",
-}  # heads of tables
+}
 DUBLIN_CORE = "{http://purl.org/dc/elements/1.1/}"
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Documents that are read in the repository, where the site does not check them.
