@@ -90,8 +90,8 @@ def _annotations_of(owner: Any) -> Annotations:
 def check_dtypes(annotations: Annotations, arrays: Mapping[str, Any]) -> None:
     """Raises unless each array has the kind of dtype that its annotation names.
 
-    Queries, keys and values must also share one dtype; gates, kernels, weights, log-sum-exps, scores and
-    targets may have their own.
+    Queries, keys and values must also share one dtype; gates, kernels, weights, log-sum-exps, scores, targets
+    and what belongs to a teacher may have their own.
 
     Raises:
       TypeError: an array has another kind of dtype, or a float type that is not supported.
@@ -115,7 +115,7 @@ _EXACT = {Int32: "int32", Bool: "bool", Float32: "float32"}
 
 
 def _own_dtype(name: str) -> bool:
-    return name.startswith(("gates", "kernel", "lse", "weights", "scores", "target"))
+    return name.startswith(("gates", "kernel", "lse", "weights", "scores", "target", "teacher"))
 
 
 def check_floats(**arrays: Array) -> None:

@@ -27,7 +27,8 @@ def _in_chunks(monkeypatch):
 
 
 def make_model(**changes):
-    config = dataclasses.replace(MODEL, num_layers=1, dtype="float64", param_dtype="float64", **changes)
+    changes = dict(dtype="float64", param_dtype="float64") | changes
+    config = dataclasses.replace(MODEL, num_layers=1, **changes)
     return randomised(abstract(Transformer, config), scale=0.3)
 
 
@@ -222,6 +223,20 @@ def test_a_model_learns_from_a_teacher_where_it_has_a_target():
     apart = (np.exp(taught) * (taught - own)).sum(-1)[has_target].mean()
     np.testing.assert_allclose(found, (losses.sum() / has_target.sum(), selection, apart), rtol=1e-11)
     assert apart > 0.1
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")]
+)
+def test_a_model_and_its_teacher_compute_in_dtypes_of_their_own(dtypes):
+    """Their parameters are float32, as by default."""
+
+    def divergence(dtype, of_teacher):
+        model = make_model(dtype=dtype, param_dtype="float32")
+        teacher = make_model(attention="dense", model_dim=8, dtype=of_teacher, param_dtype="float32")
+        return float(model.loss(tokens(), teacher=teacher)[1])
+
+    assert divergence(*dtypes) == pytest.approx(divergence("float32", "float32"), rel=0.1)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 11])

@@ -211,7 +211,7 @@ def _update(
     dense: Any,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Float[Array, ""]]]:
     """A step. The gradient and the optimizer state are those of what learns alone."""
-    teacher = None if of_dense is None else nnx.merge(of_dense, _as_computed(dense, settings.dtype))
+    teacher = None if of_dense is None else nnx.merge(of_dense, dense)
 
     def objective(learning: dict[str, Any]) -> tuple[Array, dict[str, Array]]:
         return _losses(_whole(graph, learning, fixed), stage, settings, tokens, segment_ids, teacher)
@@ -223,19 +223,6 @@ def _update(
         updates, moments[name] = optimizer.update(gradient, moments[name], learning[name])
         learning[name] = optax.apply_updates(learning[name], updates)
     return learning, moments, losses
-
-
-def _as_computed(teacher: Any, dtype: str) -> Any:
-    """A teacher's parameters, its embedding and output projection in the dtype in which it uses them.
-
-    `Transformer.loss` refuses those of a teacher in another dtype than that of the computation.
-    """
-
-    def cast(path: Any, x: Array) -> Array:
-        name = jax.tree_util.keystr(path)
-        return x.astype(dtype) if name.startswith(("['embed']", "['lm_head']")) else x
-
-    return jax.tree.map_with_path(cast, teacher)
 
 
 def _losses(
