@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -14,11 +15,13 @@ from triton.runtime import interpreter
 _np_dtype = interpreter._get_np_dtype
 _make_block_type, _dtypes_equal = tl.block_type.__init__, tl.dtype.__eq__
 _broadcast_others = TritonSemantic.broadcast_impl_value
+_check_others = TritonSemantic.binary_op_type_checking_impl
 _patch_language = interpreter._patch_lang
 _patched: list = []  # modules
 _np_dtypes: dict = {}
 _block_types: dict = {}
 _seen: set = set()
+_COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
 
 
 def patch_language(function) -> object:
@@ -76,12 +79,60 @@ def _broadcast(self, left, right) -> tuple:
     return (left, right) if left.shape is right.shape else _broadcast_others(self, left, right)
 
 
+def _check_operands(self, left, right, *rules) -> tuple:
+    """Operands of one common type keep it, and a number takes that of the tensor beside it."""
+    found = _operands(self, left, right)
+    return _check_others(self, left, right, *rules) if found is None else self.broadcast_impl_value(*found)
+
+
+def _operands(self, left, right) -> tuple | None:
+    """None for types that have more rules."""
+    if type(left) is type(right) is tl.tensor:
+        name = left.dtype.name
+        return (left, right) if name == right.dtype.name and name in _COMMON else None
+    if type(left) is tl.tensor:
+        right = _number_beside(self, right, left)
+        return None if right is None else (left, right)
+    if type(right) is tl.tensor:
+        left = _number_beside(self, left, right)
+        return None if left is None else (left, right)
+    return None
+
+
+def _number_beside(self, number, tensor):
+    name = tensor.dtype.name
+    if name in _COMMON and (type(number) is int or (type(number) is float and name == "fp32")):
+        if name == "fp32" or abs(number) < 2**31:
+            data = np.full(tensor.handle.data.shape, number, _COMMON[name])
+            return self.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
+    return None
+
+
+def _scan(self, inputs) -> list:
+    """In steps of 1, 2, 4, ... elements at once, as on a GPU; Triton's own goes element by element."""
+    arrays = [x.handle.data for x in inputs]
+    length = arrays[0].shape[self.axis]
+    place = np.arange(length).reshape([-1 if i == self.axis else 1 for i in range(arrays[0].ndim)])
+    step = 1
+    while step < length:
+        pairs = [[self.to_tensor(y, x.dtype) for y, x in zip(side, inputs, strict=True)]
+                 for side in ([np.roll(y, step, self.axis) for y in arrays], arrays)]  # fmt: skip
+        found = self.combine_fn.fn(*pairs[0], *pairs[1])
+        found = found if isinstance(found, tuple) else (found,)
+        arrays = [np.where(place >= step, x.handle.data, y) for x, y in zip(found, arrays, strict=True)]
+        step *= 2
+    return [self.to_tensor(y, x.dtype) for y, x in zip(arrays, inputs, strict=True)]
+
+
 def install() -> None:
-    """For the whole process."""
+    """For the whole process: a kernel may run after the context that it was called in."""
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_language, get_np_dtype
     tl.block_type.__init__ = _init_block_type
     tl.tensor.__init__ = _init_tensor
     tl.dtype.__eq__ = _equal
     TritonSemantic.broadcast_impl_value = _broadcast
+    TritonSemantic.binary_op_type_checking_impl = _check_operands
+    interpreter.ScanOps.generic_scan = _scan
     # It computes each sum in 64 bits too, for an assertion that it leaves out unless it debugs.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug

@@ -150,16 +150,18 @@ def _poisoned(shape: jax.ShapeDtypeStruct) -> torch.Tensor:
 
 @contextlib.contextmanager
 def interpreted():
-    """Context in which the kernels run in the interpreter, and dispatch lets them run on this machine."""
+    """Context in which calls of kernels are traced to run in the interpreter, and dispatch lets them run here.
+
+    They may run later: JAX does not wait for them.
+    """
     with (
         mock.patch.object(jax_triton, "triton_call", triton_call),
-        mock.patch.object(interpreter, "_patch_lang", faster_interpreter.patch_language),
-        mock.patch.object(interpreter, "_get_np_dtype", faster_interpreter.get_np_dtype),
-        mock.patch.object(interpreter, "GridExecutor", _GridExecutor),
-        mock.patch.object(second, "arrive", _arrive),
-        mock.patch.object(second, "wait_for", _wait_for),
-        mock.patch.object(tl, "sort", _sort),
         mock.patch.object(support, "unsupported_reason", return_value=None),
         mock.patch.object(interpreter.InterpretedFunction, "repr", create=True),
     ):
         yield
+
+
+interpreter.GridExecutor = _GridExecutor
+second.arrive, second.wait_for = _arrive, _wait_for
+tl.sort = _sort
