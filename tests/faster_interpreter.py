@@ -21,7 +21,7 @@ _patched: list = []  # modules
 _np_dtypes: dict = {}
 _block_types: dict = {}
 _seen: set = set()
-_COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
+_COMMON = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}  # types of nearly all operands
 
 
 def patch_language(function) -> object:
@@ -80,32 +80,25 @@ def _broadcast(self, left, right) -> tuple:
 
 
 def _check_operands(self, left, right, *rules) -> tuple:
-    """Operands of one common type keep it, and a number takes that of the tensor beside it."""
-    found = _operands(self, left, right)
-    return _check_others(self, left, right, *rules) if found is None else self.broadcast_impl_value(*found)
+    """Tensors of one common type keep it, and a number takes that of the tensor beside it."""
+    if type(left) is tl.tensor and type(right) is not tl.tensor:
+        right = _beside(self, left, right)
+    elif type(right) is tl.tensor and type(left) is not tl.tensor:
+        left = _beside(self, right, left)
+    both = type(left) is type(right) is tl.tensor
+    if both and left.dtype.name == right.dtype.name and left.dtype.name in _COMMON:
+        return self.broadcast_impl_value(left, right)
+    return _check_others(self, left, right, *rules)
 
 
-def _operands(self, left, right) -> tuple | None:
-    """None for types that have more rules."""
-    if type(left) is type(right) is tl.tensor:
-        name = left.dtype.name
-        return (left, right) if name == right.dtype.name and name in _COMMON else None
-    if type(left) is tl.tensor:
-        right = _number_beside(self, right, left)
-        return None if right is None else (left, right)
-    if type(right) is tl.tensor:
-        left = _number_beside(self, left, right)
-        return None if left is None else (left, right)
-    return None
-
-
-def _number_beside(self, number, tensor):
-    name = tensor.dtype.name
-    if name in _COMMON and (type(number) is int or (type(number) is float and name == "fp32")):
-        if name == "fp32" or abs(number) < 2**31:
-            data = np.full(tensor.handle.data.shape, number, _COMMON[name])
-            return self.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
-    return None
+def _beside(self, tensor, number):
+    """The number as a tensor of the same type; as it is where Triton has more to check."""
+    dtype = _COMMON.get(tensor.dtype.name)
+    takes = (int, float) if dtype is np.float32 else (int,)
+    if dtype is None or type(number) not in takes or not (abs(number) < 2**31 or dtype is np.float32):
+        return number
+    data = np.full(tensor.handle.data.shape, number, dtype)
+    return self.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
 
 
 def _scan(self, inputs) -> list:

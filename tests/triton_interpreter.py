@@ -150,9 +150,9 @@ def _poisoned(shape: jax.ShapeDtypeStruct) -> torch.Tensor:
 
 @contextlib.contextmanager
 def interpreted():
-    """Context in which calls of kernels are traced to run in the interpreter, and dispatch lets them run here.
+    """Context in which calls of kernels are traced to run in the interpreter, and dispatch takes them here.
 
-    They may run later: JAX does not wait for them.
+    They may run later, as JAX does not wait for them; so what they need is patched for the whole process.
     """
     with (
         mock.patch.object(jax_triton, "triton_call", triton_call),
