@@ -912,6 +912,32 @@ def test_the_end_of_a_single_document_is_held_out():
     assert held.joined().tolist() == list(range(80, 100))
 
 
+def test_no_copy_of_a_held_out_document_is_trained_on():
+    """As when a file is named twice, or a page stands in two collections."""
+    once = documents_of([30, 5, 20, 8, 50, 9])
+    twice = Documents(
+        np.tile(once.tokens, 2), np.append(once.starts, once.starts + 122), np.tile(once.sizes, 2)
+    )
+    for seed in range(10):
+        kept, held = text.split(twice, length=10, share=0.25, seed=seed)
+
+        assert set(kept.joined()).isdisjoint(held.joined())
+        assert len(set(held.joined())) == held.sizes.sum()
+        others = set(once.tokens) - set(held.joined())
+        assert sorted(kept.joined()) == sorted(2 * [*others])
+
+
+def test_the_end_of_a_document_is_held_out_where_all_are_its_copies():
+    once = documents_of([100])
+    kept, held = text.split(
+        Documents(np.tile(once.tokens, 3), np.array([0, 100, 200]), np.array([100] * 3)),
+        length=10, share=0.2, seed=0,
+    )  # fmt: skip
+
+    assert kept.sizes.sum() + held.sizes.sum() == 100
+    assert set(kept.joined()).isdisjoint(held.joined())
+
+
 def test_a_stage_shows_its_first_and_its_last_ten_steps():
     settings, stage = types.SimpleNamespace(batch=2, length=8), types.SimpleNamespace(steps=25)
     rows = [dict(step=number, ms=None if number == 0 else 3.0, loss=float(number)) for number in range(25)]

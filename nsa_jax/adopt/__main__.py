@@ -111,7 +111,7 @@ def run(settings: Settings, files: list[pathlib.Path], folder: RunFolder, mesh: 
             measurements.measure(stage.name, model, dense)
     _save(model, folder.path / "model", tokenizer, chat_format)
     counted = dict(
-        tokens=len(documents.tokens),
+        tokens=packed.total + int(held_out.sizes.sum()),
         documents=len(documents.sizes),
         held_out_tokens=int(held_out.sizes.sum()),
         held_out_documents=len(held_out.sizes),

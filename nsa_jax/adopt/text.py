@@ -113,7 +113,7 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     """Documents to train on, and held-out ones of at least a row each, together about `share` of the tokens.
 
     Where whole documents would come to more than twice that, only the end of the last one is held out, and
-    so it always is of a single document.
+    so it always is of a single document. Copies of what is held out are in neither part.
 
     Raises:
       InputError: either part would have no whole row.
@@ -124,6 +124,8 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
     long = np.random.default_rng(seed).permutation(np.flatnonzero(sizes >= length))
     enough = int(np.searchsorted(np.cumsum(sizes[long]), share * total)) + 1
     held = long[: max(min(enough, len(long) - 1), 1)]
+    used = np.setdiff1d(np.arange(len(sizes)), _copies(documents, held))
+    starts, sizes, held = starts[used], sizes[used], np.searchsorted(used, held[np.isin(held, used)])
     if len(held) and (len(sizes) == 1 or sizes[held].sum() > 2 * wanted):
         last, others = held[-1], int(sizes[held[:-1]].sum())
         kept = max(int(sizes[last]) - max(wanted - others, length), 0)
@@ -140,6 +142,19 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
             "text or a smaller --length."
         )
     return Documents(tokens, starts[rest], sizes[rest]), Documents(tokens, starts[held], sizes[held])
+
+
+def _copies(documents: Documents, held: Int[np.ndarray, " held"]) -> Int[np.ndarray, " copies"]:
+    """Numbers of the documents that equal a held-out one; of several that are held out, all but the first."""
+    tokens, starts, sizes = documents
+    found: list[int] = []
+    for at in held:
+        own = tokens[starts[at] : starts[at] + sizes[at]]
+        for other in np.flatnonzero(sizes == sizes[at]):
+            alike = np.array_equal(tokens[starts[other] : starts[other] + sizes[other]], own)
+            if alike and other != at and at not in found:
+                found.append(int(other))
+    return np.array(found, int)
 
 
 def _tokenise(
