@@ -21,8 +21,8 @@ def pytest_configure(config):
 
     Only the last step, from LLVM code to machine code, optimises less. Fusion and buffers stay those that
     users get, so the tests of memory still hold. The optimised code is tested by `python -m parity`, by the
-    gate of the benchmarks, and by GPU tests, which do not get the flag. Nor is the line of code that each
-    operation comes from handed to XLA, which nobody reads here and which takes a tenth of the time.
+    gate of the benchmarks, and by GPU tests, which do not get the flag. JAX also tells XLA no line of code
+    for each operation, which saves a tenth of the time.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if not _asks_for_gpu(config) and "xla_backend_optimization_level" not in flags:

@@ -94,8 +94,9 @@ def _check_operands(self, left, right, *rules) -> tuple:
 def _beside(self, tensor, number):
     """The number as a tensor of the same type; as it is where Triton has more to check."""
     dtype = _COMMON.get(tensor.dtype.name)
-    takes = (int, float) if dtype is np.float32 else (int,)
-    if dtype is None or type(number) not in takes or not (abs(number) < 2**31 or dtype is np.float32):
+    is_integer = type(number) is int and abs(number) < 2**31
+    is_float = type(number) is float and dtype is np.float32
+    if dtype is None or not (is_integer or is_float):
         return number
     data = np.full(tensor.handle.data.shape, number, dtype)
     return self.tensor(interpreter.TensorHandle(data, tensor.dtype), tensor.type)
@@ -108,9 +109,9 @@ def _scan(self, inputs) -> list:
     place = np.arange(length).reshape([-1 if i == self.axis else 1 for i in range(arrays[0].ndim)])
     step = 1
     while step < length:
-        pairs = [[self.to_tensor(y, x.dtype) for y, x in zip(side, inputs, strict=True)]
-                 for side in ([np.roll(y, step, self.axis) for y in arrays], arrays)]  # fmt: skip
-        found = self.combine_fn.fn(*pairs[0], *pairs[1])
+        before = [np.roll(y, step, self.axis) for y in arrays]
+        pairs = zip(before + arrays, 2 * [*inputs], strict=True)
+        found = self.combine_fn.fn(*[self.to_tensor(y, x.dtype) for y, x in pairs])
         found = found if isinstance(found, tuple) else (found,)
         arrays = [np.where(place >= step, x.handle.data, y) for x, y in zip(found, arrays, strict=True)]
         step *= 2

@@ -150,9 +150,9 @@ def _poisoned(shape: jax.ShapeDtypeStruct) -> torch.Tensor:
 
 @contextlib.contextmanager
 def interpreted():
-    """Context in which calls of kernels are traced to run in the interpreter, and dispatch takes them here.
+    """Context in which calls of kernels are traced for the interpreter, and dispatch allows them here.
 
-    They may run later, as JAX does not wait for them; so what they need is patched for the whole process.
+    JAX may run them after the context has ended.
     """
     with (
         mock.patch.object(jax_triton, "triton_call", triton_call),
@@ -162,6 +162,7 @@ def interpreted():
         yield
 
 
+# Not in the context, because kernels may run after it.
 interpreter.GridExecutor = _GridExecutor
 second.arrive, second.wait_for = _arrive, _wait_for
 tl.sort = _sort

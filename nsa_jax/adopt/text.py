@@ -1,6 +1,7 @@
 """The text of a run: tokenised once to a file, held-out documents split off, the others packed into rows."""
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -147,14 +148,12 @@ def split(documents: Documents, *, length: int, share: float, seed: int) -> tupl
 def _copies(documents: Documents, held: Int[np.ndarray, " held"]) -> Int[np.ndarray, " copies"]:
     """Numbers of the documents that equal a held-out one; of several that are held out, all but the first."""
     tokens, starts, sizes = documents
-    found: list[int] = []
-    for at in held:
-        own = tokens[starts[at] : starts[at] + sizes[at]]
-        for other in np.flatnonzero(sizes == sizes[at]):
-            alike = np.array_equal(tokens[starts[other] : starts[other] + sizes[other]], own)
-            if alike and other != at and at not in found:
-                found.append(int(other))
-    return np.array(found, int)
+    digests = {
+        int(at): hashlib.sha256(tokens[starts[at] : starts[at] + sizes[at]]).digest()
+        for at in np.flatnonzero(np.isin(sizes, sizes[held]))
+    }
+    first = {digests[at]: at for at in held[::-1].tolist()}
+    return np.array([at for at, digest in digests.items() if first.get(digest, at) != at], int)
 
 
 def _tokenise(
