@@ -63,8 +63,8 @@ def replace(monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *("packed_query_positions", "one_token", "layer_packed", "decode_from_one_token"),
-        *("layer_importance_packed", "layer_weighted_packed", "decode_msa"),
+        *("packed_query_positions", "one_token", "layer_importance_packed", "layer_weighted_packed"),
+        *("decode_from_one_token", "decode_msa"),
     ],
 )
 def test_case_is_within_its_budget(name):
@@ -121,16 +121,6 @@ def test_rejects_a_wrong_scale(replace):
     assert not any(quantity.startswith("blocks") for quantity in found)
 
 
-def test_rejects_a_shifted_block_map(replace):
-    right = layout.overlap_weights
-    replace([layout], "overlap_weights", lambda config: tuple((i + 1, weight) for i, weight in right(config)))
-
-    found = missed(SMALL)
-
-    assert {"blocks that differ", "free out"} <= found
-    assert "pinned out" not in found
-
-
 def test_rejects_a_window_off_by_one(replace):
     right = layout.Placement.window_range
 
@@ -143,8 +133,15 @@ def test_rejects_a_window_off_by_one(replace):
     assert {"win out", "win lse", "win d_value_win", "pinned out", "free out"} <= missed(SMALL)
 
 
-def test_rejects_a_missing_gate_gradient(replace):
+def test_rejects_a_shifted_block_map_and_missing_gradients(replace):
+    """Those of the gates and of the log-sum-exps: each mistake changes what the others leave as it is."""
+    weights, compressed = layout.overlap_weights, xla_operations.compressed_attention
     of_short_rows, of_long_rows = xla_operations.attend_all, xla_operations.gated_sum
+
+    @functools.wraps(compressed)
+    def blocked(*args, **kwargs):
+        found = compressed(*args, **kwargs)
+        return found._replace(lse=lax.stop_gradient(found.lse))
 
     def short(query, keys_values, gates, *rest):
         return of_short_rows(query, keys_values, lax.stop_gradient(gates), *rest)
@@ -152,25 +149,16 @@ def test_rejects_a_missing_gate_gradient(replace):
     def long(*branches_gates):
         return of_long_rows(*branches_gates[:3], lax.stop_gradient(branches_gates[3]))
 
+    replace([layout], "overlap_weights", lambda config: tuple((i + 1, x) for i, x in weights(config)))
+    replace(XLA, "compressed_attention", blocked)
     replace([xla_operations], "attend_all", short)
     replace(XLA, "gated_sum", long)
 
-    assert missed(SMALL) == {"pinned d_gates"}
-    gates = {f"d_gate.{name}" for name in ("kernel_in", "bias_in", "kernel_out", "bias_out")}
-    assert missed(LAYER) >= gates
+    found = missed(SMALL)
 
-
-def test_rejects_a_missing_lse_gradient(replace):
-    right = xla_operations.compressed_attention
-
-    @functools.wraps(right)
-    def blocked(*args, **kwargs):
-        found = right(*args, **kwargs)
-        return found._replace(lse=lax.stop_gradient(found.lse))
-
-    replace(XLA, "compressed_attention", blocked)
-
-    assert missed(SMALL) == {"cmp d_query", "cmp d_key_cmp"}
+    assert {"blocks that differ", "free out"} <= found
+    others = {quantity for quantity in found if not quantity.startswith(("blocks", "free"))}
+    assert others == {"pinned d_gates", "cmp d_query", "cmp d_key_cmp"}
 
 
 def test_rejects_rotary_pairs_that_interleave(replace):
@@ -183,8 +171,8 @@ def test_rejects_rotary_pairs_that_interleave(replace):
 
     replace([rotary], "rotate", interleaved)
 
-    found = missed(LAYER)
-    assert {"out", "d_x", "d_query_proj.kernel", "d_key_win_proj.kernel"} <= found
+    gates = {f"d_gate.{name}" for name in ("kernel_in", "bias_in", "kernel_out", "bias_out")}
+    assert missed(LAYER) >= gates | {"out", "d_x", "d_query_proj.kernel", "d_key_win_proj.kernel"}
 
 
 def test_rejects_mistakes_of_an_indexer_and_its_loss(replace):

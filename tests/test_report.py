@@ -723,11 +723,10 @@ def test_the_machine_is_seen_by_a_process_of_its_own(monkeypatch):
     assert seen.device == records.device()
 
 
-# Instead of the quick sizes: one case, and one branch at one short length. What the doctor really says is
-# judged in test_doctor.
+# Instead of the quick sizes: one branch at one short length. What the doctor really says is judged in
+# test_doctor; `ranges` runs parity too.
 SHORT = {
     "environment": ("python -m benchmarks.roofline",),
-    "parity": ("python -m parity --dtype bfloat16 --case odd_dims --output $OUT/rows.jsonl",),
     "decode": (
         "python -m benchmarks.decode --lengths 576 --heads 4 --kv-heads 1 --head-dim 16 --num-layers 1 "
         "--branch win --budget-s 0.05 --csv $OUT/steps.csv --output $OUT/rows.jsonl",
@@ -745,14 +744,13 @@ def test_a_short_run_of_the_real_steps_passes(tmp_path, monkeypatch):
     for name, commands in SHORT.items():
         plan = Plan(300.0, 30.0, commands)
         table[name] = dataclasses.replace(table[name], plans=dict.fromkeys(table[name].plans, plan))
-    chosen = ("environment", "parity", "ranges", "decode")
+    chosen = ("environment", "ranges", "decode")
 
     status, text, report = run(tmp_path, table.values(), "--quick", "--steps", *chosen)
 
     assert statuses(report) == dict.fromkeys(chosen, "PASS"), text
     assert status == 0
     assert "ceiling in float32: copy" in text
-    assert "| `slc out` |" in text
     assert "| `blocks from ranges` |" in text
     assert "![steps](decode/steps.png)" in text
     assert "reads(dec)" in text

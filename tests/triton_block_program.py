@@ -82,6 +82,7 @@ CASES = {
 
 
 OF_BOTH_WAYS = ("two_heads_split_blocks", "packed", "anywhere")
+SORTED_IN_OTHER_WAYS = ("two_heads_split_blocks", "packed_anywhere", "empty_tiles", "repeated", "nothing")
 
 
 @functools.cache
@@ -399,20 +400,15 @@ def check_orders(case: Case) -> None:
 
     So do few groups in a step, and XLA's sums, of many.
     """
-    (_, _, _, indices), placed, *_ = inputs(case)
     for tile_pairs, step, most_groups in ((32, 4, 2**15), (None, 4096, 0)):
+        with (
+            mock.patch.object(items, "fitting_tile", return_value=tile_pairs),
+            mock.patch.object(item_table, "STEP", step),
+            mock.patch.object(items, "MOST_GROUPS", most_groups),
+        ):
+            others = inverted.__wrapped__(case)
         for range_queries, found in inverted(case).items():
-            with (
-                interpreted(),
-                mock.patch.object(items, "fitting_tile", return_value=tile_pairs),
-                mock.patch.object(item_table, "STEP", step),
-                mock.patch.object(items, "MOST_GROUPS", most_groups),
-            ):
-                other = jax.jit(
-                    lambda indices, queries=range_queries: invert(
-                        indices, placed, case.num_keys, item=case.item, range_queries=queries
-                    )
-                )(indices)
+            other = others[range_queries]
             pairs = found.items[:, 5].max(where=found.items[:, 0] >= 0, initial=0)
             assert np.array_equal(found.tokens[:pairs], other.tokens[:pairs])
             rest = (jax.tree.leaves(x._replace(tokens=0)) for x in (found, other))
@@ -479,7 +475,8 @@ def main() -> None:
         check_lists(case)
         check_items(case)
         check_items(case, range_queries=10)
-        check_orders(case)
+        if name in SORTED_IN_OTHER_WAYS:
+            check_orders(case)
         check_parts(case)
         for way in ("parts", "few", "many") if name in OF_BOTH_WAYS else ("parts",):
             check_case(case, way)
