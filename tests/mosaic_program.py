@@ -49,7 +49,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(88, bare=True),
     "twelve_heads": Case(29, heads=12, kv_heads=2, batch=2, empty=True, processors=3, item=7),
     "one_head": Case(40, 96, heads=1, kv_heads=2),
     "packed": Case(60, heads=8, packed=True, empty=True, item=9),
