@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from modules import randomised
@@ -17,5 +18,6 @@ def drawn(make: Callable[[], nnx.Module], scale: float = 0.3) -> Any:
     graph, state = nnx.split(randomised(nnx.eval_shape(make), scale))
     for _, variable in nnx.to_flat_state(state):
         if spec := variable.get_metadata("out_sharding", ()):
-            variable.set_value(jax.device_put(variable.get_value(), PartitionSpec(*spec)))
+            # From NumPy, since JAX compiles a program for each shape to cut what lies on a device.
+            variable.set_value(jax.device_put(np.asarray(variable.get_value()), PartitionSpec(*spec)))
     return nnx.merge(graph, state)
