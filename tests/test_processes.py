@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run_two(*arguments: str) -> list[str]:
-    """What each of two processes printed that share two devices each, started as SLURM starts them."""
+    """What two processes of two devices each printed, which run the program as SLURM starts them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -34,7 +34,7 @@ def run_two(*arguments: str) -> list[str]:
     environment = host_devices.environment(2) | job
     processes = [
         subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, two_process_program.__file__, *arguments],
             env=environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
             cwd=ROOT,
             text=True,
@@ -52,20 +52,8 @@ def run_two(*arguments: str) -> list[str]:
     return [output for output, _ in found]
 
 
-def test_two_processes_train_and_decode_as_one_device_does():
-    printed = run_two(two_process_program.__file__)
-
-    first, second = (output.splitlines()[-3:] for output in printed)  # behind what Gloo prints
-    assert first == second
-    losses, tokens, devices = first
-    assert devices == "devices 4 2"
-    with jax.enable_x64(True):
-        expected, generated = two_process_program.train_and_decode(None, lambda rows: rows)
-    assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(expected, abs=1e-10)
-    assert tokens == " ".join(["tokens", *map(str, generated)])
-
-
-def test_two_processes_train_the_example_and_one_reads_their_checkpoint(tmp_path):
+def test_two_processes_do_what_one_device_does(tmp_path):
+    """They train the example, and one process reads their checkpoint; then train and decode once more."""
     sizes = dict(steps=2, batch=2, length=64, layers=1, width=16, heads=4, kv_heads=2, warmup=1)
     options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
     data, folder = tmp_path / "data.txt", RunFolder(tmp_path / "run")
@@ -73,10 +61,19 @@ def test_two_processes_train_the_example_and_one_reads_their_checkpoint(tmp_path
 
     paths = f"--data={data}", f"--output={folder.path}"
     mesh = "--distributed", "--mesh=fsdp=2,tensor=2"
-    first, second = run_two("-m", "examples.train_lm", *mesh, *options, *paths)
+    first, second = run_two(*mesh, *options, *paths)
 
     assert "--resume, in one process" in first
     assert "trained" not in second
+    last = first.splitlines()[-3:]  # behind what Gloo prints
+    assert second.splitlines()[-3:] == last
+    losses, tokens, devices = last
+    assert devices == "devices 4 2"
+    with jax.enable_x64(True):
+        expected, generated = two_process_program.train_and_decode(None, lambda rows: rows)
+    assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(expected, abs=1e-10)
+    assert tokens == " ".join(["tokens", *map(str, generated)])
+
     settings, curve = Settings(**sizes), read_rows(folder.curve)
     corpus = text.load(data, settings.length)
     one = training.train(settings, corpus, RunFolder(tmp_path / "one"), evaluations=0)

@@ -19,7 +19,7 @@ from examples.train_lm.settings import Settings
 def test_meshes_train_as_one_device_does_and_exchange_checkpoints(tmp_path):
     printed = host_devices.run("train_mesh_program.py", str(tmp_path), devices=8)
 
-    checks = "resumed bit for bit", "resumed on another mesh", "equal to one device", "the command to its end"
+    checks = "resumed bit for bit", "resumed on one device", "equal to one device", "the command to its end"
     assert tuple(line for line in printed.splitlines() if line in checks) == checks
 
 

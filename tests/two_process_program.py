@@ -1,8 +1,10 @@
-"""Run by test_processes as two processes with two host devices each: trains and decodes, in float64.
+"""Run by test_processes as two processes with two host devices each.
 
-The processes share a mesh of four devices, batch over one axis, heads over the other. Prints the losses and
-the tokens.
+Runs the example with the arguments, which joins the processes. Then trains a dense model and decodes with it,
+in float64, on a mesh of four devices: batch over one axis, heads over the other. Prints losses and tokens.
 """
+
+import sys
 
 import fewer_collections  # noqa: F401
 import jax
@@ -13,17 +15,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_modules import drawn
 
-from nsa_jax.config import NSAConfig
+from examples.train_lm import __main__ as example
 from nsa_jax.generate import generate
 from nsa_jax.model import Transformer, TransformerConfig
 
 STEPS, BATCH, LENGTH = 2, 4, 48
 CONFIG = TransformerConfig(
-    vocab_size=64, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2,
-    nsa=NSAConfig(
-        compression_block_size=8, compression_stride=4, selection_block_size=8, num_selected_blocks=4,
-        window_size=8,
-    ),
+    vocab_size=64, num_layers=1, model_dim=16, num_heads=4, num_kv_heads=2, attention="dense",
     dtype="float64", param_dtype="float64",
 )  # fmt: skip
 SHARDING = {"model": None} | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
@@ -51,9 +49,9 @@ def train_and_decode(sharding, place) -> tuple[list[float], list[list[int]]]:
     return losses, np.asarray(everywhere).tolist()
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    assert example.main(arguments) == 0
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize()
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def place(rows):
@@ -71,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
