@@ -207,49 +207,33 @@ def test_name_given_in_the_call_beats_the_forced_one(constant):
     assert (attention.gated_sum(*operands, implementation=constant) == 42).all()
 
 
-@pytest.fixture(scope="module")
-def without_mosaic(tmp_path_factory):
-    """Runs Python in a copy of the repository without the folder of one implementation, its lines in
-    `dispatch`, and its tests."""
-    copy = tmp_path_factory.mktemp("house")
+def test_an_implementation_is_a_folder_and_a_row(tmp_path):
+    """Without them and its own tests everything imports, all other tests too, and a call runs."""
     for path in ROOT.iterdir():
         if path.name in ("nsa_jax", "tests"):
-            shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("*mosaic*"))
+            shutil.copytree(path, tmp_path / path.name, ignore=shutil.ignore_patterns("*mosaic*"))
         elif path.name != ".git":
-            (copy / path.name).symlink_to(path)
-    file = copy / "nsa_jax" / "dispatch.py"
+            (tmp_path / path.name).symlink_to(path)
+    file = tmp_path / "nsa_jax" / "dispatch.py"
     table = file.read_text().replace(', "mosaic_gpu"]', "]")
     lines = [line for line in table.splitlines() if not re.search(r'"mosaic_gpu"|mosaic_gpu import', line)]
     file.write_text("\n".join(lines))
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=copy, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-        )  # fmt: skip
-
-    return run
-
-
-def test_an_implementation_is_a_folder_and_a_row(without_mosaic):
-    """Without them, everything else imports, and a call runs."""
     program = (
-        "import importlib, pkgutil, jax.numpy as jnp, nsa_jax\n"
+        "import importlib, pathlib, pkgutil, jax.numpy as jnp, nsa_jax, pytest\n"
         "for module in pkgutil.walk_packages(nsa_jax.__path__, 'nsa_jax.'):\n"
         "    try: module.name.endswith('__main__') or importlib.import_module(module.name)\n"
         "    except ImportError as error: assert error.name.partition('.')[0] in ('triton', 'jax_triton')\n"
+        "for path in pathlib.Path('tests').glob('test_*.py'):\n"
+        "    try: importlib.import_module(path.stem)\n"
+        "    except pytest.skip.Exception: pass\n"
         "assert nsa_jax.dispatch.IMPLEMENTATIONS == ('xla', 'triton'), nsa_jax.dispatch.IMPLEMENTATIONS\n"
         "o = jnp.ones((1, 4, 2, 8)); print(nsa_jax.gated_sum(o, o, o, jnp.ones((1, 4, 2, 3))).sum())"
     )
-    done = without_mosaic("-c", program)
 
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == 3 * 64
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'tests'}"},
+    )  # fmt: skip
 
-
-@pytest.mark.slow
-def test_no_other_test_imports_an_implementation(without_mosaic):
-    # Plain asserts: pytest would rewrite those of every file of the copy first.
-    done = without_mosaic("-m", "pytest", "--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider")
-
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split()[-1]) == 3 * 64
