@@ -36,14 +36,6 @@ class Random(Recent):
         return jnp.where(at[..., None, None] < 0, -1, mixed % most)
 
 
-class Fixed(Recent):
-    """The same blocks for every query."""
-
-    def choose(self, queries, keys, at, *, config, **where):
-        blocks = jnp.asarray([0, 2, -1], jnp.int32)
-        return jnp.broadcast_to(blocks, (*at.shape, self.num_kv_heads, 3))
-
-
 class BlockMeans(Recent):
     """MoBA: blocks by the product of the query and the mean of the keys, summed over heads of a KV head."""
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selector_examples import Recent
 from small_layer import (
     LENGTH,
     ROWS,
@@ -26,13 +27,12 @@ NORMED = dict(
     dropout_rate=0.5,
     rope_base=100.0,
     rope_scaling=YarnScaling(4.0, 24, beta_fast=3.0, beta_slow=0.2),
+    gate=fixed_gate,
 )
+OWN_PARTS = dict(compressor=WeightedSum, rotary=turn_first_pair, branches=("cmp", "slc"))
 
 
-OWN_PARTS = dict(compressor=WeightedSum, gate=fixed_gate, rotary=turn_first_pair)
-
-
-@pytest.mark.parametrize("options", [NORMED, OWN_PARTS], ids=["normed", "own parts"])
+@pytest.mark.parametrize("options", [NORMED, OWN_PARTS], ids=["normed, own gate", "own parts, cmp and slc"])
 def test_steps_of_a_cache_equal_the_full_forward(options):
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):
@@ -46,7 +46,7 @@ def test_dropout_falls_on_the_output_in_training(kind):
     """It drops a quarter of the output, drawn anew in each call, and divides the rest by three quarters."""
     x = random(2, 40, WIDTH).astype(np.float32)
     if kind == "nsa":
-        layer = make_layer(dropout_rate=0.25)
+        layer = make_layer(dropout_rate=0.25, selector=Recent, branches=("slc",))
     else:
         layer = DenseAttention(4, WIDTH, num_kv_heads=2, dropout_rate=0.25, rngs=nnx.Rngs(0))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import has_form
+from selector_examples import Recent
 from small_layer import (
     CONFIG,
     KEY_DIM,
@@ -80,7 +81,7 @@ def named(state):
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-# One of 5 tokens is among the layers of test_nn_selector.
+# One of 5 tokens, with all branches, is among the layers of test_nn_selector.
 WINDOWS = {"window of one": 1, "window longer than the rows": 64}
 
 
@@ -89,29 +90,26 @@ def test_steps_of_a_cache_equal_the_full_forward(window_size):
     config = dataclasses.replace(CONFIG, window_size=window_size)
     x = random(ROWS, LENGTH, WIDTH)
     with jax.enable_x64(True):
-        layer = make_layer(jnp.float64, share_keys_values=True, config=config)
+        layer = make_layer(
+            jnp.float64, share_keys_values=True, config=config, selector=Recent, branches=("slc", "win")
+        )
         full = np.asarray(jax.jit(layer)(x))
         assert_steps_give(full, layer, x)
 
 
 def test_steps_of_several_tokens_are_those_of_three_equal_pairs():
     """Up to the capacity: a row without room for all of its tokens takes none."""
-    x, capacity = random(3, 20, WIDTH), 12
-    prefilled, steps = np.array([4, 0, 7]), [np.array(each) for each in ([3, 2, 0], [1, 3, 3], [3, 3, 3])]
-
-    @nnx.jit
-    def begin(layer, x):
-        return layer.prefill(x, layer.init_cache(3, capacity, step_capacity=3), num_tokens=prefilled)
+    x, capacity = random(3, 18, WIDTH), 12
+    steps = [[3, 0, 3], [1, 0, 3], [0, 0, 1], [3, 2, 0], [1, 3, 3], [3, 3, 3]]
 
     @nnx.jit
     def step(layer, x, held, num_tokens):
         return layer.decode_step(x, held, num_tokens=num_tokens)
 
     def run(layer, x):
-        out, held = begin(layer, x[:, :7])
-        outs = [out]
-        for i, num_tokens in enumerate(steps):
-            out, held = step(layer, x[:, 7 + 3 * i : 10 + 3 * i], held, num_tokens)
+        outs, held = [], layer.init_cache(3, capacity, step_capacity=3)
+        for tokens, num_tokens in zip(np.split(x, len(steps), axis=1), steps, strict=True):
+            out, held = step(layer, tokens, held, np.array(num_tokens))
             outs.append(out)
         return outs, held
 
