@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from messages import refused
-from modules import NSA, abstract, named
+from modules import NSA, abstract, named, randomised
+from selector_examples import Recent
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn import DenseAttention, LinearScaling, NSAAttention, dense
@@ -162,8 +163,9 @@ def test_no_sharding_metadata_unless_asked_for():
 def test_from_linen():
     """init and apply through the bridge give the NNX layer's parameters, outputs and gradients."""
     x, cotangent = np.random.default_rng(0).standard_normal((2, *X.shape)).astype(np.float32)
-    linen_layer = nnx.bridge.to_linen(NSAAttention, HEADS, WIDTH, **SIZES, compression="mean")
-    graph, state = nnx.split(abstract_layer(compression="mean"))
+    options = dict(branches=("slc",), selector=Recent)
+    linen_layer = nnx.bridge.to_linen(NSAAttention, HEADS, WIDTH, **SIZES, **options)
+    graph, state = nnx.split(abstract_layer(**options))
 
     def through_linen(variables, x):
         return (linen_layer.apply(variables, x) * cotangent).sum()
@@ -216,7 +218,7 @@ def test_dense_layer_is_a_plain_softmax_over_what_each_query_sees(window_size, o
         arguments = dict(
             num_kv_heads=KV_HEADS, window_size=window_size, use_bias=True, param_dtype=jnp.float64, **options
         )
-        layer = nnx.jit(lambda: DenseAttention(HEADS, WIDTH, **arguments, rngs=nnx.Rngs(0)))()
+        layer = randomised(abstract(DenseAttention, HEADS, WIDTH, **arguments), 0.3)
         if options:
             layer.query_norm.scale[...], layer.key_norm.scale[...] = np.array([[0.5, 3, -1], [2, 1, 4.0]])
         out = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, ids))

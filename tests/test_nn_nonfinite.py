@@ -1,5 +1,7 @@
 """A model passes on no NaN from tokens that it may not see, in a forward and in decoding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ prefill = jax.jit(lambda model, *x: model.prefill(*x))
 @pytest.fixture(scope="module")
 def models():
     """The same model, without and with a token that spoils everything it reaches."""
-    clean, spoilt = make_model(), make_model()
+    clean, spoilt = (make_model(dataclasses.replace(CONFIG, num_layers=1)) for _ in range(2))
     embedding = spoilt.embed.embedding
     embedding[...] = embedding[...].at[BAD].set(jnp.nan)
     return clean, spoilt
