@@ -27,7 +27,6 @@ CASES = {
         Case(name="odd", config=ODD, num_keys=37, num_heads=6, key_dim=5),
         Case(name="packed", config=OVERLAPPING, num_keys=75, runs=PACKED, scale=0.9),
         BY_NAME["packed_rows_queried_anywhere"],
-        Case(name="last queries", config=ODD, num_keys=37, num_queries=7, num_kv_heads=1),
         BY_NAME["one_token"],
     )
 }
@@ -182,8 +181,9 @@ def test_the_log_sum_exp_of_the_attention_changes_nothing(name):
     np.testing.assert_allclose(slots, cached("xla", name)["slots sum"], atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(dense_blocks=0)], ids=["short", "long"])
-@pytest.mark.parametrize("name", ["odd", "packed"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("odd", Sizes()), ("packed", Sizes(dense_blocks=0))], ids=["odd-short", "packed-long"]
+)
 def test_the_forward_gives_the_probabilities_of_its_slots(name, sizes, monkeypatch):
     """Beside the same output and gradients; of three branches, and of the selected one alone."""
     case, drawn = CASES[name], operands(name)
@@ -223,9 +223,11 @@ def test_probabilities_need_the_blocks():
         attention.native_sparse_attention(*drawn, config=ODD, return_probabilities=True)
 
 
-@pytest.mark.parametrize("name", ["odd", "packed"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("odd", SMALL), ("packed", Sizes(partial_floats=1))], ids=["odd-5", "packed-1"]
+)
 @pytest.mark.parametrize("operation", ["block_probabilities", "selected_probabilities", "importance_scores"])
-def test_chunks_do_not_depend_on_their_size(name, operation):
+def test_chunks_do_not_depend_on_their_size(name, sizes, operation):
     """Chunks of 5 queries, of which the last is padded, and of one."""
     case, drawn = CASES[name], operands(name)
     with jax.enable_x64(True):
@@ -242,9 +244,8 @@ def test_chunks_do_not_depend_on_their_size(name, operation):
             result = "blocks sum"
         if operation == "importance_scores":
             arrays, more, result = (drawn.query, drawn.key_cmp), (None, placed, scale), "importance"
-        for sizes in (SMALL, Sizes(partial_floats=1)):
-            found = getattr(xla, operation)(*arrays, *more, sizes=sizes)
-            np.testing.assert_allclose(found, cached("xla", name)[result], rtol=1e-12, atol=1e-12)
+        found = getattr(xla, operation)(*arrays, *more, sizes=sizes)
+        np.testing.assert_allclose(found, cached("xla", name)[result], rtol=1e-12, atol=1e-12)
 
 
 def test_chunks_of_runs_joined_are_the_whole():
@@ -316,28 +317,29 @@ def test_nan_stays_where_it_is_seen(place):
         assert np.isnan(ours[spoilt & ~hidden.all(-1)]).any() == (place != "padding"), name
 
 
-def test_gradients_of_the_scores_are_those_of_the_oracle():
+@pytest.mark.parametrize(("name", "given"), [("odd", True), ("packed", False)])
+def test_gradients_of_the_scores_are_those_of_the_oracle(name, given):
     """Under random cotangents, with a log-sum-exp that is computed, or that of the compressed branch."""
-    for name in ("odd", "packed"):
-        case, drawn = CASES[name], operands(name)
-        shared = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
-        weights = case.generator("cotangent").standard_normal(cached("xla", name)["importance"].shape)
+    case, drawn = CASES[name], operands(name)
+    shared = dict(config=case.config, scale=case.scale, segment_ids=case.segment_ids)
+    weights = case.generator("cotangent").standard_normal(cached("xla", name)["importance"].shape)
 
-        def objective(module, given, query, key_cmp, weights=weights, shared=shared):
-            more = {}
-            if given:
-                more["lse_cmp"] = module.compressed_attention(query, key_cmp, key_cmp, **shared).lse
-            scores = module.importance_scores(query, key_cmp, **more, **shared)
-            return jnp.where(scores == -jnp.inf, 0, scores * weights).sum()
+    def objective(module, given, query, key_cmp):
+        more = {}
+        if given:
+            more["lse_cmp"] = module.compressed_attention(query, key_cmp, key_cmp, **shared).lse
+        scores = module.importance_scores(query, key_cmp, **more, **shared)
+        return jnp.where(scores == -jnp.inf, 0, scores * weights).sum()
 
-        with jax.enable_x64(True):
-            arrays = jnp.asarray(drawn.query), jnp.asarray(drawn.key_cmp)
-            expected = jax.jit(jax.grad(functools.partial(objective, reference, False), (0, 1)))(*arrays)
-            for given in (False, True):
-                run = jax.grad(functools.partial(objective, attention, given), (0, 1))
-                for ours, theirs in zip(jax.jit(run)(*arrays), expected, strict=True):
-                    assert np.abs(theirs).max() > 0.1
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+    with jax.enable_x64(True):
+        arrays = jnp.asarray(drawn.query), jnp.asarray(drawn.key_cmp)
+        expected, found = (
+            jax.jit(jax.grad(functools.partial(objective, *by), (0, 1)))(*arrays)
+            for by in ((reference, False), (attention, given))
+        )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(theirs).max() > 0.1
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_of_the_scores_do_not_spread_nan():

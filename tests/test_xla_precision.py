@@ -59,8 +59,8 @@ def test_errors_stay_within_the_budget(dtype, name):
 @every_dtype
 def test_selections_agree_where_the_scores_leave_no_doubt(dtype):
     operands = rounded(PLAIN.draw(), jnp.dtype(dtype))
-    expected = brute_force.evaluate(PLAIN, operands)["blocks"]
-    scores = importance(PLAIN, operands)
+    exact = brute_force.evaluate(PLAIN, operands)
+    scores, expected = exact["importance"], exact["blocks"]
     error = distance(importance(PLAIN, operands, dtype), scores)
     sure = settled(PLAIN, scores, 2 * error + 8 * float(np.finfo(np.float32).eps) * size(scores))
 
