@@ -1,8 +1,10 @@
 """The oracle against brute-force loops and closed forms, in float64."""
 
+import functools
 import math
 
 import brute_force
+import jax
 import numpy as np
 import pytest
 from cases import BY_NAME, PACKED_ROWS, PLAIN
@@ -111,10 +113,10 @@ def test_a_position_that_the_row_does_not_have_is_padding():
     length = layout.longest_length(compressed[0].shape[1], PLAIN.config) - 1
     in_row = [x[:, :length] for x in (key_slc, value_slc, key_win, value_win)]
 
-    out = reference.native_sparse_attention(
-        query, *compressed, *in_row, gates, config=PLAIN.config,
-        query_positions=np.full(query.shape[:2], length),
-    )  # fmt: skip
+    attend = jax.jit(functools.partial(reference.native_sparse_attention, config=PLAIN.config))
+    out = attend(
+        query, *compressed, *in_row, gates, query_positions=np.full(query.shape[:2], length, np.int32)
+    )
 
     assert not np.any(out)
 
