@@ -86,10 +86,10 @@ def test_positions_that_the_row_does_not_have_are_padding(case):
 
 
 RUNS = {
-    "ragged_beyond_the_row_some_real": Runs(
-        (Run(NUM_QUERIES, np.array([70, 49])),), num_queries=np.array([11, 4])
-    ),
     # The rows see keys so far apart that one tile of a window's length cannot hold them.
+    "ragged_and_beyond_the_row": Runs(
+        (Run(NUM_QUERIES, np.array([3, 55])),), num_queries=np.array([4, NUM_QUERIES])
+    ),
     "two_runs_one_ragged": Runs((Run(7, 42), Run(4, np.array([56, 28]))), divisor=14),
 }
 
